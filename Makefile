@@ -1,0 +1,37 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: venv demo test check lock proto clean
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: requirements.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --require-hashes -r requirements.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: venv
+	@$(BIN)/extproc demo $(ARGS)
+
+test: venv check
+	$(BIN)/pytest -q -m "" $(ARGS)
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# Maintainers: renew requirements.txt (needs uv) and the compiled messages.
+lock:
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+	  --no-emit-find-links --extra demo --extra dev --extra tokenizers \
+	  --no-header --output-file requirements.txt pyproject.toml requirements-build.in
+
+proto: venv
+	$(BIN)/python -m grpc_tools.protoc -I extproc/server/proto --python_out=extproc/server/proto \
+	  --pyi_out=extproc/server/proto extproc/server/proto/ext_proc.proto
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""``extproc check``: what is missing or dangerous in a configuration or an Envoy file."""

@@ -1,0 +1,12 @@
+"""Time, passed in: production, tests and the discrete-event simulation run the same code."""
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Returns seconds that never run backwards; only differences mean something."""
+
+monotonic: Clock = time.monotonic
+
+wall: Clock = time.time
+"""Seconds since the epoch, for stamps that leave the process."""

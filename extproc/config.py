@@ -1,0 +1,159 @@
+"""Every setting, in one model. ``extproc/settings.py`` fills it from file, environment, flags."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from extproc.address import split_address
+from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def _known_profile(name: str) -> str:
+    try:
+        hardware_profile(name)
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
+    return name
+
+
+def _known_policy(name: str) -> str:
+    from extproc.route.policies import POLICIES  # numpy and the rest: only where one is configured
+    from extproc.route.policy import find_policy
+
+    find_policy(name, POLICIES)
+    return name
+
+
+def _host_and_port(address: str) -> str:
+    split_address(address)
+    return address
+
+
+class ReplicaSource(Section):
+    """One or more replicas: an address, or a DNS name that resolves to many."""
+
+    url: str = ""
+    """``host:port`` or ``http://host:port`` of one replica."""
+    dns: str = ""
+    """``name:port``: every address the name resolves to is a replica; resolved again and again."""
+    profile: str = DEFAULT_PROFILE
+    """Hardware profile its prediction starts from."""
+    name: str = ""
+    """What people call it; the address by default."""
+
+    _profile_exists = field_validator("profile")(_known_profile)
+
+    @model_validator(mode="after")
+    def _one_address(self) -> "ReplicaSource":
+        if bool(self.url) == bool(self.dns):
+            raise ValueError("a replica needs either 'url' or 'dns'")
+        return self
+
+
+class RedisSettings(Section):
+    """Where replica state is shared."""
+
+    url: str = "redis://127.0.0.1:6379/0"
+
+
+class ServeSettings(Section):
+    """The ext_proc server."""
+
+    listen: str = "127.0.0.1:50051"
+    """gRPC address Envoy connects to."""
+    admin: str = "127.0.0.1:9090"
+    """HTTP address of /metrics, /decisions, /fleet and /healthz."""
+    drain_s: float = Field(default=30.0, ge=0)
+    """On SIGTERM, open streams have this many seconds to end."""
+    clear_route_cache: bool = False
+    """Set it only where an Envoy route matches on the destination header."""
+    stream_sample: float = Field(default=0.1, ge=0, le=1)
+    """Share of streamed responses whose chunks the router reads, for token timing and usage."""
+    decisions_kept: int = Field(default=1000, ge=0)
+    """Decision records held in memory."""
+
+    _addresses = field_validator("listen", "admin")(_host_and_port)
+
+
+class RouteSettings(Section):
+    """How a replica is chosen."""
+
+    policy: str = "completion"
+    policy_header: str = "x-extproc-policy"
+    """Request header that names another policy for one request."""
+    allow_policy_header: bool = False
+    """Whether clients may use it."""
+    seed: int | None = None
+    """Seed of the generator that breaks ties; None: from the system."""
+
+    _policy_exists = field_validator("policy")(_known_policy)
+
+
+class RequestSettings(Section):
+    """How a request is measured."""
+
+    bytes_per_token: float = Field(default=4.0, gt=0)
+    """Ratio to start from; learned per model from the usage that replicas report."""
+    tokenizers: dict[str, Path] = Field(default_factory=dict)
+    """Model name → ``tokenizer.json``: count the tokens instead of estimating them."""
+    image_tokens: int = Field(default=576, ge=0)
+    """Tokens one image is taken for."""
+
+
+class PollSettings(Section):
+    """How replicas are scraped."""
+
+    interval_s: float = Field(default=0.2, gt=0)
+    timeout_s: float = Field(default=1.0, gt=0)
+    jitter: float = Field(default=0.1, ge=0, lt=1)
+    """Each wait is stretched or cut by up to this fraction, so that scrapes spread out."""
+    backoff_max_s: float = Field(default=2.0, gt=0)
+    """A failing replica is scraped at most this seldom."""
+    ttl_s: float = Field(default=10.0, gt=0)
+    """Life of a replica's state in Redis without a scrape."""
+    resolve_s: float = Field(default=2.0, gt=0)
+    """DNS names and the replicas file are looked at again this often."""
+    admin: str = "127.0.0.1:9091"
+    """HTTP address of the poller's /metrics and /healthz."""
+
+    _address = field_validator("admin")(_host_and_port)
+
+
+class LogSettings(Section):
+    """Logs go to standard error, one JSON object or one line of text each."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["json", "text"] = "text"
+
+
+class Config(Section):
+    """The whole configuration of a router and a poller."""
+
+    pool: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Prefix of every Redis key: routers and pollers of one pool share it."""
+    replicas: tuple[ReplicaSource, ...] = ()
+    replicas_file: Path | None = None
+    """YAML list in the form of ``replicas``; watched."""
+    redis: RedisSettings = RedisSettings()
+    serve: ServeSettings = ServeSettings()
+    route: RouteSettings = RouteSettings()
+    request: RequestSettings = RequestSettings()
+    poll: PollSettings = PollSettings()
+    log: LogSettings = LogSettings()
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _addresses_too(cls, value: object) -> object:
+        """``replicas: [host:port, …]`` is short for a list of ``url``."""
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if isinstance(value, (list, tuple)):
+            return [{"url": item} if isinstance(item, str) else item for item in value]
+        return value

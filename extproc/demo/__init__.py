@@ -1,0 +1,1 @@
+"""The whole system on one machine: real processes on free ports, and sample traffic."""

@@ -1,0 +1,1 @@
+"""What each replica is doing now: polled state and the router's own ledger."""

@@ -1,0 +1,44 @@
+"""Which replicas answered badly of late: a replica that fails fast must not look fast."""
+
+from extproc.clock import Clock
+
+_TOLERATED = 3
+"""Failures in a row before a replica is left out."""
+_FIRST_PAUSE = 1.0
+_LONGEST_PAUSE = 30.0
+"""Seconds it is left out, doubling with every failure that follows."""
+
+
+class Health:
+    """Failures in a row per replica, as this router saw them.
+
+    A replica that fails several requests in a row is left out for a pause. After it requests
+    may try again, and the first outcome decides.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failures: dict[str, int] = {}
+        self._paused_until: dict[str, float] = {}
+
+    def usable(self, replica: str) -> bool:
+        """Whether requests may be sent to it now."""
+        until = self._paused_until.get(replica)
+        return until is None or self._clock() >= until
+
+    def failed(self, replica: str) -> None:
+        """A request sent to it ended in a 5xx, a reset or without an answer."""
+        failures = self._failures.get(replica, 0) + 1
+        self._failures[replica] = failures
+        if failures >= _TOLERATED:
+            pause = min(_FIRST_PAUSE * 2.0 ** (failures - _TOLERATED), _LONGEST_PAUSE)
+            self._paused_until[replica] = self._clock() + pause
+
+    def answered(self, replica: str) -> None:
+        """A request sent to it was answered."""
+        self.forget(replica)
+
+    def forget(self, replica: str) -> None:
+        """Nothing is held against it any more."""
+        self._failures.pop(replica, None)
+        self._paused_until.pop(replica, None)

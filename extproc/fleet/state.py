@@ -1,0 +1,52 @@
+"""What a poll saw of one replica: the record that pollers write and routers read."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class ReplicaState(BaseModel):
+    """One replica at the time of one scrape. Engines of a data-parallel server are summed.
+
+    Counters grow from the start of the replica's process and fall back to zero when it restarts.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    id: str
+    """``ip:port``, as Envoy knows the member."""
+    name: str = ""
+    """What the configuration calls it; for people."""
+    profile: str = ""
+    """Name of its hardware profile; empty: the router's default."""
+    models: tuple[str, ...] = ()
+    """Model names it serves, LoRA adapters included; empty: not known."""
+    max_model_len: int | None = None
+    """Context length in tokens."""
+    healthy: bool = True
+    """False: the last scrape found it dead, hung or failing."""
+    problem: str = ""
+    """Why it is not healthy, in a few words."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """Fraction of KV blocks in use, 0…1; blocks that are cached but free count as free."""
+    kv_tokens: int = 0
+    """KV cache in tokens; 0: not known."""
+    block_size: int = 16
+    """Tokens in a KV block."""
+
+    steps: float = 0.0
+    """Counter: engine steps."""
+    prompt_tokens: float = 0.0
+    """Counter: prompt tokens, cached ones included; counted when their prefill ends."""
+    cached_tokens: float = 0.0
+    """Counter: prompt tokens taken from the prefix cache."""
+    generated_tokens: float = 0.0
+    """Counter: tokens generated."""
+    preemptions: float = 0.0
+    """Counter: sequences preempted."""
+
+    scraped_at: float = 0.0
+    """Seconds since the epoch, on the poller's clock."""
+    scrape_seconds: float = 0.0
+    """How long the scrape took: the figures are at most this much older than ``scraped_at``."""

@@ -1,0 +1,65 @@
+"""The fleet at one moment, as policies see it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """:class:`~extproc.predict.step.StepModel` of every candidate, one array a coefficient."""
+
+    c0: Floats
+    c_prefill: Floats
+    c_batch: Floats
+    c_kv: Floats
+    c_att: Floats
+
+    def step_time(self, prefill: Floats | float, batch: Floats, kv: Floats) -> Floats:
+        """Seconds of a step, per candidate."""
+        return self.c0 + self.c_prefill * prefill + self.c_batch * batch + self.c_kv * kv
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """What is in flight on the candidates; an entry stands for ``weight`` sequences alike."""
+
+    replica: Indices
+    """Which candidate holds it: an index into the view's arrays."""
+    weight: Floats
+    context: Floats
+    """KV tokens each holds, or will hold once its prompt is prefilled."""
+    remaining: Floats
+    """Tokens each is expected to generate still."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The replicas that could serve a request, one entry of each array a replica."""
+
+    ids: list[str]
+    names: list[str]
+    requests: Floats
+    """In flight: the router's own and those the poll saw beyond them."""
+    waiting: Floats
+    """Requests whose prefill has not begun."""
+    kv_usage: Floats
+    """Fraction of the KV cache in use; the queued prompts are not in it yet."""
+    backlog: Floats
+    """Prompt tokens sent and not yet prefilled."""
+    batch: Floats
+    """Sequences decoding."""
+    kv_used: Floats
+    """KV tokens in use."""
+    kv_capacity: Floats
+    token_budget: Floats
+    max_num_seqs: Floats
+    costs: StepCosts
+    sequences: Sequences
+
+    def __len__(self) -> int:
+        return len(self.ids)

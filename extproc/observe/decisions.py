@@ -1,0 +1,121 @@
+"""Decision records: what was predicted, what was chosen and why, and what came of it."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from extproc.route.router import Decision
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What happened to a routed request; None where it was not seen."""
+
+    served_by: str | None = None
+    """``ip:port`` that answered, after retries."""
+    status: int | None = None
+    ttft_s: float | None = None
+    """Seconds from the decision to the first token, where the response's chunks were read."""
+    completion_s: float | None = None
+    """Seconds from the decision to the end of the response."""
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    """As the replica reported them, over all sequences."""
+
+
+@dataclass(slots=True)
+class DecisionRecord:
+    """One routed request."""
+
+    number: int
+    """Grows by one a decision, from 1."""
+    request_id: str
+    decided_at: float
+    """Seconds since the epoch."""
+    decision: Decision
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON: the comparison of all candidates, and the outcome."""
+        decision, profile = self.decision, self.decision.profile
+        return {
+            "number": self.number,
+            "request_id": self.request_id,
+            "decided_at": self.decided_at,
+            "policy": decision.policy,
+            "endpoint": str(profile.endpoint),
+            "model": profile.model,
+            "stream": profile.stream,
+            "prompt_tokens": profile.prompt_tokens,
+            "output_bound": profile.output_bound,
+            "sequences": profile.sequences,
+            "expected_output_tokens": _short(decision.prediction.output_tokens),
+            "replica": decision.replica,
+            "replica_name": decision.situation.view.names[decision.choice.first],
+            "second": decision.second,
+            "why": decision.choice.why,
+            "predicted_ttft_s": _short(decision.predicted_ttft),
+            "predicted_completion_s": _short(decision.predicted_completion),
+            "candidates": list(self._candidates()),
+            "outcome": {
+                "served_by": self.outcome.served_by,
+                "status": self.outcome.status,
+                "ttft_s": _short(self.outcome.ttft_s),
+                "completion_s": _short(self.outcome.completion_s),
+                "prompt_tokens": self.outcome.prompt_tokens,
+                "output_tokens": self.outcome.output_tokens,
+            },
+        }
+
+    def _candidates(self) -> Iterator[dict[str, Any]]:
+        decision = self.decision
+        view, prediction = decision.situation.view, decision.prediction
+        for index, replica in enumerate(view.ids):
+            yield {
+                "replica": replica,
+                "name": view.names[index],
+                "score": _short(float(decision.choice.scores[index])),
+                "requests": _short(float(view.requests[index])),
+                "waiting": _short(float(view.waiting[index])),
+                "kv_usage": _short(float(view.kv_usage[index])),
+                "backlog_tokens": _short(float(view.backlog[index])),
+                "predicted_ttft_s": _short(float(prediction.ttft[index])),
+                "predicted_completion_s": _short(float(prediction.completion[index])),
+                "terms_s": {
+                    "step_rest": _short(float(prediction.step_rest[index])),
+                    "admission": _short(float(prediction.admission[index])),
+                    "prefill": _short(float(prediction.prefill[index])),
+                    "decode": _short(float(prediction.decode[index])),
+                    "cost_to_others": _short(float(prediction.cost_to_others[index])),
+                },
+                "kv_pressure": _short(float(prediction.kv_pressure[index])),
+            }
+
+
+def _short(value: float | None) -> float | None:
+    """Rounded for people; what JSON cannot say (infinity) becomes null."""
+    return None if value is None or value in (float("inf"), float("-inf")) else round(value, 5)
+
+
+class DecisionLog:
+    """The last decisions, in memory."""
+
+    def __init__(self, kept: int) -> None:
+        self._records: deque[DecisionRecord] = deque(maxlen=kept)
+        self._numbers = itertools.count(1)
+
+    def add(self, request_id: str, decided_at: float, decision: Decision) -> DecisionRecord:
+        """Keeps a decision; its outcome is filled in later."""
+        record = DecisionRecord(next(self._numbers), request_id, decided_at, decision)
+        self._records.append(record)
+        return record
+
+    def after(self, number: int) -> list[DecisionRecord]:
+        """Records with a higher number, oldest first."""
+        return [record for record in self._records if record.number > number]
+
+    def of_request(self, request_id: str) -> list[DecisionRecord]:
+        """Records of one request, oldest first."""
+        return [record for record in self._records if record.request_id == request_id]

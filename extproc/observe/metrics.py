@@ -1,0 +1,62 @@
+"""The router's Prometheus metrics."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+
+
+class RouterMetrics:
+    """What a router counts. One instance a process, on a registry of its own."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "extproc_requests_total",
+            "Requests by what became of them: routed, refused, passed (not for a model), "
+            "unrouted (no healthy replica known; Envoy's fallback serves).",
+            ["result"],
+            registry=registry,
+        )
+        self.decisions = Counter(
+            "extproc_decisions_total",
+            "Decisions by policy and replica chosen.",
+            ["policy", "replica"],
+            registry=registry,
+        )
+        self.decision_seconds = Histogram(
+            "extproc_decision_seconds",
+            "Time to inspect a request and choose its replica.",
+            buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2),
+            registry=registry,
+        )
+        self.responses = Counter(
+            "extproc_responses_total",
+            "Responses by status class.",
+            ["status"],
+            registry=registry,
+        )
+        self.completion_seconds = Histogram(
+            "extproc_completion_seconds",
+            "Time from decision to the end of the response.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.prediction_error = Histogram(
+            "extproc_prediction_error_ratio",
+            "|predicted − actual| ÷ actual completion time.",
+            buckets=(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "extproc_requests_in_flight", "Requests in the ledger.", registry=registry
+        )
+        self.replicas = Gauge(
+            "extproc_replicas", "Replicas known, by health.", ["health"], registry=registry
+        )
+        self.state_age = Gauge(
+            "extproc_state_age_seconds",
+            "Age of the freshest news of any replica.",
+            registry=registry,
+        )
+        self.open_streams = Gauge(
+            "extproc_open_streams", "ext_proc streams open now.", registry=registry
+        )

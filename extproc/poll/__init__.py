@@ -1,0 +1,1 @@
+"""Discovery and scraping of replicas."""

@@ -1,0 +1,1 @@
+"""Step-time model, output lengths and completion time."""

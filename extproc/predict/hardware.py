@@ -1,0 +1,73 @@
+"""Named starting points: what a model on a GPU can do before anything was measured on it."""
+
+import difflib
+from dataclasses import dataclass
+
+from extproc.predict.step import StepModel
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """A model on a machine: its step times and its limits."""
+
+    name: str
+    step: StepModel
+    kv_tokens: int
+    """KV cache, in tokens, when the replica does not say."""
+    token_budget: int
+    """vLLM's ``max_num_batched_tokens``: tokens scheduled in one step at most."""
+    max_num_seqs: int
+    """vLLM's limit on sequences running at once."""
+    source: str
+    """Where the figures come from."""
+
+
+def _profile(
+    name: str,
+    c0_ms: float,
+    prefill_us: float,
+    batch_us: float,
+    kv_us: float,
+    kv_tokens: int,
+    token_budget: int,
+    source: str,
+    max_num_seqs: int = 256,
+) -> HardwareProfile:
+    step = StepModel(c0_ms / 1e3, prefill_us / 1e6, batch_us / 1e6, kv_us / 1e6)
+    return HardwareProfile(name, step, kv_tokens, token_budget, max_num_seqs, source)
+
+
+_ROOFLINE = "roofline of the card with usual efficiency"
+_VIDUR = "linear operators of the Vidur simulator's published profiles, fitted"
+_BLIS = "whole-engine fit published with the BLIS simulator"
+
+_LISTED = (
+    _profile("llama-8b-h100", 6.5, 38, 20, 0.047, 400_000, 8192, _ROOFLINE, 1024),
+    _profile("llama-8b-a10", 29, 260, 50, 0.26, 42_000, 2048, _ROOFLINE),
+    _profile("llama-3-8b-a100", 11, 66, 29, 0.086, 400_000, 8192, _VIDUR, 1024),
+    _profile("llama-2-7b-a100", 11, 64, 29, 0.34, 100_000, 8192, _VIDUR, 1024),
+    _profile("llama-2-7b-h100", 7, 20, 11, 0.21, 100_000, 8192, _VIDUR, 1024),
+    _profile(
+        "llama-3-70b-4xa100", 26, 158, 70, 0.054, 300_000, 2048, f"{_VIDUR}, without all-reduce"
+    ),
+    _profile("qwen2.5-7b-h100", 7.1, 19.5, 25, 0.03, 800_000, 8192, _BLIS, 1024),
+    _profile("llama-3.3-70b-4xh100", 12.6, 76, 67, 0.033, 500_000, 8192, _BLIS, 1024),
+)
+
+PROFILES: dict[str, HardwareProfile] = {profile.name: profile for profile in _LISTED}
+
+DEFAULT_PROFILE = "llama-3-8b-a100"
+
+
+def hardware_profile(name: str) -> HardwareProfile:
+    """The profile of that name.
+
+    Raises:
+        KeyError: no profile has that name; the message lists the nearest.
+    """
+    try:
+        return PROFILES[name]
+    except KeyError:
+        near = difflib.get_close_matches(name, PROFILES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(PROFILES)}"
+        raise KeyError(f"no hardware profile is named {name!r}{hint}") from None

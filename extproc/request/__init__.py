@@ -1,0 +1,1 @@
+"""Request body to :class:`~extproc.request.profile.RequestProfile`."""

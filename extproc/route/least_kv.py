@@ -1,0 +1,15 @@
+"""``least_kv``: the emptiest KV cache."""
+
+import random
+
+from extproc.route.policy import Choice, Situation, lowest
+
+
+class LeastKv:
+    """Lowest fraction of the KV cache in use."""
+
+    def choose(self, situation: Situation, random: random.Random) -> Choice:
+        """The replica with the most KV space, at random among equals."""
+        usage = situation.view.kv_usage
+        first = lowest(usage, random)
+        return Choice(first, usage, f"{usage[first]:.0%} of its KV cache in use")

@@ -1,0 +1,73 @@
+"""What every policy meets, and how one is found by its name."""
+
+import difflib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from extproc.fleet.view import FleetView, Floats
+from extproc.predict.completion import Prediction
+from extproc.request.profile import RequestProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """A request and the fleet at the moment it came."""
+
+    profile: RequestProfile
+    view: FleetView
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a policy chose: indices into the view."""
+
+    first: int
+    scores: Floats
+    """Per candidate, lower is better; what a score means is the policy's own matter."""
+    why: str
+    """The reason, for people."""
+
+    @property
+    def second(self) -> int | None:
+        """The next best, for a retry; None where there is no other candidate."""
+        if len(self.scores) < 2:
+            return None
+        others = self.scores.astype(float)
+        others[self.first] = np.inf
+        return int(np.argmin(others))
+
+
+class Policy(Protocol):
+    """Chooses a replica among at least one candidate."""
+
+    def choose(self, situation: Situation, random: random.Random) -> Choice:
+        """The replica for this request."""
+        ...
+
+
+def lowest(scores: Floats, random: random.Random, band: float = 0.0) -> int:
+    """The index of the lowest score, at random among those within ``band`` of it.
+
+    Replicas that are as good as equal share the work: always taking the first of them would herd
+    every request onto it until the next poll.
+    """
+    near = np.flatnonzero(scores <= scores.min() + band)
+    return int(near[0] if len(near) == 1 else near[random.randrange(len(near))])
+
+
+def find_policy(name: str, policies: dict[str, Callable[[], Policy]]) -> Policy:
+    """A new policy of that name.
+
+    Raises:
+        ValueError: no policy has that name; the message names the nearest, or all.
+    """
+    if name in policies:
+        return policies[name]()
+    near = difflib.get_close_matches(name, policies, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(policies)}"
+    raise ValueError(f"no policy is named {name!r}; {hint}")

@@ -1,0 +1,30 @@
+"""``queue_kv``: a short queue and a free KV cache, weighed."""
+
+import random
+
+import numpy as np
+
+from extproc.route.policy import Choice, Situation, lowest
+
+_QUEUE_WEIGHT = 2.0
+_KV_WEIGHT = 2.0
+"""The weights llm-d's endpoint picker gives its queue and KV scorers."""
+
+
+class QueueKv:
+    """Scorers of the Gateway API Inference Extension's endpoint picker.
+
+    Highest ``2·(max − x)/(max − min) + 2·(1 − kv)`` with x the requests waiting in the queue.
+    """
+
+    def choose(self, situation: Situation, random: random.Random) -> Choice:
+        """The replica with the highest weighted sum, at random among equals."""
+        view = situation.view
+        spread = float(np.ptp(view.waiting))
+        queue = (view.waiting.max() - view.waiting) / spread if spread else np.ones(len(view))
+        scores = -(_QUEUE_WEIGHT * queue + _KV_WEIGHT * (1.0 - view.kv_usage))
+        first = lowest(scores, random)
+        why = (
+            f"{view.waiting[first]:.0f} waiting, {view.kv_usage[first]:.0%} of its KV cache in use"
+        )
+        return Choice(first, scores, why)

@@ -1,0 +1,1 @@
+"""The gRPC stream: messages in, mutations out, lifetime of a request."""

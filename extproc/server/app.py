@@ -1,0 +1,150 @@
+"""``extproc serve``: the router's parts, put together and run."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
+from random import Random
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from extproc.clock import monotonic, wall
+from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.observe.admin import serve_admin
+from extproc.observe.decisions import DecisionLog
+from extproc.observe.metrics import RouterMetrics
+from extproc.predict.lengths import OutputLengths
+from extproc.request.tokens import TokenCounter
+from extproc.route.router import Router
+from extproc.server.exchange import Services
+from extproc.server.service import GrpcServer
+from extproc.state.connection import connect
+from extproc.state.store import Change, Put, Removed, Snapshot, StateReader
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_EVERY = 1.0
+"""Seconds."""
+
+
+async def run_router(config: Config) -> None:
+    """Runs a router until SIGTERM or SIGINT, then lets open streams end.
+
+    Raises:
+        OSError: an address cannot be listened on.
+        ValueError: the configuration names a policy or a tokenizer that does not exist.
+    """
+    registry = CollectorRegistry()
+    services = build(config, registry)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    server = GrpcServer(services)
+    async with (
+        serve_admin(config.serve.admin, registry, admin_routes(services)) as admin,
+        _background(follow_state(config, services.fleet)),
+        _background(_housekeeping(services)),
+    ):
+        port = await server.start(config.serve.listen)
+        logger.info("router ready", extra={"port": port, "admin": admin, "pool": config.pool})
+        await stopping.wait()
+        logger.info("stopping", extra={"in_flight": services.fleet.in_flight})
+        await server.stop(config.serve.drain_s)
+
+
+def build(config: Config, registry: CollectorRegistry) -> Services:
+    """The parts of a router, from its configuration."""
+    generator = Random(config.route.seed)
+    fleet = Fleet(OutputLengths())
+    return Services(
+        config=config,
+        router=Router(fleet, config.route.policy, generator),
+        tokens=TokenCounter(config.request),
+        log=DecisionLog(config.serve.decisions_kept),
+        metrics=RouterMetrics(registry),
+        clock=monotonic,
+        wall=wall,
+        random=generator,
+    )
+
+
+async def follow_state(config: Config, fleet: Fleet) -> None:
+    """Brings every change that pollers write into the fleet, for ever."""
+    redis = connect(config.redis.url)
+    try:
+        async with aclosing(StateReader(redis, config.pool, Random()).changes()) as changes:
+            async for change in changes:
+                apply(change, fleet)
+    finally:
+        await redis.aclose()
+
+
+def apply(change: Change, fleet: Fleet) -> None:
+    """One change of the shared state, brought into the fleet."""
+    match change:
+        case Snapshot(states):
+            # A Redis that was just started holds few of them yet: what is missing is dropped
+            # only when it stays silent.
+            for state in states:
+                fleet.put(state)
+        case Put(state):
+            fleet.put(state)
+        case Removed(replica):
+            fleet.remove(replica)
+
+
+def admin_routes(services: Services) -> list[web.RouteDef]:
+    """What the admin address serves beside metrics and health."""
+
+    async def decisions(request: web.Request) -> web.Response:
+        if "request_id" in request.query:
+            records = services.log.of_request(request.query["request_id"])
+        else:
+            after = request.query.get("after", "0")
+            records = services.log.after(int(after) if after.isdecimal() else 0)
+        return web.json_response([record.to_json() for record in records])
+
+    async def fleet(_: web.Request) -> web.Response:
+        members = services.fleet
+        replicas = [
+            state.model_dump() | {"in_flight": members.in_flight_on(state.id)}
+            for state in members.states
+        ]
+        return web.json_response({"in_flight": members.in_flight, "replicas": replicas})
+
+    return [web.get("/decisions", decisions), web.get("/fleet", fleet)]
+
+
+async def _housekeeping(services: Services) -> None:
+    metrics, fleet = services.metrics, services.fleet
+    while True:
+        fleet.drop_silent(services.config.poll.ttl_s)
+        healthy = sum(state.healthy for state in fleet.states)
+        metrics.replicas.labels("healthy").set(healthy)
+        metrics.replicas.labels("unhealthy").set(len(fleet.states) - healthy)
+        metrics.in_flight.set(fleet.in_flight)
+        if fleet.states:
+            freshest = max(state.scraped_at for state in fleet.states)
+            metrics.state_age.set(services.wall() - freshest)
+        await asyncio.sleep(_HOUSEKEEPING_EVERY)
+
+
+@asynccontextmanager
+async def _background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(coroutine)
+    task.add_done_callback(_report_death)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def _report_death(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.critical("a part of the router died", exc_info=task.exception())

@@ -1,0 +1,256 @@
+"""One HTTP request, from its headers to the end of its response."""
+
+import random
+from dataclasses import dataclass
+
+from extproc.clock import Clock
+from extproc.config import Config
+from extproc.fleet.fleet import Fleet, Ticket
+from extproc.observe.decisions import DecisionLog, DecisionRecord
+from extproc.observe.metrics import RouterMetrics
+from extproc.request.errors import BadRequest, error_body
+from extproc.request.inspect import endpoint_of, inspect
+from extproc.request.profile import RequestProfile
+from extproc.request.tokens import TokenCounter
+from extproc.request.usage import UsageReader
+from extproc.route.router import Decision, Router
+from extproc.server import messages
+from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
+
+_BAD_REQUEST = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every exchange works with."""
+
+    config: Config
+    router: Router
+    tokens: TokenCounter
+    log: DecisionLog
+    metrics: RouterMetrics
+    clock: Clock
+    wall: Clock
+    random: random.Random
+
+    @property
+    def fleet(self) -> Fleet:
+        """The router's fleet."""
+        return self.router.fleet
+
+
+class Exchange:
+    """Owns a request for its whole life: profiles it, chooses its replica, holds its place in the
+    ledger, releases it when the stream closes, and learns from it.
+
+    Phases may come in any order; each is answered as it is, and one that is unknown with a
+    continue.
+    """
+
+    __slots__ = (
+        "_arrived",
+        "_body_mode",
+        "_content_length",
+        "_decided",
+        "_ended",
+        "_first_chunk",
+        "_path",
+        "_policy",
+        "_record",
+        "_request_id",
+        "_served_by",
+        "_services",
+        "_status",
+        "_ticket",
+        "_usage",
+    )
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._arrived = services.clock()
+        self._path = ""
+        self._request_id = ""
+        self._policy = ""
+        self._content_length: int | None = None
+        self._body_mode = messages.BUFFERED
+        self._ticket: Ticket | None = None
+        self._record: DecisionRecord | None = None
+        self._decided = 0.0
+        self._served_by = ""
+        self._status: int | None = None
+        self._usage: UsageReader | None = None
+        self._first_chunk: float | None = None
+        self._ended = False
+
+    def answer(self, request: ProcessingRequest) -> bytes:
+        """The reply to one message of the stream, as bytes."""
+        if request.HasField("protocol_config"):
+            self._body_mode = request.protocol_config.request_body_mode
+        match request.WhichOneof("request"):
+            case "request_headers":
+                return self._on_request_headers(request.request_headers)
+            case "request_body":
+                return self._on_request_body(request.request_body)
+            case "response_headers":
+                return self._on_response_headers(request)
+            case "response_body":
+                return self._on_response_body(request.response_body)
+            case phase:
+                return messages.proceed(phase or "")
+
+    # -- the request ------------------------------------------------------------------------
+
+    def _on_request_headers(self, message: HttpHeaders) -> bytes:
+        headers = messages.headers_of(message)
+        path = headers.get(":path", "")
+        if endpoint_of(path) is None or headers.get(":method") != "POST":
+            self._services.metrics.requests.labels("passed").inc()
+            return messages.LEAVE_ALONE
+        self._path = path
+        self._request_id = headers.get("x-request-id", "")
+        route = self._services.config.route
+        if route.allow_policy_header:
+            self._policy = headers.get(route.policy_header, "")
+        length = headers.get("content-length", "")
+        self._content_length = int(length) if length.isdecimal() else None
+        if message.end_of_stream:
+            return self._route("request_headers", b"", partial=False)
+        if headers.get("content-encoding", "identity") != "identity":
+            self._body_mode = messages.NONE
+        if self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
+            return messages.proceed("request_headers")
+        # The headers leave before the body is seen, so its length must do.
+        return self._route("request_headers", b"", partial=True)
+
+    def _on_request_body(self, message: HttpBody) -> bytes:
+        if self._body_mode == messages.FULL_DUPLEX_STREAMED:
+            return messages.pass_chunk("request_body", message.body, message.end_of_stream)
+        if not self._path or self._record is not None:
+            return messages.proceed("request_body")
+        return self._route("request_body", message.body, partial=not message.end_of_stream)
+
+    def _profile(self, body: bytes, partial: bool) -> RequestProfile:
+        return inspect(
+            self._path,
+            body,
+            self._services.tokens,
+            partial=partial,
+            content_length=self._content_length,
+        )
+
+    def _route(self, phase: str, body: bytes, partial: bool) -> bytes:
+        services = self._services
+        started = services.clock()
+        try:
+            decision = services.router.decide(self._profile(body, partial), self._policy)
+        except BadRequest as error:
+            services.metrics.requests.labels("refused").inc()
+            return messages.refuse(_BAD_REQUEST, error_body(error))
+        if decision is None:
+            services.metrics.requests.labels("unrouted").inc()
+            return messages.proceed(phase)
+        self._take(decision)
+        services.metrics.decision_seconds.observe(services.clock() - started)
+        destination = ",".join(filter(None, (decision.replica, decision.second)))
+        return messages.send_to(phase, destination, services.config.serve.clear_route_cache)
+
+    def _take(self, decision: Decision) -> None:
+        services = self._services
+        self._decided = services.clock()
+        self._served_by = decision.replica
+        self._ticket = services.fleet.dispatch(decision.replica, decision.profile)
+        self._record = services.log.add(self._request_id, services.wall(), decision)
+        services.metrics.requests.labels("routed").inc()
+        services.metrics.decisions.labels(decision.policy, decision.replica).inc()
+
+    # -- the response -----------------------------------------------------------------------
+
+    def _on_response_headers(self, request: ProcessingRequest) -> bytes:
+        if self._record is None or self._ticket is None:
+            return messages.proceed("response_headers")
+        headers = messages.headers_of(request.response_headers)
+        status = headers.get(":status", "")
+        self._status = int(status) if status.isdecimal() else None
+        self._ended = request.response_headers.end_of_stream
+        self._served(messages.attributes_of(request).get("upstream.address", ""))
+        if self._ended or not self._worth_reading(headers.get("content-type", "")):
+            return messages.proceed("response_headers")
+        self._usage = UsageReader()
+        return messages.watch_response()
+
+    def _served(self, upstream: str) -> None:
+        """Which replica it was in the end, and whether it failed."""
+        services = self._services
+        assert self._record is not None
+        assert self._ticket is not None
+        if upstream:
+            self._served_by = upstream
+            services.fleet.move(self._ticket, upstream)
+        self._record.outcome.served_by = self._served_by
+        self._record.outcome.status = self._status
+        services.metrics.responses.labels(f"{(self._status or 0) // 100}xx").inc()
+        if self._status is not None and self._status >= 500:
+            services.fleet.health.failed(self._served_by)
+        else:
+            services.fleet.health.answered(self._served_by)
+
+    def _worth_reading(self, content_type: str) -> bool:
+        """Every whole response, for it is one message, and a sample of the streams."""
+        if self._status != 200:
+            return False
+        if not content_type.startswith("text/event-stream"):
+            return True
+        return self._services.random.random() < self._services.config.serve.stream_sample
+
+    def _on_response_body(self, message: HttpBody) -> bytes:
+        self._ended = message.end_of_stream
+        if self._usage is not None and self._ticket is not None:
+            if self._first_chunk is None and message.body and self._streamed:
+                self._first_chunk = self._services.clock()
+                self._services.fleet.first_token(self._ticket)
+            self._usage.feed(message.body)
+        return messages.proceed("response_body")
+
+    @property
+    def _streamed(self) -> bool:
+        return self._record is not None and self._record.decision.profile.stream
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """The stream is over: the response has ended, or the client or Envoy gave up."""
+        if self._ticket is None or self._record is None:
+            return
+        services, ticket = self._services, self._ticket
+        self._ticket = None
+        answered = self._status is not None and self._status < 400
+        services.fleet.release(ticket, answered)
+        if not answered:
+            return
+        outcome = self._record.outcome
+        outcome.completion_s = services.clock() - self._decided
+        if self._first_chunk is not None:
+            outcome.ttft_s = self._first_chunk - self._decided
+        self._learn()
+        self._account(self._record.decision.predicted_completion, outcome.completion_s)
+
+    def _learn(self) -> None:
+        usage = self._usage.usage() if self._usage is not None and self._ended else None
+        if usage is None or self._record is None:
+            return
+        services, profile = self._services, self._record.decision.profile
+        outcome = self._record.outcome
+        outcome.prompt_tokens = usage.prompt_tokens
+        outcome.output_tokens = usage.completion_tokens
+        if usage.prompt_tokens and profile.prompt_bytes:
+            services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
+        if usage.completion_tokens and profile.sequences:
+            lengths = services.fleet.lengths
+            row = lengths.row(profile.model, profile.endpoint)
+            lengths.observe(row, usage.completion_tokens / profile.sequences)
+
+    def _account(self, predicted: float, actual: float) -> None:
+        metrics = self._services.metrics
+        metrics.completion_seconds.observe(actual)
+        if actual > 0:
+            metrics.prediction_error.observe(abs(predicted - actual) / actual)

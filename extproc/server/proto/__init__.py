@@ -1,0 +1,1 @@
+"""Compiled messages of the external processing protocol."""

@@ -1,0 +1,104 @@
+"""The ext_proc gRPC server."""
+
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from extproc.server.exchange import Exchange, Services
+from extproc.server.proto.ext_proc_pb2 import ProcessingRequest
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+
+_LARGEST_MESSAGE = 128 * 2**20
+"""Bytes: a buffered body comes in one message, and requests carry images."""
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
+    ("grpc.max_send_message_length", _LARGEST_MESSAGE),
+    # Every request in flight holds a stream of Envoy's few connections.
+    ("grpc.max_concurrent_streams", 2**31 - 1),
+    # Two servers on one port would silently share it; an error is better.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+]
+
+
+class ExternalProcessor:
+    """Serves ``Process``: a stream of messages is one HTTP request.
+
+    Handlers take and give raw bytes, so that no message is parsed twice.
+    """
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def process(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        """One request, from its headers to the end of its response.
+
+        An error here ends the stream, and Envoy goes on without the router.
+        """
+        exchange = Exchange(self._services)
+        open_streams = self._services.metrics.open_streams
+        open_streams.inc()
+        try:
+            async for raw in requests:
+                yield exchange.answer(ProcessingRequest.FromString(raw))
+        except DecodeError:
+            logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
+        except Exception:
+            logger.exception("a request could not be routed; Envoy goes on without the router")
+            raise
+        finally:
+            exchange.close()
+            open_streams.dec()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The handler to add to a gRPC server."""
+        process = grpc.stream_stream_rpc_method_handler(self.process)
+        return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
+
+
+def _peer(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return {"peer": context.peer()}
+
+
+class GrpcServer:
+    """The gRPC server with its health service."""
+
+    def __init__(self, services: Services) -> None:
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_generic_rpc_handlers((ExternalProcessor(services).handler(),))
+
+    async def start(self, address: str) -> int:
+        """Listens on ``host:port`` and returns the port (of use where it was 0).
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        try:
+            port: int = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen for Envoy on {address} (serve.listen): {error}") from None
+        await self._server.start()
+        await self._report(health_pb2.HealthCheckResponse.SERVING)
+        return port
+
+    async def stop(self, drain_s: float) -> None:
+        """Takes no new streams, and gives the open ones ``drain_s`` seconds to end."""
+        await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._server.stop(drain_s)
+
+    async def _report(self, status: int) -> None:
+        for service in ("", SERVICE):
+            await self._health.set(service, status)

@@ -1,0 +1,1 @@
+"""A replica that schedules as vLLM does: an engine and an OpenAI-compatible server around it."""

@@ -1,0 +1,1 @@
+"""Redis: what is written, under which key, for how long."""

@@ -1,0 +1,59 @@
+"""A clock that a test moves, and fleets to try things on."""
+
+from dataclasses import dataclass
+
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.state import ReplicaState
+from extproc.predict.lengths import OutputLengths
+from extproc.request.profile import Endpoint, RequestProfile
+
+MODEL = "llama"
+
+
+@dataclass
+class ManualClock:
+    """A clock that stands still until told."""
+
+    time: float = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+    def advance(self, seconds: float) -> None:
+        self.time += seconds
+
+
+def fleet_of(clock: ManualClock, *profiles: str) -> Fleet:
+    """Idle replicas ``10.0.0.1:8000``, ``10.0.0.2:8000``, … with these hardware profiles."""
+    fleet = Fleet(OutputLengths(), clock, clock)
+    for number, profile in enumerate(profiles, start=1):
+        fleet.put(state(number, profile, clock))
+    return fleet
+
+
+def replica(number: int) -> str:
+    return f"10.0.0.{number}:8000"
+
+
+def state(
+    number: int, profile: str, clock: ManualClock, **figures: float | str | bool
+) -> ReplicaState:
+    return ReplicaState.model_validate(
+        {
+            "id": replica(number),
+            "name": f"r{number}",
+            "profile": profile,
+            "models": (MODEL,),
+            "max_model_len": 16_384,
+            "scraped_at": clock(),
+        }
+        | figures
+    )
+
+
+def chat(prompt: int, bound: int | None = None, sequences: int = 1) -> RequestProfile:
+    return RequestProfile(Endpoint.CHAT, MODEL, prompt, prompt * 4, bound, sequences)
+
+
+def embedding(prompt: int) -> RequestProfile:
+    return RequestProfile(Endpoint.EMBEDDINGS, MODEL, prompt, prompt * 4, 0, 0)

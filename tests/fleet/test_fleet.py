@@ -1,0 +1,241 @@
+import numpy as np
+import pytest
+
+from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
+
+A10 = "llama-8b-a10"
+
+
+def test_a_dispatch_counts_at_once_and_its_release_takes_it_back() -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    ticket = fleet.dispatch(replica(1), chat(1000, 100))
+    view = fleet.view(MODEL)
+    assert view.requests.tolist() == [1, 0]
+    assert view.backlog.tolist() == [1000, 0]
+
+    fleet.release(ticket)
+    fleet.release(ticket)
+    view = fleet.view(MODEL)
+    assert view.requests.tolist() == [0, 0]
+    assert view.backlog.tolist() == [0, 0]
+    assert fleet.in_flight == 0
+
+
+def test_a_prompt_is_prefilled_at_the_speed_of_the_step_model() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.dispatch(replica(1), chat(1000, 100))
+    clock.advance(0.029 + 1000 * 260e-6 - 0.01)
+    assert 0 < fleet.view(MODEL).backlog[0] < 1000
+    clock.advance(0.02)
+    view = fleet.view(MODEL)
+    assert view.backlog[0] == 0
+    assert view.batch[0] == 1
+    assert view.kv_used[0] >= 1000
+
+
+def test_decoding_brings_a_request_nearer_to_its_end() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.lengths.observe(0, 100)
+    fleet.dispatch(replica(1), chat(100, 50))
+    clock.advance(0.1)
+    early = fleet.view(MODEL).sequences
+    clock.advance(1.0)
+    late = fleet.view(MODEL).sequences
+    steps = 1.0 / (0.029 + 50e-6 + 0.26e-6 * 120)
+    grown = late.context[0] - early.context[0]
+    assert grown == pytest.approx(steps, rel=0.05)
+    assert late.remaining[0] < early.remaining[0]
+
+
+def test_the_end_of_a_response_tells_that_earlier_prompts_are_prefilled() -> None:
+    fleet = fleet_of(ManualClock(), A10)
+    fleet.dispatch(replica(1), chat(5000, 100))
+    second = fleet.dispatch(replica(1), chat(10, 1))
+    fleet.dispatch(replica(1), chat(700, 100))
+    fleet.release(second)
+    assert fleet.view(MODEL).backlog[0] == 700
+
+
+def test_a_client_that_hangs_up_takes_its_prompt_out_of_the_queue() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.dispatch(replica(1), chat(1000, 100))
+    queued = fleet.dispatch(replica(1), chat(4000, 100))
+    fleet.dispatch(replica(1), chat(500, 100))
+    fleet.release(queued, answered=False)
+    assert fleet.view(MODEL).backlog[0] == 1500
+    clock.advance(2.0)
+    view = fleet.view(MODEL)
+    assert view.backlog[0] == 0
+    assert view.batch[0] == 2
+
+
+def test_a_retry_moves_the_request_to_the_replica_that_served_it() -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    ticket = fleet.dispatch(replica(1), chat(1000, 100))
+    fleet.move(ticket, replica(2))
+    fleet.move(ticket, "192.0.2.9:1")
+    view = fleet.view(MODEL)
+    assert view.requests.tolist() == [0, 1]
+    assert view.backlog.tolist() == [0, 1000]
+    fleet.release(ticket)
+    assert fleet.view(MODEL).backlog.tolist() == [0, 0]
+
+
+def test_a_poll_does_not_erase_a_dispatch_newer_than_it() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    before = state(1, A10, clock, running=0)
+    clock.advance(0.05)
+    fleet.dispatch(replica(1), chat(1000, 100))
+    fleet.put(before)
+    assert fleet.view(MODEL).requests[0] == 1
+
+
+def test_requests_that_two_polls_see_beyond_the_own_ones_are_others() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.dispatch(replica(1), chat(100, 100))
+    for _ in range(2):
+        clock.advance(0.2)
+        fleet.put(state(1, A10, clock, running=3, waiting=1, kv_usage=0.25))
+    view = fleet.view(MODEL)
+    assert view.requests[0] == 4
+    assert view.kv_used[0] == pytest.approx(0.25 * 42_000, rel=0.05)
+    clock.advance(0.2)
+    fleet.put(state(1, A10, clock, running=1))
+    assert fleet.view(MODEL).requests[0] == 1
+
+
+def test_polled_steps_correct_the_progress_of_a_request() -> None:
+    """The replica runs three times slower than its profile says."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.dispatch(replica(1), chat(100, 400))
+    clock.advance(0.2)
+    for tick in range(1, 20):
+        fleet.put(state(1, A10, clock, running=1, steps=2.0 * tick, kv_usage=0.01))
+        clock.advance(0.2)
+    held = fleet.view(MODEL).sequences.context[0] - 100
+    assert held == pytest.approx(2.0 * 19, abs=12)
+
+
+def test_a_restarted_replica_counts_its_steps_anew() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, steps=1e6))
+    fleet.dispatch(replica(1), chat(100, 400))
+    clock.advance(0.2)
+    fleet.put(state(1, A10, clock, steps=5, running=1))
+    view = fleet.view(MODEL)
+    assert 100 <= view.sequences.context[0] < 120
+
+
+def test_unhealthy_replicas_are_no_candidates() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.put(state(1, A10, clock, healthy=False, problem="no answer"))
+    assert fleet.view(MODEL).ids == [replica(2)]
+    fleet.put(state(1, A10, clock))
+    assert len(fleet.view(MODEL)) == 2
+
+
+def test_a_replica_that_fails_fast_is_left_out_for_a_while() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(3):
+        fleet.health.failed(replica(1))
+    assert fleet.view(MODEL).ids == [replica(2)]
+    clock.advance(1.1)
+    assert len(fleet.view(MODEL)) == 2
+    fleet.health.failed(replica(1))
+    clock.advance(1.1)
+    assert fleet.view(MODEL).ids == [replica(2)]
+    clock.advance(1.1)
+    fleet.health.answered(replica(1))
+    fleet.health.failed(replica(1))
+    assert len(fleet.view(MODEL)) == 2
+
+
+def test_only_replicas_that_serve_the_model_are_candidates() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.put(state(2, A10, clock, models=("other",)))  # type: ignore[arg-type]
+    assert fleet.view("other").ids == [replica(2)]
+    assert fleet.view(MODEL).ids == [replica(1)]
+    assert len(fleet.view("an adapter just loaded")) == 2
+
+
+def test_a_replica_that_left_gets_nothing_while_its_requests_end() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    ticket = fleet.dispatch(replica(1), chat(100, 100))
+    fleet.remove(replica(1))
+    assert fleet.view(MODEL).ids == [replica(2)]
+    fleet.put(state(3, A10, clock))
+    assert fleet.in_flight == 1
+    assert fleet.in_flight_on(replica(3)) == 0
+    fleet.release(ticket)
+    fleet.put(state(4, A10, clock))
+    view = fleet.view(MODEL)
+    assert sorted(view.ids) == [replica(2), replica(3), replica(4)]
+    assert not view.requests.any()
+
+
+def test_replicas_go_when_they_fall_silent_but_not_when_everything_does() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    clock.advance(60)
+    fleet.drop_silent(10)
+    assert len(fleet.view(MODEL)) == 2
+    fleet.put(state(2, A10, clock))
+    fleet.drop_silent(10)
+    assert fleet.view(MODEL).ids == [replica(2)]
+
+
+def test_an_embedding_is_prefilled_and_never_decodes() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.dispatch(replica(1), embedding(500))
+    clock.advance(1.0)
+    view = fleet.view(MODEL)
+    assert view.batch[0] == 0
+    assert view.backlog[0] == 0
+
+
+def test_an_empty_fleet_has_no_candidates() -> None:
+    fleet = fleet_of(ManualClock())
+    assert len(fleet.view(MODEL)) == 0
+    with pytest.raises(KeyError):
+        fleet.dispatch(replica(1), chat(1))
+
+
+def test_whatever_happens_the_ledger_ends_empty() -> None:
+    clock, random = ManualClock(), np.random.default_rng(7)
+    fleet = fleet_of(clock, A10, A10, A10)
+    tickets = []
+    for _ in range(400):
+        clock.advance(float(random.exponential(0.05)))
+        tickets.append(
+            fleet.dispatch(
+                replica(int(random.integers(1, 4))),
+                chat(int(random.integers(0, 5000)), 200, int(random.integers(1, 4))),
+            )
+        )
+        if random.random() < 0.2:
+            fleet.move(tickets[-1], replica(int(random.integers(1, 4))))
+        if len(tickets) > 20:
+            ticket = tickets.pop(int(random.integers(len(tickets))))
+            fleet.release(ticket, answered=bool(random.random() < 0.7))
+        view = fleet.view(MODEL)
+        assert (view.backlog >= -1e-6).all()
+        assert view.requests.sum() == len(tickets)
+    for ticket in tickets:
+        fleet.release(ticket, answered=False)
+    view = fleet.view(MODEL)
+    assert fleet.in_flight == 0
+    assert view.backlog == pytest.approx(np.zeros(3), abs=1e-6)
+    assert view.batch == pytest.approx(np.zeros(3))
+    assert view.kv_used == pytest.approx(np.zeros(3), abs=1e-6)

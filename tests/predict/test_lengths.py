@@ -1,0 +1,64 @@
+import numpy as np
+import pytest
+
+from extproc.predict.lengths import OutputLengths
+from extproc.request.profile import Endpoint
+
+
+def learned(*lengths: float) -> tuple[OutputLengths, int]:
+    outputs = OutputLengths()
+    row = outputs.row("llama", Endpoint.CHAT)
+    for _ in range(200):
+        for length in lengths:
+            outputs.observe(row, length)
+    return outputs, row
+
+
+def test_the_expectation_is_learned() -> None:
+    outputs, row = learned(40)
+    assert outputs.remaining(row, 0, 4096) == pytest.approx(40, rel=0.2)
+
+
+def test_the_bound_clamps_it() -> None:
+    outputs, row = learned(400)
+    assert outputs.remaining(row, 0, 16) == pytest.approx(16, rel=0.05)
+    assert outputs.remaining(row, 10, 16) == pytest.approx(6, rel=0.05)
+    assert outputs.remaining(row, 16, 16) == 0
+
+
+def test_what_remains_follows_from_the_hazard_not_from_the_first_estimate() -> None:
+    """Half of them end at 20 tokens, half at 1,000: who passes 30 goes on for long."""
+    outputs, row = learned(20, 1000)
+    assert outputs.remaining(row, 0, 4096) == pytest.approx(510, rel=0.2)
+    assert outputs.remaining(row, 30, 4096) > 800
+    assert outputs.remaining(row, 900, 4096) < 200
+
+
+def test_the_bound_is_taken_inside_the_expectation() -> None:
+    outputs, row = learned(20, 1000)
+    assert outputs.remaining(row, 0, 100) == pytest.approx((20 + 100) / 2, rel=0.15)
+
+
+def test_a_new_row_starts_from_what_all_have_shown() -> None:
+    outputs, _ = learned(40)
+    other = outputs.row("another", Endpoint.COMPLETIONS)
+    assert outputs.remaining(other, 0, 4096) == pytest.approx(40, rel=0.2)
+    for _ in range(50):
+        outputs.observe(other, 600)
+    assert outputs.remaining(other, 0, 4096) > 400
+
+
+def test_it_takes_all_requests_in_flight_at_once() -> None:
+    outputs, row = learned(40, 300)
+    progress = np.array([0.0, 50.0, 400.0, 1e6])
+    together = outputs.remaining(np.full(4, row), progress, np.full(4, 131_072.0))
+    alone = [float(outputs.remaining(row, g, 131_072.0)) for g in progress]
+    assert together == pytest.approx(alone)
+    assert (together >= 0).all()
+    assert np.isfinite(together).all()
+
+
+def test_a_flood_of_model_names_does_not_grow_it_without_end() -> None:
+    outputs = OutputLengths()
+    rows = {outputs.row(f"model-{number}", Endpoint.CHAT) for number in range(2000)}
+    assert len(rows) < 600

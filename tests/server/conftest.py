@@ -1,0 +1,38 @@
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from extproc.config import Config
+from extproc.server.app import build
+from extproc.server.exchange import Services
+from extproc.server.service import GrpcServer
+from tests.fakes import ManualClock, state
+from tests.server.envoy_side import EnvoySide
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(
+        {"route": {"allow_policy_header": True, "seed": 1}, "serve": {"stream_sample": 1.0}}
+    )
+
+
+@pytest.fixture
+def services(config: Config) -> Services:
+    """A router that knows two idle replicas."""
+    services = build(config, CollectorRegistry())
+    clock = ManualClock(services.wall())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", clock))
+    return services
+
+
+@pytest.fixture
+async def envoy(services: Services) -> AsyncIterator[EnvoySide]:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield EnvoySide(channel)
+    await server.stop(0)

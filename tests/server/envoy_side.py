@@ -1,0 +1,139 @@
+"""The messages Envoy sends, built with envoy-data-plane, over a real gRPC channel."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+from envoy_data_plane.envoy.service.ext_proc.v3 import (
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingRequest,
+    ProcessingResponse,
+    ProtocolConfiguration,
+)
+from envoy_data_plane.google.protobuf import Struct, Value
+
+from extproc.server.messages import DESTINATION
+from extproc.server.service import SERVICE
+
+CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50}]}
+
+
+class Stream:
+    """One HTTP request as Envoy tells it."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._first = True
+
+    async def send(self, **message: Any) -> ProcessingResponse:
+        """Sends one message and returns the reply."""
+        await self.write(ProcessingRequest(**message))
+        return await self.read()
+
+    async def write(self, request: ProcessingRequest) -> None:
+        await self._call.write(bytes(request))
+
+    async def read(self) -> ProcessingResponse:
+        reply = await self._call.read()
+        assert reply is not grpc.aio.EOF
+        return ProcessingResponse.parse(reply)
+
+    async def request_headers(
+        self,
+        path: str = "/v1/chat/completions",
+        method: str = "POST",
+        end_of_stream: bool = False,
+        body_mode: BodyMode = BodyMode.BUFFERED,
+        headers: dict[str, str] | None = None,
+    ) -> ProcessingResponse:
+        return await self.send(
+            request_headers=_headers(
+                {":path": path, ":method": method} | (headers or {}), end_of_stream=end_of_stream
+            ),
+            protocol_config=ProtocolConfiguration(request_body_mode=body_mode),
+        )
+
+    async def request_body(
+        self, body: dict[str, Any] | bytes, end_of_stream: bool = True
+    ) -> ProcessingResponse:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.send(request_body=HttpBody(body=data, end_of_stream=end_of_stream))
+
+    async def response_headers(
+        self,
+        status: int = 200,
+        upstream: str = "",
+        content_type: str = "application/json",
+        end_of_stream: bool = False,
+    ) -> ProcessingResponse:
+        fields = {"upstream.address": Value(string_value=upstream)} if upstream else {}
+        return await self.send(
+            response_headers=_headers(
+                {":status": str(status), "content-type": content_type},
+                end_of_stream=end_of_stream,
+            ),
+            attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
+        )
+
+    async def response_body(
+        self, body: dict[str, Any] | bytes, end_of_stream: bool = True
+    ) -> ProcessingResponse:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.send(response_body=HttpBody(body=data, end_of_stream=end_of_stream))
+
+    async def request_trailers(self) -> ProcessingResponse:
+        return await self.send(request_trailers=HttpTrailers(trailers=HeaderMap()))
+
+    async def response_trailers(self) -> ProcessingResponse:
+        return await self.send(response_trailers=HttpTrailers(trailers=HeaderMap()))
+
+    async def end(self) -> None:
+        """Envoy closes the stream when the response has ended."""
+        await self._call.done_writing()
+        assert await self._call.read() is grpc.aio.EOF
+
+    def reset(self) -> None:
+        """Envoy gives the stream up."""
+        self._call.cancel()
+
+
+class EnvoySide:
+    """Opens streams to a router."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._process = channel.stream_stream(f"/{SERVICE}/Process")
+
+    @asynccontextmanager
+    async def stream(self) -> AsyncIterator[Stream]:
+        call = self._process()
+        try:
+            yield Stream(call)
+        finally:
+            call.cancel()
+
+
+def destination(reply: ProcessingResponse) -> list[str]:
+    """The ``ip:port`` list the reply sends the request to; empty where it names none."""
+    headers = reply.request_headers
+    part = reply.request_body if headers is None else headers  # empty messages are falsy
+    assert part is not None
+    if part.response is None or part.response.header_mutation is None:
+        return []
+    for option in part.response.header_mutation.set_headers:
+        assert option.header is not None
+        if option.header.key == DESTINATION:
+            return option.header.raw_value.decode().split(",")
+    return []
+
+
+def _headers(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders:
+    items = [HeaderValue(key=key, raw_value=value.encode()) for key, value in headers.items()]
+    return HttpHeaders(headers=HeaderMap(headers=items), end_of_stream=end_of_stream)

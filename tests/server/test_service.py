@@ -1,0 +1,338 @@
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from extproc.server.exchange import Services
+from extproc.server.service import SERVICE, GrpcServer
+from tests.fakes import ManualClock, replica, state
+from tests.server.envoy_side import CHAT, EnvoySide, destination
+
+MEMBERS = {replica(1), replica(2)}
+ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - nothing signals the end of a call
+            await asyncio.sleep(0)
+
+
+async def test_a_request_is_routed_and_its_outcome_recorded(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(headers={"x-request-id": "abc"})
+        assert reply.request_headers is not None
+        assert destination(reply) == []
+
+        reply = await stream.request_body(CHAT)
+        assert set(destination(reply)) == MEMBERS
+        assert services.fleet.in_flight == 1
+        first = destination(reply)[0]
+
+        reply = await stream.response_headers(upstream=first)
+        assert reply.mode_override is not None
+        assert reply.mode_override.response_body_mode == BodyMode.STREAMED
+        assert (await stream.response_body(ANSWER)).response_body is not None
+        await stream.end()
+
+    assert services.fleet.in_flight == 0
+    (record,) = services.log.of_request("abc")
+    shown = record.to_json()
+    assert shown["replica"] == shown["outcome"]["served_by"] == first
+    assert shown["outcome"]["status"] == 200
+    assert shown["outcome"]["output_tokens"] == 33
+    assert shown["outcome"]["completion_s"] > 0
+    assert {candidate["replica"] for candidate in shown["candidates"]} == MEMBERS
+    json.dumps(shown, allow_nan=False)
+
+
+async def test_usage_teaches_the_ratio_of_bytes_to_tokens(
+    envoy: EnvoySide, services: Services
+) -> None:
+    before = services.tokens.bytes_per_token("llama")
+    for _ in range(20):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+            await stream.response_headers()
+            await stream.response_body({"usage": {"prompt_tokens": 300, "completion_tokens": 5}})
+            await stream.end()
+    assert services.tokens.bytes_per_token("llama") < before / 2
+
+
+async def test_a_served_stream_shows_its_first_token(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-request-id": "s"})
+        await stream.request_body(CHAT | {"stream": True})
+        await stream.response_headers(content_type="text/event-stream; charset=utf-8")
+        await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
+        await stream.response_body(b"data: [DONE]\n\n")
+        await stream.end()
+    (record,) = services.log.of_request("s")
+    assert record.outcome.ttft_s is not None
+    assert record.outcome.completion_s is not None
+    assert record.outcome.ttft_s <= record.outcome.completion_s
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/health"),
+        ("POST", "/tokenize"),
+        ("GET", "/v1/chat/completions"),
+    ],
+)
+async def test_what_is_no_inference_passes_untouched(
+    envoy: EnvoySide, services: Services, method: str, path: str
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(path, method)
+        assert destination(reply) == []
+        assert reply.mode_override is not None
+        assert reply.mode_override.request_body_mode == BodyMode.NONE
+        # An Envoy that allows no mode override sends the rest all the same.
+        assert destination(await stream.request_body(b"anything")) == []
+        assert (await stream.response_headers()).mode_override is None
+        await stream.end()
+    assert services.log.after(0) == []
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"not json", b"[]", b'{"messages": []}', b"[" * 10_000, b'{"model": "\xff"}']
+)
+async def test_a_body_no_replica_could_serve_is_refused(
+    envoy: EnvoySide, services: Services, body: bytes
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        reply = await stream.request_body(body)
+        assert reply.immediate_response is not None
+        assert reply.immediate_response.status is not None
+        assert reply.immediate_response.status.code == 400
+        error = json.loads(reply.immediate_response.body)["error"]
+        assert error["message"]
+        assert error["type"] == "invalid_request_error"
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_a_post_without_a_body_is_refused(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(end_of_stream=True)
+        assert reply.immediate_response is not None
+
+
+@pytest.mark.parametrize("bound", [-1, 1e30, "many", None, True, float("nan"), 10**400])
+async def test_absurd_bounds_are_routed(envoy: EnvoySide, services: Services, bound: Any) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        reply = await stream.request_body(CHAT | {"max_tokens": bound})
+        assert set(destination(reply)) == MEMBERS
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+@pytest.mark.parametrize("phases", range(4))
+async def test_a_client_that_hangs_up_at_any_moment_leaves_nothing(
+    envoy: EnvoySide, services: Services, phases: int
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        if phases > 0:
+            await stream.request_body(CHAT)
+        if phases > 1:
+            await stream.response_headers()
+        if phases > 2:
+            await stream.response_body(b"{", end_of_stream=False)
+        stream.reset()
+    await until(lambda: services.fleet.in_flight == 0)
+    await until(lambda: services.metrics.open_streams._value.get() == 0)
+    view = services.fleet.view("llama")
+    assert view.backlog.tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+async def test_phases_may_come_in_any_order(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        assert (await stream.response_headers()).response_headers is not None
+        assert (await stream.response_body(b"x")).response_body is not None
+        assert (await stream.response_trailers()).response_trailers is not None
+        assert (await stream.request_trailers()).request_trailers is not None
+        assert (await stream.request_body(CHAT)).request_body is not None
+        assert (await stream.request_headers()).request_headers is not None
+        assert set(destination(await stream.request_body(CHAT))) == MEMBERS
+        assert destination(await stream.request_body(CHAT)) == []
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_a_retry_is_booked_where_it_was_served(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first, second = destination(await stream.request_body(CHAT))
+        assert services.fleet.in_flight_on(first) == 1
+        await stream.response_headers(upstream=second)
+        assert services.fleet.in_flight_on(second) == 1
+        assert services.fleet.in_flight_on(first) == 0
+        await stream.end()
+
+
+async def test_a_replica_that_fails_fast_gets_nothing_more(
+    envoy: EnvoySide, services: Services
+) -> None:
+    bad, good = replica(1), replica(2)
+    for _ in range(3):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+            await stream.response_headers(500, upstream=bad)
+            await stream.end()
+    for _ in range(10):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            assert destination(await stream.request_body(CHAT)) == [good]
+
+
+async def test_a_request_may_name_a_policy(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-extproc-policy": "round_robin"})
+        await stream.request_body(CHAT)
+        assert services.log.after(0)[-1].decision.policy == "round_robin"
+
+
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
+async def test_where_headers_leave_first_the_length_decides(
+    envoy: EnvoySide, services: Services, mode: BodyMode
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(body_mode=mode, headers={"content-length": "4000"})
+        assert set(destination(reply)) == MEMBERS
+        assert services.log.after(0)[-1].decision.profile.prompt_tokens == pytest.approx(1000)
+        assert (await stream.request_body(b"{}")).request_body is not None
+
+
+async def test_in_full_duplex_the_body_goes_back(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(
+            body_mode=BodyMode.FULL_DUPLEX_STREAMED, headers={"content-length": "10"}
+        )
+        assert set(destination(reply)) == MEMBERS
+        for chunk, last in ((b'{"model', False), (b'": 1}', True)):
+            reply = await stream.request_body(chunk, last)
+            assert reply.request_body is not None
+            assert reply.request_body.response is not None
+            mutation = reply.request_body.response.body_mutation
+            assert mutation is not None
+            assert mutation.streamed_response is not None
+            assert mutation.streamed_response.body == chunk
+            assert mutation.streamed_response.end_of_stream is last
+
+
+async def test_a_compressed_body_is_routed_on_its_length(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(
+            headers={"content-encoding": "gzip", "content-length": "400"}
+        )
+        assert set(destination(reply)) == MEMBERS
+        assert destination(await stream.request_body(b"\x1f\x8b")) == []
+
+
+async def test_a_truncated_body_is_completed_by_its_length(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(
+            body_mode=BodyMode.BUFFERED_PARTIAL, headers={"content-length": "40000"}
+        )
+        start = json.dumps(CHAT).encode()[:-20]
+        assert set(destination(await stream.request_body(start, end_of_stream=False))) == MEMBERS
+        assert services.log.after(0)[-1].decision.profile.prompt_tokens > 9000
+
+
+async def test_without_a_healthy_replica_envoy_decides(
+    envoy: EnvoySide, services: Services
+) -> None:
+    clock = ManualClock(services.wall())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", clock, healthy=False))
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        assert destination(await stream.request_body(CHAT)) == []
+        await stream.response_headers(503)
+        await stream.end()
+
+
+async def test_the_route_cache_is_cleared_only_where_configured(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        reply = await stream.request_body(CHAT)
+        assert reply.request_body is not None
+        assert reply.request_body.response is not None
+        assert not reply.request_body.response.clear_route_cache
+
+
+async def test_what_is_no_message_ends_the_stream_and_not_the_server(services: Services) -> None:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream(f"/{SERVICE}/Process")()
+        await call.write(b"\xff\xff\xff")
+        assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        async with EnvoySide(channel).stream() as stream:
+            await stream.request_headers()
+            assert set(destination(await stream.request_body(CHAT))) == MEMBERS
+    await server.stop(0)
+
+
+async def test_stopping_lets_open_streams_end(services: Services) -> None:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        EnvoySide(channel).stream() as stream,
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        await stream.request_headers()
+        await stream.request_body(CHAT)
+        stopping = asyncio.create_task(server.stop(drain_s=30))
+        await asyncio.sleep(0)
+        await stream.response_headers()
+        await stream.response_body(ANSWER)
+        assert not stopping.done()
+        await stream.end()
+        await asyncio.wait_for(stopping, 5)
+    assert services.fleet.in_flight == 0
+
+
+async def test_stopping_does_not_wait_for_ever(services: Services) -> None:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        EnvoySide(channel).stream() as stream,
+    ):
+        await stream.request_headers()
+        await stream.request_body(CHAT)
+        await asyncio.wait_for(server.stop(drain_s=0.05), 5)
+        await until(lambda: services.fleet.in_flight == 0)
+
+
+async def test_a_taken_port_is_named(services: Services) -> None:
+    first, second = GrpcServer(services), GrpcServer(services)
+    port = await first.start("127.0.0.1:0")
+    with pytest.raises(OSError, match=f"127.0.0.1:{port} .*serve.listen"):
+        await second.start(f"127.0.0.1:{port}")
+    await first.stop(0)
