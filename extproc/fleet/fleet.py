@@ -245,18 +245,18 @@ class Fleet:
         self._advance(self._clock())
         self._prefilled(self._place[ticket.number])
 
-    def release(self, ticket: Ticket, answered: bool = True) -> None:
+    def release(self, ticket: Ticket, prefilled: bool = True) -> None:
         """Takes it out of the ledger; a second release of the same ticket does nothing.
 
         Args:
             ticket: what :meth:`dispatch` returned.
-            answered: the replica answered to the end, so the prompts before it are prefilled too.
+            prefilled: its prompt is known to be prefilled, and so are those queued before it.
         """
         row = self._place.pop(ticket.number, None)
         if row is None:
             return
         self._advance(self._clock())
-        if answered:
+        if prefilled:
             self._prefilled(row)
         else:
             self._dequeue(row)
@@ -384,7 +384,7 @@ class Fleet:
             requests=own[members] + replicas["foreign"][members],
             waiting=queued[members] + replicas["waiting"][members],
             kv_usage=np.minimum(kv_used / capacity, 1.0),
-            backlog=(replicas["enqueued"] - replicas["prefilled"])[members],
+            backlog=np.maximum(replicas["enqueued"] - replicas["prefilled"], 0.0)[members],
             batch=replicas["batch"][members],
             kv_used=kv_used,
             kv_capacity=capacity,

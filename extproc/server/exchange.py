@@ -221,21 +221,31 @@ class Exchange:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
         if self._ticket is None or self._record is None:
             return
-        services, ticket = self._services, self._ticket
+        services, outcome = self._services, self._record.outcome
+        complete = self._complete()
+        prefilled = self._first_chunk is not None or (complete and not self._streamed)
+        services.fleet.release(self._ticket, prefilled)
         self._ticket = None
-        answered = self._status is not None and self._status < 400
-        services.fleet.release(ticket, answered)
-        if not answered:
+        if not complete:
             return
-        outcome = self._record.outcome
         outcome.completion_s = services.clock() - self._decided
         if self._first_chunk is not None:
             outcome.ttft_s = self._first_chunk - self._decided
         self._learn()
         self._account(self._record.decision.predicted_completion, outcome.completion_s)
 
+    def _complete(self) -> bool:
+        """Whether it was answered to the end, as far as can be told.
+
+        Envoy closes the stream alike when a response has ended and when a client hangs up; only
+        where the response's chunks were read is the last one known.
+        """
+        if self._status is None or self._status >= 400:
+            return False
+        return self._usage is None or self._ended
+
     def _learn(self) -> None:
-        usage = self._usage.usage() if self._usage is not None and self._ended else None
+        usage = None if self._usage is None else self._usage.usage()
         if usage is None or self._record is None:
             return
         services, profile = self._services, self._record.decision.profile

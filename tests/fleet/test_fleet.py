@@ -64,7 +64,7 @@ def test_a_client_that_hangs_up_takes_its_prompt_out_of_the_queue() -> None:
     fleet.dispatch(replica(1), chat(1000, 100))
     queued = fleet.dispatch(replica(1), chat(4000, 100))
     fleet.dispatch(replica(1), chat(500, 100))
-    fleet.release(queued, answered=False)
+    fleet.release(queued, prefilled=False)
     assert fleet.view(MODEL).backlog[0] == 1500
     clock.advance(2.0)
     view = fleet.view(MODEL)
@@ -228,12 +228,12 @@ def test_whatever_happens_the_ledger_ends_empty() -> None:
             fleet.move(tickets[-1], replica(int(random.integers(1, 4))))
         if len(tickets) > 20:
             ticket = tickets.pop(int(random.integers(len(tickets))))
-            fleet.release(ticket, answered=bool(random.random() < 0.7))
+            fleet.release(ticket, prefilled=bool(random.random() < 0.7))
         view = fleet.view(MODEL)
         assert (view.backlog >= -1e-6).all()
         assert view.requests.sum() == len(tickets)
     for ticket in tickets:
-        fleet.release(ticket, answered=False)
+        fleet.release(ticket, prefilled=False)
     view = fleet.view(MODEL)
     assert fleet.in_flight == 0
     assert view.backlog == pytest.approx(np.zeros(3), abs=1e-6)

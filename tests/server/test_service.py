@@ -336,3 +336,15 @@ async def test_a_taken_port_is_named(services: Services) -> None:
     with pytest.raises(OSError, match=f"127.0.0.1:{port} .*serve.listen"):
         await second.start(f"127.0.0.1:{port}")
     await first.stop(0)
+
+
+async def test_a_response_broken_off_is_no_completion(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-request-id": "broken"})
+        await stream.request_body(CHAT)
+        await stream.response_headers()
+        await stream.response_body(b'{"choices": [', end_of_stream=False)
+        await stream.end()
+    (record,) = services.log.of_request("broken")
+    assert record.outcome.status == 200
+    assert record.outcome.completion_s is None
