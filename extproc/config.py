@@ -61,6 +61,7 @@ class RedisSettings(Section):
     """Where replica state is shared."""
 
     url: str = "redis://127.0.0.1:6379/0"
+    """``redis://``, ``rediss://`` or ``unix://``."""
 
 
 class ServeSettings(Section):
@@ -86,6 +87,7 @@ class RouteSettings(Section):
     """How a replica is chosen."""
 
     policy: str = "completion"
+    """Name of the policy that chooses."""
     policy_header: str = "x-extproc-policy"
     """Request header that names another policy for one request."""
     allow_policy_header: bool = False
@@ -99,7 +101,7 @@ class RouteSettings(Section):
 class RequestSettings(Section):
     """How a request is measured."""
 
-    bytes_per_token: float = Field(default=4.0, gt=0)
+    bytes_per_token: float = Field(default=4.0, ge=0.5, le=32)
     """Ratio to start from; learned per model from the usage that replicas report."""
     tokenizers: dict[str, Path] = Field(default_factory=dict)
     """Model name → ``tokenizer.json``: count the tokens instead of estimating them."""
@@ -111,7 +113,9 @@ class PollSettings(Section):
     """How replicas are scraped."""
 
     interval_s: float = Field(default=0.2, gt=0)
+    """Seconds between two scrapes of a replica."""
     timeout_s: float = Field(default=1.0, gt=0)
+    """A scrape that takes longer has failed."""
     jitter: float = Field(default=0.1, ge=0, lt=1)
     """Each wait is stretched or cut by up to this fraction, so that scrapes spread out."""
     backoff_max_s: float = Field(default=2.0, gt=0)
@@ -130,7 +134,9 @@ class LogSettings(Section):
     """Logs go to standard error, one JSON object or one line of text each."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least important lines to write: debug, info, warning or error."""
     format: Literal["json", "text"] = "text"
+    """text or json."""
 
 
 class Config(Section):
@@ -139,6 +145,7 @@ class Config(Section):
     pool: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]+$")
     """Prefix of every Redis key: routers and pollers of one pool share it."""
     replicas: tuple[ReplicaSource, ...] = ()
+    """``host:port, …``, or a list of replicas with ``url`` or ``dns``, ``profile`` and ``name``."""
     replicas_file: Path | None = None
     """YAML list in the form of ``replicas``; watched."""
     redis: RedisSettings = RedisSettings()

@@ -18,6 +18,10 @@ from extproc.server import messages
 from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 
 _BAD_REQUEST = 400
+_LONGEST_ID = 128
+"""Characters of a request id: one is kept with every decision."""
+_DIGITS = 15
+"""Of a content-length: a petabyte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +111,12 @@ class Exchange:
             self._services.metrics.requests.labels("passed").inc()
             return messages.LEAVE_ALONE
         self._path = path
-        self._request_id = headers.get("x-request-id", "")
+        self._request_id = headers.get("x-request-id", "")[:_LONGEST_ID]
         route = self._services.config.route
         if route.allow_policy_header:
             self._policy = headers.get(route.policy_header, "")
         length = headers.get("content-length", "")
-        self._content_length = int(length) if length.isdecimal() else None
+        self._content_length = int(length[:_DIGITS]) if length.isdecimal() else None
         if message.end_of_stream:
             return self._route("request_headers", b"", partial=False)
         if headers.get("content-encoding", "identity") != "identity":

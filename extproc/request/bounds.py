@@ -1,0 +1,47 @@
+"""How much a request may generate, by the rules of vLLM 0.32."""
+
+from extproc.request.profile import Endpoint
+
+MAX_TOKENS = 10_000_000
+"""Token counts are cut off here: above every context there is, and harmless to calculate with."""
+
+MAX_SEQUENCES = 100_000
+"""Numbers of sequences are cut off here."""
+
+_COMPLETIONS_DEFAULT = 16
+"""``max_tokens`` of completions where it is absent or null."""
+
+_BOUND_FIELDS = {
+    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.COMPLETIONS: ("max_tokens",),
+    Endpoint.RESPONSES: ("max_output_tokens",),
+    Endpoint.MESSAGES: ("max_tokens",),
+}
+
+
+def output_bound(endpoint: Endpoint, body: dict[str, object]) -> int | None:
+    """Most tokens one sequence may generate; None: as many as the model's context leaves."""
+    if not endpoint.decodes:
+        return 0
+    for field in _BOUND_FIELDS[endpoint]:
+        if (bound := positive_int(body.get(field))) is not None:
+            return min(bound, MAX_TOKENS)
+    return _COMPLETIONS_DEFAULT if endpoint is Endpoint.COMPLETIONS else None
+
+
+def sequences(endpoint: Endpoint, body: dict[str, object], prompts: int) -> int:
+    """Sequences decoded side by side: ``n`` (with beam search its width) for every prompt."""
+    if not endpoint.decodes:
+        return 0
+    has_n = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
+    n = positive_int(body.get("n")) if has_n else None
+    return min((n or 1) * prompts, MAX_SEQUENCES)
+
+
+def positive_int(value: object) -> int | None:
+    """``value`` if it is an integer above zero (300.0 counts as one), else None."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    return None

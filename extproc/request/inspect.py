@@ -1,0 +1,98 @@
+"""Request body to :class:`~extproc.request.profile.RequestProfile`."""
+
+from extproc.request.body import decode, ends_in_base64, readable
+from extproc.request.bounds import MAX_TOKENS, output_bound, positive_int, sequences
+from extproc.request.errors import BadRequest
+from extproc.request.fields import read
+from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.tokens import TokenCounter
+
+_LONGEST_NAME = 512
+"""Characters of a model's name: it is kept with every decision."""
+
+_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
+
+_MAX_LENGTH = 2**40
+"""Bytes a body is taken to have at most, whatever its header says."""
+
+
+def endpoint_of(path: str) -> Endpoint | None:
+    """The endpoint a request's path names, query string or not; None: no inference."""
+    return _ENDPOINTS.get(path.partition("?")[0])
+
+
+def inspect(
+    path: str,
+    body: bytes,
+    tokens: TokenCounter,
+    *,
+    partial: bool = False,
+    content_length: int | None = None,
+) -> RequestProfile:
+    """What the predictor has to know of a request.
+
+    Fields of the wrong type and absurd numbers count as absent: the replica owns the API, and
+    answers.
+
+    Args:
+        path: the request's path, one that ``endpoint_of`` knows.
+        body: its body, as far as it came.
+        tokens: counts the tokens of the prompt.
+        partial: ``body`` is the beginning of a larger one; it may name no model (then ``""``).
+        content_length: bytes of the whole body; what is missing counts as text of the prompt.
+
+    Raises:
+        BadRequest: the body is not a JSON object, or names no model.
+        ValueError: the path carries no inference.
+    """
+    endpoint = endpoint_of(path)
+    if endpoint is None:
+        raise ValueError(f"{path!r} carries no inference")
+    part = readable(body)
+    cut = partial or len(part) < len(body)
+    fields = decode(part, cut)
+    model = _model(fields, cut)
+    prompt_tokens, prompt_bytes, prompts = _measure(endpoint, fields, model, tokens)
+    if cut:
+        if not ends_in_base64(part):
+            whole = max(len(body), min(content_length or 0, _MAX_LENGTH))
+            prompt_tokens += round((whole - len(part)) / tokens.bytes_per_token(model))
+        prompt_bytes = 0
+    return RequestProfile(
+        endpoint=endpoint,
+        model=model,
+        prompt_tokens=min(prompt_tokens, MAX_TOKENS),
+        prompt_bytes=prompt_bytes,
+        output_bound=output_bound(endpoint, fields),
+        sequences=sequences(endpoint, fields, prompts),
+        stream=fields.get("stream") is True,
+    )
+
+
+def _model(fields: dict[str, object], cut: bool) -> str:
+    if cut and "model" not in list(fields)[:-1]:
+        return ""  # not there yet, or perhaps only its beginning
+    model = fields.get("model")
+    if model is None:
+        raise BadRequest("the request names no model", "model", "missing_model")
+    if not isinstance(model, str) or not model:
+        raise BadRequest("the model must be a non-empty string", "model", "invalid_model")
+    if len(model) > _LONGEST_NAME:
+        message = f"the model's name is longer than {_LONGEST_NAME} characters"
+        raise BadRequest(message, "model", "invalid_model")
+    return model
+
+
+def _measure(
+    endpoint: Endpoint, fields: dict[str, object], model: str, counter: TokenCounter
+) -> tuple[int, int, int]:
+    """Prompt tokens, the bytes that teach their ratio, and the number of prompts."""
+    pieces, prompts = read(endpoint, fields)
+    tokens = sum(prompt.count(counter, model) * times for prompt, times in pieces)
+    if limit := positive_int(fields.get("truncate_prompt_tokens")):
+        return min(tokens, limit * prompts), 0, prompts
+    if counter.is_exact(model) or not all(p.texts and not p.images and t == 1 for p, t in pieces):
+        return tokens, 0, prompts
+    # Template and token ids enter at the model's ratio: the share they have of the tokens is the
+    # share they have of the bytes, so the ratio learned from both is that of the text.
+    return tokens, round(tokens * counter.bytes_per_token(model)), prompts

@@ -1,0 +1,123 @@
+"""How many tokens a text is: by a ratio learned per model, or by the model's own tokenizer."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from extproc.config import RequestSettings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PLAUSIBLE = (0.5, 32.0)
+"""Bytes per token that a report must lie between to be learned from."""
+
+_PRIOR_TOKENS = 2_000.0
+"""Tokens' worth of evidence the configured ratio counts for."""
+
+_MEMORY_TOKENS = 200_000.0
+"""Prompt tokens after which older reports weigh 1/e as much."""
+
+_REPORT_TOKENS = 20_000.0
+"""Weight of one report at most, so that one odd document does not turn the ratio."""
+
+_MAX_MODELS = 1_000
+"""Models remembered; the one not reported on for the longest is dropped."""
+
+_MAX_CHARACTERS = 16_384
+"""Text given to a tokenizer; longer prompts are extrapolated. Bounds the time to some 10 ms."""
+
+
+class TokenizerError(Exception):
+    """A configured tokenizer cannot be used; the message says what to install or correct."""
+
+
+class TokenCounter:
+    """Counts tokens per model, and learns from what replicas report.
+
+    The ratio is Σ bytes ÷ Σ tokens of the prompts reported on, both sums decaying exponentially
+    with the tokens seen, and starting from the configured ratio.
+
+    Raises:
+        TokenizerError: a configured tokenizer cannot be loaded.
+    """
+
+    def __init__(self, settings: RequestSettings) -> None:
+        self.image_tokens = settings.image_tokens
+        self._prior = settings.bytes_per_token
+        self._sums: dict[str, tuple[float, float]] = {}
+        self._tokenizers = {m: _load(m, path) for m, path in settings.tokenizers.items()}
+
+    def count(self, model: str, texts: Sequence[str]) -> int:
+        """Tokens of the texts together, without special tokens."""
+        if tokenizer := self._tokenizers.get(model):
+            return _tokenize(tokenizer, texts)
+        return round(sum(map(_utf8_length, texts)) / self.bytes_per_token(model))
+
+    def is_exact(self, model: str) -> bool:
+        """Whether the model's own tokenizer does the counting."""
+        return model in self._tokenizers
+
+    def bytes_per_token(self, model: str) -> float:
+        """The ratio for a model; the configured one until a replica has reported on it."""
+        sums = self._sums.get(model)
+        return sums[0] / sums[1] if sums else self._prior
+
+    def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
+        """Learn from a prompt of so many bytes that a replica says was so many tokens.
+
+        Reports that cannot be true, of prompts whose bytes say nothing (0) or outside
+        ``PLAUSIBLE``, change nothing.
+        """
+        if prompt_bytes <= 0 or prompt_tokens <= 0:
+            return
+        ratio = prompt_bytes / prompt_tokens
+        if not PLAUSIBLE[0] <= ratio <= PLAUSIBLE[1]:
+            return
+        weight = min(float(prompt_tokens), _REPORT_TOKENS)
+        old_bytes, old_tokens = self._sums.pop(model, (self._prior * _PRIOR_TOKENS, _PRIOR_TOKENS))
+        keep = 1 / (1 + weight / _MEMORY_TOKENS)
+        if len(self._sums) >= _MAX_MODELS:
+            del self._sums[next(iter(self._sums))]
+        self._sums[model] = (old_bytes * keep + ratio * weight, old_tokens * keep + weight)
+
+
+def _utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
+
+
+def _tokenize(tokenizer: "Tokenizer", texts: Sequence[str]) -> int:
+    """Count the first ``_MAX_CHARACTERS``, and take the rest to be alike."""
+    tokens, characters, total = 0, 0, sum(map(len, texts))
+    for text in texts:
+        head = text[: _MAX_CHARACTERS - characters]
+        tokens += len(tokenizer.encode(head, add_special_tokens=False))
+        characters += len(head)
+        if characters >= _MAX_CHARACTERS:
+            return round(tokens * total / characters)
+    return tokens
+
+
+def _load(model: str, path: Path) -> "Tokenizer":
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise TokenizerError(
+            f"a tokenizer is configured for model {model!r}, but the package 'tokenizers' is not "
+            "installed: pip install 'extproc[tokenizers]'"
+        ) from None
+    if not path.is_file():
+        raise TokenizerError(
+            f"the tokenizer configured for model {model!r} does not exist: {path}; "
+            "give the path of the model's tokenizer.json"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise TokenizerError(
+            f"the tokenizer configured for model {model!r} cannot be read: {path}: {error}; "
+            "give the path of the model's tokenizer.json"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,0 +1,218 @@
+"""Whatever a client sends is measured or refused; nothing else ever comes out."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.config import RequestSettings
+from extproc.request.errors import BadRequest, error_body
+from extproc.request.inspect import inspect
+from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.tokens import TokenCounter
+
+COUNTER = TokenCounter(RequestSettings())
+
+numbers = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.sampled_from([10**400, -(10**400), 1e30, 2**63, True, 0, -1, "1", "abc"]),
+)
+scalars = st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=8))
+KEYS = [
+    "role",
+    "content",
+    "type",
+    "text",
+    "image_url",
+    "input_image",
+    "input",
+    "tool_calls",
+    "function",
+    "arguments",
+    "name",
+    "tool_use",
+    "tool_result",
+    "source",
+    "documents",
+    "queries",
+    "items",
+    "text_1",
+    "text_2",
+    "output",
+    "summary",
+]
+PROMPTS = [
+    "messages",
+    "prompt",
+    "input",
+    "instructions",
+    "system",
+    "tools",
+    "query",
+    "queries",
+    "documents",
+    "items",
+    "text_1",
+    "text_2",
+    "data_1",
+    "data_2",
+    "stream",
+]
+BOUNDS = [
+    "max_tokens",
+    "max_completion_tokens",
+    "max_output_tokens",
+    "n",
+    "truncate_prompt_tokens",
+]
+words = st.sampled_from(KEYS)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(words | st.text(max_size=4), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+fields = st.fixed_dictionaries(
+    {"model": st.text(min_size=1, max_size=8)},
+    optional={**dict.fromkeys(PROMPTS, values), **dict.fromkeys(BOUNDS, numbers | values)},
+)
+endpoints = st.sampled_from(Endpoint)
+
+
+def check(endpoint: Endpoint, body: bytes, **how: Any) -> RequestProfile | None:
+    """The profile, if it is a sane one; None: refused, with a sane answer."""
+    try:
+        got = inspect(endpoint, body, COUNTER, **how)
+    except BadRequest as error:
+        refusal = error_body(error)
+    else:
+        check_sane(got, endpoint)
+        return got
+    assert json.loads(refusal)["error"]["message"]
+    return None
+
+
+def check_sane(got: RequestProfile, endpoint: Endpoint) -> None:
+    assert got.endpoint is endpoint
+    assert type(got.prompt_tokens) is int
+    assert 0 <= got.prompt_tokens <= 10_000_000
+    assert type(got.prompt_bytes) is int
+    assert 0 <= got.prompt_bytes <= 40_000_000
+    if endpoint.decodes:
+        assert got.output_bound is None or 1 <= got.output_bound <= 10_000_000
+        assert 1 <= got.sequences <= 100_000
+    else:
+        assert (got.output_bound, got.sequences) == (0, 0)
+
+
+@given(endpoints, st.binary(max_size=64))
+def test_any_bytes(endpoint: Endpoint, body: bytes) -> None:
+    check(endpoint, body)
+    check(endpoint, body, partial=True, content_length=len(body) * 2)
+
+
+@given(endpoints, values)
+def test_any_json(endpoint: Endpoint, value: Any) -> None:
+    check(endpoint, json.dumps(value).encode())
+
+
+@settings(max_examples=150)
+@given(endpoints, fields, st.integers(0, 400))
+def test_any_fields_are_measured(endpoint: Endpoint, body: dict[str, Any], cut: int) -> None:
+    encoded = json.dumps(body).encode()
+    got = check(endpoint, encoded)
+    assert got is not None
+    assert got.model == body["model"]
+    assert check(endpoint, encoded[:cut], partial=True, content_length=len(encoded)) is not None
+
+
+REFUSED = {
+    "empty": b"",
+    "blank": b"  \n",
+    "not JSON": b"model=m",
+    "invalid UTF-8": b'{"model": "m", "prompt": "\xff\xfe"}',
+    "UTF-16": '{"model": "m"}'.encode("utf-16"),
+    "trailing data": b'{"model": "m"} x',
+    "broken off": b'{"model": "m", "prompt": "ab',
+    "lists 10,000 deep": b'{"model": "m", "prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "objects 10,000 deep": b'{"model": ' * 10_000 + b"1" + b"}" * 10_000,
+    "100,000 digits": b'{"model": "m", "n": ' + b"9" * 100_000 + b"}",
+    "a list": b'[{"model": "m"}]',
+    "a string": b'"model"',
+    "null": b"null",
+    "no model": b'{"prompt": "x"}',
+    "null model": b'{"model": null}',
+    "empty model": b'{"model": ""}',
+    "model 1": b'{"model": 1}',
+    "model a list": b'{"model": ["m"]}',
+}
+
+
+@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
+def test_what_no_replica_could_serve_is_refused(body: bytes) -> None:
+    for endpoint in Endpoint:
+        assert check(endpoint, body) is None
+
+
+ROUTED = {
+    "nothing but a model": b'{"model": "m"}',
+    "byte order mark": b'\xef\xbb\xbf{"model": "m"}',
+    "no messages": b'{"model": "m", "messages": []}',
+    "messages a string": b'{"model": "m", "messages": "hello"}',
+    "messages numbers": b'{"model": "m", "messages": [1, 2.5, null, [], {}]}',
+    "content a number": b'{"model": "m", "messages": [{"role": "user", "content": 3}]}',
+    "NaN": b'{"model": "m", "max_tokens": NaN, "n": -Infinity}',
+    "1e30": b'{"model": "m", "max_tokens": 1e30, "n": 1e30, "max_output_tokens": 1e400}',
+    "10**400": b'{"model": "m", "max_tokens": 1' + b"0" * 400 + b', "n": 1' + b"0" * 400 + b"}",
+    "a key twice": b'{"model": 1, "model": "m"}',
+    "100 deep": b'{"model": "m", "messages": ' + b"[" * 100 + b"]" * 100 + b"}",
+    "content 150 deep": b'{"model": "m", "messages": [{"content":'
+    + b'{"content":' * 150
+    + b'"x"'
+    + b"}" * 150
+    + b"}]}",
+}
+
+
+@pytest.mark.parametrize("body", ROUTED.values(), ids=ROUTED)
+def test_what_a_replica_may_judge_is_routed(body: bytes) -> None:
+    for endpoint in Endpoint:
+        got = check(endpoint, body)
+        assert got is not None
+        assert got.model == "m"
+
+
+def test_40_mb_with_an_image() -> None:
+    body = b"".join(
+        [
+            b'{"model": "m", "messages": [{"role": "user", "content": [',
+            b'{"type": "image_url", "image_url": {"url": "data:image/png;base64,',
+            b"iVBORw0K" * 5_000_000,
+            b'"}}, {"type": "text", "text": "what is this?"}]}], "max_tokens": 5}',
+        ]
+    )
+    got = check(Endpoint.CHAT, body)
+    assert got is not None
+    assert (got.model, got.output_bound) == ("m", 5)
+    assert COUNTER.image_tokens < got.prompt_tokens < COUNTER.image_tokens + 20
+
+
+@pytest.mark.parametrize("item", [b"[]", b"{}", b'""'])
+def test_millions_of_values_are_routed_on_their_length(item: bytes) -> None:
+    body = b'{"model": "m", "messages": [' + (item + b",") * 2_000_000 + b"1]}"
+    got = check(Endpoint.CHAT, body)
+    assert got is not None
+    assert got.model == "m"
+    assert len(body) / 8 < got.prompt_tokens < len(body)
+
+
+def test_a_query_repeated_millions_of_times_is_only_counted() -> None:
+    documents = b"[" + b"1," * 200_000 + b"1]"
+    body = b'{"model": "m", "query": "' + b"x" * 1_000_000 + b'", "documents": ' + documents + b"}"
+    got = check(Endpoint.RERANK, body)
+    assert got is not None
+    assert got.prompt_tokens == 10_000_000

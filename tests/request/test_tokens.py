@@ -1,0 +1,116 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from extproc.config import RequestSettings
+from extproc.request.inspect import inspect
+from extproc.request.profile import Endpoint
+from extproc.request.prompt import TOKENS_PER_MESSAGE, TOKENS_TO_REPLY
+from extproc.request.tokens import TokenCounter, TokenizerError
+
+
+@pytest.fixture
+def counter() -> TokenCounter:
+    return TokenCounter(RequestSettings(bytes_per_token=4.0))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    """A word is a token; and one that would cut prompts short, if it were let."""
+    words = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.enable_truncation(10)
+    path = tmp_path / "tokenizer.json"
+    words.save(str(path))
+    return path
+
+
+class TestRatio:
+    def test_starts_from_the_configuration(self, counter: TokenCounter) -> None:
+        assert counter.bytes_per_token("m") == 4.0
+        assert counter.count("m", ["x" * 40, "é" * 20]) == 20
+
+    def test_is_learned_per_model(self, counter: TokenCounter) -> None:
+        for _ in range(200):
+            counter.learn("chinese", 2_000, 1_000)
+        assert counter.bytes_per_token("chinese") == pytest.approx(2.0, rel=0.05)
+        assert counter.bytes_per_token("other") == 4.0
+
+    def test_follows_a_change(self, counter: TokenCounter) -> None:
+        for _ in range(1_000):
+            counter.learn("m", 2_000, 1_000)
+        for _ in range(1_000):
+            counter.learn("m", 6_000, 1_000)
+        assert counter.bytes_per_token("m") == pytest.approx(6.0, rel=0.05)
+
+    def test_one_odd_document_does_not_turn_it(self, counter: TokenCounter) -> None:
+        for _ in range(200):
+            counter.learn("m", 4_000, 1_000)
+        counter.learn("m", 30_000_000, 1_000_000)
+        assert counter.bytes_per_token("m") < 8.0
+
+    @pytest.mark.parametrize(
+        ("prompt_bytes", "prompt_tokens"), [(0, 10), (10, 0), (-10, -10), (10, 1_000), (1_000, 1)]
+    )
+    def test_nonsense_changes_nothing(
+        self, counter: TokenCounter, prompt_bytes: int, prompt_tokens: int
+    ) -> None:
+        counter.learn("m", prompt_bytes, prompt_tokens)
+        assert counter.bytes_per_token("m") == 4.0
+
+    @given(st.lists(st.tuples(st.integers(), st.integers()), max_size=50))
+    def test_stays_plausible(self, reports: list[tuple[int, int]]) -> None:
+        counter = TokenCounter(RequestSettings(bytes_per_token=4.0))
+        for report in reports:
+            counter.learn("m", *report)
+        assert 0.5 <= counter.bytes_per_token("m") <= 32.0
+
+    def test_models_without_end_do_not_pile_up(self, counter: TokenCounter) -> None:
+        for i in range(3_000):
+            counter.learn(f"model-{i}", 20_000, 10_000)
+            counter.learn("used", 20_000, 10_000)
+        assert counter.bytes_per_token("model-0") == 4.0
+        assert counter.bytes_per_token("model-2999") < 4.0
+        assert counter.bytes_per_token("used") == pytest.approx(2.0, rel=0.05)
+
+
+class TestTokenizer:
+    def test_counts_exactly(self, tokenizer: Path) -> None:
+        counter = TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))
+        message = {"role": "user", "content": "one two three " * 5}
+        body = json.dumps({"model": "m", "messages": [message]}).encode()
+        got = inspect(Endpoint.CHAT, body, counter)
+        assert got.prompt_tokens == 15 + TOKENS_PER_MESSAGE + TOKENS_TO_REPLY
+        assert got.prompt_bytes == 0
+
+    def test_extrapolates_long_texts(self, tokenizer: Path) -> None:
+        counter = TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))
+        assert counter.count("m", ["one two "] * 1_000_000) == pytest.approx(2_000_000, rel=0.01)
+        assert counter.count("m", ["one two " * 1_000_000]) == pytest.approx(2_000_000, rel=0.01)
+
+    def test_other_models_are_estimated(self, tokenizer: Path) -> None:
+        counter = TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))
+        assert counter.count("other", ["x" * 400]) == 100
+
+    def test_missing_file_is_said(self, tmp_path: Path) -> None:
+        path = tmp_path / "nowhere.json"
+        with pytest.raises(TokenizerError, match=r"'m' does not exist.*nowhere\.json; give"):
+            TokenCounter(RequestSettings(tokenizers={"m": path}))
+
+    def test_unreadable_file_is_said(self, tmp_path: Path) -> None:
+        path = tmp_path / "broken.json"
+        path.write_text("{}")
+        with pytest.raises(TokenizerError, match=r"'m' cannot be read.*broken\.json"):
+            TokenCounter(RequestSettings(tokenizers={"m": path}))
+
+    def test_missing_package_is_said(
+        self, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(TokenizerError, match=r"pip install 'extproc\[tokenizers\]'"):
+            TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))

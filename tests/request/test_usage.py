@@ -1,0 +1,216 @@
+import itertools
+import json
+import tracemalloc
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from extproc.request.usage import Usage, UsageReader
+
+FAKE = 'say "usage": {"prompt_tokens": 666, "completion_tokens": 666} "delta": "text": \\"usage":{}'
+
+
+def read(chunks: Iterable[bytes]) -> Usage | None:
+    reader = UsageReader()
+    for chunk in chunks:
+        reader.feed(chunk)
+    return reader.usage()
+
+
+def compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def sse(*events: Any, done: bool = True) -> bytes:
+    """Events as vLLM writes them; those with a type have it on a line of its own, too."""
+    lines = [
+        (f"event: {e['type']}\n" if "type" in e else "") + f"data: {compact(e)}\n\n" for e in events
+    ]
+    return "".join([*lines, "data: [DONE]\n\n" if done else ""]).encode()
+
+
+def chat_chunk(delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+    return {"id": "c", "object": "chat.completion.chunk", "choices": [choice], **more}
+
+
+def text_chunk(text: str) -> dict[str, Any]:
+    return {"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": text}]}
+
+
+CHAT_USAGE = {
+    "prompt_tokens": 12,
+    "total_tokens": 17,
+    "completion_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 8},
+}
+RESPONSES_USAGE = {
+    "input_tokens": 12,
+    "input_tokens_details": {"cached_tokens": 8, "cached_tokens_per_turn": [8]},
+    "output_tokens": 5,
+    "output_tokens_details": {"reasoning_tokens": 0},
+    "total_tokens": 17,
+}
+EXPECTED = Usage(prompt_tokens=12, completion_tokens=5, cached_tokens=8)
+ROLE = chat_chunk({"role": "assistant", "content": ""})
+CHAT_EVENTS = [ROLE, *[chat_chunk({"content": FAKE}) for _ in range(4)], chat_chunk({})]
+FUNCTION = {"name": "f", "parameters": {"properties": {"usage": {"prompt_tokens": "integer"}}}}
+
+RESPONSES: dict[str, bytes] = {
+    "chat": compact(
+        {
+            "id": "c",
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": FAKE}}],
+            "usage": CHAT_USAGE,
+            "prompt_logprobs": None,
+        }
+    ).encode(),
+    "chat, indented": json.dumps(
+        {"choices": [{"message": {"content": FAKE}}], "usage": CHAT_USAGE, "x": "y" * 9_000},
+        indent=2,
+    ).encode(),
+    "chat stream": sse(*CHAT_EVENTS, {"id": "c", "choices": [], "usage": CHAT_USAGE}),
+    "chat stream, usage in every chunk": sse(
+        *[
+            chat_chunk({"content": "x"}, usage={**CHAT_USAGE, "completion_tokens": i})
+            for i in range(6)
+        ]
+    ),
+    "responses": compact(
+        {"output": [{"text": FAKE}], "tools": [FUNCTION], "usage": RESPONSES_USAGE, "user": None}
+    ).encode(),
+    "responses stream": sse(
+        {"type": "response.created", "response": {"usage": None, "tools": [FUNCTION]}},
+        *[{"type": "response.output_text.delta", "delta": FAKE} for _ in range(5)],
+        {"type": "response.completed", "response": {"usage": RESPONSES_USAGE}},
+    ),
+    "messages": compact(
+        {
+            "type": "message",
+            "content": [{"type": "tool_use", "input": {"usage": {"input_tokens": 666}}}],
+            "usage": {"input_tokens": 4, "output_tokens": 5, "cache_read_input_tokens": 8},
+        }
+    ).encode(),
+    "messages stream": sse(
+        {
+            "type": "message_start",
+            "message": {
+                "id": "m",
+                "role": "assistant",
+                "usage": {"input_tokens": 4, "output_tokens": 0, "cache_read_input_tokens": 8},
+            },
+        },
+        *[
+            {"type": "content_block_delta", "delta": {"type": "text_delta", "text": FAKE}}
+            for _ in range(3)
+        ],
+        {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 5}},
+        {"type": "message_stop"},
+        done=False,
+    ),
+}
+
+
+@pytest.mark.parametrize("body", RESPONSES.values(), ids=RESPONSES)
+def test_usage_of_every_dialect(body: bytes) -> None:
+    assert read([body]) == EXPECTED
+
+
+def test_a_later_object_that_says_nothing_changes_nothing() -> None:
+    body = compact({"usage": CHAT_USAGE, "kv_transfer_params": {"usage": {"blocks": 3}}})
+    assert read([body.encode()]) == EXPECTED
+
+
+STREAMS = {
+    **RESPONSES,
+    "chat without usage": sse(*CHAT_EVENTS),
+    "completions without usage": sse(*[text_chunk(FAKE) for _ in range(5)]),
+}
+
+
+@pytest.mark.parametrize("body", STREAMS.values(), ids=STREAMS)
+def test_usage_is_the_same_byte_by_byte(body: bytes) -> None:
+    assert read(body[i : i + 1] for i in range(len(body))) == read([body])
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(STREAMS)), st.data())
+def test_usage_is_the_same_however_split(name: str, data: st.DataObject) -> None:
+    body = STREAMS[name]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=30)))
+    bounds = [0, *cuts, len(body)]
+    split = [body[a:b] for a, b in itertools.pairwise(bounds)]
+    assert b"".join(split) == body
+    assert read(split) == read([body])
+
+
+@given(st.text())
+def test_generated_text_cannot_fake_usage(text: str) -> None:
+    message = {"message": {"content": f'{text}"usage":{compact(CHAT_USAGE)}{text}'}}
+    assert read([compact({"choices": [message]}).encode()]) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        (sse(*CHAT_EVENTS), 5),
+        (sse(*CHAT_EVENTS[:3], done=False), 2),
+        (sse(*[text_chunk("x") for _ in range(5)]), 5),
+        (b"\n\n" + sse(*CHAT_EVENTS).replace(b"\n", b"\r\n"), 5),
+    ],
+    ids=["chat", "chat broken off", "completions", "CRLF"],
+)
+def test_streamed_events_are_counted_where_usage_is_missing(body: bytes, tokens: int) -> None:
+    assert read([body]) == Usage(None, tokens, estimated=True)
+
+
+def test_messages_stream_broken_off_keeps_its_prompt() -> None:
+    begun = RESPONSES["messages stream"].partition(b"event: message_delta")[0]
+    assert read([begun]) == Usage(12, 3, 8, estimated=True)
+
+
+def test_embeddings_decode_nothing() -> None:
+    body = b'{"data": [{"embedding": [0.1]}], "usage": {"prompt_tokens": 7, "total_tokens": 7}}'
+    assert read([body]) == Usage(7, 0)
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        "null",
+        "{}",
+        "[]",
+        "1",
+        '"x"',
+        "{",
+        '{"prompt_tokens": "7"}',
+        '{"prompt_tokens": -1, "completion_tokens": true}',
+        '{"prompt_tokens": 1e3}',
+        '{"prompt_tokens": 1' + "0" * 400 + "}",
+        '{"a":' * 2_000 + "}" * 2_000,
+    ],
+)
+def test_usage_that_makes_no_sense_is_none(usage: str) -> None:
+    assert read([f'{{"choices": [], "usage": {usage}}}'.encode()]) is None
+
+
+@given(st.lists(st.binary(max_size=20) | st.sampled_from([b'"usage":', b"{", b"}", b"data:"])))
+def test_any_bytes(chunks: list[bytes]) -> None:
+    read(chunks)
+
+
+@pytest.mark.parametrize("endless", [b"x", b'"usage":{"a":"' + b"x", b'"usage": ', b"data: "])
+def test_memory_is_bounded(endless: bytes) -> None:
+    reader = UsageReader()
+    chunk = endless * 1_000
+    tracemalloc.start()
+    try:
+        for _ in range(50):
+            reader.feed(chunk)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 64_000
