@@ -1,0 +1,105 @@
+"""``extproc replica``: a simulated vLLM replica."""
+
+import argparse
+import asyncio
+import signal
+import sys
+
+import uvloop
+
+from extproc.address import join_address
+from extproc.predict.hardware import PROFILES
+from extproc.simulator.replica import Replica, ReplicaSettings
+from extproc.simulator.server import start
+
+_DEFAULT = ReplicaSettings()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of the command."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--port", type=_port, default=8000, help="port to listen on; 0 picks a free one"
+    )
+    parser.add_argument("--model", default=_DEFAULT.model, help="model name it serves")
+    parser.add_argument(
+        "--profile", default=_DEFAULT.profile, choices=PROFILES, help="hardware it simulates"
+    )
+    parser.add_argument(
+        "--speed", type=_positive_float, default=1.0, help="times as fast as the profile"
+    )
+    parser.add_argument("--kv-tokens", type=_positive, help="KV cache, in tokens [profile's]")
+    parser.add_argument("--max-num-seqs", type=_positive, help="sequences in a step [profile's]")
+    parser.add_argument("--max-model-len", type=_positive, help="context length, in tokens")
+    parser.add_argument(
+        "--block-size", type=_positive, default=_DEFAULT.block_size, help="tokens in a KV block"
+    )
+    parser.add_argument(
+        "--output-median",
+        type=_positive,
+        default=_DEFAULT.output_median,
+        help="median output length, in tokens",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the output lengths")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Returns:
+        The exit status: 2 where the flags contradict each other, 1 where the address is taken.
+    """
+    settings = ReplicaSettings(
+        model=args.model,
+        profile=args.profile,
+        speed=args.speed,
+        kv_tokens=args.kv_tokens,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        output_median=args.output_median,
+        seed=args.seed,
+    )
+    try:
+        replica = Replica(settings)
+    except ValueError as error:
+        print(f"extproc replica: {error}", file=sys.stderr)
+        return 2
+    try:
+        uvloop.run(_serve(replica, args.host, args.port))
+    except OSError as error:
+        address = join_address(args.host, args.port)
+        print(f"extproc replica: cannot listen on {address}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _serve(replica: Replica, host: str, port: int) -> None:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    runner, port = await start(replica, host, port)
+    print(f"replica ready on http://{join_address(host, port)}", flush=True)
+    await stopping.wait()
+    await runner.cleanup()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError("must be between 0 and 65535")
+    return value

@@ -1,0 +1,1 @@
+"""The dialects a replica speaks: one file for each endpoint."""

@@ -1,0 +1,156 @@
+"""What the generating endpoints have in common."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from extproc.simulator import tokens
+from extproc.simulator.errors import RequestError
+from extproc.simulator.sequence import FinishReason
+
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
+Bound = Annotated[int, Field(ge=1)]
+
+MAX_CHOICES = 128
+"""OpenAI's limit on ``n``."""
+
+
+class Body(BaseModel):
+    """A request's body. Fields that change nothing here are accepted and ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str | None = None
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's ``stream_options``."""
+
+    include_usage: bool | None = False
+
+
+class GenerateBody(Body, ABC):
+    """A request that generates text."""
+
+    stream: bool | None = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+
+    @property
+    @abstractmethod
+    def prompts(self) -> list[bytes]:
+        """The encoded prompts."""
+
+    @property
+    @abstractmethod
+    def bound(self) -> int | None:
+        """Most tokens one sequence may generate; None: what the context leaves."""
+
+    @property
+    def choices(self) -> int:
+        """Sequences generated for each prompt."""
+        return 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request."""
+
+    prompt: int
+    completion: int
+    cached: int
+
+    def openai(self) -> dict[str, Any]:
+        """As OpenAI's chat and completions report it."""
+        return {
+            "prompt_tokens": self.prompt,
+            "total_tokens": self.prompt + self.completion,
+            "completion_tokens": self.completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A generated sequence."""
+
+    text: str
+    tokens: int
+    reason: FinishReason
+
+
+class Reply(ABC):
+    """Puts generated tokens into the words of one endpoint."""
+
+    id_prefix: ClassVar[str]
+
+    def __init__(self, id_: str, model: str, created: int, prompt_tokens: int) -> None:
+        self.id = f"{self.id_prefix}{id_}"
+        self.model = model
+        self.created = created
+        self.prompt_tokens = prompt_tokens
+
+    def opening(self, sequences: int) -> bytes:
+        """What a stream begins with, once its first token is there."""
+        return b""
+
+    @abstractmethod
+    def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
+        """One token of sequence ``index``; with the reason if it is the last one."""
+
+    @abstractmethod
+    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
+        """What a stream ends with."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """The reply that is not streamed."""
+
+
+def encode_prompts(prompts: Prompts) -> list[bytes]:
+    """The encoded prompts of a string, a list of token ids, or a list of either.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if isinstance(prompts, str):
+        return [tokens.encode(prompts)]
+    if not prompts:
+        raise RequestError("the prompt must not be empty", "prompt")
+    if isinstance(prompts[0], int):
+        return [_encode(prompts)]
+    return [_encode(prompt) for prompt in prompts]
+
+
+def _encode(prompt: Any) -> bytes:
+    return tokens.encode(prompt) if isinstance(prompt, str) else tokens.encode_ids(prompt)
+
+
+def compact(value: object) -> bytes:
+    """JSON without spaces."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def data(value: object) -> bytes:
+    """A server-sent event of OpenAI's chat and completions."""
+    return b"data: %b\n\n" % compact(value)
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """A server-sent event named after its type, as Responses and Messages send it."""
+    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), compact(value))
+
+
+DONE = b"data: [DONE]\n\n"

@@ -1,0 +1,188 @@
+"""An engine in real time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from extproc.clock import Clock
+from extproc.simulator import tokens
+from extproc.simulator.endpoints.base import Output, Usage
+from extproc.simulator.engine import Engine
+from extproc.simulator.metrics import Metrics
+from extproc.simulator.sequence import FinishReason, Sequence
+from extproc.simulator.steps import Outcome
+
+MAX_LAG_S = 1.0
+"""Seconds of steps that are caught up on at once when the process was kept from running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sequence of a request."""
+
+    sequence: Sequence
+    bound: int
+    """Most tokens it may generate."""
+    start: int
+    """Where in the vocabulary its text begins."""
+
+    def output(self) -> Output:
+        """What was generated, once it has ended."""
+        generated = self.sequence.generated
+        text = tokens.generated_text(self.start, generated)
+        return Output(text, generated, self.sequence.reason)
+
+
+class Token(NamedTuple):
+    """A generated token: its text, and the reason if it is the last one of its answer."""
+
+    answer: int
+    text: str
+    reason: FinishReason | None
+
+
+class Generation:
+    """The answers to one request, ``choices`` for each prompt, and what came of them so far."""
+
+    def __init__(self, answers: list[Answer], choices: int, streamed: bool) -> None:
+        self.answers = answers
+        self.choices = choices
+        self._streamed = streamed
+        self._generated = [0] * len(answers)
+        self._left = len(answers)
+        self._tokens: list[Token] = []
+        self._changed = asyncio.Event()
+
+    def outputs(self) -> list[Output]:
+        """All answers, once they have ended."""
+        return [answer.output() for answer in self.answers]
+
+    def usage(self) -> Usage:
+        """Tokens so far; a prompt counts once, whatever the number of its choices."""
+        prompts = [answer.sequence for answer in self.answers[:: self.choices]]
+        return Usage(
+            prompt=sum(sequence.prompt_tokens for sequence in prompts),
+            completion=sum(answer.sequence.generated for answer in self.answers),
+            cached=sum(sequence.cached_tokens for sequence in prompts),
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether all answers have ended."""
+        return not self._left
+
+    async def stream(self) -> AsyncIterator[list[Token]]:
+        """The tokens as they come, for a request that is streamed; several when reading lags."""
+        while self._left or self._tokens:
+            await self._changed.wait()
+            self._changed.clear()
+            batch, self._tokens = self._tokens, []
+            yield batch
+
+    async def done(self) -> None:
+        """Wait for the end of all sequences, for a request that is not streamed."""
+        await self._changed.wait()
+
+    def add_token(self, index: int) -> None:
+        """A token of answer ``index`` was generated."""
+        if self._streamed:
+            answer, position = self.answers[index], self._generated[index]
+            reason = answer.sequence.reason if answer.sequence.finished is not None else None
+            self._tokens.append(Token(index, tokens.generated(answer.start, position), reason))
+            self._changed.set()
+        self._generated[index] += 1
+
+    def end(self) -> None:
+        """An answer has ended."""
+        self._left -= 1
+        if not self._left:
+            self._changed.set()
+
+
+class LiveEngine:
+    """Runs an engine's steps at the times they end."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Clock, speed: float = 1.0) -> None:
+        """An engine that does not run yet; :meth:`run` runs it ``speed`` times as fast."""
+        self.engine = engine
+        self.speed = speed
+        self._metrics = metrics
+        self._clock = clock
+        self._started = clock()
+        self._owners: dict[int, tuple[Generation, int]] = {}
+        self._next_id = 0
+        self._arrival = asyncio.Event()
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    @property
+    def load(self) -> int:
+        """Requests in flight."""
+        return len({id(generation) for generation, _ in self._owners.values()})
+
+    @property
+    def hanging(self) -> bool:
+        """Whether it stands still; set it at any time."""
+        return not self._awake.is_set()
+
+    @hanging.setter
+    def hanging(self, value: bool) -> None:
+        if value:
+            self._awake.clear()
+        else:
+            self._awake.set()
+
+    async def awake(self) -> None:
+        """Wait until it does not hang."""
+        await self._awake.wait()
+
+    def next_id(self) -> int:
+        """A sequence id that is not in use."""
+        self._next_id += 1
+        return self._next_id
+
+    def submit(self, generation: Generation) -> None:
+        """Queue the sequences of a request."""
+        now = self._now()
+        for index, answer in enumerate(generation.answers):
+            self.engine.add(answer.sequence, now)
+            self._owners[answer.sequence.id] = (generation, index)
+        self._arrival.set()
+
+    def abort(self, generation: Generation) -> None:
+        """End what has not finished of a request."""
+        now = self._now()
+        for answer in generation.answers:
+            if self._owners.pop(answer.sequence.id, None):
+                self.engine.abort(answer.sequence, now)
+
+    async def run(self) -> None:
+        """Run steps until cancelled. Each begins when the last was due, so delays do not add up."""
+        now = self._now()
+        while True:
+            step = self.engine.schedule(now)
+            if step is None:
+                self._arrival.clear()
+                await self._arrival.wait()
+                now = self._now()
+                continue
+            await asyncio.sleep(max(0.0, (step.ends_at - self._now()) / self.speed))
+            await self._awake.wait()
+            self._deliver(self.engine.complete(), (step.ends_at - step.starts_at) / self.speed)
+            now = max(step.ends_at, self._now() - MAX_LAG_S * self.speed)
+
+    def _now(self) -> float:
+        return (self._clock() - self._started) * self.speed
+
+    def _deliver(self, outcome: Outcome, duration: float) -> None:
+        self._metrics.inter_token_latency.observe(duration, len(outcome.decoded))
+        for sequence in (*outcome.decoded, *outcome.prefilled):
+            if sequence.output_tokens:
+                generation, index = self._owners[sequence.id]
+                generation.add_token(index)
+        for sequence in outcome.finished:
+            generation, index = self._owners.pop(sequence.id)
+            bound = generation.answers[index].bound
+            self._metrics.sequence_finished(sequence, bound, self.speed)
+            generation.end()

@@ -1,0 +1,163 @@
+"""A simulated replica: one model on one engine, and the requests it takes."""
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from zlib import crc32
+
+from extproc.clock import Clock, monotonic
+from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
+from extproc.simulator import tokens
+from extproc.simulator.blocks import chain_hashes
+from extproc.simulator.endpoints.base import GenerateBody
+from extproc.simulator.engine import Engine
+from extproc.simulator.errors import RequestError
+from extproc.simulator.lengths import OutputLengths
+from extproc.simulator.live import Answer, Generation, LiveEngine
+from extproc.simulator.metrics import Metrics
+from extproc.simulator.sequence import FinishReason, Sequence
+
+DEFAULT_MODEL_LEN = 32_768
+"""Context length in tokens, unless the KV cache holds less."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """What a replica simulates. None: what the hardware profile says."""
+
+    model: str = "simulated"
+    profile: str = DEFAULT_PROFILE
+    speed: float = 1.0
+    """How many times as fast as the profile it runs."""
+    kv_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 16
+    output_median: int = 120
+    """Median of the output lengths, in tokens, before any bound."""
+    seed: int = 0
+
+
+class Replica:
+    """Turns requests into sequences for its engine."""
+
+    def __init__(self, settings: ReplicaSettings, clock: Clock = monotonic) -> None:
+        """A replica whose engine does not run yet.
+
+        Raises:
+            KeyError: there is no such hardware profile.
+            ValueError: the settings contradict each other.
+        """
+        profile = hardware_profile(settings.profile)
+        self.settings = settings
+        self.engine = Engine(
+            profile, settings.block_size, settings.kv_tokens, settings.max_num_seqs
+        )
+        self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)
+        if self.max_model_len > self.engine.capacity:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} is more than the KV cache holds "
+                f"({self.engine.capacity} tokens): raise kv_tokens or lower max_model_len"
+            )
+        self.metrics = Metrics(self.engine, settings.model)
+        self.live = LiveEngine(self.engine, self.metrics, clock, settings.speed)
+        self._lengths = OutputLengths(settings.output_median, settings.seed)
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse a model that is not served here.
+
+        Raises:
+            RequestError: status 404.
+        """
+        if model and model != self.settings.model:
+            raise RequestError(
+                f"The model `{model}` does not exist.", "model", HTTPStatus.NOT_FOUND
+            )
+
+    def generate(self, body: GenerateBody, output_tokens: int | None) -> Generation:
+        """Queue a request that generates text.
+
+        Args:
+            body: the request.
+            output_tokens: tokens each sequence generates, if the request says so; its bound holds.
+
+        Raises:
+            RequestError: a prompt is empty or too long, or a bound is absurd.
+        """
+        prompts = body.prompts
+        bounds = [self._bound(body, tokens.count(prompt)) for prompt in prompts]
+        answers = [
+            self._answer(body, prompt, bound, choice, output_tokens)
+            for prompt, bound in zip(prompts, bounds, strict=True)
+            for choice in range(body.choices)
+        ]
+        generation = Generation(answers, body.choices, bool(body.stream))
+        self.live.submit(generation)
+        return generation
+
+    def pool(self, prompts: list[bytes]) -> Generation:
+        """Queue prompts of which nothing is decoded.
+
+        Raises:
+            RequestError: a prompt is empty or too long.
+        """
+        for prompt in prompts:
+            self._check_length(tokens.count(prompt), self.max_model_len)
+        answers = [Answer(self._sequence(prompt, "", 0), 0, 0) for prompt in prompts]
+        generation = Generation(answers, 1, streamed=False)
+        self.live.submit(generation)
+        return generation
+
+    def _answer(
+        self,
+        body: GenerateBody,
+        prompt: bytes,
+        bound: int,
+        choice: int,
+        output_tokens: int | None,
+    ) -> Answer:
+        if body.ignore_eos:
+            output_tokens = bound
+        elif output_tokens is None:
+            output_tokens = self._lengths.draw(prompt, choice)
+        output_tokens = min(max(output_tokens, body.min_tokens), bound)
+        start = crc32(prompt) + choice
+        text = tokens.generated_text(start, output_tokens)
+        sequence = self._sequence(prompt, text, output_tokens)
+        if output_tokens == bound:
+            sequence.reason = FinishReason.LENGTH
+        return Answer(sequence, bound, start)
+
+    def _sequence(self, prompt: bytes, text: str, output_tokens: int) -> Sequence:
+        block_bytes = self.settings.block_size * tokens.BYTES_PER_TOKEN
+        hashes = chain_hashes(prompt + tokens.encode(text), block_bytes)
+        return Sequence(self.live.next_id(), tokens.count(prompt), output_tokens, hashes)
+
+    def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:
+        """Most tokens a sequence may generate, by vLLM's rules."""
+        if body.bound is not None and body.bound > self.max_model_len:
+            raise RequestError(
+                f"max_tokens={body.bound} cannot be greater than "
+                f"max_model_len={self.max_model_len}. Please request fewer output tokens.",
+                "max_tokens",
+            )
+        self._check_length(prompt_tokens, self.max_model_len - 1)
+        left = self.max_model_len - prompt_tokens
+        bound = left if body.bound is None else min(left, body.bound)
+        if body.min_tokens > bound:
+            raise RequestError(
+                f"min_tokens must be less than or equal to max_tokens={bound}, "
+                f"got {body.min_tokens}.",
+                "min_tokens",
+            )
+        return bound
+
+    def _check_length(self, prompt_tokens: int, limit: int) -> None:
+        if prompt_tokens < 1:
+            raise RequestError("the prompt must not be empty", "prompt")
+        if prompt_tokens > limit:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"your prompt contains {prompt_tokens} input tokens. Please reduce the length of "
+                "the input prompt.",
+                "input_tokens",
+            )

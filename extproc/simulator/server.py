@@ -1,0 +1,293 @@
+"""The OpenAI-compatible HTTP server around a replica."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Annotated, Any, Literal, TypeVar
+from uuid import uuid4
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from extproc.request.profile import Endpoint
+from extproc.simulator import tokens
+from extproc.simulator.endpoints.base import Body, GenerateBody, Reply
+from extproc.simulator.endpoints.chat import ChatBody, ChatReply, Message, encode_chat
+from extproc.simulator.endpoints.completions import CompletionBody, CompletionReply
+from extproc.simulator.endpoints.messages import MessagesBody, MessagesReply
+from extproc.simulator.endpoints.pooling import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from extproc.simulator.endpoints.responses import ResponsesBody, ResponsesReply
+from extproc.simulator.errors import RequestError, anthropic_error, invalid, openai_error
+from extproc.simulator.live import Generation
+from extproc.simulator.metrics import CONTENT_TYPE
+from extproc.simulator.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 256 << 20
+
+OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
+"""How many tokens to generate, within the request's bound."""
+
+GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
+    Endpoint.CHAT: (ChatBody, ChatReply),
+    Endpoint.COMPLETIONS: (CompletionBody, CompletionReply),
+    Endpoint.RESPONSES: (ResponsesBody, ResponsesReply),
+    Endpoint.MESSAGES: (MessagesBody, MessagesReply),
+}
+POOLING: dict[str, type[PoolingBody]] = {
+    Endpoint.EMBEDDINGS: EmbeddingBody,
+    Endpoint.SCORE: ScoreBody,
+    Endpoint.RERANK: RerankBody,
+}
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class TokenizeBody(Body):
+    """``/tokenize``: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+class Faults(BaseModel):
+    """``/simulate``: what shall go wrong from now on. For chaos tests and demos only.
+
+    What is not given stays as it is.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    slow: float = Field(default=1.0, gt=0, le=1000)
+    """Every step takes so many times as long, as on a throttled card."""
+    hang: bool = False
+    """Accept, and never answer: requests, streams, /health and /metrics stand still."""
+    fail: Literal[0] | Annotated[int, Field(ge=400, le=599)] = 0
+    """Answer inference at once with this status, /health and /metrics as ever; 0: do not."""
+
+
+class ReplicaServer:
+    """Answers HTTP for one replica."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self._fail = 0
+
+    def app(self) -> web.Application:
+        """The application; it runs the replica's engine while it is up."""
+        app = web.Application(middlewares=[self._faults, _errors], client_max_size=MAX_BODY_BYTES)
+        app.cleanup_ctx.append(self._engine)
+        for path in GENERATING:
+            app.router.add_post(path, self._generate)
+        for path in POOLING:
+            app.router.add_post(path, self._pool)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/simulate", self._simulate)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/load", self._load)
+        app.router.add_get("/health", _healthy)
+        app.router.add_get("/ping", _healthy)
+        app.router.add_post("/ping", _healthy)
+        return app
+
+    async def _engine(self, app: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.replica.live.run())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    @web.middleware
+    async def _faults(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == "/simulate":
+            return await handler(request)
+        await self.replica.live.awake()
+        if self._fail and (request.path in GENERATING or request.path in POOLING):
+            return _error(request, self._fail, "This failure was asked for with /simulate.")
+        return await handler(request)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body_type, reply_type = GENERATING[request.path]
+        body = await _parse(request, body_type)
+        self.replica.check_model(body.model)
+        generation = self.replica.generate(body, _output_tokens(request))
+        prompt_tokens = generation.usage().prompt
+        reply = reply_type(
+            uuid4().hex, self.replica.settings.model, int(time.time()), prompt_tokens
+        )
+        try:
+            if body.stream:
+                return await _stream(request, generation, reply, body.include_usage)
+            await generation.done()
+            return web.json_response(reply.whole(generation.outputs(), generation.usage()))
+        finally:
+            self._leave(generation)
+
+    async def _pool(self, request: web.Request) -> web.Response:
+        body = await _parse(request, POOLING[request.path])
+        self.replica.check_model(body.model)
+        generation = self.replica.pool(body.prompts)
+        try:
+            await generation.done()
+        finally:
+            self._leave(generation)
+        return web.json_response(
+            body.reply(uuid4().hex, self.replica.settings.model, int(time.time()))
+        )
+
+    def _leave(self, generation: Generation) -> None:
+        """Count the request if it is complete; end what a client that hung up left behind."""
+        if generation.complete:
+            longest = max(answer.sequence.generated for answer in generation.answers)
+            self.replica.metrics.request_finished(longest, generation.choices)
+        else:
+            self.replica.live.abort(generation)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await _parse(request, TokenizeBody)
+        self.replica.check_model(body.model)
+        if body.messages is not None:
+            encoded = encode_chat(body.messages)
+        elif body.prompt is not None:
+            encoded = tokens.encode(body.prompt)
+        else:
+            raise RequestError("either prompt or messages is needed", "prompt")
+        ids = tokens.token_ids(encoded)
+        limit = self.replica.max_model_len
+        return web.json_response(
+            {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}
+        )
+
+    async def _simulate(self, request: web.Request) -> web.Response:
+        live, engine = self.replica.live, self.replica.engine
+        faults = await _parse(request, Faults)
+        if "slow" in faults.model_fields_set:
+            engine.slow = faults.slow
+        if "hang" in faults.model_fields_set:
+            live.hanging = faults.hang
+        if "fail" in faults.model_fields_set:
+            self._fail = faults.fail
+        now = Faults(slow=engine.slow, hang=live.hanging, fail=self._fail).model_dump()
+        logger.info("simulated faults changed", extra=now)
+        return web.json_response(now)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {
+            "id": self.replica.settings.model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "vllm",
+            "root": self.replica.settings.model,
+            "parent": None,
+            "max_model_len": self.replica.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        page = self.replica.metrics.page()
+        return web.Response(body=page.encode(), headers={"content-type": CONTENT_TYPE})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return web.json_response({"server_load": self.replica.live.load})
+
+
+async def _healthy(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def _stream(
+    request: web.Request, generation: Generation, reply: Reply, include_usage: bool
+) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+    )
+    await response.prepare(request)
+    pending = reply.opening(len(generation.answers))
+    async for batch in generation.stream():
+        pending += b"".join([reply.token(*token) for token in batch])
+        if generation.complete:
+            pending += reply.closing(generation.outputs(), generation.usage(), include_usage)
+        await response.write(pending)
+        pending = b""
+    await response.write_eof()
+    return response
+
+
+async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
+    """The request's body.
+
+    Raises:
+        RequestError: it is not JSON, or not what the endpoint takes.
+    """
+    try:
+        return body.model_validate_json(await request.read())
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+def _output_tokens(request: web.Request) -> int | None:
+    """What the header says.
+
+    Raises:
+        RequestError: it is not a positive number.
+    """
+    value = request.headers.get(OUTPUT_TOKENS_HEADER)
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and 0 < len(value) < 10 and int(value)):
+        raise RequestError(f"{OUTPUT_TOKENS_HEADER}: {value!r} is not a number above 0")
+    return int(value)
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _error(request, error.status, str(error), error.param)
+    except web.HTTPClientError as error:
+        return _error(request, error.status, error.reason)
+
+
+def _error(
+    request: web.Request, status: int, message: str, param: str | None = None
+) -> web.Response:
+    body: dict[str, Any]
+    if request.path == Endpoint.MESSAGES:
+        body = anthropic_error(status, message)
+    else:
+        body = openai_error(status, message, param)
+    return web.json_response(body, status=status)
+
+
+async def start(replica: Replica, host: str, port: int) -> tuple[web.AppRunner, int]:
+    """Serve a replica until the runner is cleaned up.
+
+    Returns:
+        The runner, and the port, chosen by the system where ``port`` is 0.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    # A handler must end when its client hangs up: it holds a place in the batch. Bodies are taken
+    # as they come, whatever encoding they claim, as vLLM takes them.
+    runner = web.AppRunner(
+        ReplicaServer(replica).app(),
+        access_log=None,
+        handler_cancellation=True,
+        auto_decompress=False,
+        shutdown_timeout=0.5,
+    )
+    await runner.setup()
+    site = web.TCPSite(runner, host, port)
+    try:
+        await site.start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    return runner, runner.addresses[0][1]

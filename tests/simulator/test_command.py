@@ -1,0 +1,80 @@
+"""The command, as a process."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import ClientSession
+
+pytestmark = pytest.mark.process
+
+
+@asynccontextmanager
+async def replica(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "extproc.simulator", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def ready(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+    assert line.startswith("replica ready on http://127.0.0.1:")
+    return line.split()[-1]
+
+
+async def problem(process: asyncio.subprocess.Process) -> str:
+    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    return errors.decode()
+
+
+async def test_it_serves_until_sigterm_even_while_streaming() -> None:
+    async with replica("--port", "0", "--model", "mine", "--speed", "2") as process:
+        url = await ready(process)
+        body = {"prompt": "a", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+        async with (
+            ClientSession(url) as session,
+            session.get("/v1/models") as models,
+            session.post("/v1/completions", json=body) as stream,
+        ):
+            assert (await models.json())["data"][0]["id"] == "mine"
+            assert await stream.content.readline()
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_an_address_that_is_taken() -> None:
+    async with replica("--port", "0") as first:
+        port = (await ready(first)).rsplit(":", 1)[1]
+        async with replica("--port", port) as second:
+            errors = await problem(second)
+            assert second.returncode == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in errors
+            assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-model-len", "9000", "--kv-tokens", "8000"], "max_model_len 9000 is more"),
+        (["--max-num-seqs", "100000"], "token budget"),
+        (["--speed", "0"], "must be a number above 0"),
+        (["--profile", "abacus"], "invalid choice: 'abacus'"),
+    ],
+)
+async def test_flags_that_make_no_sense(flags: list[str], message: str) -> None:
+    async with replica("--port", "0", *flags) as process:
+        assert message in await problem(process)
+        assert process.returncode == 2
