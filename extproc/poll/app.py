@@ -1,0 +1,81 @@
+"""The poller as a program: ``extproc poll``."""
+
+import asyncio
+import logging
+import signal
+from random import Random
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from extproc.backoff import Backoff
+from extproc.clock import monotonic, wall
+from extproc.config import Config
+from extproc.observe.admin import serve_admin
+from extproc.poll.discovery import Discovery, Target
+from extproc.poll.metrics import PollMetrics
+from extproc.poll.poller import Poller
+from extproc.poll.publisher import Publisher
+from extproc.poll.scrape import open_session
+from extproc.poll.watch import Watch
+from extproc.state.connection import Outage, connect
+from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateWriter
+
+log = logging.getLogger(__name__)
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+async def run_poller(config: Config) -> None:
+    """Scrape the configured replicas into Redis until cancelled, SIGTERM or SIGINT.
+
+    Raises:
+        OSError: the admin address cannot be served.
+        ValueError: the configuration names no replicas, or a malformed address.
+    """
+    if not config.replicas and config.replicas_file is None:
+        raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
+    random = Random()
+    settings = config.poll
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    metrics = PollMetrics(registry)
+    discovery = Discovery(config.replicas, config.replicas_file, settings.resolve_s)
+    async with (
+        connect(config.redis.url) as redis,
+        open_session(settings.timeout_s) as session,
+        serve_admin(settings.admin, registry) as admin,
+    ):
+        writer = StateWriter(redis, config.pool, settings.ttl_s)
+        backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
+        publisher = Publisher(writer, Outage(redis), backoff)
+
+        def watch(target: Target) -> Watch:
+            return Watch(
+                target,
+                session,
+                publisher.put,
+                metrics,
+                settings,
+                monotonic=monotonic,
+                wall=wall,
+                random=random,
+            )
+
+        poller = Poller(discovery, publisher, watch, metrics, settings.resolve_s)
+        log.info("poller ready", extra={"pool": config.pool, "admin": admin})
+        await _until_signalled(poller)
+
+
+async def _until_signalled(poller: Poller) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(poller.run())
+            await stop.wait()
+            running.cancel()
+    finally:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,179 @@
+"""Which replicas there are: addresses from the configuration, DNS names and a watched file."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from extproc.address import join_address, split_address
+from extproc.config import Config, ReplicaSource
+
+log = logging.getLogger(__name__)
+
+Resolve = Callable[[str], Awaitable[Sequence[str]]]
+"""Host name to IP addresses; raises ``OSError`` when there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A replica to scrape."""
+
+    id: str
+    """``ip:port``: Envoy picks an upstream by nothing else."""
+    name: str
+    profile: str
+
+
+async def resolve_host(host: str) -> Sequence[str]:
+    """Ask the system's resolver.
+
+    Raises:
+        OSError: the name has no address.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return [str(sockaddr[0]) for *_, sockaddr in found]
+
+
+class Discovery:
+    """Looks up the replicas, again and again; what fails keeps its last answer.
+
+    Raises:
+        ValueError: a configured source has no ``host:port``.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[ReplicaSource],
+        file: Path | None,
+        timeout_s: float,
+        resolve: Resolve = resolve_host,
+    ) -> None:
+        self._sources = tuple(sources)
+        for source in self._sources:
+            _host_and_port(source)
+        self._file = None if file is None else ReplicasFile(file)
+        self._timeout_s = timeout_s
+        self._resolve = resolve
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        self._unresolved: set[str] = set()
+
+    async def targets(self) -> tuple[Target, ...]:
+        """Return the replicas as of now; an address named twice counts once, the first."""
+        sources = self._sources + (self._file.sources() if self._file else ())
+        await self._look_up({_host_and_port(source)[0] for source in sources})
+        found = (target for source in sources for target in self._targets_of(source))
+        return tuple({target.id: target for target in reversed(list(found))}.values())[::-1]
+
+    def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:
+        host, port = _host_and_port(source)
+        addresses = self._addresses.get(host, ())
+        for ip in addresses if source.dns else addresses[:1]:
+            address = join_address(ip, port)
+            name = f"{source.name}/{address}" if source.name and source.dns else source.name
+            yield Target(address, name or address, source.profile)
+
+    async def _look_up(self, hosts: set[str]) -> None:
+        await asyncio.gather(*map(self._look_up_one, hosts))
+
+    async def _look_up_one(self, host: str) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                addresses = [host] if _is_ip(host) else await self._resolve(host)
+        except (OSError, UnicodeError) as error:
+            if host not in self._unresolved:
+                reason = str(error) or f"no answer within {self._timeout_s:g} s"
+                extra = {"host": host, "error": reason}
+                log.error("replica's host does not resolve, retrying", extra=extra)
+            self._unresolved.add(host)
+            return
+        if host in self._unresolved:
+            self._unresolved.discard(host)
+            log.warning("replica's host resolves again", extra={"host": host})
+        self._addresses[host] = _one_family(addresses)
+
+
+class ReplicasFile:
+    """A YAML list of replicas, read again when the file changes; a broken one changes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int] | None = None
+        self._problem = ""
+        self._sources: tuple[ReplicaSource, ...] = ()
+
+    def sources(self) -> tuple[ReplicaSource, ...]:
+        """Return the list as last read without an error."""
+        try:
+            stat = self._path.stat()
+            version = (stat.st_mtime_ns, stat.st_size)
+            if version != self._seen:
+                self._sources = read_replicas(self._path)
+                self._seen = version
+                self._note("")
+        except OSError as error:
+            self._note(error.strerror or str(error))
+        except ValueError as error:
+            self._seen = version
+            self._note(str(error))
+        return self._sources
+
+    def _note(self, problem: str) -> None:
+        if problem and problem != self._problem:
+            extra = {"file": str(self._path), "error": problem, "kept": len(self._sources)}
+            log.error("replicas file is not usable, keeping its last list", extra=extra)
+        elif self._problem and not problem:
+            log.warning("replicas file is usable again", extra={"file": str(self._path)})
+        self._problem = problem
+
+
+def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
+    """Read a YAML list in the form of the configuration's ``replicas``.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not such a list; the message is one line.
+    """
+    try:
+        listed = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(listed, list):
+        raise ValueError("not a YAML list of replicas")
+    try:
+        sources = Config.model_validate({"replicas": listed}).replicas
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}: {first['msg']}") from None
+    for source in sources:
+        _host_and_port(source)
+    return sources
+
+
+def _host_and_port(source: ReplicaSource) -> tuple[str, int]:
+    return split_address((source.url or source.dns).removeprefix("http://").removesuffix("/"))
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _one_family(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Sort the addresses; of a replica that has both IPv4 and IPv6 it keeps one, IPv4."""
+    ips = sorted({ipaddress.ip_address(address) for address in addresses}, key=_order)
+    return tuple(str(ip) for ip in ips if ip.version == ips[0].version)
+
+
+def _order(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[int, int]:
+    return ip.version, int(ip)

@@ -1,0 +1,150 @@
+"""The few figures a router needs, out of the 60 kB a vLLM server answers to ``GET /metrics``.
+
+A general parser of the format takes milliseconds a page. This one searches for the lines it needs.
+Names differ between versions of vLLM: the newest comes first.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_LARGEST = 2.0**53
+"""Counters are exact up to here; nothing true is larger."""
+
+_BLOCK_SIZE_ON_GPUS = 16
+
+_RUNNING = (b"num_requests_running",)
+_WAITING = (b"num_requests_waiting",)
+_KV_USAGE = (b"kv_cache_usage_perc", b"gpu_cache_usage_perc")
+_STEPS = (b"iteration_tokens_total_count",)
+_PROMPT = (b"prompt_tokens_total", b"prompt_tokens")
+_CACHED = (
+    b"prompt_tokens_cached_total",
+    b"prompt_tokens_cached",
+    b"prefix_cache_hits_total",
+    b"prefix_cache_hits",
+    b"gpu_prefix_cache_hits_total",
+    b"gpu_prefix_cache_hits",
+)
+_GENERATED = (b"generation_tokens_total", b"generation_tokens")
+_PREEMPTIONS = (b"num_preemptions_total", b"num_preemptions")
+_CACHE_CONFIG = (b"cache_config_info",)
+
+_MODEL_NAME = re.compile(rb'[{,]model_name="((?:[^"\\]|\\.)*)"')
+_BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,6})"')
+_BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,9})"')
+_KV_TOKENS = re.compile(rb'[{,]kv_cache_size_tokens="(\d{1,12})"')
+_ESCAPE = re.compile(r"\\(.)")
+
+
+class MetricsError(ValueError):
+    """A page that is not vLLM's, or that holds a value no vLLM would report."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """What one page says, its engines (data parallel) summed. Fields as in ``ReplicaState``."""
+
+    models: tuple[str, ...]
+    running: int
+    waiting: int
+    kv_usage: float
+    kv_tokens: int
+    block_size: int
+    steps: float
+    prompt_tokens: float
+    cached_tokens: float
+    generated_tokens: float
+    preemptions: float
+
+
+def read_metrics(page: bytes) -> EngineFigures:
+    """Read the text of a ``/metrics`` page.
+
+    Raises:
+        MetricsError: it has none of vLLM's lines, or one of them has no sensible value.
+    """
+    page = b"\n" + page
+    running = _series(page, _RUNNING)
+    if not running:
+        raise MetricsError("/metrics has no line of vllm:num_requests_running: is this vLLM?")
+    usage = _values(page, _KV_USAGE)
+    block_size, kv_tokens = _kv_cache(_series(page, _CACHE_CONFIG))
+    return EngineFigures(
+        models=_models(running),
+        running=int(_total(page, _RUNNING)),
+        waiting=int(_total(page, _WAITING)),
+        kv_usage=min(1.0, sum(usage) / len(usage)) if usage else 0.0,
+        kv_tokens=kv_tokens,
+        block_size=block_size,
+        steps=_total(page, _STEPS),
+        prompt_tokens=_total(page, _PROMPT),
+        cached_tokens=_total(page, _CACHED),
+        generated_tokens=_total(page, _GENERATED),
+        preemptions=_total(page, _PREEMPTIONS),
+    )
+
+
+def _series(page: bytes, names: tuple[bytes, ...]) -> list[bytes]:
+    """Lines of the first name that has any, without the name: ``{labels} value [timestamp]``."""
+    return next((found for name in names if (found := list(_lines(page, name)))), [])
+
+
+def _lines(page: bytes, name: bytes) -> Iterator[bytes]:
+    start = b"\nvllm:" + name
+    found = page.find(start)
+    while found >= 0:
+        end = page.find(b"\n", found + 1)
+        line = page[found + len(start) : end if end >= 0 else len(page)]
+        if line[:1] in (b"{", b" "):  # else a longer name
+            yield line
+        found = page.find(start, found + 1)
+
+
+def _values(page: bytes, names: tuple[bytes, ...]) -> list[float]:
+    return [_value(names[0], line) for line in _series(page, names)]
+
+
+def _total(page: bytes, names: tuple[bytes, ...]) -> float:
+    total = sum(_values(page, names))
+    if total > _LARGEST:
+        raise MetricsError(f"/metrics has no sensible sum of vllm:{names[0].decode()}: {total:g}")
+    return total
+
+
+def _value(name: bytes, line: bytes) -> float:
+    words = line[line.rfind(b"}") + 1 :].split(maxsplit=1)
+    try:
+        value = float(words[0])
+    except (IndexError, ValueError):
+        value = -1.0
+    if not 0.0 <= value <= _LARGEST:  # catches NaN too
+        text = line[-40:].decode(errors="replace")
+        raise MetricsError(f"/metrics has no sensible value of vllm:{name.decode()}: {text!r}")
+    return value
+
+
+def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
+    """Return tokens in a block, and tokens all engines' KV caches hold; 0: not known.
+
+    The label ``num_gpu_blocks`` of each engine counts the blocks of all engines, and with several
+    kinds of attention a block does not hold ``block_size`` tokens of a sequence. So vLLM's own sum
+    per engine comes first, where there is one.
+    """
+    block_size = max(_labels(_BLOCK_SIZE, configs), default=_BLOCK_SIZE_ON_GPUS)
+    tokens = sum(_labels(_KV_TOKENS, configs))
+    blocks = max(_labels(_BLOCKS, configs), default=0)
+    return block_size, tokens or blocks * block_size
+
+
+def _labels(label: re.Pattern[bytes], lines: list[bytes]) -> list[int]:
+    return [int(match[1]) for line in lines if (match := label.search(line))]
+
+
+def _models(lines: list[bytes]) -> tuple[str, ...]:
+    names = {match[1] for line in lines if (match := _MODEL_NAME.search(line))}
+    return tuple(sorted(_ESCAPE.sub(_unescape, name.decode(errors="replace")) for name in names))
+
+
+def _unescape(match: re.Match[str]) -> str:
+    return "\n" if match[1] == "n" else match[1]

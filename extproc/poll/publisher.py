@@ -1,0 +1,60 @@
+"""Brings what the watches see into Redis without making them wait for it."""
+
+import asyncio
+
+from redis.exceptions import RedisError
+
+from extproc.backoff import Backoff
+from extproc.fleet.state import ReplicaState
+from extproc.state.connection import Outage
+from extproc.state.store import StateWriter
+
+
+class Publisher:
+    """Writes each replica's newest state as soon as Redis takes it.
+
+    A Redis that was away may have come back empty, so then everything is written again.
+    """
+
+    def __init__(self, writer: StateWriter, outage: Outage, backoff: Backoff) -> None:
+        self._writer = writer
+        self._outage = outage
+        self._backoff = backoff
+        self._current: dict[str, ReplicaState] = {}
+        self._pending: dict[str, ReplicaState | None] = {}
+        self._some = asyncio.Event()
+
+    def put(self, state: ReplicaState) -> None:
+        """Have the state written."""
+        self._current[state.id] = state
+        self._pending[state.id] = state
+        self._some.set()
+
+    def remove(self, replica_id: str) -> None:
+        """Have the replica's state deleted."""
+        self._current.pop(replica_id, None)
+        self._pending[replica_id] = None
+        self._some.set()
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            await self._some.wait()
+            self._some.clear()
+            batch, self._pending = self._pending, {}
+            try:
+                await self._write(batch)
+            except (RedisError, OSError) as error:
+                self._pending = {**batch, **self._current, **self._pending}
+                self._some.set()
+                self._outage.failed(error)
+                await asyncio.sleep(self._backoff.next())
+            else:
+                self._backoff.reset()
+                self._outage.succeeded()
+
+    async def _write(self, batch: dict[str, ReplicaState | None]) -> None:
+        await self._writer.put([state for state in batch.values() if state is not None])
+        for replica_id, state in batch.items():
+            if state is None:
+                await self._writer.remove(replica_id)

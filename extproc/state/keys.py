@@ -1,0 +1,16 @@
+"""Names in Redis. The pool stands in braces: a Redis Cluster keeps all of a pool in one slot."""
+
+
+def replica_key(pool: str, replica_id: str) -> str:
+    """Key of one replica's state, a JSON ``ReplicaState`` that expires."""
+    return f"{{{pool}}}:replica:{replica_id}"
+
+
+def replica_pattern(pool: str) -> str:
+    """Glob that matches the keys of all the pool's replicas."""
+    return replica_key(pool, "*")
+
+
+def changes_channel(pool: str) -> str:
+    """Pub/sub channel that carries every change together with the new value."""
+    return f"{{{pool}}}:changes"

@@ -1,0 +1,209 @@
+"""Replica state in Redis: pollers write it, every router hears of each change.
+
+A state is a value, not an event: the last one wins, and a lost one is repaired by the next.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.utils import str_if_bytes
+
+from extproc.backoff import Backoff
+from extproc.fleet.state import ReplicaState
+from extproc.state.connection import TIMEOUT_S, Outage, in_time
+from extproc.state.keys import changes_channel, replica_key, replica_pattern
+
+log = logging.getLogger(__name__)
+
+RECONNECT_FIRST_S = 0.05
+RECONNECT_MOST_S = 0.5
+"""Half of the second within which a router is to be full again after Redis is back."""
+
+_SCAN_PAGE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All states in Redis. It comes first, and again whenever pushes may have been missed."""
+
+    states: tuple[ReplicaState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A replica's new state."""
+
+    state: ReplicaState
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A replica left the pool."""
+
+    id: str
+
+
+Change = Snapshot | Put | Removed
+
+
+class _Message(BaseModel):
+    """What the channel carries: a state, or the id of a replica that left."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    put: ReplicaState | None = None
+    removed: str | None = None
+
+    def change(self) -> Change | None:
+        """None for a kind of message this version does not know."""
+        if self.put is not None:
+            return Put(self.put)
+        return None if self.removed is None else Removed(self.removed)
+
+
+class StateWriter:
+    """Writes replica states and tells the pool's routers."""
+
+    def __init__(self, redis: Redis, pool: str, ttl_s: float) -> None:
+        self._redis = redis
+        self._pool = pool
+        self._ttl_ms = max(1, round(ttl_s * 1000))
+
+    async def put(self, states: Sequence[ReplicaState]) -> None:
+        """Write and announce the states in one round trip; each lives for the TTL.
+
+        Raises:
+            RedisError: Redis did not take them; some may be written.
+        """
+        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+            for state in states:
+                value = state.model_dump_json()
+                pipe.set(replica_key(self._pool, state.id), value, px=self._ttl_ms)
+                pipe.publish(changes_channel(self._pool), f'{{"put":{value}}}')
+            await pipe.execute()
+
+    async def remove(self, replica_id: str) -> None:
+        """Delete a state and announce it in one round trip.
+
+        Raises:
+            RedisError: Redis did not take it.
+        """
+        message = _Message(removed=replica_id).model_dump_json(exclude_none=True)
+        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+            pipe.delete(replica_key(self._pool, replica_id))
+            pipe.publish(changes_channel(self._pool), message)
+            await pipe.execute()
+
+
+class StateReader:
+    """Reads replica states as they change."""
+
+    def __init__(self, redis: Redis, pool: str, random: Random) -> None:
+        self._redis = redis
+        self._pool = pool
+        self._outage = Outage(redis)
+        self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
+        self._warned: set[str] = set()
+
+    async def changes(self) -> AsyncGenerator[Change]:
+        """Yield a snapshot, then every change as it is pushed, for ever.
+
+        While Redis is away it yields nothing; then it begins with a snapshot again. A state whose
+        life has ended is not pushed: it is missing from the next snapshot.
+        """
+        while True:
+            try:
+                async with aclosing(self._connected()) as changes:
+                    async for change in changes:
+                        yield change
+            except (RedisError, OSError) as error:
+                self._outage.failed(error)
+                await asyncio.sleep(self._backoff.next())
+
+    async def _connected(self) -> AsyncGenerator[Change]:
+        channel = changes_channel(self._pool)
+        async with self._redis.pubsub() as pubsub, aclosing(_messages(pubsub)) as messages:
+            async with in_time():
+                await pubsub.subscribe(channel)
+            async for message in messages:
+                if message["type"] == "subscribe":
+                    # Only now is nothing missed between the snapshot and the first push. The client
+                    # subscribes again by itself when it reconnects, hence again on each of these.
+                    snapshot = await self._snapshot()
+                    self._backoff.reset()
+                    self._outage.succeeded()
+                    yield snapshot
+                elif message["type"] == "message" and (change := self._change(message["data"])):
+                    yield change
+
+    async def _snapshot(self) -> Snapshot:
+        keys = list(await self._keys())
+        async with in_time():
+            values = await self._redis.mget(keys) if keys else []
+        found = zip(keys, values, strict=True)
+        states = (self._state(key, value) for key, value in found if value is not None)
+        return Snapshot(tuple(state for state in states if state is not None))
+
+    async def _keys(self) -> set[bytes | str]:
+        keys: set[bytes | str] = set()
+        cursor = 0
+        while True:
+            async with in_time():
+                cursor, page = await self._redis.scan(
+                    cursor, match=replica_pattern(self._pool), count=_SCAN_PAGE
+                )
+            keys.update(page)
+            if cursor == 0:
+                return keys
+
+    def _state(self, key: bytes | str, value: bytes | str) -> ReplicaState | None:
+        try:
+            return ReplicaState.model_validate_json(value)
+        except ValidationError as error:
+            self._warn(str_if_bytes(key), error)
+            return None
+
+    def _change(self, data: bytes | str) -> Change | None:
+        try:
+            return _Message.model_validate_json(data).change()
+        except ValidationError as error:
+            self._warn(changes_channel(self._pool), error)
+            return None
+
+    def _warn(self, source: str, error: ValidationError) -> None:
+        """Warn once of each key or channel: what writes garbage once writes it again and again."""
+        if source in self._warned:
+            return
+        self._warned.add(source)
+        what = error.errors(include_url=False, include_input=False)[0]["msg"]
+        log.warning("skipped garbage in redis", extra={"source": source, "error": what})
+
+
+async def _messages(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
+    """Yield what arrives; ping when nothing does, so that a dead connection is noticed.
+
+    Raises:
+        RedisConnectionError: nothing came for ``TIMEOUT_S`` after a ping, or the connection ended.
+    """
+    pinged = False
+    while True:
+        message = await pubsub.get_message(timeout=TIMEOUT_S)
+        if message is not None:
+            pinged = False
+            yield message
+        elif pinged:
+            raise RedisConnectionError(f"no answer within {TIMEOUT_S:g} s")
+        else:
+            async with in_time():
+                await pubsub.ping()
+            pinged = True

@@ -1,0 +1,90 @@
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from extproc.demo.processes import Process, free_port, start_redis
+from extproc.state.connection import connect
+
+
+class Logged(logging.Handler):
+    """What the package logs, to be looked at or waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._records: list[logging.LogRecord] = []
+        self._more = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert not record.exc_info, "an expected failure is logged without a traceback"
+        self._records.append(record)
+        self._more.set()
+
+    def lines(self, message: str = "") -> list[dict[str, object]]:
+        """Fields of the lines with this message; of all lines without one."""
+        return [vars(line) for line in self._records if message in ("", line.getMessage())]
+
+    async def line(self, message: str) -> dict[str, object]:
+        """Wait for the first line with this message."""
+        async with asyncio.timeout(10):
+            while not self.lines(message):
+                self._more.clear()
+                await self._more.wait()
+        return self.lines(message)[0]
+
+
+@pytest.fixture
+def logged() -> Iterator[Logged]:
+    handler = Logged()
+    package = logging.getLogger("extproc")
+    level = package.level
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    yield handler
+    package.removeHandler(handler)
+    package.setLevel(level)
+
+
+class RedisServer:
+    """A real Redis on a port of its own, which tests may kill and start again, empty."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process: Process | None = None
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self) -> None:
+        self._process = await start_redis(self._directory, self.port)
+
+    async def kill(self) -> None:
+        if self._process is not None:
+            await self._process.kill()
+
+
+@pytest.fixture
+async def stopped_redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
+    """A Redis that is not started yet."""
+    server = RedisServer(tmp_path / "redis")
+    yield server
+    await server.kill()
+
+
+@pytest.fixture
+async def redis_server(stopped_redis: RedisServer) -> RedisServer:
+    await stopped_redis.start()
+    return stopped_redis
+
+
+@pytest.fixture
+async def redis_client(redis_server: RedisServer) -> AsyncIterator[Redis]:
+    async with connect(redis_server.url) as client:
+        yield client

@@ -1,0 +1,110 @@
+"""A replica whose every answer a test may choose."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from extproc.demo.processes import free_port
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def page(*, running: int = 2, steps: int = 100, model: str = "tiny") -> str:
+    """A short ``/metrics`` page."""
+    labels = f'{{engine="0",model_name="{model}"}}'
+    return (
+        f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{labels} {running}.0\n"
+        f"vllm:num_requests_waiting{labels} 1.0\nvllm:kv_cache_usage_perc{labels} 0.5\n"
+        f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="100"}} 1.0\n'
+        f"vllm:iteration_tokens_total_count{labels} {steps}.0\n"
+    )
+
+
+def text(body: str | bytes, status: int = 200) -> Handler:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=body, status=status)
+
+    return answer
+
+
+def models(*names: str, max_model_len: int = 4096) -> Handler:
+    listed = [{"id": name, "max_model_len": max_model_len} for name in names]
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": listed})
+
+    return answer
+
+
+async def hang(_: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def endless(request: web.Request) -> web.StreamResponse:
+    """Sends metrics until the other side hangs up."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(page().encode() * 1000)
+
+
+async def huge(request: web.Request) -> web.StreamResponse:
+    """Announces 200 MB and sends them."""
+    response = web.StreamResponse(headers={"Content-Length": str(200 * 10**6)})
+    await response.prepare(request)
+    for _ in range(200):
+        await response.write(b"#" * 10**6)
+    return response
+
+
+async def disconnect(request: web.Request) -> web.StreamResponse:
+    """Hangs up in the middle of the answer."""
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(page().encode()[:100])
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+class Replica:
+    """Answers well until told otherwise; may be stopped and started again on its port."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.id = f"127.0.0.1:{self.port}"
+        self.answers: dict[str, Handler] = {
+            "/health": text(""),
+            "/metrics": text(page()),
+            "/v1/models": models("tiny", "adapter"),
+        }
+        self.asked: list[str] = []
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(request.path)
+        return await self.answers[request.path](request)
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Replica]:
+    replica = Replica()
+    await replica.start()
+    try:
+        yield replica
+    finally:
+        await replica.stop()

@@ -1,0 +1,157 @@
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from extproc.config import ReplicaSource
+from extproc.poll.discovery import Discovery, Target, resolve_host
+from extproc.predict.hardware import DEFAULT_PROFILE
+from tests.conftest import Logged
+
+
+class Names:
+    """A name server whose zone a test writes."""
+
+    def __init__(self, **zone: Sequence[str]) -> None:
+        self.zone = zone
+
+    async def resolve(self, host: str) -> Sequence[str]:
+        if host == "slow":
+            await asyncio.Event().wait()
+        if host not in self.zone:
+            raise OSError("Name or service not known")
+        return self.zone[host]
+
+
+def discovery(
+    *sources: ReplicaSource, file: Path | None = None, names: Names | None = None
+) -> Discovery:
+    return Discovery(sources, file, timeout_s=0.05, resolve=(names or Names()).resolve)
+
+
+async def ids(found: Discovery) -> list[str]:
+    return [target.id for target in await found.targets()]
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("10.0.0.1:8000", "10.0.0.1:8000"),
+        ("http://10.0.0.1:8000", "10.0.0.1:8000"),
+        ("http://10.0.0.1:8000/", "10.0.0.1:8000"),
+        ("[::1]:8000", "[::1]:8000"),
+        ("http://[2001:DB8::0:1]:80", "[2001:db8::1]:80"),
+        ("gpu:8000", "10.0.0.7:8000"),
+    ],
+)
+async def test_addresses_become_what_envoy_knows_the_member_by(url: str, address: str) -> None:
+    found = discovery(ReplicaSource(url=url), names=Names(gpu=["10.0.0.7"]))
+    assert await found.targets() == (Target(address, address, DEFAULT_PROFILE),)
+
+
+@pytest.mark.parametrize(
+    "url", ["10.0.0.1", "::1:80", "https://x:1", "x:99999", "x:", ":80", "x:80/p", "[x]:1", "a b:1"]
+)
+def test_what_is_no_address_is_refused_at_once(url: str) -> None:
+    with pytest.raises(ValueError, match="host:port"):
+        discovery(ReplicaSource(url=url))
+
+
+async def test_a_dns_name_is_as_many_replicas_as_it_has_addresses() -> None:
+    names = Names(vllm=["10.0.0.2", "10.0.0.1", "10.0.0.2"])
+    found = discovery(ReplicaSource(dns="vllm:80", name="fast"), names=names)
+    first, second = await found.targets()
+    assert (first.id, first.name) == ("10.0.0.1:80", "fast/10.0.0.1:80")
+    assert second.id == "10.0.0.2:80"
+    names.zone = {"vllm": ["10.0.0.2", "10.0.0.3"]}
+    assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
+
+
+async def test_a_replica_with_two_families_counts_once() -> None:
+    names = Names(vllm=["::2", "10.0.0.1"], six=["::2"])
+    assert await ids(discovery(ReplicaSource(dns="vllm:80"), names=names)) == ["10.0.0.1:80"]
+    assert await ids(discovery(ReplicaSource(dns="six:80"), names=names)) == ["[::2]:80"]
+
+
+async def test_an_address_named_twice_counts_once() -> None:
+    names = Names(gpu=["10.0.0.1", "10.0.0.2"])
+    found = discovery(
+        ReplicaSource(url="10.0.0.1:80", name="mine"), ReplicaSource(dns="gpu:80"), names=names
+    )
+    assert [target.name for target in await found.targets()] == ["mine", "10.0.0.2:80"]
+
+
+async def test_a_name_that_does_not_resolve_is_one_line_and_comes_back(logged: Logged) -> None:
+    names = Names()
+    found = discovery(ReplicaSource(url="gpu:80"), ReplicaSource(url="10.0.0.9:80"), names=names)
+    assert await ids(found) == ["10.0.0.9:80"]
+    assert await ids(found) == ["10.0.0.9:80"]
+    (line,) = logged.lines()
+    assert (line["host"], line["error"]) == ("gpu", "Name or service not known")
+    names.zone = {"gpu": ["10.0.0.1"]}
+    assert await ids(found) == ["10.0.0.1:80", "10.0.0.9:80"]
+    names.zone = {}
+    assert await ids(found) == ["10.0.0.1:80", "10.0.0.9:80"]  # the last answer stays
+    assert len(logged.lines("replica's host resolves again")) == 1
+
+
+async def test_a_name_server_that_hangs_holds_nobody_up(logged: Logged) -> None:
+    found = discovery(ReplicaSource(dns="slow:80"), ReplicaSource(url="10.0.0.9:80"))
+    assert await ids(found) == ["10.0.0.9:80"]
+    assert logged.lines()[0]["error"] == "no answer within 0.05 s"
+
+
+async def test_the_systems_resolver() -> None:
+    found = Discovery([ReplicaSource(url="localhost:80")], None, timeout_s=10)
+    assert (await ids(found))[0] in ("127.0.0.1:80", "[::1]:80")
+    with pytest.raises(OSError, match=r".+"):
+        await resolve_host("no-such-host.invalid")
+
+
+async def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
+    file = tmp_path / "replicas.yaml"
+    file.write_text("[10.0.0.1:80]")
+    found = discovery(ReplicaSource(url="10.0.0.9:80"), file=file)
+    assert await ids(found) == ["10.0.0.9:80", "10.0.0.1:80"]
+    file.write_text("- {url: '10.0.0.2:80', name: fast, profile: llama-8b-a10}\n- 10.0.0.3:80\n")
+    _, second, third = await found.targets()
+    assert second == Target("10.0.0.2:80", "fast", "llama-8b-a10")
+    assert third.id == "10.0.0.3:80"
+    file.write_text("[]")
+    assert await ids(found) == ["10.0.0.9:80"]
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"", "not a YAML list"),
+        (b"replicas: []", "not a YAML list"),
+        (b"[10.0.0.1:80", "not YAML"),
+        (b"\xff\xfe\x00", "not YAML"),
+        (b"- {uri: x:80}", "replicas.0"),
+        (b"- {url: x:80, profile: abacus}", "abacus"),
+        (b"- 7", "replicas.0"),
+        (b"- no-port", "host:port"),
+        (None, "No such file"),
+    ],
+)
+async def test_a_broken_file_keeps_the_last_list(
+    tmp_path: Path, logged: Logged, content: bytes | None, error: str
+) -> None:
+    file = tmp_path / "replicas.yaml"
+    file.write_text("[10.0.0.1:80]")
+    found = discovery(file=file)
+    assert await ids(found) == ["10.0.0.1:80"]
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    for _ in range(3):
+        assert await ids(found) == ["10.0.0.1:80"]
+    (line,) = logged.lines()
+    assert error in str(line["error"])
+    assert "\n" not in str(line["error"])
+    file.write_text("[10.0.0.2:80, 10.0.0.3:80]")
+    assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
+    assert len(logged.lines("replicas file is usable again")) == 1

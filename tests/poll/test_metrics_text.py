@@ -1,0 +1,139 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.fleet.state import ReplicaState
+from extproc.poll.metrics_text import EngineFigures, MetricsError, read_metrics
+
+DATA = Path(__file__).parent.parent / "data" / "vllm"
+
+
+def sample(name: str) -> bytes:
+    return (DATA / f"metrics-{name}.txt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("idle", EngineFigures(("tiny",), 0, 0, 0.0, 524_288, 128, 0, 0, 0, 0, 0)),
+        (
+            "busy",
+            EngineFigures(
+                ("tiny",), 4, 16, 0.003907203907203893, 524_288, 128, 101, 1600, 0, 401, 0
+            ),
+        ),
+        (
+            "kv-pressure",
+            EngineFigures(("tiny",), 4, 1, 0.6031746031746033, 8192, 128, 303, 9600, 0, 1586, 1),
+        ),
+        # 64 blocks an engine; the label num_gpu_blocks of each says 128.
+        ("two-engines", EngineFigures(("tiny",), 0, 0, 0.0, 16_384, 128, 727, 3604, 0, 727, 0)),
+    ],
+)
+def test_pages_of_a_real_vllm(name: str, figures: EngineFigures) -> None:
+    assert read_metrics(sample(name)) == figures
+
+
+def test_engines_are_summed_and_their_kv_usage_averaged() -> None:
+    figures = read_metrics(
+        b'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+        b'vllm:num_requests_running{engine="1",model_name="m"} 5.0\n'
+        b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n'
+        b'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.75\n'
+        b'vllm:generation_tokens_total{engine="0",model_name="m"} 1e+06\n'
+        b'vllm:generation_tokens_total{engine="1",model_name="m"} 5.0\n'
+    )
+    assert figures.running == 8
+    assert figures.kv_usage == 0.5
+    assert figures.generated_tokens == 1_000_005
+
+
+def test_names_of_older_versions() -> None:
+    figures = read_metrics(
+        b'vllm:num_requests_running{model_name="m"} 1.0\n'
+        b'vllm:num_requests_waiting{model_name="m"} 2.0\n'
+        b'vllm:gpu_cache_usage_perc{model_name="m"} 0.5\n'
+        b'vllm:cache_config_info{block_size="16",num_gpu_blocks="1000"} 1.0\n'
+        b'vllm:prompt_tokens{model_name="m"} 10.0\n'
+        b'vllm:gpu_prefix_cache_hits_total{model_name="m"} 4.0\n'
+        b'vllm:generation_tokens{model_name="m"} 20.0\n'
+        b'vllm:num_preemptions{model_name="m"} 3.0\n'
+    )
+    assert figures == EngineFigures(("m",), 1, 2, 0.5, 16_000, 16, 0, 10, 4, 20, 3)
+
+
+def test_labels_that_look_like_others_and_values_with_timestamps() -> None:
+    figures = read_metrics(
+        b'vllm:num_requests_running{model_name="a \\"b}\\" \\\\ c",e="0"} 7.0 1700000000000\r\n'
+        b'vllm:num_requests_waiting_by_reason{model_name="x"} 9.0\n'
+        b'vllm:cache_config_info{_block_size_resolved="True",effective_attention_block_size="8",'
+        b'num_gpu_blocks_override="5",block_size="None",num_gpu_blocks="None"} 1.0'
+    )
+    assert figures.models == ('a "b}" \\ c',)
+    assert (figures.running, figures.waiting, figures.kv_tokens) == (7, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b"<html>It works!</html>",
+        b"# TYPE vllm:num_requests_running gauge\n",
+        b"sglang:num_running_reqs 3.0\n",
+        b"\xff" * 1000,
+    ],
+)
+def test_a_page_that_is_not_vllms_says_so(page: bytes) -> None:
+    with pytest.raises(MetricsError, match="is this vLLM"):
+        read_metrics(page)
+
+
+@pytest.mark.parametrize("value", [b"", b"many", b"NaN", b"+Inf", b"-1.0", b"1e300", b"\xff"])
+def test_a_value_without_sense_is_an_error(value: bytes) -> None:
+    with pytest.raises(MetricsError, match="num_requests_running"):
+        read_metrics(b'vllm:num_requests_running{model_name="m"} ' + value + b"\n")
+
+
+def accepted(page: bytes) -> bool:
+    """Whether it was read; if so, it makes a state that survives the way through Redis."""
+    try:
+        figures = read_metrics(page)
+    except MetricsError:
+        return False
+    state = ReplicaState.model_validate({"id": "10.0.0.1:80", **vars_of(figures)})
+    assert ReplicaState.model_validate_json(state.model_dump_json()) == state
+    assert 0 <= state.kv_usage <= 1
+    assert min(state.running, state.waiting, state.steps, state.kv_tokens) >= 0
+    return True
+
+
+def vars_of(figures: EngineFigures) -> dict[str, object]:
+    return {name: getattr(figures, name) for name in figures.__slots__}
+
+
+@given(st.binary())
+def test_any_bytes_are_read_or_refused(page: bytes) -> None:
+    accepted(page)
+
+
+LINE = st.tuples(
+    st.sampled_from(
+        [b"vllm:num_requests_running", b"vllm:kv_cache_usage_perc", b"vllm:cache_config_info"]
+    ),
+    st.sampled_from([b"", b" ", b"{", b"}", b'{model_name="', b'{block_size="9999999999999"}'])
+    | st.binary(max_size=20),
+    st.floats().map(lambda value: repr(value).encode()) | st.binary(max_size=20),
+)
+
+
+@given(st.lists(LINE.map(b" ".join)).map(b"\n".join))
+def test_any_lines_that_begin_like_vllms_are_read_or_refused(page: bytes) -> None:
+    accepted(page)
+
+
+@given(st.integers(0, 60_000), st.integers(0, 60_000))
+def test_a_page_with_a_hole_is_read_or_refused(start: int, length: int) -> None:
+    whole = sample("busy")
+    accepted(whole[:start] + whole[start + length :])

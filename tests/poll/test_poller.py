@@ -1,0 +1,289 @@
+"""The whole poller: HTTP from replicas that come, go and misbehave, into a real Redis."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+import pytest
+
+from extproc.config import Config
+from extproc.demo.processes import answers, free_port
+from extproc.fleet.state import ReplicaState
+from extproc.poll.app import run_poller
+from extproc.state.connection import connect
+from extproc.state.store import Put, Removed, Snapshot, StateReader
+from tests.conftest import Logged, RedisServer
+from tests.poll.replica import Handler, Replica, hang, huge, models, page, serving, text
+
+pytestmark = pytest.mark.process
+
+
+def config(redis: RedisServer, *replicas: Replica, **more: Any) -> Config:
+    poll = {"interval_s": 0.02, "timeout_s": 0.3, "backoff_max_s": 0.05, "resolve_s": 0.05}
+    return Config.model_validate(
+        {
+            "replicas": [replica.id for replica in replicas],
+            "redis": {"url": redis.url},
+            "poll": {**poll, "admin": f"127.0.0.1:{free_port()}"},
+            **more,
+        }
+    )
+
+
+@asynccontextmanager
+async def polling(settings: Config) -> AsyncIterator[None]:
+    task = asyncio.create_task(run_poller(settings))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+class Seen:
+    """The states a router would hold now."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, ReplicaState] = {}
+        self._changed = asyncio.Event()
+
+    async def follow(self, settings: Config) -> None:
+        async with (
+            connect(settings.redis.url) as redis,
+            aclosing(StateReader(redis, settings.pool, Random(1)).changes()) as changes,
+        ):
+            async for change in changes:
+                match change:
+                    case Snapshot(states):
+                        self.states = {state.id: state for state in states}
+                    case Put(state):
+                        self.states[state.id] = state
+                    case Removed(replica_id):
+                        self.states.pop(replica_id, None)
+                self._changed.set()
+
+    async def until(self, holds: Callable[[dict[str, ReplicaState]], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds(self.states):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def replica(
+        self, replica: Replica, holds: Callable[[ReplicaState], bool]
+    ) -> ReplicaState:
+        await self.until(lambda states: replica.id in states and holds(states[replica.id]))
+        return self.states[replica.id]
+
+
+@asynccontextmanager
+async def watching(settings: Config) -> AsyncIterator[Seen]:
+    seen = Seen()
+    async with polling(settings), asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(seen.follow(settings))
+        yield seen
+        following.cancel()
+
+
+def healthy(state: ReplicaState) -> bool:
+    return state.healthy
+
+
+def unhealthy(state: ReplicaState) -> bool:
+    return not state.healthy
+
+
+async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
+    async with serving() as replica:
+        settings = config(
+            redis_server, replicas=[{"url": replica.id, "name": "one", "profile": "llama-8b-a10"}]
+        )
+        async with watching(settings) as seen:
+            state = await seen.replica(replica, healthy)
+            assert state.scrape_seconds > 0
+            assert state.scraped_at > 1.7e9
+            assert state.model_dump(exclude={"scraped_at", "scrape_seconds"}) == {
+                "id": replica.id,
+                "name": "one",
+                "profile": "llama-8b-a10",
+                "models": ("tiny", "adapter"),
+                "max_model_len": 4096,
+                "healthy": True,
+                "problem": "",
+                "running": 2,
+                "waiting": 1,
+                "kv_usage": 0.5,
+                "kv_tokens": 1600,
+                "block_size": 16,
+                "steps": 100,
+                "prompt_tokens": 0,
+                "cached_tokens": 0,
+                "generated_tokens": 0,
+                "preemptions": 0,
+            }
+            replica.answers["/metrics"] = text(page(running=9, steps=101))
+            await seen.replica(replica, lambda state: state.running == 9)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "problem"),
+    [
+        ("/health", text("", 503), "/health answered 503"),
+        ("/metrics", hang, "/metrics did not answer in 0.3 s"),
+        ("/metrics", huge, "/metrics is larger than 4 MiB"),
+        ("/metrics", text("<html></html>"), "is this vLLM?"),
+    ],
+)
+async def test_a_sick_replica_is_told_of_and_comes_back(
+    redis_server: RedisServer, logged: Logged, path: str, answer: Handler, problem: str
+) -> None:
+    async with serving() as sick, serving() as well:
+        async with watching(config(redis_server, sick, well)) as seen:
+            await seen.replica(sick, healthy)
+            good = sick.answers[path]
+            sick.answers[path] = answer
+            state = await seen.replica(sick, unhealthy)
+            assert problem in state.problem
+            assert (state.running, state.models) == (2, ("tiny", "adapter"))  # last known figures
+            assert (await seen.replica(well, healthy)).problem == ""
+            sick.answers[path] = good
+            assert (await seen.replica(sick, healthy)).problem == ""
+        (line,) = logged.lines("replica is not healthy")
+        assert line["replica"] == sick.id
+        assert problem in str(line["problem"])
+        assert [line["replica"] for line in logged.lines("replica is healthy")].count(sick.id) == 2
+
+
+async def test_a_replica_that_starts_late_and_dies(
+    redis_server: RedisServer, logged: Logged
+) -> None:
+    replica = Replica()
+    async with watching(config(redis_server, replica)) as seen:
+        state = await seen.replica(replica, unhealthy)
+        assert state.problem == "cannot connect: connection refused"
+        await replica.start()
+        await seen.replica(replica, healthy)
+        await replica.stop()
+        await seen.replica(replica, unhealthy)
+    assert len(logged.lines("replica is not healthy")) == 2
+
+
+async def test_a_replica_that_restarts_as_another_model(redis_server: RedisServer) -> None:
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
+        assert replica.asked.count("/v1/models") == 1
+        replica.answers |= {
+            "/v1/models": models("large", max_model_len=131_072),
+            "/metrics": text(page(steps=3, model="large")),
+        }
+        state = await seen.replica(replica, lambda state: state.steps == 3)
+        assert (state.models, state.max_model_len) == (("large",), 131_072)
+
+
+async def test_a_replica_that_keeps_its_models_secret(
+    redis_server: RedisServer, logged: Logged
+) -> None:
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        replica.answers["/v1/models"] = text("", 401)
+        state = await seen.replica(replica, healthy)
+        assert (state.models, state.max_model_len) == (("tiny",), None)  # the label in /metrics
+        assert (await logged.line("replica does not tell its models"))["problem"] == (
+            "/v1/models answered 401"
+        )
+
+
+async def test_replicas_come_and_go_with_the_file(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    file = tmp_path / "replicas.yaml"
+    async with serving() as one, serving() as two:
+        file.write_text(f"['{one.id}']")
+        async with watching(config(redis_server, replicas_file=file)) as seen:
+            await seen.until(lambda states: set(states) == {one.id})
+            file.write_text(f"['{one.id}', '{two.id}']")
+            await seen.until(lambda states: set(states) == {one.id, two.id})
+            file.write_text(f"[{{url: '{two.id}', name: renamed}}]")
+            await seen.until(
+                lambda states: [state.name for state in states.values()] == ["renamed"]
+            )
+        async with connect(redis_server.url) as redis:
+            assert await redis.keys() == [f"{{default}}:replica:{two.id}".encode()]
+
+
+async def test_redis_restarts_empty(redis_server: RedisServer, logged: Logged) -> None:
+    async with serving() as one, serving() as two:
+        async with watching(config(redis_server, one, two)) as seen:
+            await seen.until(lambda states: len(states) == 2)
+            await redis_server.kill()
+            await logged.line("redis is lost, retrying")
+            one.answers["/metrics"] = text(page(running=77))
+            await redis_server.start()
+            await seen.replica(one, lambda state: state.running == 77)
+            await seen.until(lambda states: set(states) == {one.id, two.id})
+        async with connect(redis_server.url) as redis:
+            assert len(await redis.keys()) == 2
+    assert len(logged.lines("redis is lost, retrying")) == 2  # one of the reader, one of the poller
+    assert len(logged.lines("redis is back")) == 2
+
+
+async def test_a_replica_that_leaves_while_redis_hangs(
+    redis_server: RedisServer, tmp_path: Path, logged: Logged
+) -> None:
+    file = tmp_path / "replicas.yaml"
+    async with serving() as one, serving() as two:
+        file.write_text(f"['{one.id}', '{two.id}']")
+        async with watching(config(redis_server, replicas_file=file)) as seen:
+            await seen.until(lambda states: len(states) == 2)
+            os.kill(redis_server.pid, signal.SIGSTOP)
+            await logged.line("redis is lost, retrying")
+            file.write_text(f"['{two.id}']")
+            await logged.line("replica left")
+            os.kill(redis_server.pid, signal.SIGCONT)
+            await seen.until(lambda states: set(states) == {two.id})
+
+
+async def test_the_poller_runs_without_redis_and_tells_of_itself(
+    stopped_redis: RedisServer, logged: Logged
+) -> None:
+    async with serving() as replica, aiohttp.ClientSession() as session:
+        dead = Replica()
+        settings = config(stopped_redis, replica, dead)
+        async with polling(settings):
+            ready = await logged.line("poller ready")
+            await logged.line("redis is lost, retrying")
+            await logged.line("replica is healthy")
+            await logged.line("replica is not healthy")
+            assert await answers(f"http://{ready['admin']}/healthz")()
+            async with session.get(f"http://{ready['admin']}/metrics") as response:
+                metrics = await response.text()
+    assert "extproc_poll_replicas 2.0" in metrics
+    assert "extproc_poll_replicas_healthy 1.0" in metrics
+    assert 'extproc_poll_scrapes_total{result="failed"}' in metrics
+    assert "extproc_poll_scrape_seconds_count" in metrics
+
+
+async def test_a_poller_without_replicas_says_so(stopped_redis: RedisServer) -> None:
+    with pytest.raises(ValueError, match="no replicas to poll"):
+        await run_poller(config(stopped_redis))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_stops_the_poller_and_leaves_its_states(
+    redis_server: RedisServer, number: signal.Signals
+) -> None:
+    async with serving() as replica, connect(redis_server.url) as redis:
+        settings = config(redis_server, replica)
+        task = asyncio.create_task(run_poller(settings))
+        async with asyncio.timeout(10):
+            async for change in StateReader(redis, settings.pool, Random(1)).changes():
+                if isinstance(change, Put):
+                    break
+            os.kill(os.getpid(), number)
+            await task
+        assert len(await redis.keys()) == 1

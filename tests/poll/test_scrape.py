@@ -1,0 +1,118 @@
+"""Scrapes of replicas that answer in every way but the right one."""
+
+import pytest
+from aiohttp import web
+
+from extproc.demo.processes import free_port
+from extproc.poll.scrape import ScrapeError, open_session, read_models, scrape
+from tests.poll.replica import (
+    Handler,
+    disconnect,
+    endless,
+    hang,
+    huge,
+    models,
+    page,
+    serving,
+    text,
+)
+
+
+async def redirect(_: web.Request) -> web.StreamResponse:
+    raise web.HTTPFound("/elsewhere")
+
+
+async def compressed(_: web.Request) -> web.StreamResponse:
+    response = web.Response(text=page())
+    response.enable_compression(web.ContentCoding.gzip)
+    return response
+
+
+async def test_a_scrape_reads_health_and_metrics() -> None:
+    async with serving() as replica, open_session(5) as session:
+        figures = await scrape(session, replica.id)
+        assert (figures.running, figures.kv_tokens, figures.models) == (2, 1600, ("tiny",))
+        assert sorted(replica.asked) == ["/health", "/metrics"]
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "problem"),
+    [
+        ("/health", text("", 503), "/health answered 503"),
+        ("/health", hang, "/health did not answer in 0.2 s"),
+        ("/metrics", text(page(), 500), "/metrics answered 500"),
+        ("/metrics", hang, "/metrics did not answer in 0.2 s"),
+        ("/metrics", text("<html></html>"), "is this vLLM"),
+        ("/metrics", text(b"\xff\x00" * 1000), "is this vLLM"),
+        ("/metrics", compressed, "is this vLLM"),
+        ("/metrics", text(page().replace("2.0", "NaN")), "no sensible value"),
+        ("/metrics", redirect, "/metrics answered 302"),
+        ("/metrics", disconnect, "/metrics failed"),
+    ],
+)
+async def test_a_bad_answer_is_an_error_that_says_which(
+    path: str, answer: Handler, problem: str
+) -> None:
+    async with serving() as replica, open_session(0.2) as session:
+        replica.answers[path] = answer
+        with pytest.raises(ScrapeError, match=problem):
+            await scrape(session, replica.id)
+        replica.answers |= {"/health": text(""), "/metrics": text(page())}
+        assert (await scrape(session, replica.id)).running == 2
+
+
+@pytest.mark.parametrize("answer", [endless, huge])
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+async def test_an_answer_without_measure_is_cut_off(path: str, answer: Handler) -> None:
+    async with serving() as replica, open_session(30) as session:
+        replica.answers[path] = answer
+        with pytest.raises(ScrapeError, match="larger than 4 MiB"):
+            await scrape(session, replica.id)
+
+
+async def test_nobody_there() -> None:
+    async with open_session(1) as session:
+        with pytest.raises(ScrapeError, match="cannot connect: connection refused"):
+            await scrape(session, f"127.0.0.1:{free_port()}")
+
+
+async def test_models_and_adapters() -> None:
+    async with serving() as replica, open_session(5) as session:
+        replica.answers["/v1/models"] = models("base", "adapter", max_model_len=8192)
+        listed = await read_models(session, replica.id)
+        assert (listed.names, listed.max_model_len) == (("base", "adapter"), 8192)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        text("", 401),
+        text(""),
+        text("[]"),
+        text('{"data": [{"id": 7}]}'),
+        text('{"data": [{}]}'),
+        text("[" * 100_000),
+        text(b"\xff"),
+        endless,
+    ],
+)
+async def test_models_that_are_none(answer: Handler) -> None:
+    async with serving() as replica, open_session(5) as session:
+        replica.answers["/v1/models"] = answer
+        with pytest.raises(ScrapeError, match="/v1/models"):
+            await read_models(session, replica.id)
+
+
+async def test_connections_are_kept() -> None:
+    ports = set()
+
+    async def note(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        ports.add(request.transport.get_extra_info("peername")[1])
+        return web.Response(text=page())
+
+    async with serving() as replica, open_session(5) as session:
+        replica.answers |= {"/health": note, "/metrics": note}
+        for _ in range(5):
+            await scrape(session, replica.id)
+    assert len(ports) == 2
