@@ -1,0 +1,24 @@
+"""A running system: real Envoy, Redis, poller, router and simulated replicas."""
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import Stack
+from tests.e2e.client import Client
+
+SETTINGS = {"serve": {"stream_sample": 1.0, "drain_s": 5.0}}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Stack(tmp_path_factory.mktemp("stack"), settings=SETTINGS) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield Client(stack, session)

@@ -1,0 +1,170 @@
+"""Parts die, hang and come back while requests run."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from extproc.demo.stack import Stack
+from tests.e2e.client import Answer, Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+
+@asynccontextmanager
+async def traffic(client: Client, per_second: float = 20) -> AsyncIterator[list[Answer]]:
+    """Requests one after another at a steady rate, all answered when the block has ended."""
+    answers: list[Answer] = []
+    tasks: set[asyncio.Task[None]] = set()
+    ended = asyncio.Event()
+
+    async def one() -> None:
+        answers.append(await client.chat(tokens=5))
+
+    async def send() -> None:
+        while not ended.is_set():
+            tasks.add(asyncio.create_task(one()))
+            await asyncio.sleep(1 / per_second)
+
+    sender = asyncio.create_task(send())
+    try:
+        yield answers
+    finally:
+        ended.set()
+        await sender
+        await asyncio.gather(*tasks)
+
+
+async def more(answers: list[Answer], count: int) -> None:
+    """Returns when that many more requests were answered."""
+    wanted = len(answers) + count
+    async with asyncio.timeout(20):
+        while len(answers) < wanted:  # noqa: ASYNC110 - nothing signals an answer
+            await asyncio.sleep(0.02)
+
+
+async def routed_again(client: Client) -> None:
+    """Returns when a request was routed: Envoy may take a second to see that a router is back."""
+
+    async def routed() -> bool:
+        return bool((await client.chat(tokens=1)).decisions)
+
+    await client.until(routed)
+
+
+async def test_without_the_router_envoy_serves_and_routing_resumes(
+    client: Client, stack: Stack
+) -> None:
+    async with traffic(client) as answers:
+        await more(answers, 5)
+        await stack.kill("router")
+        await more(answers, 15)
+        await stack.start("router")
+        await stack.wait_routing()
+        await more(answers, 10)
+    assert {answer.status for answer in answers} == {200}
+    await routed_again(client)
+
+
+async def test_while_the_router_is_down_a_client_cannot_choose_the_replica(
+    client: Client, stack: Stack
+) -> None:
+    await stack.kill("router")
+    forged = {"x-gateway-destination-endpoint": stack.address("slow-2")}
+    steps = await _steps(stack, client, "slow-2")
+    answers = [await client.chat(headers=forged) for _ in range(12)]
+    assert {answer.status for answer in answers} == {200}
+    served = await _steps(stack, client, "slow-2") - steps
+    assert served < 12 * 8
+    await stack.start("router")
+    await routed_again(client)
+
+
+async def _steps(stack: Stack, client: Client, name: str) -> float:
+    """Engine steps a replica has made, from its own metrics."""
+    async with client._session.get(f"http://{stack.address(name)}/metrics") as response:
+        page = await response.text()
+    lines = (line for line in page.splitlines() if "iteration_tokens_total_count" in line)
+    return float(next(lines).rsplit(" ", 1)[1])
+
+
+async def test_a_hung_router_is_passed_by(client: Client, stack: Stack) -> None:
+    async with traffic(client, per_second=10) as answers:
+        await more(answers, 3)
+        stack.process("router").signal(signal.SIGSTOP)
+        await more(answers, 10)
+        stack.process("router").signal(signal.SIGCONT)
+        await more(answers, 5)
+        await routed_again(client)
+    assert {answer.status for answer in answers} == {200}
+    await client.ledger_empty()
+
+
+async def test_without_redis_routing_goes_on(client: Client, stack: Stack) -> None:
+    async with traffic(client) as answers:
+        await more(answers, 5)
+        await stack.kill("redis")
+        await more(answers, 20)
+        seen = (await client.fleet())["replicas"][0]["scraped_at"]
+        await stack.start("redis")
+
+        async def fresh() -> bool:
+            replicas = (await client.fleet())["replicas"]
+            return all(replica["scraped_at"] > seen + 1 for replica in replicas)
+
+        await client.until(fresh)
+        await more(answers, 5)
+    assert {answer.status for answer in answers} == {200}
+    assert all(answer.decisions for answer in answers)
+
+
+async def test_a_dead_replica_costs_no_request_and_comes_back(client: Client, stack: Stack) -> None:
+    async with traffic(client) as answers:
+        await more(answers, 5)
+        await stack.stop("fast-1")
+
+        async def known(healthy: bool) -> bool:
+            return bool((await client.replica("fast-1"))["healthy"] is healthy)
+
+        await client.until(lambda: known(False))
+        dead = len(answers)
+        await more(answers, 15)
+        await stack.start("fast-1")
+        await client.until(lambda: known(True))
+        await more(answers, 5)
+    # Those being answered by the replica when it ended are its own.
+    assert sum(answer.status != 200 for answer in answers) <= 1
+    later = [answer.decision["replica_name"] for answer in answers[dead + 5 : dead + 15]]
+    assert "fast-1" not in later
+
+
+async def test_a_replica_that_fails_fast_does_not_look_fast(client: Client) -> None:
+    await client.simulate("fast-2", fail=500)
+    answers = [await client.chat() for _ in range(40)]
+    failed = sum(answer.status == 500 for answer in answers)
+    assert 0 < failed <= 4
+    await client.simulate("fast-2", fail=0)
+
+    async def back() -> bool:
+        answer = await client.chat()
+        return bool(answer.decision["replica_name"] == "fast-2" and answer.status == 200)
+
+    await client.until(back, seconds=20)
+
+
+async def test_sigterm_lets_open_streams_end(client: Client, stack: Stack) -> None:
+    long = asyncio.create_task(client.chat(tokens=150, stream=True))
+
+    async def running() -> bool:
+        return bool((await client.fleet())["in_flight"] == 1)
+
+    await client.until(running)
+    await stack.stop("router")
+    answer = await long
+    assert answer.status == 200
+    assert answer.body.rstrip().endswith(b"data: [DONE]")
+    assert stack.process("router").returncode == 0
+    await stack.start("router")
+    await routed_again(client)

@@ -1,0 +1,190 @@
+"""Every phase of a request through a real Envoy."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import openai
+import pytest
+
+from extproc.demo.stack import FLEET, MODEL, Stack
+from tests.e2e.client import CHAT, MESSAGES, Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "The sea", "max_tokens": 8},
+    "/v1/responses": {"input": "The sea"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 8},
+    "/v1/embeddings": {"input": ["The sea", "the sky"]},
+    "/v1/score": {"text_1": "sea", "text_2": ["water", "stone"]},
+    "/v1/rerank": {"query": "sea", "documents": ["water", "stone"]},
+}
+DECODING = list(BODIES)[:4]
+EIGHT = {"x-simulate-output-tokens": "8"}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_endpoint_is_routed(client: Client, path: str) -> None:
+    answer = await client.request("POST", path, {"model": MODEL} | BODIES[path], EIGHT)
+    assert answer.status == 200
+    record = answer.decision
+    assert record["endpoint"] == path
+    assert record["outcome"]["served_by"] == record["replica"]
+    assert record["outcome"]["completion_s"] > 0
+    assert record["outcome"]["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize("path", DECODING)
+async def test_every_endpoint_streams(client: Client, path: str) -> None:
+    body = {"model": MODEL, "stream": True} | BODIES[path]
+    answer = await client.request("POST", path, body, EIGHT)
+    assert answer.status == 200
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    outcome = answer.decision["outcome"]
+    assert 0 < outcome["ttft_s"] <= outcome["completion_s"]
+    assert outcome["output_tokens"] == pytest.approx(8, abs=1)
+
+
+async def test_the_openai_client_works_unmodified(client: Client, stack: Stack) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
+        whole = await sdk.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hello"}], max_tokens=5
+        )
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 5
+        pieces = []
+        async for chunk in await sdk.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "hello"}],
+            max_tokens=5,
+            stream=True,
+        ):
+            pieces.append(chunk.choices[0].delta.content or "")
+        assert len("".join(pieces)) > 0
+        assert MODEL in [model.id async for model in sdk.models.list()]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health"])
+async def test_what_is_no_inference_passes(client: Client, path: str) -> None:
+    answer = await client.request("GET", path)
+    assert answer.status == 200
+    assert answer.decisions == []
+
+
+async def test_a_request_may_name_a_policy(client: Client) -> None:
+    used = []
+    for _ in range(len(FLEET)):
+        answer = await client.chat(headers={"x-extproc-policy": "round_robin"})
+        assert answer.decision["policy"] == "round_robin"
+        used.append(answer.decision["outcome"]["served_by"])
+    assert len(set(used)) == len(FLEET)
+
+
+async def test_a_fast_replica_is_preferred_to_a_slow_one(client: Client) -> None:
+    for _ in range(5):
+        answer = await client.chat(tokens=20)
+        assert answer.decision["replica_name"].startswith("fast")
+        assert "finishes in" in answer.decision["why"]
+
+
+async def test_a_forged_destination_is_not_followed(client: Client, stack: Stack) -> None:
+    forged = {"x-gateway-destination-endpoint": stack.address("slow-1")}
+    for _ in range(3):
+        answer = await client.chat(headers=forged)
+        assert answer.decision["outcome"]["served_by"] == answer.decision["replica"]
+        assert answer.decision["replica_name"].startswith("fast")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"{}", b'{"model": 5}', b"\xff\xfe", b"[" * 10_000 + b"]" * 10_000]
+)
+async def test_what_no_replica_could_serve_gets_an_openai_error(
+    client: Client, body: bytes
+) -> None:
+    answer = await client.request("POST", CHAT, body)
+    assert answer.status == 400
+    assert answer.headers["Content-Type"] == "application/json"
+    assert json.loads(answer.body)["error"]["type"] == "invalid_request_error"
+    assert answer.decisions == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": []},
+        {"messages": "no list"},
+        {"messages": [5]},
+        {"max_tokens": -1},
+        {"max_tokens": 1e30},
+        {"max_tokens": "many"},
+        {"n": -3},
+        {"n": "two"},
+        {"model": "no such model"},
+    ],
+)
+async def test_what_a_replica_refuses_keeps_its_answer(
+    client: Client, fields: dict[str, Any]
+) -> None:
+    answer = await client.chat(**fields)
+    assert answer.status in (400, 404)
+    assert "error" in json.loads(answer.body)
+    assert answer.decision["outcome"]["status"] == answer.status
+
+
+async def test_a_40_mb_body_with_an_image(client: Client) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 40_000_000}}
+    text = {"type": "text", "text": "What is this?"}
+    answer = await client.chat(messages=[{"role": "user", "content": [text, image]}])
+    assert answer.status < 500
+    assert answer.status != 413
+    assert answer.decision["prompt_tokens"] < 5_000
+
+
+async def test_a_body_in_many_chunks(client: Client) -> None:
+    whole = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 4}).encode()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for byte in whole:
+            yield bytes([byte])
+            await asyncio.sleep(0)
+
+    answer = await client.request("POST", CHAT, chunks(), {"content-type": "application/json"})
+    assert answer.status == 200
+    assert answer.decision["output_bound"] == 4
+
+
+@pytest.mark.parametrize("moment", ["headers", "half a body", "queued", "streaming"])
+async def test_a_client_that_hangs_up_leaves_nothing(
+    client: Client, stack: Stack, moment: str
+) -> None:
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": True}).encode()
+    sent = {"headers": b"", "half a body": body[:20]}.get(moment, body)
+    head = (
+        f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"x-simulate-output-tokens: 2000\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.ports["envoy"])
+    writer.write(head.encode() + sent)
+    await writer.drain()
+    if moment == "streaming":
+        await reader.readuntil(b"data:")
+    elif moment == "queued":
+
+        async def arrived() -> bool:
+            return bool((await client.fleet())["in_flight"])
+
+        await client.until(arrived)
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    await client.ledger_empty()
+    for name in stack.replicas:
+
+        async def idle(name: str = name.name) -> bool:
+            return bool((await client.replica(name))["running"] == 0)
+
+        await client.until(idle)
