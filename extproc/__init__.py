@@ -1,3 +1,3 @@
-"""A router for vLLM behind Envoy: each request goes to the replica predicted to finish it soonest."""
+"""A router for vLLM behind Envoy: a request goes where it is predicted to finish soonest."""
 
 __version__ = "0.1.0"

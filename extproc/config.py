@@ -88,7 +88,7 @@ class RouteSettings(Section):
 
     policy: str = "completion"
     """Name of the policy that chooses."""
-    policy_header: str = "x-extproc-policy"
+    policy_header: str = Field(default="x-extproc-policy", pattern=r"^[a-z0-9_-]+$")
     """Request header that names another policy for one request."""
     allow_policy_header: bool = False
     """Whether clients may use it."""

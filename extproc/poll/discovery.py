@@ -90,7 +90,7 @@ class Discovery:
             if host not in self._unresolved:
                 reason = str(error) or f"no answer within {self._timeout_s:g} s"
                 extra = {"host": host, "error": reason}
-                log.error("replica's host does not resolve, retrying", extra=extra)
+                log.warning("replica's host does not resolve, retrying", extra=extra)
             self._unresolved.add(host)
             return
         if host in self._unresolved:

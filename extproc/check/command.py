@@ -1,0 +1,86 @@
+"""``extproc check``: reads, judges, prints."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import yaml
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
+
+from extproc import settings
+from extproc.check.envoy_file import EnvoyFile
+from extproc.check.finding import Finding, Level
+from extproc.check.rules import RULES
+from extproc.check.schema import problems
+from extproc.config import Config
+
+_NO_FILTER = (
+    "there is no ext_proc filter: Envoy never asks the router. Take it from envoy/ext_proc.yaml"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--envoy`` and the configuration's flags."""
+    parser.add_argument(
+        "--envoy", type=Path, metavar="FILE", help="Envoy bootstrap, fragment or patch (YAML, JSON)"
+    )
+    settings.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what is understood and found; 1 if there is an error, else 0."""
+    try:
+        config = settings.load(settings.flags_of(args), os.environ, args.config)
+    except settings.ConfigError as error:
+        for problem in error.problems:
+            print(f"{Level.ERROR:<8} {problem}", file=sys.stderr)
+        return 1
+    print(understood(config))
+    if args.envoy is None:
+        return 0
+    try:
+        findings = check_envoy(args.envoy.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        print(f"{args.envoy}: cannot be read: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    print(f"\n{args.envoy}")
+    for finding in findings:
+        print(finding)
+    return int(any(finding.level is Level.ERROR for finding in findings))
+
+
+def check_envoy(text: str) -> list[Finding]:
+    """What there is to say about an Envoy file, worst first.
+
+    Args:
+        text: YAML or JSON; several documents are taken together.
+
+    Raises:
+        yaml.YAMLError: it is neither.
+    """
+    documents = list(yaml.safe_load_all(text))
+    file = EnvoyFile(documents[0] if len(documents) == 1 else documents)
+    found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
+    if not file.has(ExternalProcessor):
+        found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
+    elif not any(problem.level is Level.ERROR for problem in found):
+        # The rules judge a file that Envoy would take.
+        found += [finding for rule in RULES for finding in rule.apply(file)]
+    order = list(Level)
+    return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))
+
+
+def understood(config: Config) -> str:
+    """The configuration in a few lines."""
+    replicas = [f"{one.url or one.dns} ({one.profile})" for one in config.replicas]
+    if config.replicas_file:
+        replicas.append(f"those in {config.replicas_file}")
+    lines = {
+        "pool": f"{config.pool}, shared in {config.redis.url}",
+        "router": f"{config.serve.listen} for Envoy, {config.serve.admin} for people",
+        "policy": config.route.policy,
+        "poller": f"every {config.poll.interval_s:g} s, {config.poll.admin} for people",
+        "replicas": ", ".join(replicas) or "none: a poller has nothing to do",
+    }
+    return "\n".join(f"{name:<8} {text}" for name, text in lines.items())

@@ -1,0 +1,364 @@
+"""The rules: each says in its first line what holds where it finds nothing, and why it matters."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType
+from envoy_data_plane.envoy.config.listener.v3 import Listener
+from envoy_data_plane.envoy.config.route.v3 import RouteAction
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+)
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+)
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions
+
+from extproc.check.envoy_file import EnvoyFile, Part
+from extproc.check.finding import Finding, Level
+
+DESTINATION = "x-gateway-destination-endpoint"
+NAMESPACE = "envoy.lb"
+
+_ATTRIBUTES = ("upstream.address", "response.code", "response.flags")
+_LIMITS = ("max_connections", "max_pending_requests", "max_requests")
+_DEFAULT_LIMIT = 1024
+_DEFAULT_BUFFER = 1024 * 1024
+_LONG_MESSAGE = timedelta(seconds=1)
+_SHORT_ROUTE = timedelta(minutes=10)
+_WHOLE_BODY = (
+    ProcessingModeBodySendMode.BUFFERED,
+    ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED,
+)
+_NO_ADDRESS = (ClusterDiscoveryType.LOGICAL_DNS, ClusterDiscoveryType.ORIGINAL_DST)
+
+T = TypeVar("T")
+Judge = Callable[[Part[T], EnvoyFile], str | None]
+"""Says what is so, what comes of it and what to write; None where all is well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One thing that should hold for certain parts of an Envoy file."""
+
+    name: str
+    holds: str
+    level: Level
+    subjects: Callable[[EnvoyFile], list[Part[Any]]]
+    judge: Judge[Any]
+
+    def apply(self, file: EnvoyFile) -> list[Finding]:
+        """One finding for each part that breaks it, one OK if none does, nothing without parts."""
+        parts = self.subjects(file)
+        said = [(part.where, self.judge(part, file)) for part in parts]
+        broken = [Finding(self.name, self.level, where, text) for where, text in said if text]
+        if broken or not parts:
+            return broken
+        return [Finding(self.name, Level.OK, "", self.holds)]
+
+
+RULES: list[Rule] = []
+
+
+def _rule(
+    level: Level, subjects: Callable[[EnvoyFile], list[Part[T]]]
+) -> Callable[[Judge[T]], Judge[T]]:
+    def add(judge: Judge[T]) -> Judge[T]:
+        holds = (judge.__doc__ or "").partition("\n")[0]
+        RULES.append(Rule(judge.__name__, holds, level, subjects, judge))
+        return judge
+
+    return add
+
+
+def _whole(file: EnvoyFile) -> list[Part[EnvoyFile]]:
+    return [Part((), file)]
+
+
+def _filters(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+    return file.all(ExternalProcessor)
+
+
+def _policies(file: EnvoyFile) -> list[Part[OverrideHost]]:
+    return file.all(OverrideHost)
+
+
+def _candidates(file: EnvoyFile) -> list[Part[Cluster]]:
+    """The replicas' clusters or, where none obeys the router, all that could be meant."""
+    routers = {part.path for part in file.router_clusters}
+    others = [part for part in file.all(Cluster) if part.path not in routers]
+    return file.replica_clusters or others
+
+
+def _listeners(file: EnvoyFile) -> list[Part[Listener]]:
+    """Those with an ext_proc filter; all of them where the filter is in none (a fragment)."""
+    listeners = file.all(Listener)
+    return [part for part in listeners if file.all(ExternalProcessor, within=part)] or listeners
+
+
+@_rule(Level.WARNING, _whole)
+def is_complete(part: Part[EnvoyFile], file: EnvoyFile) -> str | None:
+    """Filter, listener, route and clusters are all in this file."""
+    parts = {"listener": Listener, "route": RouteAction, "cluster": Cluster}
+    missing = [name for name, cls in parts.items() if not file.has(cls)]
+    if not missing:
+        return None
+    return f"there is no {' and no '.join(missing)} in this file: check the one that is used, too"
+
+
+@_rule(Level.ERROR, _filters)
+def request_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """Requests wait for the router: their headers are sent."""
+    if _mode(part).request_header_mode is not ProcessingModeHeaderSendMode.SKIP:
+        return None
+    return (
+        "request_header_mode is SKIP: the request leaves before its body was seen. "
+        "Write request_header_mode: SEND"
+    )
+
+
+@_rule(Level.ERROR, _filters)
+def body_is_buffered(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """The router sees the whole prompt before the request leaves."""
+    mode = _mode(part).request_body_mode
+    if mode in _WHOLE_BODY:
+        return None
+    return (
+        f"request_body_mode is {mode.name}: the router cannot measure the prompt before the "
+        "request leaves. Write request_body_mode: BUFFERED"
+    )
+
+
+@_rule(Level.ERROR, _filters)
+def response_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """The router hears of every response: the headers are sent."""
+    if _mode(part).response_header_mode is not ProcessingModeHeaderSendMode.SKIP:
+        return None
+    return (
+        "response_header_mode is SKIP: the router never learns which replica answered, or how. "
+        "Write response_header_mode: SEND"
+    )
+
+
+@_rule(Level.WARNING, _filters)
+def response_attributes_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """The router hears who answered and how: replica, status and flags come with the response."""
+    missing = [name for name in _ATTRIBUTES if name not in part.message.response_attributes]
+    if not missing:
+        return None
+    return (
+        f"response_attributes lacks {', '.join(missing)}: a retried request counts for the wrong "
+        "replica, and a replica that fails fast looks fast. "
+        f"Write response_attributes: [{', '.join(_ATTRIBUTES)}]"
+    )
+
+
+@_rule(Level.WARNING, _filters)
+def allows_sampling(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """The router may read a sample of the streamed responses, and learn from them."""
+    if part.message.allow_mode_override:
+        return None
+    return (
+        "allow_mode_override is false: the router cannot learn token timing and usage from "
+        "streamed responses. Write allow_mode_override: true"
+    )
+
+
+@_rule(Level.ERROR, _filters)
+def fails_open(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """A router that is down costs no request."""
+    if part.message.failure_mode_allow:
+        return None
+    return (
+        "failure_mode_allow is false: every request fails while the router is down. "
+        "Write failure_mode_allow: true"
+    )
+
+
+@_rule(Level.WARNING, _filters)
+def waits_briefly(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """A router that hangs holds a request for a moment only (Envoy's default is 0.2 s)."""
+    timeout = part.message.message_timeout
+    if timeout is None or timeout <= _LONG_MESSAGE:
+        return None
+    return (
+        f"message_timeout is {timeout.total_seconds():g} s: a router that hangs holds every "
+        "request that long. Write message_timeout: 0.2s"
+    )
+
+
+@_rule(Level.ERROR, _filters)
+def forged_header_is_removed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """Clients cannot choose a replica: their destination header is removed before ext_proc."""
+    if file.removes_before(part, DESTINATION):
+        return None
+    return (
+        f"nothing removes the header {DESTINATION} that a client sends: while the router is down, "
+        "clients choose the replica. Put a filter envoy.filters.http.header_mutation before this "
+        f"one, with mutations: {{request_mutations: [{{remove: {DESTINATION}}}]}}"
+    )
+
+
+@_rule(Level.ERROR, _candidates)
+def replicas_obey(part: Part[Cluster], file: EnvoyFile) -> str | None:
+    """Requests go where the router says: the replicas' cluster has the policy override_host."""
+    if file.all(OverrideHost, within=part):
+        return None
+    cluster = f"cluster {part.message.name!r}"
+    if part.message.type is ClusterDiscoveryType.ORIGINAL_DST:
+        return (
+            f"{cluster} is ORIGINAL_DST: it answers 503 while the router is down, and a header can "
+            "send requests to any address. Write type: STRICT_DNS (or STATIC, EDS) and "
+            "load_balancing_policy: override_host"
+        )
+    return (
+        f"{cluster} ignores the router's choice. Write load_balancing_policy: override_host with "
+        f"override_host_sources: [{{header: {DESTINATION}}}]"
+    )
+
+
+@_rule(Level.ERROR, _policies)
+def source_is_known(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
+    """The policy override_host reads what the router sets."""
+    sources = part.message.override_host_sources
+    if any(source.header.lower() == DESTINATION for source in sources) or _reads_metadata(part):
+        return None
+    return (
+        "override_host_sources names nothing that the router sets. "
+        f"Write override_host_sources: [{{header: {DESTINATION}}}]"
+    )
+
+
+@_rule(Level.ERROR, _filters)
+def metadata_is_received(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """Metadata that the router sets is taken, where a cluster reads it."""
+    options = part.message.metadata_options
+    taken = options.receiving_namespaces.untyped if options and options.receiving_namespaces else []
+    if NAMESPACE in taken or not any(_reads_metadata(policy) for policy in _policies(file)):
+        return None
+    return (
+        f"a cluster reads the metadata {NAMESPACE!r}, but this filter takes none from the router. "
+        f"Write metadata_options: {{receiving_namespaces: {{untyped: [{NAMESPACE}]}}}}"
+    )
+
+
+@_rule(Level.ERROR, _policies)
+def has_fallback(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
+    """Requests are served while the router is down: override_host has a fallback policy."""
+    if part.message.fallback_policy and part.message.fallback_policy.policies:
+        return None
+    return (
+        "override_host has no fallback_policy: requests fail while the router is down. "
+        "Write fallback_policy with envoy.load_balancing_policies.least_request"
+    )
+
+
+@_rule(Level.ERROR, lambda file: file.replica_clusters)
+def members_are_addresses(part: Part[Cluster], file: EnvoyFile) -> str | None:
+    """Every replica is a member of its cluster under its own ip:port."""
+    kind = part.message.type
+    if kind not in _NO_ADDRESS:
+        return None
+    return (
+        f"cluster {part.message.name!r} is {kind.name}: the ip:port that the router names is no "
+        "member of it, and the choice is ignored. Write type: STRICT_DNS, STATIC or EDS"
+    )
+
+
+@_rule(Level.ERROR, lambda file: file.router_clusters)
+def router_speaks_http2(part: Part[Cluster], file: EnvoyFile) -> str | None:
+    """Envoy speaks HTTP/2 to the router, as gRPC needs."""
+    explicit = [
+        options.message.explicit_http_config
+        for options in file.all(HttpProtocolOptions, within=part)
+    ]
+    modern = any(one and one.http2_protocol_options is not None for one in explicit)
+    if modern or part.message.http2_protocol_options is not None:
+        return None
+    return (
+        f"cluster {part.message.name!r} speaks HTTP/1.1: gRPC needs HTTP/2. Write "
+        "explicit_http_config: {http2_protocol_options: {}} in its HttpProtocolOptions"
+    )
+
+
+@_rule(Level.WARNING, lambda file: [*file.router_clusters, *file.replica_clusters])
+def limits_are_raised(part: Part[Cluster], file: EnvoyFile) -> str | None:
+    """Circuit breakers let all requests in flight through."""
+    breakers = part.message.circuit_breakers
+    default = [one for one in breakers.thresholds if not one.priority] if breakers else []
+    low = [
+        name
+        for name in _LIMITS
+        if max((getattr(one, name) or 0 for one in default), default=0) <= _DEFAULT_LIMIT
+    ]
+    if not low:
+        return None
+    return (
+        f"cluster {part.message.name!r} takes {_DEFAULT_LIMIT} or less in {', '.join(low)}: every "
+        "request in flight counts, and those beyond are refused or not routed. Raise them in "
+        "circuit_breakers, for example to 100000"
+    )
+
+
+@_rule(Level.WARNING, _listeners)
+def large_bodies_pass(part: Part[Listener], file: EnvoyFile) -> str | None:
+    """Bodies larger than 1 MiB are accepted."""
+    if (part.message.per_connection_buffer_limit_bytes or 0) > _DEFAULT_BUFFER:
+        return None
+    return (
+        "per_connection_buffer_limit_bytes is 1 MiB or less: a larger body, such as one with an "
+        "image, gets 413. Write per_connection_buffer_limit_bytes: 67108864"
+    )
+
+
+@_rule(Level.ERROR, lambda file: file.replica_routes)
+def answers_may_be_long(part: Part[RouteAction], file: EnvoyFile) -> str | None:
+    """No route timeout cuts a long answer."""
+    timeout = part.message.timeout
+    if timeout == timedelta(0) or (timeout and timeout >= _SHORT_ROUTE):
+        return None
+    length = "Envoy's default of 15 s" if timeout is None else f"{timeout.total_seconds():g} s"
+    return f"the route's timeout is {length}: longer answers are cut. Write timeout: 0s"
+
+
+@_rule(Level.WARNING, lambda file: file.all(HttpConnectionManager))
+def answers_may_be_silent(part: Part[HttpConnectionManager], file: EnvoyFile) -> str | None:
+    """No idle timeout cuts a request that waits in a replica's queue."""
+    routes = file.replica_routes
+    by_route = bool(routes) and all(route.message.idle_timeout is not None for route in routes)
+    if by_route or part.message.stream_idle_timeout is not None:
+        return None
+    return (
+        "stream_idle_timeout is Envoy's default of 5 min: an answer that is queued or not streamed "
+        "for longer is cut. Write stream_idle_timeout: 3600s"
+    )
+
+
+@_rule(Level.WARNING, lambda file: file.replica_routes)
+def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | None:
+    """A request to a replica that just died is tried again on the second choice."""
+    policy = part.message.retry_policy
+    if policy and "connect-failure" in policy.retry_on:
+        return None
+    return (
+        "no retry on connect-failure: requests to a replica that just died fail, though the router "
+        "names a second choice. Write retry_policy: "
+        '{retry_on: "connect-failure,refused-stream,reset", num_retries: 1}'
+    )
+
+
+def _mode(part: Part[ExternalProcessor]) -> ProcessingMode:
+    return part.message.processing_mode or ProcessingMode()
+
+
+def _reads_metadata(part: Part[OverrideHost]) -> bool:
+    return any(
+        source.metadata and source.metadata.key == NAMESPACE
+        for source in part.message.override_host_sources
+    )

@@ -1,0 +1,160 @@
+"""Envoy's own schema, from ``envoy-data-plane``: names misspelt fields and values of no use.
+
+The package's own errors name no place in the file, and it knows a type only once its module is
+imported. So the tree is walked here, field by field, beside its description of each message.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from betterproto2 import Message
+from betterproto2.casing import safe_snake_case
+from pydantic import ValidationError
+
+from extproc.check.finding import Finding, Level
+from extproc.check.tree import Node, Path, written
+from extproc.settings import nearest
+
+_PACKAGE = "envoy_data_plane"
+
+M = TypeVar("M", bound=Message)
+
+
+def message_type(name: str) -> type[Message] | None:
+    """The class of ``envoy.config.cluster.v3.Cluster``; None where Envoy has no such type."""
+    package, _, short = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(f"{_PACKAGE}.{package}"), short, None)
+    except ImportError:
+        return None
+    return found if isinstance(found, type) and issubclass(found, Message) else None
+
+
+def message(cls: type[M], node: Node) -> M:
+    """A node as a typed message, but for what it holds as ``Any``: those are nodes of their own.
+
+    Raises:
+        ValueError: it does not meet the schema.
+    """
+    return cls.from_dict(_without_any(node.fields), ignore_unknown_fields=True)
+
+
+def _without_any(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_any(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: _without_any(item)
+        for key, item in value.items()
+        if not (isinstance(item, Mapping) and "@type" in item)
+    }
+
+
+def problems(node: Node) -> Iterator[Finding]:
+    """Where and why a node and all it holds do not meet the schema.
+
+    A type that it does not hold is a warning: other builds of Envoy have types of their own.
+    """
+    cls = message_type(node.type)
+    if cls is None:
+        yield _unknown_type(node.type, node.path)
+    else:
+        yield from _message(cls, node.fields, node.path)
+
+
+def _message(cls: type[Any], value: object, path: Path) -> Iterator[Finding]:
+    if _is_any(cls):
+        yield from _any(value, path)
+    elif _is_plain(cls):
+        yield from _leaf(cls, value, path)
+    elif not isinstance(value, Mapping):
+        yield _problem(path, f"must hold the fields of {cls.__name__}, not {value!r}")
+    else:
+        for key, item in value.items():
+            yield from _field(cls, str(key), item, (*path, str(key)))
+
+
+def _field(cls: type[Any], key: str, value: object, path: Path) -> Iterator[Finding]:
+    description = cls._betterproto
+    name = _field_name(cls, key)
+    if name is None:
+        known = description.meta_by_field_name
+        yield _problem(path, f"{cls.__name__} has no field {key!r}{nearest(key, known)}")
+        return
+    meta = description.meta_by_field_name[name]
+    wanted: type[Any] = object
+    if meta.map_meta and meta.map_meta[1].proto_type == "message":
+        inner, wanted = description.cls_by_field[f"{name}.value"], Mapping
+    elif meta.proto_type == "message":
+        inner = meta.unwrap() if meta.unwrap else description.cls_by_field[name]
+        wanted = list if meta.repeated else object
+    else:
+        yield from _leaf(cls, {name: value}, path)
+        return
+    if value is not None and not isinstance(value, wanted):
+        kind = "a list" if wanted is list else "keys and values"
+        yield _problem(path, f"must hold {kind}, not {value!r}")
+        return
+    for item, place in _items(value, wanted, path):
+        if item is not None:
+            yield from _message(inner, item, place)
+
+
+def _items(value: Any, container: type[Any], path: Path) -> list[tuple[object, Path]]:
+    if value is None or container is object:
+        return [(value, path)]
+    pairs = enumerate(value) if container is list else value.items()
+    return [(item, (*path, at)) for at, item in pairs]
+
+
+def _field_name(cls: type[Any], key: str) -> str | None:
+    name = safe_snake_case(key)
+    return name if name in cls._betterproto.meta_by_field_name else None
+
+
+def _any(value: object, path: Path) -> Iterator[Finding]:
+    if not isinstance(value, Mapping) or not isinstance(value.get("@type"), str):
+        yield _problem(path, "needs an '@type'")
+        return
+    name = str(value["@type"]).rpartition("/")[2]
+    cls = message_type(name)
+    if cls is None:
+        yield _unknown_type(name, path)
+        return
+    fields = {key: item for key, item in value.items() if key != "@type"}
+    yield from _message(
+        cls, fields["value"] if _is_plain(cls) and "value" in fields else fields, path
+    )
+
+
+def _leaf(cls: type[Message], value: object, path: Path) -> Iterator[Finding]:
+    try:
+        cls.from_dict(value)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        yield _problem(path, _reason(error))
+
+
+def _problem(path: Path, text: str) -> Finding:
+    return Finding("schema", Level.ERROR, written(path), text)
+
+
+def _unknown_type(name: str, path: Path) -> Finding:
+    text = f"Envoy itself has no type {name!r}: misspelt, or another build's own; not checked"
+    return Finding("schema", Level.WARNING, written(path), text)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(detail["msg"] for detail in error.errors())
+    return str(error)
+
+
+def _is_any(cls: type[Message]) -> bool:
+    return (cls.__module__, cls.__name__) == (f"{_PACKAGE}.google.protobuf", "Any")
+
+
+def _is_plain(cls: type[Message]) -> bool:
+    """Durations, wrappers and the like, which JSON writes as a value."""
+    return cls.to_dict is not Message.to_dict

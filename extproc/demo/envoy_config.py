@@ -1,0 +1,54 @@
+"""``envoy/envoy.yaml`` with other addresses, so that demo and tests run what users run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from extproc.address import split_address
+
+TEMPLATE = Path(__file__).parents[2] / "envoy" / "envoy.yaml"
+"""The file in a clone of the project; an installed package has none."""
+
+
+def render(
+    template: Path = TEMPLATE,
+    *,
+    listen_port: int,
+    admin_port: int,
+    router_ports: Sequence[int],
+    replica_addresses: Sequence[str],
+) -> str:
+    """The template as YAML, on loopback: its ports, routers and replicas replaced, all else kept.
+
+    Args:
+        template: a bootstrap with one listener and the clusters ``router`` and ``replicas``.
+        listen_port: where clients connect.
+        admin_port: Envoy's own admin port.
+        router_ports: one for each router process.
+        replica_addresses: ``host:port`` of each replica.
+
+    Raises:
+        FileNotFoundError: there is no such template.
+    """
+    if not template.is_file():
+        raise FileNotFoundError(f"{template} is missing: run this from a clone of the project")
+    bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
+    resources = bootstrap["static_resources"]
+    (listener,) = resources["listeners"]
+    clusters = {cluster["name"]: cluster for cluster in resources["clusters"]}
+    bootstrap["admin"]["address"] = _address("127.0.0.1", admin_port)
+    listener["address"] = _address("127.0.0.1", listen_port)
+    _set_members(clusters["router"], [("127.0.0.1", port) for port in router_ports])
+    _set_members(clusters["replicas"], [split_address(one) for one in replica_addresses])
+    return yaml.safe_dump(bootstrap, sort_keys=False)
+
+
+def _address(host: str, port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": host, "port_value": port}}
+
+
+def _set_members(cluster: dict[str, Any], members: Sequence[tuple[str, int]]) -> None:
+    endpoints = [{"endpoint": {"address": _address(host, port)}} for host, port in members]
+    cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]

@@ -1,0 +1,210 @@
+"""Fills :class:`extproc.config.Config` from a YAML file, the environment and flags.
+
+Precedence, low to high: file, environment (``EXTPROC_POLL__INTERVAL_S``), flags
+(``--poll.interval_s``). This merges three flat mappings instead of using pydantic-settings, which
+neither reports unknown variables with our prefix nor says which source a wrong value came from.
+"""
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from extproc.config import Config, ReplicaSource
+
+ENV_PREFIX = "EXTPROC_"
+ENV_FILE = "EXTPROC_CONFIG"
+"""Names the YAML file where no flag does."""
+
+_SERVICE_LINK = re.compile(r"EXTPROC_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_.+)?)")
+"""What Kubernetes sets in every pod for a Service named ``extproc`` or ``extproc-…``."""
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; ``problems`` has one line for each reason."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    given: object
+    origin: str
+
+
+def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = None) -> Config:
+    """The configuration these sources make together.
+
+    Args:
+        flags: key → text, for example ``{"poll.interval_s": "0.5"}``; see :func:`flags_of`.
+        env: the environment; variables without the prefix are left alone, empty ones are unset.
+        file: YAML file; by default the one ``EXTPROC_CONFIG`` names, if any.
+
+    Raises:
+        ConfigError: a key is unknown, a value is wrong, or the file cannot be read.
+    """
+    if file is None and env.get(ENV_FILE):
+        file = Path(env[ENV_FILE])
+    problems: list[str] = []
+    values: dict[str, _Value] = {}
+    for source in (_from_file(file) if file else (), _from_env(env), _from_flags(flags)):
+        for key, value in source:
+            if key in LEAVES:
+                values[key] = value
+            else:
+                problems.append(_unknown(value.origin, key))
+    try:
+        config = Config.model_validate(_nested(values))
+    except ValidationError as error:
+        problems += [_explain(detail, values, file) for detail in error.errors()]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--config`` and a flag for every key, grouped by section."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help=f"YAML file (or the variable {ENV_FILE})"
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for key, field in LEAVES.items():
+        section = key.rpartition(".")[0]
+        if section not in groups:
+            groups[section] = parser.add_argument_group(*_section_help(section))
+        groups[section].add_argument(
+            f"--{key}",
+            dest=key,
+            default=argparse.SUPPRESS,
+            metavar="VALUE",
+            help=_field_help(field).replace("%", "%%"),
+        )
+
+
+def flags_of(args: argparse.Namespace) -> dict[str, str]:
+    """The configuration keys among parsed arguments."""
+    return {key: text for key, text in vars(args).items() if key in LEAVES}
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``"; did you mean 'x'?"``, or nothing where no known word is near."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+LEAVES: dict[str, FieldInfo] = dict(_leaves(Config))
+"""Every key there is, with its description and default."""
+
+_SECTIONS = {key.rpartition(".")[0] for key in LEAVES} - {""}
+
+
+def _from_file(path: Path) -> Iterator[tuple[str, _Value]]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: not YAML: {' '.join(str(error).split())}"]) from None
+    if content is None:
+        return
+    if not isinstance(content, dict):
+        raise ConfigError([f"{path}: must hold keys and values, not a {type(content).__name__}"])
+    yield from _flat(content, str(path))
+
+
+def _flat(content: Mapping[object, object], origin: str, prefix: str = "") -> Iterator[Any]:
+    for name, value in content.items():
+        key = f"{prefix}{name}"
+        if key in _SECTIONS and value is None:
+            continue  # all of its keys are commented out
+        if isinstance(value, dict) and key not in LEAVES:
+            yield from _flat(value, origin, f"{key}.")
+        else:
+            yield key, _Value(value, origin)
+
+
+def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
+    for name, text in env.items():
+        if not name.startswith(ENV_PREFIX) or name == ENV_FILE or not text:
+            continue
+        key = name.removeprefix(ENV_PREFIX).replace("__", ".").lower()
+        if key in LEAVES or not _SERVICE_LINK.fullmatch(name):
+            yield key, _Value(_parsed(key, text, f"variable {name}"), f"variable {name}")
+
+
+def _from_flags(flags: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
+    for key, text in flags.items():
+        yield key, _Value(_parsed(key, text, f"flag --{key}"), f"flag --{key}")
+
+
+def _parsed(key: str, text: str, origin: str) -> object:
+    """Text as it stands, but lists and mappings in YAML's (or JSON's) flow style."""
+    if text[:1] not in ("[", "{"):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError([f"{origin}: {key}: not a YAML or JSON list: {reason}"]) from None
+
+
+def _nested(values: Mapping[str, _Value]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value.given
+    return tree
+
+
+def _unknown(origin: str, key: str) -> str:
+    if key in _SECTIONS:
+        return f"{origin}: {key!r} is a section: set its keys, for example {_first_of(key)!r}"
+    return f"{origin}: unknown key {key!r}{nearest(key, [*LEAVES, *sorted(_SECTIONS)])}"
+
+
+def _first_of(section: str) -> str:
+    return next(key for key in LEAVES if key.startswith(f"{section}."))
+
+
+def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | None) -> str:
+    where = ".".join(str(part) for part in detail["loc"])
+    key = next((key for key in values if where == key or where.startswith(f"{key}.")), None)
+    origin = values[key].origin if key else str(file or "configuration")
+    if detail["type"] == "extra_forbidden":
+        name = where.rpartition(".")[2]
+        return f"{origin}: unknown key {where!r}{nearest(name, ReplicaSource.model_fields)}"
+    wanted = detail["msg"].removeprefix("Value error, ")
+    wanted = wanted[:1].lower() + wanted[1:]
+    return f"{origin}: {where}: {wanted}; given: {detail['input']!r}"
+
+
+def _section_help(section: str) -> tuple[str, str | None]:
+    if not section:
+        return "general", None
+    annotation = Config.model_fields[section].annotation
+    return section, getattr(annotation, "__doc__", None)
+
+
+def _field_help(field: FieldInfo) -> str:
+    text = (field.description or "").replace("``", "")
+    if field.default_factory is not None or field.default in ((), None, ""):
+        return text
+    return f"{text} (default: {field.default})".strip()

@@ -1,0 +1,181 @@
+import argparse
+from pathlib import Path
+
+import pytest
+
+from extproc import settings
+from extproc.config import Config
+from extproc.settings import ConfigError, load
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "extproc.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems(
+    flags: dict[str, str] | None = None, env: dict[str, str] | None = None, file: Path | None = None
+) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(flags or {}, env or {}, file)
+    return caught.value.problems
+
+
+def test_nothing_set_gives_the_defaults() -> None:
+    assert load({}, {}) == Config()
+
+
+def test_flags_win_over_environment_and_environment_over_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "poll: {interval_s: 1, timeout_s: 1, jitter: 0.3}")
+    env = {"EXTPROC_POLL__INTERVAL_S": "2", "EXTPROC_POLL__TIMEOUT_S": "2"}
+    poll = load({"poll.interval_s": "3"}, env, file).poll
+    assert (poll.interval_s, poll.timeout_s, poll.jitter) == (3, 2, 0.3)
+
+
+def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, "pool: from-file")
+    assert load({}, {"EXTPROC_CONFIG": str(file)}).pool == "from-file"
+
+
+def test_a_file_given_wins_over_the_one_the_environment_names(tmp_path: Path) -> None:
+    file = write(tmp_path, "pool: given")
+    assert load({}, {"EXTPROC_CONFIG": "/does/not/exist.yaml"}, file).pool == "given"
+
+
+@pytest.mark.parametrize("text", ["a:1, b:2", '["a:1", "b:2"]', "[{url: a:1}, {url: 'b:2'}]"])
+def test_lists_are_written_with_commas_or_as_yaml(text: str) -> None:
+    config = load({}, {"EXTPROC_REPLICAS": text})
+    assert [replica.url for replica in config.replicas] == ["a:1", "b:2"]
+
+
+def test_mappings_are_written_as_yaml() -> None:
+    config = load({"request.tokenizers": "{llama: /tokenizer.json}"}, {})
+    assert config.request.tokenizers == {"llama": Path("/tokenizer.json")}
+
+
+def test_text_that_looks_like_a_number_stays_text() -> None:
+    assert load({}, {"EXTPROC_POOL": "123"}).pool == "123"
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    assert load({}, {"EXTPROC_ROUTE__SEED": ""}).route.seed is None
+
+
+def test_a_section_whose_keys_are_all_commented_out_is_fine(tmp_path: Path) -> None:
+    assert load({}, {}, write(tmp_path, "poll:\n  # interval_s: 1\n")) == Config()
+
+
+def test_an_empty_file_is_fine(tmp_path: Path) -> None:
+    assert load({}, {}, write(tmp_path, "# nothing\n")) == Config()
+
+
+@pytest.mark.parametrize(
+    "name", ["EXTPROC_SERVICE_HOST", "EXTPROC_PORT", "EXTPROC_PORT_50051_TCP_ADDR"]
+)
+def test_what_kubernetes_sets_for_a_service_named_extproc_is_left_alone(name: str) -> None:
+    assert load({}, {name: "tcp://10.0.0.1:50051"}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("poll.intervall_s", "poll.interval_s"), ("servee.listen", "serve.listen"), ("pol", "pool")],
+)
+def test_an_unknown_key_is_named_with_its_source_and_the_nearest(
+    tmp_path: Path, key: str, nearest: str
+) -> None:
+    section, _, name = key.rpartition(".")
+    file = write(tmp_path, f"{section}: {{{name}: 1}}" if section else f"{name}: 1")
+    variable = f"EXTPROC_{key.replace('.', '__').upper()}"
+    hint = f"unknown key {key!r}; did you mean {nearest!r}?"
+    assert problems(file=file) == [f"{file}: {hint}"]
+    assert problems(env={variable: "1"}) == [f"variable {variable}: {hint}"]
+    assert problems(flags={key: "1"}) == [f"flag --{key}: {hint}"]
+
+
+def test_an_unknown_key_inside_a_list_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path, "replicas: [{url: 'a:1'}, {url: 'b:1', profil: llama-8b-h100}]")
+    assert problems(file=file) == [
+        f"{file}: unknown key 'replicas.1.profil'; did you mean 'profile'?"
+    ]
+
+
+def test_a_key_like_nothing_known_gets_no_hint(tmp_path: Path) -> None:
+    file = write(tmp_path, "zzzzz: 1")
+    assert problems(file=file) == [f"{file}: unknown key 'zzzzz'"]
+
+
+def test_a_section_set_to_a_value_is_explained(tmp_path: Path) -> None:
+    file = write(tmp_path, "poll: 3")
+    assert problems(file=file) == [
+        f"{file}: 'poll' is a section: set its keys, for example 'poll.interval_s'"
+    ]
+
+
+def test_each_wrong_value_is_one_line_with_source_key_and_value(tmp_path: Path) -> None:
+    file = write(tmp_path, "poll: {interval_s: soon}\nlog: {level: loud}")
+    found = problems(
+        flags={"serve.listen": "nowhere"}, env={"EXTPROC_POLL__JITTER": "2"}, file=file
+    )
+    assert len(found) == 4
+    for parts in [
+        (f"{file}: log.level: ", "'loud'", "'debug'"),
+        (f"{file}: poll.interval_s: ", "'soon'", "valid number"),
+        ("flag --serve.listen: serve.listen: ", "'nowhere'", "host:port"),
+        ("variable EXTPROC_POLL__JITTER: poll.jitter: ", "'2'", "less than 1"),
+    ]:
+        (problem,) = [line for line in found if line.startswith(parts[0])]
+        assert all(part in problem for part in parts)
+        assert "\n" not in problem
+
+
+def test_names_that_do_not_exist_are_answered_with_the_nearest() -> None:
+    (policy,) = problems(flags={"route.policy": "complet"})
+    assert "did you mean 'completion'?" in policy
+    (profile,) = problems(env={"EXTPROC_REPLICAS": "[{url: a:1, profile: llama-8b-h10}]"})
+    assert "did you mean 'llama-8b-h100'?" in profile
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("a: [1", "not YAML"),
+        ("- a\n- b", "must hold keys and values"),
+        ("just text", "must hold keys and values"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_one_line(tmp_path: Path, text: str, reason: str) -> None:
+    file = write(tmp_path, text)
+    (problem,) = problems(file=file)
+    assert problem.startswith(f"{file}: ")
+    assert reason in problem
+    assert "\n" not in problem
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "nothing.yaml"
+    assert problems(file=file) == [f"{file}: cannot be read: No such file or directory"]
+
+
+def test_a_flag_that_is_no_yaml_list_is_one_line() -> None:
+    (problem,) = problems(flags={"replicas": "[a:1"})
+    assert problem.startswith("flag --replicas: ")
+
+
+def test_every_key_has_a_flag_and_a_description() -> None:
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    text = parser.format_help()
+    for key in settings.LEAVES:
+        assert f"--{key} " in text
+    undescribed = [key for key, field in settings.LEAVES.items() if not field.description]
+    assert undescribed == []
+
+
+def test_flags_reach_the_configuration() -> None:
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    args = parser.parse_args(["--poll.interval_s", "0.5", "--route.allow_policy_header=true"])
+    config = load(settings.flags_of(args), {}, args.config)
+    assert config.poll.interval_s == 0.5
+    assert config.route.allow_policy_header is True

@@ -1,0 +1,157 @@
+"""``docker compose up --build``, for real: requests through its Envoy are routed."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import docker
+import pytest
+import yaml
+from docker.errors import DockerException, ImageNotFound
+
+from extproc.demo.processes import Check, answers, free_port
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
+
+REPOSITORY = Path(__file__).parents[2]
+COMPOSE = yaml.safe_load((REPOSITORY / "compose.yaml").read_text(encoding="utf-8"))
+IMAGES = ["python:3.11-slim", *(COMPOSE["services"][name]["image"] for name in ("envoy", "redis"))]
+PORTS = ("ENVOY_PORT", "ENVOY_ADMIN_PORT", "ROUTER_ADMIN_PORT", "POLLER_ADMIN_PORT")
+
+
+def compose_command() -> list[str] | None:
+    """``docker compose`` or, of old, ``docker-compose``."""
+    if (
+        shutil.which("docker")
+        and not subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
+    ):
+        return ["docker", "compose"]
+    return ["docker-compose"] if shutil.which("docker-compose") else None
+
+
+def why_not() -> str:
+    """The reason why this machine cannot run it; empty if it can."""
+    if compose_command() is None:
+        return "docker compose is not installed"
+    try:
+        engine = docker.from_env()
+        engine.ping()
+    except DockerException:
+        return "no Docker engine answers"
+    for image in IMAGES:
+        try:
+            engine.images.get(image)
+        except ImageNotFound:
+            return f"the image {image} is not here: docker pull {image}"
+    return ""
+
+
+async def until(check: Check, seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        while True:
+            if await check():
+                return
+            await asyncio.sleep(0.2)
+
+
+class System:
+    """The running system."""
+
+    def __init__(self, ports: dict[str, int]) -> None:
+        self.url, self.envoy_admin, self.router_admin, self.poller_admin = (
+            f"http://127.0.0.1:{ports[name]}" for name in PORTS
+        )
+
+    async def get(self, url: str) -> Any:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return await response.json(content_type=None)
+
+    async def chat(self, text: str) -> dict[str, Any]:
+        body = {
+            "model": "llama-8b",
+            "max_tokens": 8,
+            "messages": [{"role": "user", "content": text}],
+        }
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/v1/chat/completions", json=body) as response,
+        ):
+            assert response.status == 200, await response.text()
+            answer: dict[str, Any] = await response.json()
+            return answer
+
+    async def ready(self) -> None:
+        """Returns when the router knows the four replicas and Envoy has them as members."""
+        await until(self._knows_replicas, 120)
+
+    async def _knows_replicas(self) -> bool:
+        if not await answers(f"{self.envoy_admin}/ready")():
+            return False
+        fleet = await self.get(f"{self.router_admin}/fleet")
+        clusters = await self.get(f"{self.envoy_admin}/clusters?format=json")
+        members = {
+            cluster["name"]: len(cluster.get("host_statuses", []))
+            for cluster in clusters["cluster_statuses"]
+        }
+        return len(fleet["replicas"]) == members["replicas"] == 4
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[System]:
+    if reason := why_not():
+        pytest.skip(reason)
+    ports = {name: free_port() for name in PORTS}
+    env = {**os.environ, **{name: str(port) for name, port in ports.items()}}
+    command = [*(compose_command() or []), "--project-name", f"extproc-test-{os.getpid()}"]
+
+    def compose(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*command, *arguments],
+            cwd=REPOSITORY,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    try:
+        up = compose("up", "--build", "--detach")
+        assert up.returncode == 0, up.stdout[-4000:]
+        yield System(ports)
+    finally:
+        compose("down", "--volumes", "--timeout", "5")
+
+
+async def test_requests_are_routed_over_all_that_runs(system: System) -> None:
+    await system.ready()
+    answered = await asyncio.gather(*(system.chat(f"hello {number}") for number in range(40)))
+    assert all(answer["usage"]["completion_tokens"] > 0 for answer in answered)
+    decisions = await system.get(f"{system.router_admin}/decisions")
+    assert len(decisions) == 40
+    fleet = await system.get(f"{system.router_admin}/fleet")
+    profiles = {replica["id"]: replica["profile"] for replica in fleet["replicas"]}
+    assert sorted(profiles.values()) == ["llama-8b-a10"] * 2 + ["llama-8b-h100"] * 2
+    chosen = [profiles[decision["replica"]] for decision in decisions]
+    assert chosen.count("llama-8b-h100") > chosen.count("llama-8b-a10")
+
+
+async def test_router_and_poller_report_metrics(system: System) -> None:
+    assert await answers(f"{system.router_admin}/metrics")()
+    assert await answers(f"{system.poller_admin}/metrics")()
+
+
+async def test_every_service_gets_healthy(system: System) -> None:
+    engine = docker.from_env()
+
+    async def healthy() -> bool:
+        label = f"com.docker.compose.project=extproc-test-{os.getpid()}"
+        found = await asyncio.to_thread(engine.containers.list, filters={"label": label})
+        assert len(found) == 8
+        return all(one.attrs["State"]["Health"]["Status"] == "healthy" for one in found)
+
+    await until(healthy, 60)

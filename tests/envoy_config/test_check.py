@@ -1,0 +1,275 @@
+"""Every rule, on a good file broken in one place."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import yaml
+
+from extproc.check.command import check_envoy
+from extproc.check.finding import Finding, Level
+from extproc.check.rules import RULES
+from extproc.cli import main
+
+ENVOY = Path(__file__).parents[2] / "envoy"
+GOOD = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
+
+Breakage = Callable[["Bootstrap"], object]
+
+
+class Bootstrap:
+    """The parts of envoy/envoy.yaml that tests break."""
+
+    def __init__(self) -> None:
+        self.tree: dict[str, Any] = copy.deepcopy(GOOD)
+        resources = self.tree["static_resources"]
+        self.listener = resources["listeners"][0]
+        self.manager = self.listener["filter_chains"][0]["filters"][0]["typed_config"]
+        self.filters = self.manager["http_filters"]
+        self.ext_proc = self.filters[1]["typed_config"]
+        self.mode = self.ext_proc["processing_mode"]
+        self.route = self.manager["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
+        self.clusters = resources["clusters"]
+        self.router, self.replicas = self.clusters
+        policies = self.replicas["load_balancing_policy"]["policies"]
+        self.override = policies[0]["typed_extension_config"]["typed_config"]
+
+    def use_metadata(self) -> Self:
+        path = [{"key": "x-gateway-destination-endpoint"}]
+        self.override["override_host_sources"] = [{"metadata": {"key": "envoy.lb", "path": path}}]
+        return self
+
+
+def complaints(tree: object) -> list[Finding]:
+    return [finding for finding in check_envoy(json.dumps(tree)) if finding.level is not Level.OK]
+
+
+def broken(breakage: Breakage) -> list[Finding]:
+    bootstrap = Bootstrap()
+    breakage(bootstrap)
+    return complaints(bootstrap.tree)
+
+
+@pytest.mark.parametrize("name", ["envoy.yaml", "ext_proc.yaml"])
+def test_our_own_files_pass_every_rule(name: str) -> None:
+    findings = check_envoy((ENVOY / name).read_text(encoding="utf-8"))
+    assert {finding.rule for finding in findings} == {rule.name for rule in RULES}
+    assert {finding.level for finding in findings} == {Level.OK}
+
+
+BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
+    ("request_headers_are_sent", Level.ERROR, "SEND",
+     lambda b: b.mode.update(request_header_mode="SKIP")),
+    ("body_is_buffered", Level.ERROR, "NONE", lambda b: b.mode.pop("request_body_mode")),
+    ("body_is_buffered", Level.ERROR, "STREAMED",
+     lambda b: b.mode.update(request_body_mode="STREAMED")),
+    ("response_headers_are_sent", Level.ERROR, "SKIP",
+     lambda b: b.mode.update(response_header_mode="SKIP")),
+    ("response_attributes_are_sent", Level.WARNING, "lacks upstream.address, response.code",
+     lambda b: b.ext_proc.pop("response_attributes")),
+    ("response_attributes_are_sent", Level.WARNING, "lacks response.code:",
+     lambda b: b.ext_proc["response_attributes"].remove("response.code")),
+    ("allows_sampling", Level.WARNING, "allow_mode_override: true",
+     lambda b: b.ext_proc.pop("allow_mode_override")),
+    ("fails_open", Level.ERROR, "failure_mode_allow: true",
+     lambda b: b.ext_proc.update(failure_mode_allow=False)),
+    ("waits_briefly", Level.WARNING, "30 s", lambda b: b.ext_proc.update(message_timeout="30s")),
+    ("forged_header_is_removed", Level.ERROR, "header_mutation", lambda b: b.filters.pop(0)),
+    ("forged_header_is_removed", Level.ERROR, "before",
+     lambda b: b.filters.insert(1, b.filters.pop(0))),
+    ("replicas_obey", Level.ERROR, "'replicas' ignores",
+     lambda b: b.replicas.pop("load_balancing_policy")),
+    ("replicas_obey", Level.ERROR, "any address",
+     lambda b: (b.replicas.pop("load_balancing_policy"), b.replicas.update(type="ORIGINAL_DST"))),
+    ("source_is_known", Level.ERROR, "names nothing",
+     lambda b: b.override.update(override_host_sources=[{"header": "x-other"}])),
+    ("metadata_is_received", Level.ERROR, "envoy.lb",
+     lambda b: (b.use_metadata(), b.ext_proc.pop("metadata_options"))),
+    ("has_fallback", Level.ERROR, "least_request", lambda b: b.override.pop("fallback_policy")),
+    ("members_are_addresses", Level.ERROR, "LOGICAL_DNS",
+     lambda b: b.replicas.update(type="LOGICAL_DNS")),
+    ("router_speaks_http2", Level.ERROR, "HTTP/2",
+     lambda b: b.router.pop("typed_extension_protocol_options")),
+    ("limits_are_raised", Level.WARNING, "'router'", lambda b: b.router.pop("circuit_breakers")),
+    ("limits_are_raised", Level.WARNING, "in max_requests:",
+     lambda b: b.replicas["circuit_breakers"]["thresholds"][0].update(max_requests=1024)),
+    ("large_bodies_pass", Level.WARNING, "413",
+     lambda b: b.listener.pop("per_connection_buffer_limit_bytes")),
+    ("answers_may_be_long", Level.ERROR, "15 s", lambda b: b.route.pop("timeout")),
+    ("answers_may_be_long", Level.ERROR, "60 s", lambda b: b.route.update(timeout="60s")),
+    ("answers_may_be_silent", Level.WARNING, "5 min",
+     lambda b: b.manager.pop("stream_idle_timeout")),
+    ("second_choice_is_used", Level.WARNING, "retry_policy", lambda b: b.route.pop("retry_policy")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "level", "words", "breakage"), BREAKAGES)
+def test_one_thing_broken_is_the_one_thing_found(
+    rule: str, level: Level, words: str, breakage: Breakage
+) -> None:
+    (finding,) = broken(breakage)
+    assert (finding.rule, finding.level) == (rule, level)
+    assert words in finding.text
+    assert finding.where
+
+
+def test_every_rule_has_been_seen_to_fail() -> None:
+    assert {rule.name for rule in RULES} == {rule for rule, *_ in BREAKAGES} | {"is_complete"}
+
+
+ALLOWED: list[Breakage] = [
+    lambda b: b.mode.update(request_body_mode="FULL_DUPLEX_STREAMED"),
+    lambda b: b.ext_proc.pop("message_timeout"),
+    lambda b: b.use_metadata(),
+    lambda b: b.route.update(timeout="3600s"),
+    lambda b: (b.manager.pop("stream_idle_timeout"), b.route.update(idle_timeout="0s")),
+    lambda b: b.replicas.update(type="EDS", eds_cluster_config={"eds_config": {"ads": {}}}),
+    lambda b: b.clusters.append({"name": "elsewhere"}),
+    lambda b: b.route.update(
+        weighted_clusters={"clusters": [{"name": b.route.pop("cluster"), "weight": 1}]}
+    ),
+    lambda b: (
+        b.filters.pop(0),
+        b.manager.update(
+            early_header_mutation_extensions=[
+                {
+                    "name": "forget",
+                    "typed_config": {
+                        "@type": "type.googleapis.com/envoy.extensions.http.early_header_mutation"
+                        ".header_mutation.v3.HeaderMutation",
+                        "mutations": [{"remove": "X-Gateway-Destination-Endpoint"}],
+                    },
+                }
+            ]
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("change", ALLOWED)
+def test_other_ways_to_have_it_right_are_right(change: Breakage) -> None:
+    assert broken(change) == []
+
+
+def test_a_file_without_the_filter_says_so_and_no_more() -> None:
+    (finding,) = broken(lambda b: b.filters.pop(1))
+    assert (finding.rule, finding.level) == ("has_ext_proc", Level.ERROR)
+
+
+def test_parts_that_are_elsewhere_are_said_to_be_unchecked() -> None:
+    (finding,) = complaints({"http_filters": Bootstrap().filters})
+    assert (finding.rule, finding.level) == ("is_complete", Level.WARNING)
+    assert "no listener and no route and no cluster" in finding.text
+
+
+MISSPELT: list[tuple[str, str, Breakage]] = [
+    ("processing_mode.request_bdy_mode", "did you mean 'request_body_mode'?",
+     lambda b: b.mode.update(request_bdy_mode="BUFFERED")),
+    ("processing_mode.request_body_mode", "BUFERED",
+     lambda b: b.mode.update(request_body_mode="BUFERED")),
+    ("static_resources.clusters[0].connect_timeout", "soon",
+     lambda b: b.router.update(connect_timeout="soon")),
+    ("clusters[1].circuit_breakers.thresholds[0].max_request", "did you mean 'max_requests'?",
+     lambda b: b.replicas["circuit_breakers"]["thresholds"][0].update(max_request=1)),
+    ("static_resources.clusters[1].circuit_breakers", "must hold the fields",
+     lambda b: b.replicas.update(circuit_breakers=3)),
+    ("static_resources.clusters[1].health_checks", "must hold a list",
+     lambda b: b.replicas.update(health_checks={"timeout": "1s"})),
+    ("failure_mode_allow", "boolean", lambda b: b.ext_proc.update(failure_mode_allow="perhaps")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "words", "breakage"), MISSPELT)
+def test_what_does_not_meet_envoys_schema_is_named(
+    place: str, words: str, breakage: Breakage
+) -> None:
+    (finding,) = broken(breakage)
+    assert (finding.rule, finding.level) == ("schema", Level.ERROR)
+    assert place in finding.where
+    assert words in finding.text
+
+
+def test_a_type_of_another_build_is_a_warning() -> None:
+    filter = {"name": "x", "typed_config": {"@type": "type.googleapis.com/acme.v1.Filter", "a": 1}}
+    (finding,) = broken(lambda b: b.filters.insert(0, filter))
+    assert (finding.rule, finding.level) == ("schema", Level.WARNING)
+    assert "acme.v1.Filter" in finding.text
+
+
+def test_patches_of_an_istio_envoy_filter_are_looked_into() -> None:
+    good = Bootstrap()
+    del good.ext_proc["failure_mode_allow"]
+    where = {"context": "GATEWAY", "listener": {"filterChain": {"filter": {"name": "hcm"}}}}
+    patches = [
+        {"applyTo": "HTTP_FILTER", "match": where, "patch": {"operation": "ADD", "value": value}}
+        for value in good.filters[:2]
+    ]
+    patches.append({"applyTo": "CLUSTER", "patch": {"operation": "ADD", "value": good.replicas}})
+    wrapped = {
+        "apiVersion": "networking.istio.io/v1alpha3",
+        "kind": "EnvoyFilter",
+        "spec": {"configPatches": patches},
+    }
+    found = {finding.rule: finding for finding in complaints(wrapped)}
+    assert found.keys() == {"fails_open", "is_complete"}
+    assert found["fails_open"].where == "spec.configPatches[1].patch.value.typed_config"
+
+
+def test_json_in_camel_case_is_read_too() -> None:
+    (finding,) = complaints(_camel(Bootstrap().tree | {"staticResourcez": {}}))
+    assert "did you mean 'static_resources'?" in finding.text
+    assert complaints(_camel(Bootstrap().tree)) == []
+
+
+def _camel(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_camel(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key if "." in key or "@" in key else _camel_case(key): _camel(item)
+        for key, item in value.items()
+    }
+
+
+def _camel_case(key: str) -> str:
+    first, *others = key.split("_")
+    return first + "".join(word.capitalize() for word in others)
+
+
+def test_the_command_prints_what_it_understood_and_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--replicas", "a:1", "--envoy", str(ENVOY / "envoy.yaml")]) == 0
+    good = capsys.readouterr().out
+    assert "replicas a:1 (llama-3-8b-a100)" in good
+    assert "error" not in good
+
+    bad = Bootstrap()
+    bad.filters.pop(0)
+    bad.ext_proc.pop("allow_mode_override")
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml.safe_dump(bad.tree), encoding="utf-8")
+    assert main(["check", "--envoy", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index(str(path)) + 1
+    assert [line.split()[0] for line in lines[start : start + 3]] == ["error", "warning", "ok"]
+
+
+@pytest.mark.parametrize("text", ["a: [", "\0"])
+def test_a_file_that_is_no_yaml_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text, encoding="utf-8")
+    assert main(["check", "--envoy", str(path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{path}: ")
+
+
+def test_a_wrong_configuration_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--poll.interval_s", "-1"]) == 1
+    assert capsys.readouterr().err.startswith("error    flag --poll.interval_s: ")

@@ -1,0 +1,310 @@
+"""Our Envoy files in a real Envoy."""
+
+import asyncio
+import io
+import socket
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+import yaml
+from aiohttp import web
+from envoy_data_plane.envoy.config.core.v3 import HeaderValue, HeaderValueOption
+from envoy_data_plane.envoy.service.ext_proc.v3 import (
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from extproc.demo.envoy_config import render
+from extproc.demo.processes import Process, answers, envoy_binary, free_port
+
+pytestmark = pytest.mark.process
+
+ENVOY = Path(__file__).parents[2] / "envoy"
+DESTINATION = "x-gateway-destination-endpoint"
+
+
+async def validate(config: Path) -> str:
+    """What ``envoy --mode validate`` says, which must be that the file is good."""
+    process = await asyncio.create_subprocess_exec(
+        envoy_binary(), "--mode", "validate", "-c", config,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 0, output
+    return output
+
+
+async def test_the_whole_file_is_valid_and_names_nothing_deprecated() -> None:
+    assert "eprecated" not in await validate(ENVOY / "envoy.yaml")
+
+
+async def test_the_file_rendered_for_loopback_is_valid(tmp_path: Path) -> None:
+    config = tmp_path / "envoy.yaml"
+    config.write_text(
+        render(
+            listen_port=8080,
+            admin_port=9901,
+            router_ports=[50051, 50052],
+            replica_addresses=["127.0.0.1:8001", "[::1]:8002"],
+        ),
+        encoding="utf-8",
+    )
+    await validate(config)
+
+
+async def test_the_fragment_merged_as_it_says_is_valid(tmp_path: Path) -> None:
+    part = yaml.safe_load((ENVOY / "ext_proc.yaml").read_text(encoding="utf-8"))
+    types = "type.googleapis.com/envoy.extensions.filters"
+    router = {"@type": f"{types}.http.router.v3.Router"}
+    manager = {
+        "@type": f"{types}.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "mine",
+        **part["http_connection_manager"],
+        "route_config": {
+            "virtual_hosts": [
+                {
+                    "name": "mine",
+                    "domains": ["*"],
+                    "routes": [{"match": {"prefix": "/v1/"}, "route": part["route"]}],
+                }
+            ]
+        },
+    }
+    manager["http_filters"].append({"name": "router", "typed_config": router})
+    filters = [{"name": "http", "typed_config": manager}]
+    listener = {
+        "name": "mine",
+        "address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}},
+        "filter_chains": [{"filters": filters}],
+        **part["listener"],
+    }
+    resources = {"listeners": [listener], "clusters": part["clusters"]}
+    config = tmp_path / "envoy.yaml"
+    config.write_text(yaml.safe_dump({"static_resources": resources}), encoding="utf-8")
+    assert "eprecated" not in await validate(config)
+
+
+@asynccontextmanager
+async def replica(name: str) -> AsyncIterator[str]:
+    """A replica that tells its name and what it was sent; gives its ``ip:port``."""
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.read()
+        header = request.headers.get(DESTINATION)
+        return web.json_response({"name": name, "header": header, "bytes": len(body)})
+
+    app = web.Application(client_max_size=2**28)
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def dying_replica() -> AsyncIterator[str]:
+    """A replica that takes a request and dies before it answers."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+class Chooser:
+    """An ext_proc server that sends every request where it is told."""
+
+    def __init__(self) -> None:
+        self.destination = ""
+        self.served_by = ""
+
+    async def process(
+        self, requests: AsyncIterator[ProcessingRequest], _: object
+    ) -> AsyncIterator[ProcessingResponse]:
+        async for request in requests:
+            if request.request_headers is not None:
+                yield ProcessingResponse(request_headers=HeadersResponse(self._choice()))
+            elif request.request_body is not None:
+                yield ProcessingResponse(request_body=BodyResponse(CommonResponse()))
+            else:
+                fields = request.attributes["envoy.filters.http.ext_proc"].fields
+                self.served_by = fields["upstream.address"].string_value or ""
+                assert fields["response.code"].number_value == 200
+                yield ProcessingResponse(response_headers=HeadersResponse(CommonResponse()))
+
+    def _choice(self) -> CommonResponse:
+        if not self.destination:
+            return CommonResponse()
+        header = HeaderValue(key=DESTINATION, raw_value=self.destination.encode())
+        return CommonResponse(
+            header_mutation=HeaderMutation(set_headers=[HeaderValueOption(header=header)])
+        )
+
+
+@asynccontextmanager
+async def serve(chooser: Chooser) -> AsyncIterator[int]:
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 2**28)])
+    method = grpc.stream_stream_rpc_method_handler(
+        chooser.process,
+        request_deserializer=ProcessingRequest.parse,
+        response_serializer=bytes,
+    )
+    service = "envoy.service.ext_proc.v3.ExternalProcessor"
+    handler = grpc.method_handlers_generic_handler(service, {"Process": method})
+    servicer = health.aio.HealthServicer()
+    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def envoy(
+    directory: Path, router_ports: Sequence[int], replicas: Sequence[str]
+) -> AsyncIterator[str]:
+    """Our envoy.yaml, running; gives its URL."""
+    port, admin = free_port(), free_port()
+    config = directory / "envoy.yaml"
+    config.write_text(
+        render(
+            listen_port=port,
+            admin_port=admin,
+            router_ports=router_ports,
+            replica_addresses=replicas,
+        ),
+        encoding="utf-8",
+    )
+    argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
+    async with await Process.start(
+        "envoy",
+        [*argv, "--concurrency", "1"],
+        log=directory / "envoy.log",
+        ready=answers(f"http://127.0.0.1:{admin}/ready"),
+    ):
+        yield f"http://127.0.0.1:{port}"
+
+
+async def post(
+    url: str, headers: dict[str, str] | None = None, body: bytes = b"{}"
+) -> dict[str, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{url}/v1/completions", data=io.BytesIO(body), headers=headers) as response,
+    ):
+        assert response.status == 200, await response.text()
+        answer: dict[str, Any] = await response.json()
+        return answer | {"request_id": response.headers.get("x-request-id")}
+
+
+@pytest.fixture
+def refusing() -> Iterator[int]:
+    """A port that refuses connections: taken, but never listened on."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+async def test_the_first_choice_serves_and_the_router_hears_who_it_was(tmp_path: Path) -> None:
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [a, b]) as url,
+    ):
+        for name, address in [("a", a), ("b", b), ("a", a)]:
+            chooser.destination = address
+            assert (await post(url))["name"] == name
+            assert chooser.served_by == address
+
+
+async def test_when_the_first_choice_is_dead_the_second_serves(
+    tmp_path: Path, refusing: int
+) -> None:
+    chooser = Chooser()
+    dead = f"127.0.0.1:{refusing}"
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        dying_replica() as dying,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [dead, dying, a, b]) as url,
+    ):
+        for first in (dead, dying):
+            for name, second in [("a", a), ("b", b)]:
+                chooser.destination = f"{first},{second}"
+                assert (await post(url))["name"] == name
+                assert chooser.served_by == second
+
+
+async def test_a_choice_that_is_no_member_is_passed_over(tmp_path: Path) -> None:
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [a, b]) as url,
+    ):
+        chooser.destination = f"127.0.0.1:1,{b}"
+        assert (await post(url))["name"] == "b"
+
+
+async def test_without_a_router_every_request_is_served_and_no_client_chooses(
+    tmp_path: Path, refusing: int
+) -> None:
+    dead = f"127.0.0.1:{refusing}"
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        envoy(tmp_path, [refusing], [a, b, dead]) as url,
+    ):
+        forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
+    assert {answer["name"] for answer in forged} == {"a", "b"}
+    assert {answer["header"] for answer in forged} == {None}
+
+
+async def test_a_client_cannot_choose_when_the_router_makes_no_choice(tmp_path: Path) -> None:
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        serve(Chooser()) as port,
+        envoy(tmp_path, [port], [a, b]) as url,
+    ):
+        forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
+    assert {answer["name"] for answer in forged} == {"a", "b"}
+
+
+async def test_a_body_of_40_mb_passes(tmp_path: Path) -> None:
+    body = b"x" * 40 * 2**20
+    async with (
+        replica("a") as a,
+        serve(Chooser()) as port,
+        envoy(tmp_path, [port], [a]) as url,
+    ):
+        assert (await post(url, body=body))["bytes"] == len(body)
+
+
+async def test_a_callers_request_id_is_kept_and_told(tmp_path: Path, refusing: int) -> None:
+    async with replica("a") as a, envoy(tmp_path, [refusing], [a]) as url:
+        assert (await post(url, {"x-request-id": "mine"}))["request_id"] == "mine"
+        assert (await post(url))["request_id"]

@@ -1,0 +1,50 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from extproc.demo.envoy_config import TEMPLATE, render
+
+
+def test_only_addresses_differ_from_the_template() -> None:
+    text = render(
+        listen_port=1, admin_port=2, router_ports=[3, 4], replica_addresses=["10.0.0.1:5", "h:6"]
+    )
+    original = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
+    rendered = yaml.safe_load(text)
+    addresses = []
+    for tree in (original, rendered):
+        resources = tree["static_resources"]
+        addresses.append(
+            [
+                tree["admin"].pop("address"),
+                resources["listeners"][0].pop("address"),
+                *(
+                    [one["endpoint"]["address"] for one in group["lb_endpoints"]]
+                    for cluster in resources["clusters"]
+                    for group in cluster["load_assignment"].pop("endpoints")
+                ),
+            ]
+        )
+    assert rendered == original
+
+    def at(host: str, port: int) -> dict[str, dict[str, object]]:
+        return {"socket_address": {"address": host, "port_value": port}}
+
+    assert addresses[1] == [
+        at("127.0.0.1", 2),
+        at("127.0.0.1", 1),
+        [at("127.0.0.1", 3), at("127.0.0.1", 4)],
+        [at("10.0.0.1", 5), at("h", 6)],
+    ]
+
+
+def test_without_the_template_the_error_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="run this from a clone"):
+        render(
+            tmp_path / "envoy.yaml",
+            listen_port=1,
+            admin_port=2,
+            router_ports=[],
+            replica_addresses=[],
+        )
