@@ -1,0 +1,101 @@
+"""Envoy's access log: one JSON object a request, with the time its router took."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_ADDED = ("request_header_latency_us", "request_body_total_latency_us")
+"""What the ext_proc filter waits for before a request goes on; microseconds.
+
+Fields of its filter state, as Envoy's documentation of the filter lists them ("Access Log Fields").
+"""
+
+_FORMAT = {
+    "request_id": "%REQ(X-REQUEST-ID)%",
+    "method": "%REQ(:METHOD)%",
+    "path": "%PATH(NQ)%",
+    "status": "%RESPONSE_CODE%",
+    "upstream": "%UPSTREAM_HOST%",
+    "duration_ms": "%DURATION%",
+} | {name: f"%FILTER_STATE(envoy.filters.http.ext_proc:FIELD:{name})%" for name in _ADDED}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A request as Envoy saw it end."""
+
+    request_id: str
+    path: str
+    status: int
+    """0 where the client left before an answer."""
+    upstream: str
+    """``ip:port`` of the replica that served it; empty: none."""
+    duration_s: float
+    added_ms: float | None
+    """Milliseconds it waited for the router before it left; None where that did not answer."""
+
+
+def add_access_log(bootstrap: str, path: Path) -> str:
+    """The Envoy configuration, as YAML, that also writes its access log to ``path``."""
+    config = yaml.safe_load(bootstrap)
+    for manager in _connection_managers(config):
+        manager["access_log"] = [
+            {
+                "name": "envoy.access_loggers.file",
+                "typed_config": {
+                    "@type": "type.googleapis.com/"
+                    "envoy.extensions.access_loggers.file.v3.FileAccessLog",
+                    "path": str(path),
+                    "log_format": {"json_format": _FORMAT},
+                },
+            }
+        ]
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+def _connection_managers(config: Any) -> Iterator[dict[str, Any]]:
+    for listener in config["static_resources"]["listeners"]:
+        for chain in listener["filter_chains"]:
+            for network_filter in chain["filters"]:
+                yield network_filter["typed_config"]
+
+
+class AccessLog:
+    """Reads the log while Envoy writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[Access]:
+        """The POST requests that ended since the last call and were written out."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                written = file.read()
+        except FileNotFoundError:
+            return []
+        whole = written[: written.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        records = map(json.loads, whole.splitlines())
+        return [_access(record) for record in records if record["method"] == "POST"]
+
+
+def _access(record: dict[str, Any]) -> Access:
+    waits = [_number(record[name]) for name in _ADDED]
+    return Access(
+        request_id=record["request_id"] or "",
+        path=record["path"],
+        status=int(record["status"]),
+        upstream=record["upstream"] or "",
+        duration_s=record["duration_ms"] / 1000,
+        added_ms=None if None in waits else sum(filter(None, waits)) / 1000,
+    )
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None or value == "-" else float(value)

@@ -1,0 +1,299 @@
+"""The whole system on loopback: Redis, simulated replicas, poller, router and Envoy."""
+
+import asyncio
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import aiohttp
+import yaml
+
+from extproc.demo.access_log import add_access_log
+from extproc.demo.envoy_config import render
+from extproc.demo.ports import pick_ports
+from extproc.demo.processes import (
+    Check,
+    Process,
+    answers,
+    envoy_binary,
+    start_redis,
+)
+
+MODEL = "llama-8b"
+"""What every replica serves."""
+
+_READY_S = 30.0
+_ENVOY_WORKERS = 2
+_FLUSH_MS = 100
+"""Envoy writes its access log out this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedReplica:
+    """A replica of the stack."""
+
+    name: str
+    profile: str
+    """Hardware profile it has, and is known to the router to have."""
+    arguments: tuple[str, ...] = ()
+    """Further ones of ``extproc replica``."""
+
+
+FLEET = (
+    SimulatedReplica("fast-1", "llama-8b-h100"),
+    SimulatedReplica("fast-2", "llama-8b-h100"),
+    SimulatedReplica("slow-1", "llama-8b-a10"),
+    SimulatedReplica("slow-2", "llama-8b-a10"),
+)
+
+USUAL_PORTS: Mapping[str, int] = MappingProxyType(
+    {"envoy": 8080, "envoy-admin": 9901, "router": 50051, "router-admin": 9090}
+)
+"""Ports that people know; the demo takes them where they are free."""
+
+_OTHER_PORTS = ("envoy", "envoy-admin", "router", "router-admin", "poller-admin", "redis")
+
+
+class Stack:
+    """Runs the system within an ``async with`` block, and stops every process at its end.
+
+    Processes are called ``redis``, ``poller``, ``router``, ``envoy``, and by the names of the
+    replicas. Each may be killed and started again; it keeps its ports.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        replicas: Sequence[SimulatedReplica] = FLEET,
+        settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+        usual_ports: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """A stack that does not run yet.
+
+        Args:
+            directory: where configurations and logs go.
+            replicas: the fleet.
+            settings: sections of the configuration of router and poller, added to those needed
+                here; ``{"route": {"policy": "lmetric"}}``.
+            usual_ports: ports to take where they are free, by the names in ``ports``.
+        """
+        self.directory = directory
+        self.replicas = replicas
+        wanted = dict.fromkeys((*_OTHER_PORTS, *(one.name for one in replicas)), 0)
+        self.ports = pick_ports({**wanted, **usual_ports})
+        self.config_file = directory / "extproc.yaml"
+        self.access_log = directory / "access.log"
+        self.ready_s = 0.0
+        """Seconds it took until the first request could be routed."""
+        self._settings = settings
+        self._processes: dict[str, Process] = {}
+        self._dismissed: set[str] = set()
+
+    # -- where things are -------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Where clients send requests: Envoy."""
+        return self._url("envoy")
+
+    @property
+    def envoy_admin(self) -> str:
+        """Envoy's admin address."""
+        return self._url("envoy-admin")
+
+    @property
+    def router_admin(self) -> str:
+        """The router's admin address."""
+        return self._url("router-admin")
+
+    @property
+    def redis_url(self) -> str:
+        """Where the state is shared."""
+        return f"redis://{self.address('redis')}/0"
+
+    @property
+    def router_command(self) -> str:
+        """The shell command that runs this stack's router."""
+        return shlex.join(self._command("serve", "--config", self.config_file))
+
+    def address(self, name: str) -> str:
+        """``ip:port`` of a replica, or of one of the other ports."""
+        return f"127.0.0.1:{self.ports[name]}"
+
+    def name_of(self, address: str) -> str:
+        """The replica at ``ip:port``; the address itself where there is none."""
+        for replica in self.replicas:
+            if self.address(replica.name) == address:
+                return replica.name
+        return address
+
+    def process(self, name: str) -> Process:
+        """The process of that name, as it was started last."""
+        return self._processes[name]
+
+    def ended(self) -> list[Process]:
+        """Processes that ended though nobody asked this stack to end them; each is told once."""
+        gone = [
+            process
+            for name, process in self._processes.items()
+            if not process.running and name not in self._dismissed
+        ]
+        self._dismissed.update(process.name for process in gone)
+        return gone
+
+    def _url(self, name: str) -> str:
+        return f"http://{self.address(name)}"
+
+    # -- life -------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Start everything at once; return when a request would be routed to any replica.
+
+        Raises:
+            ProcessError: a process could not be started or did not get ready. None is left.
+        """
+        started = time.monotonic()
+        self._write_configurations()
+        names = [*(one.name for one in self.replicas), "router", "poller", "redis", "envoy"]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name in names:
+                    tasks.create_task(self.start(name))
+            await self.wait_routing()
+        except BaseException as error:
+            await self._stop_all()
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+        self.ready_s = time.monotonic() - started
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop_all()
+
+    async def start(self, name: str) -> None:
+        """Start a process (again), and return when it answers.
+
+        Raises:
+            ProcessError: it did not get ready; the message holds the end of its log.
+        """
+        if name == "redis":
+            process = await start_redis(self.directory, self.ports["redis"])
+        else:
+            argv, ready = self._recipe(name)
+            log = self.directory / f"{name}.log"
+            process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
+        self._processes[name] = process
+        self._dismissed.discard(name)
+
+    async def kill(self, name: str) -> None:
+        """End a process with SIGKILL, as a crash would."""
+        self._dismissed.add(name)
+        await self._processes[name].kill()
+
+    async def stop(self, name: str) -> None:
+        """End a process with SIGTERM, as an operator would."""
+        self._dismissed.add(name)
+        await self._processes[name].stop()
+
+    async def wait_routing(self) -> None:
+        """Return when the router knows every replica, and Envoy uses the router.
+
+        Raises:
+            ProcessError: that was not so after half a minute, or the router ended.
+        """
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
+            ready = partial(self._routes, session)
+            await self._processes["router"].wait_ready(ready, _READY_S)
+
+    async def _stop_all(self) -> None:
+        self._dismissed.update(self._processes)
+        if envoy := self._processes.get("envoy"):
+            await envoy.stop()  # first: with its requests gone nobody else has to wait for them
+        await asyncio.gather(*(process.stop() for process in self._processes.values()))
+
+    # -- what runs --------------------------------------------------------------------------
+
+    def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
+        match name:
+            case "router":
+                argv = self._command("serve", "--config", self.config_file)
+                return [*argv], answers(f"{self.router_admin}/healthz")
+            case "poller":
+                argv = self._command("poll", "--config", self.config_file)
+                return [*argv], answers(f"{self._url('poller-admin')}/healthz")
+            case "envoy":
+                return self._envoy_command(), answers(f"{self.envoy_admin}/ready")
+        replica = next(one for one in self.replicas if one.name == name)
+        options = {"port": self.ports[name], "model": MODEL, "profile": replica.profile}
+        argv = self._command("replica", *_flags(options), *replica.arguments)
+        return [*argv], answers(f"{self._url(name)}/health")
+
+    def _command(self, *arguments: str | Path) -> list[str]:
+        return [sys.executable, "-m", "extproc", *map(str, arguments)]
+
+    def _envoy_command(self) -> list[str | Path]:
+        options = {
+            "config-path": self.directory / "envoy.yaml",
+            "concurrency": _ENVOY_WORKERS,
+            "log-level": "warning",
+            "file-flush-interval-msec": _FLUSH_MS,
+        }
+        return [envoy_binary(), *_flags(options), "--disable-hot-restart"]
+
+    def _write_configurations(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.config_file.write_text(yaml.safe_dump(self._configuration(), sort_keys=False))
+        bootstrap = render(
+            listen_port=self.ports["envoy"],
+            admin_port=self.ports["envoy-admin"],
+            router_ports=[self.ports["router"]],
+            replica_addresses=[self.address(one.name) for one in self.replicas],
+        )
+        envoy_file = self.directory / "envoy.yaml"
+        envoy_file.write_text(add_access_log(bootstrap, self.access_log))
+
+    def _configuration(self) -> dict[str, Any]:
+        """What router and poller read."""
+        sections: dict[str, dict[str, object]] = {
+            "redis": {"url": self.redis_url},
+            "serve": {"listen": self.address("router"), "admin": self.address("router-admin")},
+            "route": {"allow_policy_header": True},
+            "poll": {"admin": self.address("poller-admin")},
+        }
+        for name, keys in self._settings.items():
+            sections[name] = {**sections.get(name, {}), **keys}
+        replicas = [
+            {"url": self.address(one.name), "name": one.name, "profile": one.profile}
+            for one in self.replicas
+        ]
+        return {"replicas": replicas, **sections}
+
+    # -- readiness --------------------------------------------------------------------------
+
+    async def _routes(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            return await self._knows_all(session) and await self._envoy_asks(session)
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def _knows_all(self, session: aiohttp.ClientSession) -> bool:
+        async with session.get(f"{self.router_admin}/fleet") as response:
+            fleet = await response.json()
+        healthy = {replica["name"] for replica in fleet["replicas"] if replica["healthy"]}
+        return healthy == {replica.name for replica in self.replicas}
+
+    async def _envoy_asks(self, session: aiohttp.ClientSession) -> bool:
+        async with session.get(f"{self.envoy_admin}/clusters") as response:
+            members = await response.text()
+        return f"router::{self.address('router')}::health_flags::healthy" in members
+
+
+def _flags(options: Mapping[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

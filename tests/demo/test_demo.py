@@ -1,0 +1,95 @@
+"""``extproc demo`` as its user runs it."""
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc"),
+]
+
+
+@asynccontextmanager
+async def demo(*arguments: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "extproc", "demo", *map(str, arguments)), stdout=PIPE, stderr=PIPE
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def children(pid: int) -> set[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return {int(child) for thread in threads for child in (thread / "children").read_text().split()}
+
+
+def running(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
+
+
+async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        async for line in process.stdout:
+            if words in line.decode():
+                return line.decode()
+    raise AssertionError(f"the demo ended without {words!r}")
+
+
+async def test_once_compares_two_policies_and_writes_the_figures(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    async with demo("--once", "--requests", "16", "--rate", "20", "--json", file) as process:
+        await line_with(process, "Ready after")
+        started = children(process.pid)
+        stdout, stderr = await process.communicate()
+    assert (process.returncode, stderr) == (0, b"")
+    assert len(started) == 8  # Redis, four replicas, poller, router, Envoy
+    assert not running(started)
+    assert "round_robin" in stdout.decode()
+    figures = json.loads(file.read_text())
+    assert {name: figures[name] for name in ("requests", "ok", "routed", "fallback")} == {
+        "requests": 16,
+        "ok": 16,
+        "routed": 16,
+        "fallback": 0,
+    }
+    assert sum(figures["per_replica"].values()) == 16
+    assert figures["round_robin"]["per_replica"] == dict.fromkeys(figures["per_replica"], 4)
+    assert 0 < figures["added_ms_p50"] <= figures["added_ms_p99"]
+    assert 0 < figures["ttft_s"]["p50"] <= figures["completion_s"]["p99"]
+    assert figures["predicted_error_median"] > 0
+    theirs, ours = figures["round_robin"]["completion_s"], figures["completion_s"]
+    assert figures["p99_ratio"] == pytest.approx(theirs["p99"] / ours["p99"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_stops_every_process_quietly(number: signal.Signals) -> None:
+    async with demo() as process:
+        await line_with(process, "sample-001")
+        started = children(process.pid)
+        process.send_signal(number)
+        process.send_signal(number)
+        stdout, stderr = await process.communicate()
+    assert (process.returncode, stderr) == (0, b"")
+    assert stdout.decode().endswith("stopped\n")
+    assert len(started) == 8
+    assert not running(started)
+
+
+async def test_figures_are_those_of_a_single_run(tmp_path: Path) -> None:
+    async with demo("--json", tmp_path / "file") as process:
+        _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert stderr.decode() == "extproc demo: --json needs --once\n"

@@ -1,0 +1,135 @@
+"""The whole system, with its router, and other parts of it, failing."""
+
+import asyncio
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import aiohttp
+import pytest
+
+from extproc.demo.by_hand import instructions
+from extproc.demo.journal import Entry, Journal
+from extproc.demo.ports import pick_ports
+from extproc.demo.processes import ProcessError
+from extproc.demo.samples import Sample, samples
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.traffic import send_all
+
+FAST = SimulatedReplica("fast", "llama-8b-h100")
+OTHER = SimulatedReplica("other", "llama-8b-h100")
+
+
+def chats(count: int, rate: float) -> list[Sample]:
+    short = (
+        one for one in islice(samples(MODEL, rate, Random(7)), 4 * count) if one.kind == "chat"
+    )
+    return list(islice(short, count))
+
+
+@pytest.fixture
+async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with Stack(tmp_path, [FAST, OTHER]) as running:
+        yield running
+
+
+@pytest.fixture
+async def journal(stack: Stack) -> AsyncIterator[Journal]:
+    async with aiohttp.ClientSession() as session:
+        yield Journal(stack, session)
+
+
+@pytest.mark.process
+async def test_with_the_router_killed_envoy_serves_and_routing_resumes_with_it(
+    stack: Stack, journal: Journal
+) -> None:
+    sending = asyncio.create_task(send_all(stack.url, chats(20, rate=10), "killed"))
+    while not journal.entries:
+        await journal.refresh()
+    await stack.kill("router")
+    answers = await sending
+    assert [answer.problem for answer in answers if not answer.ok] == []
+    entries = await settled(journal, {answer.request_id for answer in answers})
+    assert any(entry.fallback for entry in entries)
+    assert not journal.router_up
+
+    await stack.start("router")
+    await stack.wait_routing()
+    answers = await send_all(stack.url, chats(5, rate=20), "resumed")
+    entries = await settled(journal, {answer.request_id for answer in answers})
+    assert len(entries) == 5
+    assert all(entry.routed for entry in entries)
+    assert stack.ended() == []  # what was killed on purpose is no news
+
+
+@pytest.mark.process
+async def test_with_a_replica_killed_no_answer_is_lost_that_had_not_begun(
+    stack: Stack, journal: Journal
+) -> None:
+    sending = asyncio.create_task(send_all(stack.url, chats(10, rate=20), "replica"))
+    while not journal.entries:
+        await journal.refresh()
+    await stack.kill("other")
+    answers = await sending
+    entries = await settled(journal, {answer.request_id for answer in answers})
+    assert len(entries) == 10
+    lost = [answer for answer in answers if not answer.ok]
+    assert all(answer.ttft_s is not None for answer in lost)
+
+
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+async def test_the_commands_to_try_work_as_printed(stack: Stack, journal: Journal) -> None:
+    commands = re.findall(r"^  (?:.+\\\n)*.+", instructions(stack), re.MULTILINE)
+    chat, streamed, by_policy, decisions, fleet, envoy, kill, start = commands
+    for command in (chat, by_policy):
+        assert '"finish_reason": "stop"' in await shell(command)
+    assert (await shell(streamed)).rstrip().endswith("data: [DONE]")
+    assert '"policy": "round_robin"' in await shell(decisions)
+    assert '"name": "fast"' in await shell(fleet)
+    assert "replicas::" in await shell(envoy)
+    await shell(kill)
+    await stack.process("router").wait()
+    assert [process.name for process in stack.ended()] == ["router"]
+    router = await asyncio.create_subprocess_shell(f"exec {start}", stderr=subprocess.DEVNULL)
+    try:
+        while not journal.router_up:
+            await journal.refresh()
+    finally:
+        router.terminate()
+        await router.wait()
+
+
+async def shell(command: str) -> str:
+    process = await asyncio.create_subprocess_shell(command, stdout=subprocess.PIPE)
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode()
+
+
+@pytest.mark.process
+async def test_an_early_death_is_told_with_the_reason(tmp_path: Path) -> None:
+    wrong = SimulatedReplica("wrong", "llama-8b-h100", ("--kv-tokens", "none"))
+    with pytest.raises(ProcessError, match=r"(?s)wrong ended with status 2.*--kv-tokens"):
+        async with Stack(tmp_path, [FAST, wrong]):
+            pass
+
+
+async def settled(journal: Journal, request_ids: set[str]) -> list[Entry]:
+    await journal.settle(request_ids)
+    return [journal.entries[request_id] for request_id in request_ids]
+
+
+def test_a_usual_port_is_taken_only_where_it_is_free() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = pick_ports({"first": port, "second": 0})
+    assert len({port, *ports.values()}) == 3
+    assert pick_ports({"first": port}) == {"first": port}
