@@ -1,13 +1,13 @@
 """Discrete-event simulation: the production router against the simulator's engines."""
 
-import heapq
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from benchmarks.fleet import FleetFile
 from benchmarks.trace import TracedRequest
-from extproc.fleet.fleet import Fleet, Ticket
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import Ticket
 from extproc.fleet.state import ReplicaState
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import Endpoint, RequestProfile
@@ -68,11 +68,9 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self.fleet = Fleet(OutputLengths(), self.clock, self.clock)
+        self.fleet = Fleet(OutputLengths(), self.clock)
         self.router = Router(self.fleet, self.policy, random.Random(self.seed))
-        self.engines = {
-            name: Engine(profile) for name, profile in self.fleet_file.members.items()
-        }
+        self.engines = {name: Engine(profile) for name, profile in self.fleet_file.members.items()}
         self._open: dict[int, Served] = {}
 
     def run(self, trace: list[TracedRequest]) -> Iterator[Served]:

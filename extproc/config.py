@@ -78,7 +78,7 @@ class ServeSettings(Section):
     stream_sample: float = Field(default=0.1, ge=0, le=1)
     """Share of streamed responses whose chunks the router reads, for token timing and usage."""
     decisions_kept: int = Field(default=1000, ge=0)
-    """Decision records held in memory."""
+    """Decision records held in memory; fewer where each compares hundreds of replicas."""
 
     _addresses = field_validator("listen", "admin")(_host_and_port)
 

@@ -25,7 +25,7 @@ class ManualClock:
 
 def fleet_of(clock: ManualClock, *profiles: str) -> Fleet:
     """Idle replicas ``10.0.0.1:8000``, ``10.0.0.2:8000``, … with these hardware profiles."""
-    fleet = Fleet(OutputLengths(), clock, clock)
+    fleet = Fleet(OutputLengths(), clock)
     for number, profile in enumerate(profiles, start=1):
         fleet.put(state(number, profile, clock))
     return fleet

@@ -20,6 +20,12 @@ class Health:
         self._clock = clock
         self._failures: dict[str, int] = {}
         self._paused_until: dict[str, float] = {}
+        self._changed = False
+
+    def changed(self) -> bool:
+        """Whether :meth:`usable` may answer otherwise than when this was last asked."""
+        changed, self._changed = self._changed, False
+        return changed or bool(self._paused_until)
 
     def usable(self, replica: str) -> bool:
         """Whether requests may be sent to it now."""
@@ -41,4 +47,5 @@ class Health:
     def forget(self, replica: str) -> None:
         """Nothing is held against it any more."""
         self._failures.pop(replica, None)
-        self._paused_until.pop(replica, None)
+        if self._paused_until.pop(replica, None) is not None:
+            self._changed = True

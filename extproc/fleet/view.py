@@ -19,10 +19,6 @@ class StepCosts:
     c_kv: Floats
     c_att: Floats
 
-    def step_time(self, prefill: Floats | float, batch: Floats, kv: Floats) -> Floats:
-        """Seconds of a step, per candidate."""
-        return self.c0 + self.c_prefill * prefill + self.c_batch * batch + self.c_kv * kv
-
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
@@ -59,7 +55,8 @@ class FleetView:
     token_budget: Floats
     max_num_seqs: Floats
     costs: StepCosts
-    sequences: Sequences
+    decode_step: Floats
+    """Seconds of a step that only decodes what is in the batch now."""
 
     def __len__(self) -> int:
         return len(self.ids)

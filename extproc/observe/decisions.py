@@ -37,6 +37,11 @@ class DecisionRecord:
     decision: Decision
     outcome: Outcome = field(default_factory=Outcome)
 
+    @property
+    def candidates(self) -> int:
+        """How many replicas were compared."""
+        return len(self.decision.situation.view)
+
     def to_json(self) -> dict[str, Any]:
         """The record as JSON: the comparison of all candidates, and the outcome."""
         decision, profile = self.decision, self.decision.profile
@@ -99,16 +104,26 @@ def _short(value: float | None) -> float | None:
     return None if value is None or value in (float("inf"), float("-inf")) else round(value, 5)
 
 
+_MOST_CANDIDATES = 100_000
+"""Candidates of all records kept: some 20 MB, however many replicas there are."""
+
+
 class DecisionLog:
     """The last decisions, in memory."""
 
     def __init__(self, kept: int) -> None:
         self._records: deque[DecisionRecord] = deque(maxlen=kept)
+        self._candidates = 0
         self._numbers = itertools.count(1)
 
     def add(self, request_id: str, decided_at: float, decision: Decision) -> DecisionRecord:
         """Keeps a decision; its outcome is filled in later."""
         record = DecisionRecord(next(self._numbers), request_id, decided_at, decision)
+        self._candidates += record.candidates
+        while self._records and (
+            self._candidates > _MOST_CANDIDATES or len(self._records) == self._records.maxlen
+        ):
+            self._candidates -= self._records.popleft().candidates
         self._records.append(record)
         return record
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from extproc.fleet.view import FleetView, Floats
+from extproc.fleet.view import FleetView, Floats, Sequences
 from extproc.request.profile import RequestProfile
 
 
@@ -22,25 +22,19 @@ class Prediction:
     """Prefill of the queue ahead and of the prompt itself."""
     decode: Floats
     """From the first token to the last."""
+    ttft: Floats
+    """Time to first token: the first three."""
+    completion: Floats
+    """Time to the last token."""
     cost_to_others: Floats
     """Time the requests in flight lose, summed over them."""
     kv_pressure: Floats
     """Fraction of the KV cache in use after admission, 0…1."""
 
-    @property
-    def ttft(self) -> Floats:
-        """Time to first token."""
-        first: Floats = self.step_rest + self.admission + self.prefill
-        return first
 
-    @property
-    def completion(self) -> Floats:
-        """Time to the last token."""
-        last: Floats = self.ttft + self.decode
-        return last
-
-
-def predict(profile: RequestProfile, output_tokens: float, view: FleetView) -> Prediction:
+def predict(
+    profile: RequestProfile, output_tokens: float, view: FleetView, sequences: Sequences
+) -> Prediction:
     """Predicts a request on every candidate.
 
     With p prompt tokens and an expected output of o tokens a sequence, a backlog of W prompt
@@ -53,51 +47,69 @@ def predict(profile: RequestProfile, output_tokens: float, view: FleetView) -> P
 
     Two sequences about to finish cost next to nothing; one long one costs for the whole way.
     """
-    costs, sequences = view.costs, view.sequences
     own = max(profile.sequences, 1)
-    prompt, each = float(profile.prompt_tokens), profile.prompt_tokens / own
-    out = float(output_tokens)
-
-    queue = view.backlog + prompt
-    pure_step = costs.step_time(0.0, view.batch, view.kv_used)
-    prefill_steps = np.ceil(np.maximum(queue, 1.0) / view.token_budget)
-    prefill = queue * costs.c_prefill + prefill_steps * pure_step + costs.c_att * prompt**2 / 2
-    busy = (view.batch > 0) & (view.backlog <= 0)
-
-    together = np.minimum(sequences.remaining, out)
-    shared = together * sequences.weight
-    shared_kv = shared * (sequences.context + together / 2)
-    steps_beside = _per_replica(view, shared)
-    kv_beside = _per_replica(view, shared_kv)
-    later = max(out - 1.0, 0.0)
-    # The first token comes out of the prefill; `later` decode steps follow.
-    share = later / out if out else 0.0
-    decode = (
-        later * costs.c0
-        + costs.c_batch * (own * later + share * steps_beside)
-        + costs.c_kv * (share * kv_beside + own * (later * each + later**2 / 2))
-    )
-    slowed = own * (costs.c_batch + costs.c_kv * each) * steps_beside
-    slowed += own * costs.c_kv * _per_replica(view, shared * together / 2)
-
-    used = view.kv_used + view.backlog
+    prompt, out = float(profile.prompt_tokens), float(output_tokens)
+    step_rest = _step_rest(view)
+    admission = _admission(profile, view, sequences)
+    prefill = _prefill(view, prompt)
+    decode, cost_to_others = _decode(view, sequences, own, prompt, out)
+    ttft = step_rest + admission + prefill
     return Prediction(
         output_tokens=out,
-        step_rest=np.where(busy, pure_step / 2, 0.0),
-        admission=_admission(profile, view, pure_step),
+        step_rest=step_rest,
+        admission=admission,
         prefill=prefill,
         decode=decode,
-        cost_to_others=view.batch * prompt * costs.c_prefill + slowed,
-        kv_pressure=np.clip((used + prompt + own * out) / view.kv_capacity, 0.0, 1.0),
+        ttft=ttft,
+        completion=ttft + decode,
+        cost_to_others=cost_to_others,
+        kv_pressure=np.minimum(
+            (view.kv_used + view.backlog + (prompt + own * out)) / view.kv_capacity, 1.0
+        ),
     )
 
 
-def _per_replica(view: FleetView, values: Floats) -> Floats:
-    sums: Floats = np.bincount(view.sequences.replica, values, minlength=len(view)).astype(float)
+def _step_rest(view: FleetView) -> Floats:
+    """Half a step of decoding, where one is in progress; a prefill is in the backlog."""
+    rest: Floats = view.decode_step * (0.5 * ((view.batch > 0) & (view.backlog <= 0)))
+    return rest
+
+
+def _prefill(view: FleetView, prompt: float) -> Floats:
+    queue = view.backlog + prompt
+    steps = np.ceil(np.maximum(queue, 1.0) / view.token_budget)
+    seconds: Floats = queue * view.costs.c_prefill + steps * view.decode_step
+    return seconds + view.costs.c_att * (prompt * prompt / 2)
+
+
+def _decode(
+    view: FleetView, sequences: Sequences, own: int, prompt: float, out: float
+) -> tuple[Floats, Floats]:
+    """Decode time, and what the sequences in flight lose by it and by the prefill."""
+    costs = view.costs
+    # The first token comes out of the prefill; `later` decode steps follow.
+    later, each = max(out - 1.0, 0.0), prompt / own
+    together = np.minimum(sequences.remaining, later)
+    shared = together * sequences.weight
+    half = shared * together / 2
+    steps = _per_replica(view, sequences, shared)
+    kv_growth = _per_replica(view, sequences, half)
+    kv = _per_replica(view, sequences, shared * sequences.context) + kv_growth
+    decode = (
+        later * costs.c0
+        + costs.c_batch * (steps + own * later)
+        + costs.c_kv * (kv + own * later * (each + later / 2))
+    )
+    slower = costs.c_batch * steps + costs.c_kv * (each * steps + kv_growth)
+    return decode, costs.c_prefill * prompt * view.batch + own * slower
+
+
+def _per_replica(view: FleetView, sequences: Sequences, values: Floats) -> Floats:
+    sums: Floats = np.bincount(sequences.replica, values, minlength=len(view)).astype(float)
     return sums
 
 
-def _admission(profile: RequestProfile, view: FleetView, step: Floats) -> Floats:
+def _admission(profile: RequestProfile, view: FleetView, sequences: Sequences) -> Floats:
     """Seconds until the sequences in flight have freed the KV tokens and places it needs.
 
     vLLM admits a prompt only when all of it fits, after those queued before it.
@@ -105,14 +117,14 @@ def _admission(profile: RequestProfile, view: FleetView, step: Floats) -> Floats
     wait = np.zeros(len(view))
     lacking = view.kv_used + view.backlog + profile.prompt_tokens - view.kv_capacity
     excess = view.batch + view.waiting + max(profile.sequences, 1) - view.max_num_seqs
-    for index in np.flatnonzero((lacking > 0) | (excess > 0)):
-        here = np.flatnonzero(view.sequences.replica == index)
-        here = here[np.argsort(view.sequences.remaining[here])]
-        weight = view.sequences.weight[here]
-        remaining = view.sequences.remaining[here]
-        freed = np.cumsum(weight * (view.sequences.context[here] + remaining))
+    for index in np.flatnonzero(np.maximum(lacking, excess) > 0):
+        here = np.flatnonzero(sequences.replica == index)
+        here = here[np.argsort(sequences.remaining[here])]
+        weight = sequences.weight[here]
+        remaining = sequences.remaining[here]
+        freed = np.cumsum(weight * (sequences.context[here] + remaining))
         ended = np.cumsum(weight)
         last = max(np.searchsorted(freed, lacking[index]), np.searchsorted(ended, excess[index]))
         if len(here):
-            wait[index] = remaining[min(last, len(here) - 1)] * step[index]
+            wait[index] = remaining[min(last, len(here) - 1)] * view.decode_step[index]
     return wait

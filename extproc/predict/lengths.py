@@ -1,5 +1,7 @@
 """How many tokens a request will generate, learned from the ones that ended."""
 
+from bisect import bisect_left
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -10,6 +12,7 @@ Floats = NDArray[np.float64]
 _PER_DOUBLING = 4
 _LENGTHS: Floats = 2.0 ** (np.arange(17 * _PER_DOUBLING + 1) / _PER_DOUBLING)
 """Representative output lengths, in tokens: four to a doubling, 1 to 131,072."""
+_LENGTHS_LIST: list[float] = _LENGTHS.tolist()
 
 _PRIOR_MEDIAN = 128.0
 _PRIOR_SPREAD = 1.2
@@ -66,6 +69,13 @@ class OutputLengths:
             weights *= _DECAY
             weights[min(bucket, len(_LENGTHS) - 1)] += 1.0
             self._sum_up(learner)
+
+    def expected(self, row: int, bound: float) -> float:
+        """:meth:`remaining` of one sequence that has no token yet, without the cost of numpy."""
+        clipped = bisect_left(_LENGTHS_LIST, bound)
+        count, tokens = self._count[row], self._tokens[row]
+        total = float(tokens[0] - tokens[clipped]) + bound * float(count[clipped])
+        return min(max(total / float(count[0]), 1.0), max(bound, 0.0))
 
     def remaining(self, rows: ArrayLike, progress: ArrayLike, bound: ArrayLike) -> Floats:
         """Tokens still to come, given those generated and the bound; at least 1 below the bound.

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import UNBOUNDED
 from extproc.predict.completion import Prediction, predict
 from extproc.request.profile import RequestProfile
 from extproc.route.policies import POLICIES
@@ -67,11 +68,13 @@ class Router:
             profile: the request.
             policy: name of a policy for this request alone; one that does not exist is passed over.
         """
-        view = self.fleet.view(profile.model)
+        fleet = self.fleet
+        view = fleet.view(profile.model)
         if not len(view):
             return None
         expected = self._expected_output(profile)
-        situation = Situation(profile, view, predict(profile, expected, view))
+        prediction = predict(profile, expected, view, fleet.sequences(profile.model))
+        situation = Situation(profile, view, prediction)
         name = policy if policy in POLICIES else self._default
         if name not in self._policies:
             self._policies[name] = find_policy(name, POLICIES)
@@ -82,5 +85,5 @@ class Router:
         if not profile.sequences:
             return 0.0
         lengths = self.fleet.lengths
-        bound = 131_072 if profile.output_bound is None else profile.output_bound
-        return float(lengths.remaining(lengths.row(profile.model, profile.endpoint), 0.0, bound))
+        bound = UNBOUNDED if profile.output_bound is None else profile.output_bound
+        return lengths.expected(lengths.row(profile.model, profile.endpoint), bound)

@@ -90,8 +90,9 @@ def apply(change: Change, fleet: Fleet) -> None:
             # A Redis that was just started holds few of them yet: what is missing is dropped
             # only when it stays silent.
             for state in states:
-                fleet.put(state)
+                fleet.put(state, age=max(wall() - state.scraped_at, 0.0))
         case Put(state):
+            # Pushed at once; the clocks of two machines may differ by more than that took.
             fleet.put(state)
         case Removed(replica):
             fleet.remove(replica)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from extproc.clock import Clock
 from extproc.config import Config
-from extproc.fleet.fleet import Fleet, Ticket
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import Ticket
 from extproc.observe.decisions import DecisionLog, DecisionRecord
 from extproc.observe.metrics import RouterMetrics
 from extproc.request.errors import BadRequest, error_body

@@ -1,3 +1,5 @@
+from copy import deepcopy
+
 import numpy as np
 import pytest
 
@@ -40,9 +42,9 @@ def test_decoding_brings_a_request_nearer_to_its_end() -> None:
     fleet.lengths.observe(0, 100)
     fleet.dispatch(replica(1), chat(100, 50))
     clock.advance(0.1)
-    early = fleet.view(MODEL).sequences
+    early = deepcopy(fleet.sequences(MODEL))
     clock.advance(1.0)
-    late = fleet.view(MODEL).sequences
+    late = fleet.sequences(MODEL)
     steps = 1.0 / (0.029 + 50e-6 + 0.26e-6 * 120)
     grown = late.context[0] - early.context[0]
     assert grown == pytest.approx(steps, rel=0.05)
@@ -118,7 +120,7 @@ def test_polled_steps_correct_the_progress_of_a_request() -> None:
     for tick in range(1, 20):
         fleet.put(state(1, A10, clock, running=1, steps=2.0 * tick, kv_usage=0.01))
         clock.advance(0.2)
-    held = fleet.view(MODEL).sequences.context[0] - 100
+    held = fleet.sequences(MODEL).context[0] - 100
     assert held == pytest.approx(2.0 * 19, abs=12)
 
 
@@ -129,8 +131,7 @@ def test_a_restarted_replica_counts_its_steps_anew() -> None:
     fleet.dispatch(replica(1), chat(100, 400))
     clock.advance(0.2)
     fleet.put(state(1, A10, clock, steps=5, running=1))
-    view = fleet.view(MODEL)
-    assert 100 <= view.sequences.context[0] < 120
+    assert 100 <= fleet.sequences(MODEL).context[0] < 120
 
 
 def test_unhealthy_replicas_are_no_candidates() -> None:

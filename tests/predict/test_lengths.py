@@ -19,6 +19,12 @@ def test_the_expectation_is_learned() -> None:
     assert outputs.remaining(row, 0, 4096) == pytest.approx(40, rel=0.2)
 
 
+@pytest.mark.parametrize("bound", [0, 1, 16, 100, 4096, 131_072, 1e7])
+def test_the_first_estimate_is_what_remains_at_the_start(bound: float) -> None:
+    outputs, row = learned(20, 1000)
+    assert outputs.expected(row, bound) == pytest.approx(float(outputs.remaining(row, 0.0, bound)))
+
+
 def test_the_bound_clamps_it() -> None:
     outputs, row = learned(400)
     assert outputs.remaining(row, 0, 16) == pytest.approx(16, rel=0.05)

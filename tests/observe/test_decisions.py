@@ -1,0 +1,61 @@
+import json
+import random
+
+import pytest
+
+from extproc.observe.decisions import DecisionLog
+from extproc.route.policies import POLICIES
+from extproc.route.router import Decision, Router
+from tests.fakes import ManualClock, chat, fleet_of, replica
+
+A10 = "llama-8b-a10"
+
+
+def decision(policy: str = "completion", replicas: int = 3) -> Decision:
+    fleet = fleet_of(ManualClock(), *[A10] * replicas)
+    made = Router(fleet, policy, random.Random(1)).decide(chat(100, 50))
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_record_of_any_policy_is_valid_json(policy: str) -> None:
+    record = DecisionLog(10).add("id", 1.0, decision(policy))
+    shown = json.loads(json.dumps(record.to_json(), allow_nan=False))
+    assert shown["policy"] == policy
+    assert shown["predicted_completion_s"] > shown["predicted_ttft_s"] > 0
+    assert {one["replica"] for one in shown["candidates"]} == {replica(n) for n in (1, 2, 3)}
+    assert shown["outcome"]["completion_s"] is None
+
+
+def test_the_terms_of_a_candidate_add_up() -> None:
+    shown = DecisionLog(10).add("id", 1.0, decision()).to_json()
+    for candidate in shown["candidates"]:
+        terms = candidate["terms_s"]
+        ttft = terms["step_rest"] + terms["admission"] + terms["prefill"]
+        assert candidate["predicted_ttft_s"] == pytest.approx(ttft, abs=1e-4)
+        completion = ttft + terms["decode"]
+        assert candidate["predicted_completion_s"] == pytest.approx(completion, abs=1e-4)
+
+
+def test_the_last_records_are_kept() -> None:
+    log = DecisionLog(3)
+    for number in range(5):
+        log.add(f"request-{number}", 1.0, decision())
+    assert [record.number for record in log.after(0)] == [3, 4, 5]
+    assert [record.number for record in log.after(4)] == [5]
+    assert log.of_request("request-1") == []
+    assert [record.number for record in log.of_request("request-4")] == [5]
+
+
+def test_a_log_that_keeps_none_keeps_none() -> None:
+    log = DecisionLog(0)
+    log.add("id", 1.0, decision())
+    assert log.after(0) == []
+
+
+def test_a_large_fleet_does_not_fill_the_memory() -> None:
+    log, large = DecisionLog(100_000), decision(replicas=200)
+    for _ in range(600):
+        log.add("id", 1.0, large)
+    assert len(log.after(0)) == 500
