@@ -3,13 +3,17 @@
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from benchmarks.fleet import FleetFile
 from benchmarks.trace import TracedRequest
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.state import ReplicaState
+from extproc.predict.calibration import Calibration, EngineCounts
+from extproc.predict.hardware import HardwareProfile
 from extproc.predict.lengths import OutputLengths
+from extproc.predict.step import StepModel
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Decision, Router
 from extproc.simulator.engine import Engine
@@ -64,13 +68,20 @@ class Simulation:
     policy: str
     poll_interval: float = 0.2
     seed: int = 0
+    know_coefficients: bool = False
+    profile_error: float = 1.0
+    """How many times as long as in truth a step takes by the profile the router starts from."""
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
         self.fleet = Fleet(OutputLengths(), self.clock)
         self.router = Router(self.fleet, self.policy, random.Random(self.seed))
-        self.engines = {name: Engine(profile) for name, profile in self.fleet_file.members.items()}
+        members = self.fleet_file.members
+        self.engines = {name: Engine(profile) for name, profile in members.items()}
+        self._calibrations = {
+            name: Calibration(self._believed(profile)) for name, profile in members.items()
+        }
         self._open: dict[int, Served] = {}
 
     def run(self, trace: list[TracedRequest]) -> Iterator[Served]:
@@ -130,19 +141,38 @@ class Simulation:
             self.fleet.release(served.ticket, prefilled=served.watched)
             if served.watched:
                 profile = served.decision.profile
-                lengths = self.fleet.lengths
-                row = lengths.row(profile.model, profile.endpoint)
-                lengths.observe(row, sequence.output_tokens)
+                bound = inf if profile.output_bound is None else profile.output_bound
+                self.fleet.lengths.observe(
+                    profile.model, profile.endpoint, sequence.output_tokens, bound
+                )
             yield served
+
+    def _believed(self, profile: HardwareProfile) -> StepModel:
+        return profile.step.slowed(self.profile_error)
 
     def _poll(self) -> None:
         for name, engine in self.engines.items():
             counters = engine.counters
+            learned = None
+            if not self.know_coefficients:
+                calibration = self._calibrations[name]
+                calibration.poll(
+                    EngineCounts(
+                        at=self.clock.time,
+                        steps=engine.steps,
+                        computed_tokens=counters.prompt_tokens - counters.cached_tokens,
+                        generated_tokens=counters.generated_tokens,
+                        in_flight=engine.running + engine.waiting,
+                        kv_tokens=engine.kv_usage * engine.capacity,
+                    )
+                )
+                learned = calibration.model or self._believed(engine.profile)
             self.fleet.put(
                 ReplicaState.model_construct(
                     id=name,
                     name=name,
                     profile=engine.profile.name,
+                    learned=learned,
                     models=(MODEL,),
                     max_model_len=_MAX_MODEL_LEN,
                     running=engine.running,

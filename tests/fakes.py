@@ -36,7 +36,7 @@ def replica(number: int) -> str:
 
 
 def state(
-    number: int, profile: str, clock: ManualClock, **figures: float | str | bool
+    number: int, profile: str, clock: ManualClock, **figures: float | str | bool | tuple[str, ...]
 ) -> ReplicaState:
     return ReplicaState.model_validate(
         {

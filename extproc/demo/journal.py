@@ -94,16 +94,16 @@ class Journal:
         """Read what is new; returns the requests that ended."""
         self._ended += self._log.new()  # before the decisions, which are made before the end
         try:
-            decisions = await self._get("/decisions", after=self._last_decision)
+            while page := await self._get("/decisions", after=self._last_decision):
+                for decision in _DECISIONS.validate_python(page):
+                    self._last_decision = decision.number
+                    self._entry(decision.request_id).decision = decision
             fleet = (await self._get("/fleet"))["replicas"]
         except (aiohttp.ClientError, TimeoutError):
             self.fleet = {}
             self._last_decision = 0  # a router that starts again counts from 1
         else:
             self.fleet = {one.name: one for one in _FLEET.validate_python(fleet)}
-            for decision in _DECISIONS.validate_python(decisions):
-                self._last_decision = decision.number
-                self._entry(decision.request_id).decision = decision
         ended, self._ended = self._ended, []
         return [self._end(access) for access in ended]
 

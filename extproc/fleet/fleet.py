@@ -1,6 +1,7 @@
 """Every replica in memory: what polls said, what this router sent, and how far it has come."""
 
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -11,12 +12,12 @@ from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.progress import Progress
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import COSTS, replica_table, request_table
-from extproc.fleet.view import FleetView, Floats, Indices, Sequences, StepCosts
+from extproc.fleet.view import FleetView, Indices, Sequences, StepCosts
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
-_STALE = 2.0
-"""Seconds without a poll after which what it saw of others' requests no longer counts."""
+_SILENCE = 2.0
+"""Seconds without news of any replica: longer than any pause between polls."""
 _MODELS_REMEMBERED = 64
 
 
@@ -25,8 +26,6 @@ class _Candidates:
     """The replicas that may serve a model; they change seldom."""
 
     rows: Indices
-    place: Indices
-    """Per row of the table: which candidate it is, or −1."""
     ids: list[str]
     names: list[str]
 
@@ -50,8 +49,15 @@ class Fleet:
         self._progress = Progress(self._replicas, self._requests, lengths, clock())
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[str, _Candidates] = {}
+        self._heard_at = clock()
+        self._heard_since = self._heard_at
 
     # -- membership and polls ---------------------------------------------------------------
+
+    @property
+    def heard_at(self) -> float:
+        """When the last news of any replica came, on the fleet's clock; at first, its start."""
+        return self._heard_at
 
     @property
     def states(self) -> list[ReplicaState]:
@@ -67,17 +73,17 @@ class Fleet:
         """
         now = self._clock()
         self._progress.advance(now)
-        row = self._rows.get(state.id)
-        if row is None:
-            row = self._join(state)
-        elif state.steps < self._states[row].steps:
-            restart(self._replicas, self._requests, row, state.steps)
-        if _seen_by_policies(state) != _seen_by_policies(self._states[row]):
+        self._hear(now)
+        before = self._states[self._rows[state.id]] if state.id in self._rows else None
+        row = self._join(state) if before is None else self._rows[state.id]
+        if before is None or _seen_by_policies(state) != _seen_by_policies(before):
             self._candidates.clear()
         self._states[row] = state
         self._replicas["heard_at"][row] = now
-        set_hardware(self._replicas, row, state)
+        set_hardware(self._replicas, row, state, before)
         if state.healthy:
+            if state.steps < self._replicas["polled_steps"][row]:
+                restart(self._replicas, self._requests, row, state.steps)
             sampled_at = now - age - state.scrape_seconds / 2
             correct(self._replicas, self._requests, row, state, sampled_at, now)
         self._progress.changed()
@@ -89,33 +95,42 @@ class Fleet:
         self._candidates.clear()
 
     def drop_silent(self, after: float) -> None:
-        """Removes replicas not heard of for ``after`` seconds while others were.
+        """Removes replicas not heard of for ``after`` seconds in which others were.
 
         When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
         """
+        if self._heard_at - self._heard_since < after:
+            return
         heard = {name: self._replicas["heard_at"][row] for name, row in self._rows.items()}
         latest = max(heard.values(), default=0.0)
         for name, at in heard.items():
             if latest - at > after:
                 self.remove(name)
 
+    def _hear(self, now: float) -> None:
+        if now - self._heard_at > _SILENCE:
+            self._heard_since = now
+        self._heard_at = now
+
     def _join(self, state: ReplicaState) -> int:
-        row = self._free_row()
-        if row is None:
+        """A row for a replica: the one it had, so that its requests are still on it; else one that
+        nobody uses; else a new one."""
+        departed = [row for row, known in enumerate(self._states) if known.id == state.id]
+        if departed:
+            self._rows[state.id] = departed[0]
+            return departed[0]
+        taken = set(self._rows.values()) | set(self._requests["replica"].tolist())
+        free = [row for row in range(len(self._replicas)) if row not in taken]
+        if free:
+            row = free[0]
+        else:
             row = self._replicas.append()
             self._states.append(state)
         self._replicas.write(row, steps=state.steps, polled_steps=state.steps, chunk=1.0)
-        self._states[row] = state
-        self._rows[state.id] = row
-        set_hardware(self._replicas, row, state)
+        set_hardware(self._replicas, row, state, None)
         self._replicas["decode_step"][row] = self._replicas["c0"][row]
-        self._candidates.clear()
+        self._rows[state.id] = row
         return row
-
-    def _free_row(self) -> int | None:
-        """A departed replica's row, once none of its requests is in flight."""
-        taken = set(self._rows.values()) | set(self._requests["replica"].tolist())
-        return next((row for row in range(len(self._replicas)) if row not in taken), None)
 
     # -- this router's requests -------------------------------------------------------------
 
@@ -183,10 +198,11 @@ class Fleet:
             requests["replica"], requests["first_step"] == np.inf, minlength=len(replicas)
         )
         return FleetView(
+            rows=rows,
             ids=candidates.ids,
             names=candidates.names,
-            requests=(replicas["requests"] + self._foreign(now))[rows],
-            waiting=(queued + replicas["foreign_waiting"])[rows],
+            requests=(replicas["requests"] + replicas["foreign"])[rows],
+            waiting=np.maximum(queued, replicas["polled_waiting"])[rows],
             kv_usage=np.minimum(kv_used / capacity, 1.0),
             backlog=np.maximum(replicas["enqueued"] - replicas["prefilled"], 0.0)[rows],
             batch=replicas["batch"][rows],
@@ -198,27 +214,26 @@ class Fleet:
             decode_step=replicas["decode_step"][rows],
         )
 
-    def sequences(self, model: str) -> Sequences:
-        """What is in flight on the candidates of :meth:`view`; good until the fleet changes.
+    def sequences(self, view: FleetView) -> Sequences:
+        """What is in flight on the candidates of a view; good until the fleet changes.
 
         The ledger's sequences and, as one entry a replica, those of others.
         """
-        now = self._clock()
-        self._progress.advance(now)
-        self._progress.refresh()
-        candidates, requests = self._find(model), self._requests
-        on = candidates.place[requests["replica"]]
+        requests, rows = self._requests, view.rows
         weight = requests["weight"]
         context = requests["prompt"] / np.maximum(weight, 1.0) + requests["generated"]
-        remaining = requests["remaining"]
-        if len(candidates.rows) < len(self._rows):
+        on, remaining = requests["replica"], requests["remaining"]
+        if len(rows) < len(self._replicas):
+            candidate = np.full(len(self._replicas), -1, dtype=np.intp)
+            candidate[rows] = np.arange(len(rows))
+            on = candidate[on]
             keep = on >= 0
             on, weight, context, remaining = on[keep], weight[keep], context[keep], remaining[keep]
-        foreign = self._foreign(now)[candidates.rows]
-        if not foreign.any():
-            return Sequences(on, weight, context, remaining)
+        foreign = self._replicas["foreign"][rows]
         theirs = np.flatnonzero(foreign)
-        kv = np.maximum(self._replicas["kv_foreign"][candidates.rows[theirs]], 0.0)
+        if not len(theirs):
+            return Sequences(on, weight, context, remaining)
+        kv = np.maximum(self._replicas["kv_beyond"][rows[theirs]], 0.0)
         typical = self.lengths.expected(0, UNBOUNDED)
         return Sequences(
             replica=np.concatenate([on, theirs]),
@@ -226,11 +241,6 @@ class Fleet:
             context=np.concatenate([context, kv / foreign[theirs]]),
             remaining=np.concatenate([remaining, np.full(len(theirs), typical)]),
         )
-
-    def _foreign(self, now: float) -> Floats:
-        fresh = now - self._replicas["sampled_at"] < _STALE
-        foreign: Floats = self._replicas["foreign"] * fresh
-        return foreign
 
     def _find(self, model: str) -> _Candidates:
         if self.health.changed():
@@ -245,16 +255,13 @@ class Fleet:
     def _choose_candidates(self, model: str) -> _Candidates:
         healthy = [
             row
-            for name, row in self._rows.items()
+            for name, row in sorted(self._rows.items(), key=itemgetter(1))
             if self._states[row].healthy and self.health.usable(name)
         ]
         rows = [row for row in healthy if model in self._states[row].models] or healthy
-        place = np.full(len(self._replicas), -1, dtype=np.intp)
-        place[rows] = np.arange(len(rows))
         states = [self._states[row] for row in rows]
         return _Candidates(
             rows=np.array(rows, dtype=np.intp),
-            place=place,
             ids=[state.id for state in states],
             names=[state.name or state.id for state in states],
         )

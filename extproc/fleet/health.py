@@ -6,6 +6,7 @@ _TOLERATED = 3
 """Failures in a row before a replica is left out."""
 _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0
+_MOST_DOUBLINGS = 5
 """Seconds it is left out, doubling with every failure that follows."""
 
 
@@ -33,11 +34,17 @@ class Health:
         return until is None or self._clock() >= until
 
     def failed(self, replica: str) -> None:
-        """A request sent to it ended in a 5xx, a reset or without an answer."""
+        """A request sent to it was answered with a 5xx, or had to be served by another.
+
+        Those that were sent before a pause and fail during it do not count again.
+        """
+        if not self.usable(replica):
+            return
         failures = self._failures.get(replica, 0) + 1
         self._failures[replica] = failures
         if failures >= _TOLERATED:
-            pause = min(_FIRST_PAUSE * 2.0 ** (failures - _TOLERATED), _LONGEST_PAUSE)
+            doublings = min(failures - _TOLERATED, _MOST_DOUBLINGS)
+            pause = min(_FIRST_PAUSE * 2.0**doublings, _LONGEST_PAUSE)
             self._paused_until[replica] = self._clock() + pause
 
     def answered(self, replica: str) -> None:

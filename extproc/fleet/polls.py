@@ -5,23 +5,41 @@ import numpy as np
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.table import Table
 from extproc.fleet.tables import COSTS
+from extproc.fleet.view import Indices
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 
+_STALE = 2.0
+"""Seconds without a poll after which what it saw of others' requests no longer counts."""
 _NEARLY_FULL = 0.9
 """Fraction of the KV cache above which requests may be waiting for KV space."""
 
 
-def set_hardware(replicas: Table, row: int, state: ReplicaState) -> None:
-    """The speed and the limits of a replica, from its profile and from what it says itself."""
+def set_hardware(
+    replicas: Table, row: int, state: ReplicaState, before: ReplicaState | None
+) -> None:
+    """Speed and limits of a replica: learned or said by itself, else its profile's.
+
+    Args:
+        replicas: the table.
+        row: the replica's.
+        state: what this poll saw.
+        before: what the poll before saw, if there was one.
+    """
     profile = PROFILES.get(state.profile) or PROFILES[DEFAULT_PROFILE]
+    step = state.learned or profile.step
     for name in COSTS:
-        replicas[name][row] = getattr(profile.step, name)
+        replicas[name][row] = getattr(step, name)
     replicas["kv_capacity"][row] = state.kv_tokens or profile.kv_tokens
     replicas["token_budget"][row] = profile.token_budget
-    # Requests that wait while KV space is left show the replica's own limit.
-    limited = state.waiting > 0 and state.kv_usage < _NEARLY_FULL
-    limit = min(profile.max_num_seqs, state.running) if limited else profile.max_num_seqs
+    limit = profile.max_num_seqs
+    if before is not None and before.running == state.running and _queues(before, state):
+        limit = min(limit, state.running)
     replicas["max_num_seqs"][row] = max(limit, 1)
+
+
+def _queues(*states: ReplicaState) -> bool:
+    """Requests wait, poll after poll, while KV space is left: the batch is full."""
+    return all(state.waiting > 0 and state.kv_usage < _NEARLY_FULL for state in states)
 
 
 def restart(replicas: Table, requests: Table, row: int, steps: float) -> None:
@@ -42,21 +60,29 @@ def correct(
     _correct_steps(replicas, requests, row, mine, state.steps, now - sampled_at)
 
     then = mine[requests["sent_at"][mine] <= sampled_at]
-    beyond = state.running + state.waiting - len(then)
-    # A request that ended between the scrape and now is seen by one poll only, so what two polls
-    # in a row saw is somebody else's.
-    replicas["foreign"][row] = max(min(beyond, replicas["foreign_seen"][row]), 0)
-    replicas["foreign_seen"][row] = beyond
-    replicas["foreign_waiting"][row] = max(min(state.waiting, replicas["foreign"][row]), 0)
+    own = np.maximum(requests["weight"][then], 1.0).sum()
+    beyond = max(state.running + state.waiting - float(own), 0.0)
+    # A request that ended between the scrape and now is seen by one poll only.
+    replicas["foreign"][row] = min(beyond, replicas["beyond"][row])
+    replicas["beyond"][row] = beyond
+    replicas["polled_waiting"][row] = state.waiting
     started = requests["first_step"][then] < np.inf
     own_kv = requests["prompt"][then] + requests["weight"][then] * requests["generated"][then]
     used = state.kv_usage * replicas["kv_capacity"][row]
-    replicas["kv_foreign"][row] = used - float((own_kv * started).sum())
+    replicas["kv_beyond"][row] = used - float((own_kv * started).sum())
     replicas["sampled_at"][row] = sampled_at
 
 
+def fade(replicas: Table, now: float) -> None:
+    """Forgets others' load on replicas whose polls are too old to tell."""
+    old = now - replicas["sampled_at"] > _STALE
+    if old.any():
+        for name in ("beyond", "foreign", "kv_beyond", "polled_waiting"):
+            replicas[name][old] = 0.0
+
+
 def _correct_steps(
-    replicas: Table, requests: Table, row: int, mine: "np.ndarray", polled: float, age: float
+    replicas: Table, requests: Table, row: int, mine: Indices, polled: float, age: float
 ) -> None:
     busy = replicas["batch"][row] > 0
     steps = polled + (age / replicas["decode_step"][row] if busy else 0.0)

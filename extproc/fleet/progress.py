@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from extproc.fleet.polls import fade
 from extproc.fleet.table import Table
 from extproc.fleet.view import Floats
 from extproc.predict.lengths import OutputLengths
@@ -75,7 +76,9 @@ class Progress:
             taken >= drain, replicas["enqueued"], replicas["prefilled"] + taken * chunk / step
         )
         replicas["steps"][:] += taken / step
-        self._start_decoding()
+        if self._start_decoding():
+            self._measure()
+            self._sum_up()
         return taken
 
     def _measure(self) -> None:
@@ -91,13 +94,14 @@ class Progress:
     def _sum_up(self) -> None:
         """Per replica the sums over its requests."""
         replicas, requests = self._replicas, self._requests
+        fade(replicas, self._as_of)
         count, on, weight = len(replicas), requests["replica"], requests["weight"]
         started = requests["first_step"] < np.inf
         batch = np.bincount(on, weight * started, minlength=count) + replicas["foreign"]
         held = np.bincount(
             on, requests["prompt"] * started + weight * requests["generated"], minlength=count
         )
-        kv_used = np.maximum(held + replicas["kv_foreign"], 0.0)
+        kv_used = np.maximum(held + replicas["kv_beyond"], 0.0)
         replicas["requests"][:] = np.bincount(on, minlength=count)
         replicas["batch"][:] = batch
         replicas["kv_used"][:] = kv_used
@@ -105,10 +109,13 @@ class Progress:
             replicas["c0"] + replicas["c_batch"] * batch + replicas["c_kv"] * kv_used
         )
 
-    def _start_decoding(self) -> None:
+    def _start_decoding(self) -> bool:
+        """Those whose prompt is prefilled have their first token; returns whether any has."""
         requests, replicas = self._requests, self._replicas
         waiting = np.flatnonzero(requests["first_step"] == np.inf)
-        if len(waiting):
-            on = requests["replica"][waiting]
-            prefilled = requests["mark"][waiting] <= replicas["prefilled"][on] + _ROUNDING
-            requests["first_step"][waiting[prefilled]] = replicas["steps"][on[prefilled]]
+        if not len(waiting):
+            return False
+        on = requests["replica"][waiting]
+        prefilled = requests["mark"][waiting] <= replicas["prefilled"][on] + _ROUNDING
+        requests["first_step"][waiting[prefilled]] = replicas["steps"][on[prefilled]]
+        return bool(prefilled.any())

@@ -2,6 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict
 
+from extproc.predict.step import StepModel
+
 
 class ReplicaState(BaseModel):
     """One replica at the time of one scrape. Engines of a data-parallel server are summed.
@@ -17,6 +19,8 @@ class ReplicaState(BaseModel):
     """What the configuration calls it; for people."""
     profile: str = ""
     """Name of its hardware profile; empty: the router's default."""
+    learned: StepModel | None = None
+    """Its step-time model as learned from its counters; None: not enough was seen yet."""
     models: tuple[str, ...] = ()
     """Model names it serves, LoRA adapters included; empty: not known."""
     max_model_len: int | None = None

@@ -17,10 +17,10 @@ _REPLICA: dict[str, type] = {
     "batch": np.float64,  # sequences decoding
     "kv_used": np.float64,  # KV tokens of the sequences decoding
     "decode_step": np.float64,  # seconds of a step that only decodes
-    "foreign": np.float64,  # requests the poll saw beyond the router's own
-    "foreign_seen": np.float64,  # the same as the poll before saw it
-    "foreign_waiting": np.float64,  # of these, in the queue
-    "kv_foreign": np.float64,  # KV tokens beyond the router's own estimate; may be negative
+    "beyond": np.float64,  # sequences the last poll saw beyond the router's own
+    "foreign": np.float64,  # those two polls in a row saw: somebody else's
+    "kv_beyond": np.float64,  # KV tokens beyond the router's own estimate; may be negative
+    "polled_waiting": np.float64,  # requests in the replica's queue
     "sampled_at": np.float64,  # when the last poll's figures were taken
     "heard_at": np.float64,  # when the last poll's news came
     **dict.fromkeys(COSTS, np.float64),

@@ -37,12 +37,14 @@ class Sequences:
 class FleetView:
     """The replicas that could serve a request, one entry of each array a replica."""
 
+    rows: Indices
+    """Where they stand in the fleet's table."""
     ids: list[str]
     names: list[str]
     requests: Floats
     """In flight: the router's own and those the poll saw beyond them."""
     waiting: Floats
-    """Requests whose prefill has not begun."""
+    """Requests that have no token yet, or are in the replica's queue."""
     kv_usage: Floats
     """Fraction of the KV cache in use; the queued prompts are not in it yet."""
     backlog: Floats

@@ -4,6 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from extproc.route.router import Decision
@@ -127,9 +128,13 @@ class DecisionLog:
         self._records.append(record)
         return record
 
-    def after(self, number: int) -> list[DecisionRecord]:
-        """Records with a higher number, oldest first."""
-        return [record for record in self._records if record.number > number]
+    def after(self, number: int, most: int | None = None) -> list[DecisionRecord]:
+        """Records with a higher number, oldest first; the first ``most`` of them."""
+        return list(islice((one for one in self._records if one.number > number), most))
+
+    def last(self, most: int) -> list[DecisionRecord]:
+        """The newest ``most`` records, oldest first."""
+        return list(islice(reversed(self._records), most))[::-1]
 
     def of_request(self, request_id: str) -> list[DecisionRecord]:
         """Records of one request, oldest first."""

@@ -12,7 +12,8 @@ class RouterMetrics:
         self.requests = Counter(
             "extproc_requests_total",
             "Requests by what became of them: routed, refused, passed (not for a model), "
-            "unrouted (no healthy replica known; Envoy's fallback serves).",
+            "unrouted (no healthy replica known; Envoy's fallback serves), and of those routed, "
+            "unanswered (the client hung up, or Envoy no longer waited for the router).",
             ["result"],
             registry=registry,
         )
@@ -54,7 +55,7 @@ class RouterMetrics:
         )
         self.state_age = Gauge(
             "extproc_state_age_seconds",
-            "Age of the freshest news of any replica.",
+            "Seconds since the last news of any replica.",
             registry=registry,
         )
         self.open_streams = Gauge(

@@ -22,7 +22,7 @@ _PRIOR_WEIGHT = 4.0
 _DECAY = 0.998
 """Each observation takes this much from the older ones: a memory of about 500 requests."""
 _MOST_ROWS = 512
-"""Distinct (model, endpoint) pairs told apart; later ones share the first row."""
+"""Distinct (model, endpoint) pairs told apart; later ones share the row of all."""
 
 
 def _prior() -> Floats:
@@ -47,28 +47,36 @@ class OutputLengths:
         self._sum_up(0)
 
     def row(self, model: str, endpoint: Endpoint) -> int:
-        """The histogram of that model and endpoint; a new one starts from what all have shown."""
-        key = (model, endpoint)
-        row = self._rows.get(key)
-        if row is None:
-            if len(self._weights) > _MOST_ROWS:
-                return 0
-            row = self._rows[key] = len(self._weights)
-            start = self._weights[0] * (_PRIOR_WEIGHT / self._weights[0].sum())
-            self._weights = np.vstack([self._weights, start])
-            self._count = np.vstack([self._count, np.zeros_like(self._count[0])])
-            self._tokens = np.vstack([self._tokens, np.zeros_like(self._tokens[0])])
-            self._sum_up(row)
-        return row
+        """The histogram of that model and endpoint; 0, that of all, before any of it ended."""
+        return self._rows.get((model, endpoint), 0)
 
-    def observe(self, row: int, tokens: float) -> None:
-        """A sequence of that row ended after ``tokens`` tokens."""
-        bucket = int(np.searchsorted(_LENGTHS, tokens * 2 ** (-0.5 / _PER_DOUBLING)))
-        for learner in {0, row}:
-            weights = self._weights[learner]
+    def observe(self, model: str, endpoint: Endpoint, tokens: float, bound: float) -> None:
+        """A sequence ended after ``tokens`` tokens, of ``bound`` that it was allowed.
+
+        One that was cut by its bound would have gone on: it counts for the lengths beyond, as they
+        are distributed among themselves.
+        """
+        for row in {0, self._row_to_learn(model, endpoint)}:
+            weights = self._weights[row]
             weights *= _DECAY
-            weights[min(bucket, len(_LENGTHS) - 1)] += 1.0
-            self._sum_up(learner)
+            if tokens < bound:
+                weights[_bucket(tokens)] += 1.0
+            else:
+                beyond = weights[_bucket(tokens) :]
+                beyond *= 1.0 + 1.0 / max(float(beyond.sum()), 1.0)
+            self._sum_up(row)
+
+    def _row_to_learn(self, model: str, endpoint: Endpoint) -> int:
+        """The row of that model and endpoint; a new one starts from what all have shown."""
+        row = self.row(model, endpoint)
+        if row or len(self._weights) > _MOST_ROWS:
+            return row
+        row = self._rows[model, endpoint] = len(self._weights)
+        start = self._weights[0] * (_PRIOR_WEIGHT / self._weights[0].sum())
+        self._weights = np.vstack([self._weights, start])
+        self._count = np.vstack([self._count, np.zeros_like(self._count[0])])
+        self._tokens = np.vstack([self._tokens, np.zeros_like(self._tokens[0])])
+        return row
 
     def expected(self, row: int, bound: float) -> float:
         """:meth:`remaining` of one sequence that has no token yet, without the cost of numpy."""
@@ -100,3 +108,9 @@ class OutputLengths:
         weights = self._weights[row]
         self._count[row, :-1] = np.cumsum(weights[::-1])[::-1]
         self._tokens[row, :-1] = np.cumsum((weights * _LENGTHS)[::-1])[::-1]
+
+
+def _bucket(tokens: float) -> int:
+    """The length nearest to ``tokens``, in doublings."""
+    bucket = bisect_left(_LENGTHS_LIST, tokens * 2 ** (-0.5 / _PER_DOUBLING))
+    return min(bucket, len(_LENGTHS_LIST) - 1)

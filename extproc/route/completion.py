@@ -2,7 +2,7 @@
 
 import random
 
-from extproc.route.policy import Choice, Situation, lowest
+from extproc.route.policy import Choice, Situation, lowest, runner_up
 
 _BAND = 0.02
 """Scores this close are as good as equal: well below the 6% error of the step-time model."""
@@ -24,12 +24,7 @@ class Completion:
         scores = completion + prediction.kv_pressure * prediction.cost_to_others
         first = lowest(scores, random, band=_BAND * float(scores.min()))
         why = f"finishes in {completion[first]:.2f}s"
-        rival = int(scores.argmin()) if int(scores.argmin()) != first else None
-        if rival is not None:
-            why += f", as good as {view.names[rival]}"
-        elif len(scores) > 1:
-            second = Choice(first, scores, "").second
-            why += (
-                f", {view.names[second]} in {completion[second]:.2f}s" if second is not None else ""
-            )
+        second = runner_up(scores, first)
+        if second is not None:
+            why += f", {view.names[second]} in {completion[second]:.2f}s"
         return Choice(first, scores, why)

@@ -15,7 +15,7 @@ class LMetric:
     def choose(self, situation: Situation, random: random.Random) -> Choice:
         """The replica with the lowest product, at random among equals."""
         view = situation.view
-        tokens = view.backlog + situation.profile.prompt_tokens
+        tokens = view.backlog + max(situation.profile.prompt_tokens, 1)
         scores = tokens * (view.requests + 1.0)
         first = lowest(scores, random)
         why = f"{tokens[first]:.0f} tokens to prefill × {view.requests[first] + 1:.0f} requests"

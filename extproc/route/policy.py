@@ -35,11 +35,7 @@ class Choice:
     @property
     def second(self) -> int | None:
         """The next best, for a retry; None where there is no other candidate."""
-        if len(self.scores) < 2:
-            return None
-        others = self.scores.astype(float)
-        others[self.first] = np.inf
-        return int(np.argmin(others))
+        return runner_up(self.scores, self.first)
 
 
 class Policy(Protocol):
@@ -58,6 +54,15 @@ def lowest(scores: Floats, random: random.Random, band: float = 0.0) -> int:
     """
     near = np.flatnonzero(scores <= scores.min() + band)
     return int(near[0] if len(near) == 1 else near[random.randrange(len(near))])
+
+
+def runner_up(scores: Floats, first: int) -> int | None:
+    """The index of the lowest score but for ``first``; None where there is no other."""
+    if len(scores) < 2:
+        return None
+    others = scores.copy()
+    others[first] = np.inf
+    return int(others.argmin())
 
 
 def find_policy(name: str, policies: dict[str, Callable[[], Policy]]) -> Policy:

@@ -6,16 +6,27 @@ import numpy as np
 
 from extproc.route.policy import Choice, Situation
 
+_MOST_REMEMBERED = 10_000
+
 
 class RoundRobin:
-    """One after another, whatever they are doing."""
+    """The one whose last turn is longest ago, whatever it is doing.
+
+    That is one after another, also where requests for several models take turns on overlapping
+    sets of replicas.
+    """
 
     def __init__(self) -> None:
-        self._turn = 0
+        self._turns: dict[str, int] = {}
+        self._count = 0
 
     def choose(self, situation: Situation, random: random.Random) -> Choice:
         """The next in turn."""
-        count = len(situation.view)
-        turn = self._turn % count
-        self._turn += 1
-        return Choice(turn, ((np.arange(count) - turn) % count).astype(np.float64), "its turn")
+        ids = situation.view.ids
+        last_turns = np.array([self._turns.get(replica, 0) for replica in ids], dtype=np.float64)
+        first = int(last_turns.argmin())
+        if len(self._turns) > _MOST_REMEMBERED:
+            self._turns.clear()  # replicas that came and went
+        self._count += 1
+        self._turns[ids[first]] = self._count
+        return Choice(first, last_turns, "its turn")

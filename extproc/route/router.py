@@ -73,7 +73,7 @@ class Router:
         if not len(view):
             return None
         expected = self._expected_output(profile)
-        prediction = predict(profile, expected, view, fleet.sequences(profile.model))
+        prediction = predict(profile, expected, view, fleet.sequences(view))
         situation = Situation(profile, view, prediction)
         name = policy if policy in POLICIES else self._default
         if name not in self._policies:

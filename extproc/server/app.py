@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from random import Random
 from typing import Any
 
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_EVERY = 1.0
 """Seconds."""
+_PAGE = 50
+"""Decisions in one reply."""
+_DIGITS = 15
 
 
 async def run_router(config: Config) -> None:
@@ -45,15 +48,31 @@ async def run_router(config: Config) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     server = GrpcServer(services)
     async with (
-        serve_admin(config.serve.admin, registry, admin_routes(services)) as admin,
-        _background(follow_state(config, services.fleet)),
-        _background(_housekeeping(services)),
+        _admin(services, registry) as admin,
+        _background(follow_state(config, services.fleet), stopping) as state,
+        _background(_housekeeping(services), stopping) as housekeeping,
     ):
         port = await server.start(config.serve.listen)
         logger.info("router ready", extra={"port": port, "admin": admin, "pool": config.pool})
         await stopping.wait()
         logger.info("stopping", extra={"in_flight": services.fleet.in_flight})
         await server.stop(config.serve.drain_s)
+    for part in (state, housekeeping):
+        if part.done() and not part.cancelled():
+            part.result()
+
+
+@asynccontextmanager
+async def _admin(services: Services, registry: CollectorRegistry) -> AsyncIterator[str]:
+    address = services.config.serve.admin
+    async with AsyncExitStack() as stack:
+        try:
+            serving = serve_admin(address, registry, admin_routes(services))
+            bound = await stack.enter_async_context(serving)
+        except OSError as error:
+            reason = f"cannot listen on {address} (serve.admin): {error.strerror}"
+            raise OSError(reason) from None
+        yield bound
 
 
 def build(config: Config, registry: CollectorRegistry) -> Services:
@@ -104,10 +123,15 @@ def admin_routes(services: Services) -> list[web.RouteDef]:
     async def decisions(request: web.Request) -> web.Response:
         if "request_id" in request.query:
             records = services.log.of_request(request.query["request_id"])
+        elif "after" in request.query:
+            records = services.log.after(_number(request.query["after"]), _PAGE)
         else:
-            after = request.query.get("after", "0")
-            records = services.log.after(int(after) if after.isdecimal() else 0)
-        return web.json_response([record.to_json() for record in records])
+            records = services.log.last(_PAGE)
+        shown = []
+        for record in records:
+            shown.append(record.to_json())
+            await asyncio.sleep(0)  # a large fleet's records take long; requests come first
+        return web.json_response(shown)
 
     async def fleet(_: web.Request) -> web.Response:
         members = services.fleet
@@ -120,6 +144,12 @@ def admin_routes(services: Services) -> list[web.RouteDef]:
     return [web.get("/decisions", decisions), web.get("/fleet", fleet)]
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal() or len(text) > _DIGITS:
+        raise web.HTTPBadRequest(text=f"after={text[:_DIGITS]!r} is not a decision's number\n")
+    return int(text)
+
+
 async def _housekeeping(services: Services) -> None:
     metrics, fleet = services.metrics, services.fleet
     while True:
@@ -128,24 +158,20 @@ async def _housekeeping(services: Services) -> None:
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(fleet.states) - healthy)
         metrics.in_flight.set(fleet.in_flight)
-        if fleet.states:
-            freshest = max(state.scraped_at for state in fleet.states)
-            metrics.state_age.set(services.wall() - freshest)
+        metrics.state_age.set(services.clock() - fleet.heard_at)
         await asyncio.sleep(_HOUSEKEEPING_EVERY)
 
 
 @asynccontextmanager
-async def _background(coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(coroutine)
-    task.add_done_callback(_report_death)
+async def _background(
+    part: Coroutine[Any, Any, None], stopping: asyncio.Event
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs a part of the router beside the rest; should it end, the router stops."""
+    task = asyncio.create_task(part)
+    task.add_done_callback(lambda _: stopping.set())
     try:
-        yield
+        yield task
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await task
-
-
-def _report_death(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and task.exception() is not None:
-        logger.critical("a part of the router died", exc_info=task.exception())

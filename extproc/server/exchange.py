@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from math import inf
 
 from extproc.clock import Clock
 from extproc.config import Config
@@ -54,6 +55,7 @@ class Exchange:
 
     __slots__ = (
         "_arrived",
+        "_asked",
         "_body_mode",
         "_content_length",
         "_decided",
@@ -63,6 +65,7 @@ class Exchange:
         "_policy",
         "_record",
         "_request_id",
+        "_response_body_mode",
         "_served_by",
         "_services",
         "_status",
@@ -78,6 +81,8 @@ class Exchange:
         self._policy = ""
         self._content_length: int | None = None
         self._body_mode = messages.BUFFERED
+        self._response_body_mode = messages.NONE
+        self._asked = False
         self._ticket: Ticket | None = None
         self._record: DecisionRecord | None = None
         self._decided = 0.0
@@ -91,6 +96,7 @@ class Exchange:
         """The reply to one message of the stream, as bytes."""
         if request.HasField("protocol_config"):
             self._body_mode = request.protocol_config.request_body_mode
+            self._response_body_mode = request.protocol_config.response_body_mode
         match request.WhichOneof("request"):
             case "request_headers":
                 return self._on_request_headers(request.request_headers)
@@ -130,7 +136,7 @@ class Exchange:
     def _on_request_body(self, message: HttpBody) -> bytes:
         if self._body_mode == messages.FULL_DUPLEX_STREAMED:
             return messages.pass_chunk("request_body", message.body, message.end_of_stream)
-        if not self._path or self._record is not None:
+        if not self._path or self._asked:
             return messages.proceed("request_body")
         return self._route("request_body", message.body, partial=not message.end_of_stream)
 
@@ -145,6 +151,7 @@ class Exchange:
 
     def _route(self, phase: str, body: bytes, partial: bool) -> bytes:
         services = self._services
+        self._asked = True
         started = services.clock()
         try:
             decision = services.router.decide(self._profile(body, partial), self._policy)
@@ -188,9 +195,11 @@ class Exchange:
         services = self._services
         assert self._record is not None
         assert self._ticket is not None
-        if upstream:
-            self._served_by = upstream
+        if upstream and upstream != self._served_by:
+            # Envoy passed the choice over or tried it in vain.
+            services.fleet.health.failed(self._served_by)
             services.fleet.move(self._ticket, upstream)
+            self._served_by = upstream
         self._record.outcome.served_by = self._served_by
         self._record.outcome.status = self._status
         services.metrics.responses.labels(f"{(self._status or 0) // 100}xx").inc()
@@ -214,6 +223,8 @@ class Exchange:
                 self._first_chunk = self._services.clock()
                 self._services.fleet.first_token(self._ticket)
             self._usage.feed(message.body)
+        if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
+            return messages.pass_chunk("response_body", message.body, message.end_of_stream)
         return messages.proceed("response_body")
 
     @property
@@ -231,6 +242,8 @@ class Exchange:
         prefilled = self._first_chunk is not None or (complete and not self._streamed)
         services.fleet.release(self._ticket, prefilled)
         self._ticket = None
+        if self._status is None:
+            services.metrics.requests.labels("unanswered").inc()
         if not complete:
             return
         outcome.completion_s = services.clock() - self._decided
@@ -260,9 +273,9 @@ class Exchange:
         if usage.prompt_tokens and profile.prompt_bytes:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
         if usage.completion_tokens and profile.sequences:
-            lengths = services.fleet.lengths
-            row = lengths.row(profile.model, profile.endpoint)
-            lengths.observe(row, usage.completion_tokens / profile.sequences)
+            bound = inf if profile.output_bound is None else profile.output_bound
+            each = usage.completion_tokens / profile.sequences
+            services.fleet.lengths.observe(profile.model, profile.endpoint, each, bound)
 
     def _account(self, predicted: float, actual: float) -> None:
         metrics = self._services.metrics

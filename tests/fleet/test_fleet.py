@@ -3,6 +3,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 
+from extproc.request.profile import Endpoint
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -39,12 +40,12 @@ def test_a_prompt_is_prefilled_at_the_speed_of_the_step_model() -> None:
 def test_decoding_brings_a_request_nearer_to_its_end() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
-    fleet.lengths.observe(0, 100)
+    fleet.lengths.observe(MODEL, Endpoint.CHAT, 100, 4096)
     fleet.dispatch(replica(1), chat(100, 50))
     clock.advance(0.1)
-    early = deepcopy(fleet.sequences(MODEL))
+    early = deepcopy(fleet.sequences(fleet.view(MODEL)))
     clock.advance(1.0)
-    late = fleet.sequences(MODEL)
+    late = fleet.sequences(fleet.view(MODEL))
     steps = 1.0 / (0.029 + 50e-6 + 0.26e-6 * 120)
     grown = late.context[0] - early.context[0]
     assert grown == pytest.approx(steps, rel=0.05)
@@ -120,7 +121,7 @@ def test_polled_steps_correct_the_progress_of_a_request() -> None:
     for tick in range(1, 20):
         fleet.put(state(1, A10, clock, running=1, steps=2.0 * tick, kv_usage=0.01))
         clock.advance(0.2)
-    held = fleet.sequences(MODEL).context[0] - 100
+    held = fleet.sequences(fleet.view(MODEL)).context[0] - 100
     assert held == pytest.approx(2.0 * 19, abs=12)
 
 
@@ -131,7 +132,7 @@ def test_a_restarted_replica_counts_its_steps_anew() -> None:
     fleet.dispatch(replica(1), chat(100, 400))
     clock.advance(0.2)
     fleet.put(state(1, A10, clock, steps=5, running=1))
-    assert 100 <= fleet.sequences(MODEL).context[0] < 120
+    assert 100 <= fleet.sequences(fleet.view(MODEL)).context[0] < 120
 
 
 def test_unhealthy_replicas_are_no_candidates() -> None:
@@ -163,7 +164,7 @@ def test_a_replica_that_fails_fast_is_left_out_for_a_while() -> None:
 def test_only_replicas_that_serve_the_model_are_candidates() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
-    fleet.put(state(2, A10, clock, models=("other",)))  # type: ignore[arg-type]
+    fleet.put(state(2, A10, clock, models=("other",)))
     assert fleet.view("other").ids == [replica(2)]
     assert fleet.view(MODEL).ids == [replica(1)]
     assert len(fleet.view("an adapter just loaded")) == 2
@@ -191,9 +192,116 @@ def test_replicas_go_when_they_fall_silent_but_not_when_everything_does() -> Non
     clock.advance(60)
     fleet.drop_silent(10)
     assert len(fleet.view(MODEL)) == 2
+    for _ in range(10):
+        fleet.put(state(2, A10, clock))
+        fleet.drop_silent(10)
+        assert len(fleet.view(MODEL)) == 2, "the others may not have been heard of yet"
+        clock.advance(1)
     fleet.put(state(2, A10, clock))
     fleet.drop_silent(10)
     assert fleet.view(MODEL).ids == [replica(2)]
+
+
+def test_a_replica_that_comes_back_still_has_its_requests() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(10):
+        fleet.dispatch(replica(1), chat(100, 100))
+    fleet.remove(replica(1))
+    fleet.put(state(1, A10, clock))
+    view = fleet.view(MODEL)
+    assert view.requests[view.ids.index(replica(1))] == 10
+
+
+def test_others_load_is_forgotten_when_polls_stop() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for _ in range(2):
+        fleet.put(state(1, A10, clock, running=50, waiting=3, kv_usage=0.9))
+    assert fleet.view(MODEL).batch[0] == 53
+    clock.advance(60)
+    view = fleet.view(MODEL)
+    assert (view.requests[0], view.batch[0], view.kv_usage[0], view.waiting[0]) == (0, 0, 0, 0)
+
+
+def test_the_sequences_of_one_request_are_not_others() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.dispatch(replica(1), chat(100, 100, sequences=8))
+    for _ in range(3):
+        clock.advance(0.2)
+        fleet.put(state(1, A10, clock, running=8))
+    view = fleet.view(MODEL)
+    assert (view.requests[0], view.batch[0]) == (1, 8)
+
+
+def test_the_replicas_own_queue_counts_as_waiting() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for _ in range(10):
+        fleet.dispatch(replica(1), chat(100, 100))
+    clock.advance(2.0)
+    fleet.put(state(1, A10, clock, running=5, waiting=5, kv_usage=0.99))
+    assert fleet.view(MODEL).waiting[0] == 5
+
+
+def test_one_waiting_request_does_not_make_a_batch_look_full() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, running=1, waiting=1, kv_usage=0.05))
+    assert fleet.view(MODEL).max_num_seqs[0] == 256
+    fleet.put(state(1, A10, clock, running=1, waiting=1, kv_usage=0.05))
+    assert fleet.view(MODEL).max_num_seqs[0] == 1
+
+
+def test_a_failed_scrape_is_no_restart() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, steps=1e6))
+    fleet.dispatch(replica(1), chat(100, 10_000))
+    clock.advance(1.0)
+    fleet.put(state(1, A10, clock, healthy=False))
+    fleet.put(state(1, A10, clock, steps=1e6 + 30, running=1))
+    assert fleet.sequences(fleet.view(MODEL)).context[0] == pytest.approx(130, abs=10)
+
+
+def test_decoding_goes_on_after_a_prefill_in_the_same_moment() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.dispatch(replica(1), chat(100, 500))
+    clock.advance(1.0)
+    assert fleet.sequences(fleet.view(MODEL)).context[0] == pytest.approx(132, abs=3)
+
+
+def test_a_pause_that_ends_between_two_looks_does_no_harm() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.dispatch(replica(1), chat(100, 500))
+    for _ in range(3):
+        fleet.health.failed(replica(1))
+    view = fleet.view(MODEL)
+    clock.advance(5.0)
+    assert len(fleet.sequences(view).replica) == 0
+    assert len(fleet.view(MODEL)) == 2
+
+
+def test_a_replica_that_fails_for_hours_stays_out() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(2000):
+        fleet.health.failed(replica(1))
+        clock.advance(31.0)
+    fleet.health.failed(replica(1))
+    assert fleet.view(MODEL).ids == [replica(2)]
+
+
+def test_failures_at_once_count_for_one_pause() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(20):
+        fleet.health.failed(replica(1))
+    clock.advance(1.1)
+    assert len(fleet.view(MODEL)) == 2
 
 
 def test_an_embedding_is_prefilled_and_never_decodes() -> None:

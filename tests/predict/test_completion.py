@@ -10,7 +10,8 @@ C0, PREFILL, BATCH, KV = 0.029, 260e-6, 50e-6, 0.26e-6
 
 
 def predicted(fleet: Fleet, profile: RequestProfile, output: int) -> Prediction:
-    return predict(profile, output, fleet.view(MODEL), fleet.sequences(MODEL))
+    view = fleet.view(MODEL)
+    return predict(profile, output, view, fleet.sequences(view))
 
 
 def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:

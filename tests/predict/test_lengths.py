@@ -4,14 +4,15 @@ import pytest
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import Endpoint
 
+FREE = 131_072.0
+
 
 def learned(*lengths: float) -> tuple[OutputLengths, int]:
     outputs = OutputLengths()
-    row = outputs.row("llama", Endpoint.CHAT)
     for _ in range(200):
         for length in lengths:
-            outputs.observe(row, length)
-    return outputs, row
+            outputs.observe("llama", Endpoint.CHAT, length, FREE)
+    return outputs, outputs.row("llama", Endpoint.CHAT)
 
 
 def test_the_expectation_is_learned() -> None:
@@ -45,13 +46,23 @@ def test_the_bound_is_taken_inside_the_expectation() -> None:
     assert outputs.remaining(row, 0, 100) == pytest.approx((20 + 100) / 2, rel=0.15)
 
 
-def test_a_new_row_starts_from_what_all_have_shown() -> None:
+def test_what_nothing_is_known_of_is_taken_for_what_all_have_shown() -> None:
     outputs, _ = learned(40)
     other = outputs.row("another", Endpoint.COMPLETIONS)
     assert outputs.remaining(other, 0, 4096) == pytest.approx(40, rel=0.2)
     for _ in range(50):
-        outputs.observe(other, 600)
+        outputs.observe("another", Endpoint.COMPLETIONS, 600, FREE)
+    other = outputs.row("another", Endpoint.COMPLETIONS)
     assert outputs.remaining(other, 0, 4096) > 400
+    assert outputs.remaining(outputs.row("llama", Endpoint.CHAT), 0, 4096) < 100
+
+
+def test_what_was_cut_by_its_bound_would_have_gone_on() -> None:
+    outputs, row = learned(20, 1000)
+    before = outputs.expected(row, FREE)
+    for _ in range(500):
+        outputs.observe("llama", Endpoint.CHAT, 16, 16)
+    assert outputs.expected(row, FREE) == pytest.approx(before, rel=0.3)
 
 
 def test_it_takes_all_requests_in_flight_at_once() -> None:
@@ -66,5 +77,14 @@ def test_it_takes_all_requests_in_flight_at_once() -> None:
 
 def test_a_flood_of_model_names_does_not_grow_it_without_end() -> None:
     outputs = OutputLengths()
-    rows = {outputs.row(f"model-{number}", Endpoint.CHAT) for number in range(2000)}
-    assert len(rows) < 600
+    for number in range(2000):
+        outputs.observe(f"model-{number}", Endpoint.CHAT, 100, FREE)
+    assert len({outputs.row(f"model-{number}", Endpoint.CHAT) for number in range(2000)}) < 600
+
+
+def test_names_that_clients_make_up_take_no_room() -> None:
+    outputs = OutputLengths()
+    for number in range(2000):
+        outputs.row(f"bogus-{number}", Endpoint.CHAT)
+    outputs.observe("real", Endpoint.CHAT, 100, FREE)
+    assert outputs.row("real", Endpoint.CHAT) != 0

@@ -1,5 +1,6 @@
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,21 @@ def test_round_robin_takes_turns() -> None:
     router = Router(fleet_of(ManualClock(), A10, A10), "round_robin", random.Random(0))
     decisions = [router.decide(chat(1)) for _ in range(4)]
     assert [d.replica for d in decisions if d] == [replica(1), replica(2)] * 2
+
+
+def test_round_robin_takes_turns_for_each_of_several_models() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10, A10, A10)
+    for number in (3, 4):
+        fleet.put(state(number, A10, clock, models=("other",)))
+    router = Router(fleet, "round_robin", random.Random(0))
+    chosen: Counter[str] = Counter()
+    for turn in range(100):
+        profile = chat(1) if turn % 2 else replace(chat(1), model="other")
+        decision = router.decide(profile)
+        assert decision is not None
+        chosen[decision.replica] += 1
+    assert set(chosen.values()) == {25}
 
 
 def test_power_of_two_takes_the_less_loaded_of_two() -> None:

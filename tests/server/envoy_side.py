@@ -52,13 +52,16 @@ class Stream:
         method: str = "POST",
         end_of_stream: bool = False,
         body_mode: BodyMode = BodyMode.BUFFERED,
+        response_mode: BodyMode = BodyMode.NONE,
         headers: dict[str, str] | None = None,
     ) -> ProcessingResponse:
         return await self.send(
             request_headers=_headers(
                 {":path": path, ":method": method} | (headers or {}), end_of_stream=end_of_stream
             ),
-            protocol_config=ProtocolConfiguration(request_body_mode=body_mode),
+            protocol_config=ProtocolConfiguration(
+                request_body_mode=body_mode, response_body_mode=response_mode
+            ),
         )
 
     async def request_body(

@@ -348,3 +348,55 @@ async def test_a_response_broken_off_is_no_completion(envoy: EnvoySide, services
     (record,) = services.log.of_request("broken")
     assert record.outcome.status == 200
     assert record.outcome.completion_s is None
+
+
+async def test_in_full_duplex_the_response_goes_back(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(
+            body_mode=BodyMode.FULL_DUPLEX_STREAMED, response_mode=BodyMode.FULL_DUPLEX_STREAMED
+        )
+        await stream.request_body(CHAT)
+        await stream.response_headers()
+        reply = await stream.response_body(b"\x00chunk")
+        assert reply.response_body is not None
+        assert reply.response_body.response is not None
+        mutation = reply.response_body.response.body_mutation
+        assert mutation is not None
+        assert mutation.streamed_response is not None
+        assert mutation.streamed_response.body == b"\x00chunk"
+        assert mutation.streamed_response.end_of_stream
+
+
+async def test_a_choice_that_envoy_passed_over_is_left_out(
+    envoy: EnvoySide, services: Services
+) -> None:
+    for _ in range(30):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+            await stream.response_headers(upstream=replica(2))
+            await stream.end()
+    assert services.fleet.view("llama").ids == [replica(2)]
+
+
+async def test_a_body_that_was_never_to_be_read_is_not_refused(
+    envoy: EnvoySide, services: Services
+) -> None:
+    clock = ManualClock(services.wall())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", clock, healthy=False))
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"content-encoding": "gzip"})
+        reply = await stream.request_body(b"\x1f\x8b")
+        assert reply.immediate_response is None
+        assert destination(reply) == []
+
+
+async def test_a_request_that_envoy_did_not_wait_for_is_counted(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        await stream.request_body(CHAT)
+        await stream.end()
+    assert services.metrics.requests.labels("unanswered")._value.get() == 1

@@ -1,0 +1,133 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from extproc.predict.calibration import Calibration, EngineCounts
+from extproc.predict.hardware import PROFILES
+from extproc.predict.step import StepModel
+
+RUN = Path(__file__).parents[1] / "data" / "vllm" / "polled-run.json"
+KV_TOKENS = 256 * 128
+A10 = PROFILES["llama-8b-a10"].step
+
+
+def real_run() -> list[EngineCounts]:
+    return [
+        EngineCounts(
+            at=row["t"],
+            steps=row["iteration_tokens_total_count"],
+            computed_tokens=row["prompt_tokens_total"] - row["prompt_tokens_cached_total"],
+            generated_tokens=row["generation_tokens_total"],
+            in_flight=int(row["num_requests_running"] + row["num_requests_waiting"]),
+            kv_tokens=row["kv_cache_usage_perc"] * KV_TOKENS,
+        )
+        for row in json.loads(RUN.read_text())["rows"]
+    ]
+
+
+def seconds(model: StepModel, window: list[EngineCounts]) -> float:
+    """How long the work of a window should have taken."""
+    first, last = window[0], window[-1]
+    kv = sum((b.steps - a.steps) * (a.kv_tokens + b.kv_tokens) / 2 for a, b in pairwise(window))
+    return (
+        model.c0 * (last.steps - first.steps)
+        + model.c_prefill * (last.computed_tokens - first.computed_tokens)
+        + model.c_batch * (last.generated_tokens - first.generated_tokens)
+        + model.c_kv * kv
+    )
+
+
+@pytest.mark.parametrize("start", ["llama-3-8b-a100", "llama-8b-a10", "llama-8b-h100"])
+def test_a_real_vllm_is_learned_from_its_counters_alone(start: str) -> None:
+    """Each window of 4 s of the second half is predicted with what was known at its start."""
+    polls, calibration = real_run(), Calibration(PROFILES[start].step)
+    known: list[StepModel | None] = []
+    for poll in polls:
+        calibration.poll(poll)
+        known.append(calibration.model)
+    errors = []
+    for begin in range(len(polls) // 2, len(polls) - 16):
+        window, model = polls[begin : begin + 17], known[begin]
+        if all(poll.in_flight for poll in window) and model is not None:
+            took = window[-1].at - window[0].at
+            errors.append(abs(seconds(model, window) - took) / took)
+    assert len(errors) > 150
+    assert median(errors) <= 0.05
+
+
+def simulated(
+    model: StepModel, polls: int, start: EngineCounts | None = None, idle: float = 0.0
+) -> list[EngineCounts]:
+    """An engine that works through steps of changing size, polled every 0.2 s."""
+    now = start or EngineCounts(0.0, 0.0, 0.0, 0.0, 4, 0.0)
+    seen, at, next_poll = [now], now.at, now.at + 0.2
+    steps, computed, generated = now.steps, now.computed_tokens, now.generated_tokens
+    number = 0
+    while len(seen) <= polls:
+        number += 1
+        prefill = 300 * (number % 17 == 0)
+        batch = 4 + 8 * (number // 150 % 2)
+        kv = 2_000.0 + 6_000 * (number // 230 % 2)
+        at += model.step_time(prefill, batch, kv) + idle
+        steps, computed, generated = steps + 1, computed + prefill, generated + batch
+        while next_poll <= at and len(seen) <= polls:
+            seen.append(EngineCounts(at, steps, computed, generated, batch, kv))
+            next_poll = at + 0.2
+    return seen
+
+
+@pytest.mark.parametrize("wrong", [0.5, 2.0])
+def test_a_wrong_profile_is_put_right_within_a_minute(wrong: float) -> None:
+    calibration = Calibration(A10.slowed(wrong))
+    for poll in simulated(A10, 300):
+        calibration.poll(poll)
+    assert calibration.model is not None
+    assert calibration.model.c0 == pytest.approx(A10.c0, rel=0.1)
+    assert calibration.model.c_prefill == pytest.approx(A10.c_prefill, rel=0.1)
+
+
+def test_a_throttled_card_is_seen_within_seconds() -> None:
+    calibration = Calibration(A10)
+    polls = simulated(A10, 600)
+    for poll in polls:
+        calibration.poll(poll)
+    for poll in simulated(A10.slowed(3.0), 50, start=polls[-1])[1:]:
+        calibration.poll(poll)
+    assert calibration.model is not None
+    assert calibration.model.step_time(0, 4, 2000) == pytest.approx(
+        3 * A10.step_time(0, 4, 2000), rel=0.2
+    )
+
+
+def test_idle_time_does_not_make_an_engine_look_slow() -> None:
+    calibration = Calibration(A10)
+    polls = simulated(A10, 100)
+    for poll in polls:
+        calibration.poll(poll)
+    before = calibration.model
+    last = polls[-1]
+    for wait in range(1, 200):
+        at = last.at + 0.2 * wait
+        calibration.poll(
+            EngineCounts(at, last.steps, last.computed_tokens, last.generated_tokens, 0, 0.0)
+        )
+    assert calibration.model == before
+
+
+def test_a_restart_does_not_disturb_what_was_learned() -> None:
+    calibration = Calibration(A10)
+    for _ in range(2):
+        for poll in simulated(A10, 100):
+            calibration.poll(poll)
+    assert calibration.model is not None
+    assert calibration.model.c0 == pytest.approx(A10.c0, rel=0.1)
+
+
+def test_before_the_first_window_nothing_is_learned() -> None:
+    calibration = Calibration(A10)
+    for poll in simulated(A10, 5):
+        calibration.poll(poll)
+    assert calibration.model is None
