@@ -2,14 +2,19 @@
 
 import random
 from collections.abc import Iterator
+from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
 from math import inf
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from benchmarks.fleet import FleetFile
 from benchmarks.trace import TracedRequest
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.state import ReplicaState
+from extproc.fleet.view import Floats
 from extproc.predict.calibration import Calibration, EngineCounts
 from extproc.predict.hardware import HardwareProfile
 from extproc.predict.lengths import OutputLengths
@@ -21,11 +26,23 @@ from extproc.simulator.sequence import Sequence
 from extproc.simulator.steps import Outcome
 
 MODEL = "model"
+KNOWN = ("lengths", "coefficients")
 STREAMED = 0.5
 """Share of requests that are streamed."""
 STREAM_SAMPLE = 0.1
 """Share of streams whose chunks the router reads, as configured by default."""
 _MAX_MODEL_LEN = 131_072
+
+
+class TrueLengths(OutputLengths):
+    """Output lengths that are known: every request generates its bound."""
+
+    def expected(self, row: int, bound: float) -> float:
+        return bound
+
+    def remaining(self, rows: ArrayLike, progress: ArrayLike, bound: ArrayLike) -> Floats:
+        left: Floats = np.maximum(np.subtract(bound, progress, dtype=np.float64), 0.0)
+        return left
 
 
 class VirtualClock:
@@ -68,14 +85,16 @@ class Simulation:
     policy: str
     poll_interval: float = 0.2
     seed: int = 0
-    know_coefficients: bool = False
+    know: frozenset[str] = frozenset()
+    """Which of ``KNOWN`` the router is told, though production would not know it."""
     profile_error: float = 1.0
     """How many times as long as in truth a step takes by the profile the router starts from."""
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self.fleet = Fleet(OutputLengths(), self.clock)
+        lengths = TrueLengths() if "lengths" in self.know else OutputLengths()
+        self.fleet = Fleet(lengths, self.clock)
         self.router = Router(self.fleet, self.policy, random.Random(self.seed))
         members = self.fleet_file.members
         self.engines = {name: Engine(profile) for name, profile in members.items()}
@@ -84,7 +103,7 @@ class Simulation:
         }
         self._open: dict[int, Served] = {}
 
-    def run(self, trace: list[TracedRequest]) -> Iterator[Served]:
+    def run(self, trace: PySequence[TracedRequest]) -> Iterator[Served]:
         """Plays the trace; yields every request when it has finished."""
         last = trace[-1].at if trace else 0.0
         arrivals = iter(trace)
@@ -109,7 +128,7 @@ class Simulation:
             MODEL,
             traced.prompt_tokens,
             traced.prompt_tokens * 4,
-            traced.max_tokens,
+            traced.output_tokens if "lengths" in self.know else traced.max_tokens,
             stream=streamed,
         )
         decision = self.router.decide(profile)
@@ -154,7 +173,7 @@ class Simulation:
         for name, engine in self.engines.items():
             counters = engine.counters
             learned = None
-            if not self.know_coefficients:
+            if "coefficients" not in self.know:
                 calibration = self._calibrations[name]
                 calibration.poll(
                     EngineCounts(
