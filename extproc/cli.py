@@ -56,7 +56,8 @@ def _unknown_argument(parser: argparse.ArgumentParser, given: str) -> str:
     from extproc.settings import nearest
 
     options = [option for action in parser._actions for option in action.option_strings]
-    return f"unknown argument {given!r}{nearest(given.partition('=')[0], options)}"
+    name = given.partition("=")[0]  # the rest may be a password
+    return f"unknown argument {name!r}{nearest(name, options)}"
 
 
 def _load_serve() -> tuple[_Add, _Run]:

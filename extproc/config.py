@@ -3,7 +3,14 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from extproc.address import split_address
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
@@ -12,7 +19,9 @@ from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def _known_profile(name: str) -> str:
@@ -36,6 +45,25 @@ def _host_and_port(address: str) -> str:
     return address
 
 
+def _of_a_replica(address: str) -> str:
+    return _host_and_port(address.strip().removeprefix("http://").removesuffix("/"))
+
+
+def _of_redis(url: str) -> str:
+    from extproc.state.connection import connect  # the client: only where one is configured
+
+    try:
+        # Takes the URL apart, and no more.
+        connect(url).connection_pool.make_connection()  # type: ignore[no-untyped-call]
+    except (ValueError, TypeError):
+        # Its own message may quote the password.
+        raise ValueError(
+            "not an address of Redis: write redis://[user:password@]host:port/database, "
+            "rediss:// for TLS, or unix:///path"
+        ) from None
+    return url
+
+
 class ReplicaSource(Section):
     """One or more replicas: an address, or a DNS name that resolves to many."""
 
@@ -49,6 +77,12 @@ class ReplicaSource(Section):
     """What people call it; the address by default."""
 
     _profile_exists = field_validator("profile")(_known_profile)
+    _addresses = field_validator("url", "dns")(_of_a_replica)
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """Name or IP address, and port."""
+        return split_address(self.url or self.dns)
 
     @model_validator(mode="after")
     def _one_address(self) -> "ReplicaSource":
@@ -60,8 +94,10 @@ class ReplicaSource(Section):
 class RedisSettings(Section):
     """Where replica state is shared."""
 
-    url: str = "redis://127.0.0.1:6379/0"
+    url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
     """``redis://``, ``rediss://`` or ``unix://``."""
+
+    _is_one = field_validator("url")(_of_redis)
 
 
 class ServeSettings(Section):
@@ -120,14 +156,28 @@ class PollSettings(Section):
     """Each wait is stretched or cut by up to this fraction, so that scrapes spread out."""
     backoff_max_s: float = Field(default=2.0, gt=0)
     """A failing replica is scraped at most this seldom."""
-    ttl_s: float = Field(default=10.0, gt=0)
-    """Life of a replica's state in Redis without a scrape."""
+    ttl_s: float = Field(default=10.0, gt=0, validate_default=True)
+    """Life of a replica's state in Redis without a scrape; longer than any wait between two."""
     resolve_s: float = Field(default=2.0, gt=0)
     """DNS names and the replicas file are looked at again this often."""
     admin: str = "127.0.0.1:9091"
     """HTTP address of the poller's /metrics and /healthz."""
 
     _address = field_validator("admin")(_host_and_port)
+
+    @field_validator("ttl_s")
+    @classmethod
+    def _outlives_a_wait(cls, ttl_s: float, info: ValidationInfo) -> float:
+        given = info.data
+        if not {"interval_s", "timeout_s", "jitter", "backoff_max_s"} <= given.keys():
+            return ttl_s  # one of them is wrong itself
+        wait_s = max(given["interval_s"] * (1 + given["jitter"]), given["backoff_max_s"])
+        if ttl_s <= wait_s + given["timeout_s"]:
+            raise ValueError(
+                f"must be more than {wait_s + given['timeout_s']:g}, the longest time between two "
+                "scrapes: poll.timeout_s and the wait (poll.backoff_max_s, or poll.interval_s)"
+            )
+        return ttl_s
 
 
 class LogSettings(Section):

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from extproc.config import Config, ReplicaSource
+from extproc.yaml_file import parse_yaml, read_yaml
 
 ENV_PREFIX = "EXTPROC_"
 ENV_FILE = "EXTPROC_CONFIG"
@@ -118,11 +118,11 @@ _SECTIONS = {key.rpartition(".")[0] for key in LEAVES} - {""}
 
 def _from_file(path: Path) -> Iterator[tuple[str, _Value]]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: not YAML: {' '.join(str(error).split())}"]) from None
+    except ValueError as error:
+        raise ConfigError([f"{path}: {error}"]) from None
     if content is None:
         return
     if not isinstance(content, dict):
@@ -160,10 +160,9 @@ def _parsed(key: str, text: str, origin: str) -> object:
     if text[:1] not in ("[", "{"):
         return text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError([f"{origin}: {key}: not a YAML or JSON list: {reason}"]) from None
+        return parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError([f"{origin}: {key}: {error}"]) from None
 
 
 def _nested(values: Mapping[str, _Value]) -> dict[str, Any]:
@@ -193,7 +192,8 @@ def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | No
         return f"{origin}: unknown key {where!r}{nearest(name, ReplicaSource.model_fields)}"
     wanted = detail["msg"].removeprefix("Value error, ")
     wanted = wanted[:1].lower() + wanted[1:]
-    return f"{origin}: {where}: {wanted}; given: {detail['input']!r}"
+    secret = where in LEAVES and not LEAVES[where].repr
+    return f"{origin}: {where}: {wanted}" + ("" if secret else f"; given: {detail['input']!r}")
 
 
 def _section_help(section: str) -> tuple[str, str | None]:

@@ -5,7 +5,6 @@ import os
 import sys
 from pathlib import Path
 
-import yaml
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 
 from extproc import settings
@@ -14,6 +13,9 @@ from extproc.check.finding import Finding, Level
 from extproc.check.rules import RULES
 from extproc.check.schema import problems
 from extproc.config import Config
+from extproc.request.tokens import TokenCounter, TokenizerError
+from extproc.state.connection import address, connect
+from extproc.yaml_file import read_yaml
 
 _NO_FILTER = (
     "there is no ext_proc filter: Envoy never asks the router. Take it from envoy/ext_proc.yaml"
@@ -32,35 +34,40 @@ def run(args: argparse.Namespace) -> int:
     """Prints what is understood and found; 1 if there is an error, else 0."""
     try:
         config = settings.load(settings.flags_of(args), os.environ, args.config)
+        TokenCounter(config.request)
     except settings.ConfigError as error:
-        for problem in error.problems:
-            print(f"{Level.ERROR:<8} {problem}", file=sys.stderr)
-        return 1
+        return _wrong(error.problems)
+    except TokenizerError as error:
+        return _wrong([f"request.tokenizers: {error}"])
     print(understood(config))
     if args.envoy is None:
         return 0
     try:
-        findings = check_envoy(args.envoy.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        print(f"{args.envoy}: cannot be read: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        tree = read_yaml(args.envoy)
+    except OSError as error:
+        return _wrong([f"{args.envoy}: cannot be read: {error.strerror}"])
+    except ValueError as error:
+        return _wrong([f"{args.envoy}: {error}"])
+    findings = check_envoy(tree)
     print(f"\n{args.envoy}")
     for finding in findings:
         print(finding)
     return int(any(finding.level is Level.ERROR for finding in findings))
 
 
-def check_envoy(text: str) -> list[Finding]:
+def _wrong(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"{Level.ERROR:<8} {problem}", file=sys.stderr)
+    return 1
+
+
+def check_envoy(tree: object) -> list[Finding]:
     """What there is to say about an Envoy file, worst first.
 
     Args:
-        text: YAML or JSON; several documents are taken together.
-
-    Raises:
-        yaml.YAMLError: it is neither.
+        tree: what is in it, as :func:`extproc.yaml_file.read_yaml` returns it.
     """
-    documents = list(yaml.safe_load_all(text))
-    file = EnvoyFile(documents[0] if len(documents) == 1 else documents)
+    file = EnvoyFile(tree)
     found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
     if not file.has(ExternalProcessor):
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
@@ -77,7 +84,7 @@ def understood(config: Config) -> str:
     if config.replicas_file:
         replicas.append(f"those in {config.replicas_file}")
     lines = {
-        "pool": f"{config.pool}, shared in {config.redis.url}",
+        "pool": f"{config.pool}, shared in {address(connect(config.redis.url))}",
         "router": f"{config.serve.listen} for Envoy, {config.serve.admin} for people",
         "policy": config.route.policy,
         "poller": f"every {config.poll.interval_s:g} s, {config.poll.admin} for people",

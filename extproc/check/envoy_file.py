@@ -4,18 +4,20 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from betterproto2 import Message
+from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.route.v3 import RouteAction
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
     HeaderMutation as EarlyHeaderMutation,
 )
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 
 from extproc.check.schema import message
-from extproc.check.tree import Node, Path, nodes, written
+from extproc.check.tree import Node, Path, nodes, snake, written
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -57,13 +59,22 @@ class EnvoyFile:
         ]
 
     @property
+    def has_all_clusters(self) -> bool:
+        """Whether it is a whole bootstrap that takes no clusters from a control plane."""
+        dynamic = [part.message.dynamic_resources for part in self.all(Bootstrap)]
+        return bool(dynamic) and not any(
+            one and (one.cds_config or one.cds_resources_locator) for one in dynamic
+        )
+
+    @property
+    def cluster_names(self) -> set[str]:
+        """Names of the clusters in it."""
+        return {part.message.name for part in self.all(Cluster)}
+
+    @property
     def router_clusters(self) -> list[Part[Cluster]]:
         """Clusters of ext_proc servers: those that the filters name."""
-        names = {
-            part.message.grpc_service.envoy_grpc.cluster_name
-            for part in self.all(ExternalProcessor)
-            if part.message.grpc_service and part.message.grpc_service.envoy_grpc
-        }
+        names = {router_cluster(part.message) for part in self.all(ExternalProcessor)} - {""}
         return [part for part in self.all(Cluster) if part.message.name in names]
 
     @property
@@ -76,7 +87,24 @@ class EnvoyFile:
         """Routes to those clusters; all routes where the file holds no such cluster."""
         names = {part.message.name for part in self.replica_clusters}
         routes = self.all(RouteAction)
-        return [part for part in routes if not names or _clusters(part.message) & names]
+        return [part for part in routes if not names or clusters_of(part.message) & names]
+
+    def is_enabled(self, filter: Part[ExternalProcessor]) -> bool:
+        """Whether requests pass that filter: its entry is not disabled, or a route enables it."""
+        entries = [
+            part.message
+            for part in self.all(HttpFilter)
+            if part.path == filter.path[: len(part.path)] and part.message.disabled
+        ]
+        return all(self._enabled_by_a_route(entry.name) for entry in entries)
+
+    def _enabled_by_a_route(self, name: str) -> bool:
+        return any(
+            [snake(str(part)) for part in node.path[-2:-1]] == ["typed_per_filter_config"]
+            and node.path[-1] == name
+            and not node.fields.get("disabled")
+            for node in self.nodes
+        )
 
     def removes_before(self, filter: Part[ExternalProcessor], header: str) -> bool:
         """Whether a client's header is gone before a request reaches that filter."""
@@ -93,9 +121,16 @@ def _full_name(cls: type[Any]) -> str:
     return f"{cls.__module__}.{cls.__name__}".partition(".")[2]
 
 
-def _clusters(route: RouteAction) -> set[str | None]:
+def router_cluster(filter: ExternalProcessor) -> str:
+    """Name of the cluster of ext_proc servers; empty where the filter names none."""
+    service = filter.grpc_service
+    return service.envoy_grpc.cluster_name if service and service.envoy_grpc else ""
+
+
+def clusters_of(route: RouteAction) -> set[str]:
+    """Names of the clusters a route leads to; none where a header or a plugin says."""
     weighted = route.weighted_clusters.clusters if route.weighted_clusters else []
-    return {route.cluster, *(cluster.name for cluster in weighted)}
+    return {name for name in (route.cluster, *(one.name for one in weighted)) if name}
 
 
 def _removes(mutations: list[Mutation], header: str) -> bool:

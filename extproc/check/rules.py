@@ -20,15 +20,16 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions
 
-from extproc.check.envoy_file import EnvoyFile, Part
+from extproc.check.envoy_file import EnvoyFile, Part, clusters_of, router_cluster
 from extproc.check.finding import Finding, Level
 
 DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE = "envoy.lb"
 
 _ATTRIBUTES = ("upstream.address", "response.code", "response.flags")
-_LIMITS = ("max_connections", "max_pending_requests", "max_requests")
-_DEFAULT_LIMIT = 1024
+_LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}
+"""Circuit breakers and their defaults."""
+_RETRY_LIMIT = {"max_retries": 3}
 _DEFAULT_BUFFER = 1024 * 1024
 _LONG_MESSAGE = timedelta(seconds=1)
 _SHORT_ROUTE = timedelta(minutes=10)
@@ -112,6 +113,43 @@ def is_complete(part: Part[EnvoyFile], file: EnvoyFile) -> str | None:
     return f"there is no {' and no '.join(missing)} in this file: check the one that is used, too"
 
 
+@_rule(Level.ERROR, lambda file: _filters(file) if file.has_all_clusters else [])
+def router_cluster_exists(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """The router is asked: the cluster that ext_proc names exists."""
+    service = part.message.grpc_service
+    name = router_cluster(part.message)
+    if name in file.cluster_names or (service and service.google_grpc):
+        return None
+    named = f"names the cluster {name!r}, which does not exist" if name else "names no cluster"
+    return (
+        f"grpc_service {named}: the router is never asked. "
+        "Write grpc_service: {envoy_grpc: {cluster_name: the router's cluster}}"
+    )
+
+
+@_rule(Level.ERROR, lambda file: file.all(RouteAction) if file.has_all_clusters else [])
+def route_cluster_exists(part: Part[RouteAction], file: EnvoyFile) -> str | None:
+    """Every route leads somewhere: its cluster exists."""
+    missing = sorted(clusters_of(part.message) - file.cluster_names)
+    if not missing:
+        return None
+    return (
+        f"the route leads to {', '.join(map(repr, missing))}, and there is no such cluster: "
+        "requests fail. Name a cluster of this file"
+    )
+
+
+@_rule(Level.ERROR, _filters)
+def filter_is_enabled(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """Requests pass the ext_proc filter: it is enabled."""
+    if file.is_enabled(part):
+        return None
+    return (
+        "the filter is disabled, and no route enables it: the router is never asked. "
+        "Remove disabled: true"
+    )
+
+
 @_rule(Level.ERROR, _filters)
 def request_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Requests wait for the router: their headers are sent."""
@@ -132,6 +170,28 @@ def body_is_buffered(part: Part[ExternalProcessor], file: EnvoyFile) -> str | No
     return (
         f"request_body_mode is {mode.name}: the router cannot measure the prompt before the "
         "request leaves. Write request_body_mode: BUFFERED"
+    )
+
+
+@_rule(Level.ERROR, _filters)
+def trailers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """Trailers are sent where Envoy insists on it (FULL_DUPLEX_STREAMED)."""
+    mode = _mode(part)
+    modes = {
+        "request": (mode.request_body_mode, mode.request_trailer_mode),
+        "response": (mode.response_body_mode, mode.response_trailer_mode),
+    }
+    missing = [
+        way
+        for way, (body, trailers) in modes.items()
+        if body is ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+        and trailers is not ProcessingModeHeaderSendMode.SEND
+    ]
+    if not missing:
+        return None
+    return (
+        f"the {' and '.join(missing)} body is FULL_DUPLEX_STREAMED without trailers: Envoy refuses "
+        f"the file. Write {', '.join(f'{way}_trailer_mode: SEND' for way in missing)}"
     )
 
 
@@ -287,22 +347,34 @@ def router_speaks_http2(part: Part[Cluster], file: EnvoyFile) -> str | None:
     )
 
 
+@_rule(Level.WARNING, lambda file: file.router_clusters)
+def router_is_health_checked(part: Part[Cluster], file: EnvoyFile) -> str | None:
+    """A router that hangs is left out: Envoy checks its health."""
+    if part.message.health_checks:
+        return None
+    return (
+        f"cluster {part.message.name!r} has no health_checks: while a router hangs, requests wait "
+        "for it, each for the whole message_timeout. Write health_checks with grpc_health_check: {}"
+    )
+
+
 @_rule(Level.WARNING, lambda file: [*file.router_clusters, *file.replica_clusters])
 def limits_are_raised(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """Circuit breakers let all requests in flight through."""
     breakers = part.message.circuit_breakers
     default = [one for one in breakers.thresholds if not one.priority] if breakers else []
+    retried = file.all(OverrideHost, within=part) and not any(one.retry_budget for one in default)
     low = [
-        name
-        for name in _LIMITS
-        if max((getattr(one, name) or 0 for one in default), default=0) <= _DEFAULT_LIMIT
+        f"{name} ({limit})"
+        for name, limit in (_LIMITS | _RETRY_LIMIT if retried else _LIMITS).items()
+        if max((getattr(one, name) or 0 for one in default), default=0) <= limit
     ]
     if not low:
         return None
     return (
-        f"cluster {part.message.name!r} takes {_DEFAULT_LIMIT} or less in {', '.join(low)}: every "
-        "request in flight counts, and those beyond are refused or not routed. Raise them in "
-        "circuit_breakers, for example to 100000"
+        f"cluster {part.message.name!r} takes no more than Envoy's default in {', '.join(low)}: "
+        "every request in flight counts, and those beyond are refused, not retried or not routed. "
+        "Raise them in circuit_breakers, for example to 100000 (max_retries: 1000)"
     )
 
 

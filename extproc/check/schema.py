@@ -100,6 +100,8 @@ def _field(cls: type[Any], key: str, value: object, path: Path) -> Iterator[Find
     for item, place in _items(value, wanted, path):
         if item is not None:
             yield from _message(inner, item, place)
+        elif wanted is not object:
+            yield _problem(place, "must not be null")
 
 
 def _items(value: Any, container: type[Any], path: Path) -> list[tuple[object, Path]]:
@@ -115,6 +117,8 @@ def _field_name(cls: type[Any], key: str) -> str | None:
 
 
 def _any(value: object, path: Path) -> Iterator[Finding]:
+    if value == {}:
+        return  # as in FilterConfig, which may leave its filter's own settings as they are
     if not isinstance(value, Mapping) or not isinstance(value.get("@type"), str):
         yield _problem(path, "needs an '@type'")
         return

@@ -30,7 +30,7 @@ async def run_poller(config: Config) -> None:
 
     Raises:
         OSError: the admin address cannot be served.
-        ValueError: the configuration names no replicas, or a malformed address.
+        ValueError: the configuration names no replicas.
     """
     if not config.replicas and config.replicas_file is None:
         raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")

@@ -3,21 +3,18 @@
 import asyncio
 import ipaddress
 import logging
-import socket
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
 
-from extproc.address import join_address, split_address
+from extproc.address import join_address
 from extproc.config import Config, ReplicaSource
+from extproc.poll.resolve import Lookups, Resolve, resolve_host
+from extproc.yaml_file import read_yaml
 
 log = logging.getLogger(__name__)
-
-Resolve = Callable[[str], Awaitable[Sequence[str]]]
-"""Host name to IP addresses; raises ``OSError`` when there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +27,8 @@ class Target:
     profile: str
 
 
-async def resolve_host(host: str) -> Sequence[str]:
-    """Ask the system's resolver.
-
-    Raises:
-        OSError: the name has no address.
-    """
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return [str(sockaddr[0]) for *_, sockaddr in found]
-
-
 class Discovery:
-    """Looks up the replicas, again and again; what fails keeps its last answer.
-
-    Raises:
-        ValueError: a configured source has no ``host:port``.
-    """
+    """Looks up the replicas, again and again; what fails keeps its last answer."""
 
     def __init__(
         self,
@@ -56,23 +38,20 @@ class Discovery:
         resolve: Resolve = resolve_host,
     ) -> None:
         self._sources = tuple(sources)
-        for source in self._sources:
-            _host_and_port(source)
         self._file = None if file is None else ReplicasFile(file)
-        self._timeout_s = timeout_s
-        self._resolve = resolve
+        self._lookups = Lookups(resolve, timeout_s)
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._unresolved: set[str] = set()
 
     async def targets(self) -> tuple[Target, ...]:
         """Return the replicas as of now; an address named twice counts once, the first."""
         sources = self._sources + (self._file.sources() if self._file else ())
-        await self._look_up({_host_and_port(source)[0] for source in sources})
+        await self._look_up({source.host_and_port[0] for source in sources})
         found = (target for source in sources for target in self._targets_of(source))
         return tuple({target.id: target for target in reversed(list(found))}.values())[::-1]
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:
-        host, port = _host_and_port(source)
+        host, port = source.host_and_port
         addresses = self._addresses.get(host, ())
         for ip in addresses if source.dns else addresses[:1]:
             address = join_address(ip, port)
@@ -80,16 +59,20 @@ class Discovery:
             yield Target(address, name or address, source.profile)
 
     async def _look_up(self, hosts: set[str]) -> None:
+        self._forget_all_but(hosts)
         await asyncio.gather(*map(self._look_up_one, hosts))
+
+    def _forget_all_but(self, hosts: set[str]) -> None:
+        self._addresses = {host: self._addresses[host] for host in hosts & self._addresses.keys()}
+        self._unresolved &= hosts
+        self._lookups.forget_all_but(hosts)
 
     async def _look_up_one(self, host: str) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                addresses = [host] if _is_ip(host) else await self._resolve(host)
+            addresses = [host] if _is_ip(host) else await self._lookups.addresses(host)
         except (OSError, UnicodeError) as error:
             if host not in self._unresolved:
-                reason = str(error) or f"no answer within {self._timeout_s:g} s"
-                extra = {"host": host, "error": reason}
+                extra = {"host": host, "error": str(error)}
                 log.warning("replica's host does not resolve, retrying", extra=extra)
             self._unresolved.add(host)
             return
@@ -118,6 +101,7 @@ class ReplicasFile:
                 self._seen = version
                 self._note("")
         except OSError as error:
+            self._seen = None  # it may come back as it was
             self._note(error.strerror or str(error))
         except ValueError as error:
             self._seen = version
@@ -140,25 +124,15 @@ def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
         OSError: it cannot be read.
         ValueError: it is not such a list; the message is one line.
     """
-    try:
-        listed = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+    listed = read_yaml(path)
     if not isinstance(listed, list):
         raise ValueError("not a YAML list of replicas")
     try:
-        sources = Config.model_validate({"replicas": listed}).replicas
+        return Config.model_validate({"replicas": listed}).replicas
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where}: {first['msg']}") from None
-    for source in sources:
-        _host_and_port(source)
-    return sources
-
-
-def _host_and_port(source: ReplicaSource) -> tuple[str, int]:
-    return split_address((source.url or source.dns).removeprefix("http://").removesuffix("/"))
 
 
 def _is_ip(host: str) -> bool:

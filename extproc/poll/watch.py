@@ -16,12 +16,10 @@ from extproc.fleet.state import ReplicaState
 from extproc.poll.discovery import Target
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.metrics_text import EngineFigures
-from extproc.poll.scrape import ModelList, ScrapeError, read_models, scrape
+from extproc.poll.models import Models
+from extproc.poll.scrape import ScrapeError, read_models, scrape
 
 log = logging.getLogger(__name__)
-
-MODELS_EVERY_S = 10.0
-"""A LoRA adapter may be loaded at any time, and ``/v1/models`` alone tells."""
 
 
 class Watch:
@@ -49,9 +47,10 @@ class Watch:
         self._random = random
         self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
         self._state: ReplicaState | None = None
-        self._models: ModelList | None = None
-        self._models_due = monotonic()
-        self._models_problem = ""
+        self._figures: EngineFigures | None = None
+        self._models = Models(
+            lambda: read_models(session, target.id), self._models_changed, self._who
+        )
 
     @property
     def healthy(self) -> bool:
@@ -60,9 +59,12 @@ class Watch:
 
     async def run(self) -> None:
         """Scrape until cancelled."""
-        while True:
-            wait_s = await self._scrape_once()
-            await asyncio.sleep(wait_s)
+        try:
+            while True:
+                wait_s = await self._scrape_once()
+                await asyncio.sleep(wait_s)
+        finally:
+            self._models.forget()
 
     async def _scrape_once(self) -> float:
         """Scrape, publish, and return the seconds to wait before the next scrape."""
@@ -73,23 +75,22 @@ class Watch:
             self._failed(str(error))
             return self._backoff.next()
         seconds = self._monotonic() - started
-        scraped_at = self._wall()
-        await self._refresh_models(figures, started)
-        self._succeeded(figures, scraped_at, seconds)
+        self._succeeded(figures, self._wall(), seconds)
+        self._models.refresh(started)
         spread = self._random.uniform(-self._settings.jitter, self._settings.jitter)
         spent = self._monotonic() - started
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 
     def _succeeded(self, figures: EngineFigures, scraped_at: float, seconds: float) -> None:
+        if self._restarted(figures):
+            self._models.forget()
         if not self.healthy:
             log.info("replica is healthy", extra={"replica": self._who})
         self._backoff.reset()
         self._metrics.good.inc()
         self._metrics.seconds.observe(seconds)
-        values = asdict(figures)
-        if self._models is not None:
-            values["models"] = self._models.names or figures.models
-            values["max_model_len"] = self._models.max_model_len
+        self._figures = figures
+        values = asdict(figures) | self._served()
         self._publish(self._blank(**values, scraped_at=scraped_at, scrape_seconds=seconds))
 
     def _failed(self, problem: str) -> None:
@@ -97,7 +98,7 @@ class Watch:
             extra = {"replica": self._who, "problem": problem}
             log.warning("replica is not healthy", extra=extra)
         self._metrics.failed.inc()
-        self._models_due = self._monotonic()  # it may come back as another model
+        self._models.forget()  # it may come back as another model
         last = self._state or self._blank()
         self._publish(last.model_copy(update={"healthy": False, "problem": problem}))
 
@@ -105,25 +106,23 @@ class Watch:
         self._state = state
         self._publish_state(state)
 
-    async def _refresh_models(self, figures: EngineFigures, now: float) -> None:
-        if self._restarted(figures):
-            self._models = None
-        elif now < self._models_due:
-            return
-        self._models_due = now + MODELS_EVERY_S
-        try:
-            self._models = await read_models(self._session, self._target.id)
-            self._models_problem = ""
-        except ScrapeError as error:
-            if not self._models_problem:
-                extra = {"replica": self._who, "problem": str(error)}
-                log.warning("replica does not tell its models", extra=extra)
-            self._models_problem = str(error)
+    def _models_changed(self) -> None:
+        if self._state is not None:
+            self._publish(self._state.model_copy(update=self._served()))
+
+    def _served(self) -> dict[str, Any]:
+        """What the replica tells of its models, where it does."""
+        listed = self._models.listed
+        if listed is None or not listed.names:
+            return {}
+        return {"models": listed.names, "max_model_len": listed.max_model_len}
 
     def _restarted(self, figures: EngineFigures) -> bool:
-        last = self._state
+        """Whether another process answers now."""
+        last = self._figures
         return last is not None and (
-            figures.steps < last.steps
+            figures.models != last.models
+            or figures.steps < last.steps
             or figures.prompt_tokens < last.prompt_tokens
             or figures.generated_tokens < last.generated_tokens
         )

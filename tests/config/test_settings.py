@@ -129,6 +129,62 @@ def test_each_wrong_value_is_one_line_with_source_key_and_value(tmp_path: Path) 
         assert "\n" not in problem
 
 
+@pytest.mark.parametrize(
+    "url", ["10.0.0.1", "::1:80", "https://x:1", "x:99999", "x:", ":80", "x:80/p", "[x]:1", "a b:1"]
+)
+@pytest.mark.parametrize("key", ["url", "dns"])
+def test_a_replica_without_host_and_port_is_named(key: str, url: str) -> None:
+    (problem,) = problems(env={"EXTPROC_REPLICAS": f"[{{url: a:1}}, {{{key}: '{url}'}}]"})
+    assert problem.startswith(f"variable EXTPROC_REPLICAS: replicas.1.{key}: ")
+    assert "host:port" in problem
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "host:6379",
+        "http://host:6379",
+        "redis://:hunter2@host:port/0",
+        "redis://:hunter2#@host:6379",
+        "redis://host:99999",
+        "redis://[::1:6379",
+        "redis://host?db=hunter2",
+        "redis://:hunter2@host?no_such_option=1",
+    ],
+)
+def test_an_address_of_redis_that_is_none_is_named_without_its_password(url: str) -> None:
+    (problem,) = problems({"redis.url": url})
+    assert problem.startswith("flag --redis.url: redis.url: ")
+    assert "redis://" in problem
+    assert "hunter2" not in problem
+
+
+@pytest.mark.parametrize("url", ["redis://host", "rediss://user:p@[::1]:1/2", "unix:///run/redis"])
+def test_addresses_of_redis(url: str) -> None:
+    assert load({"redis.url": url}, {}).redis.url == url
+
+
+@pytest.mark.parametrize("key", ["poll.interval_s", "serve.drain_s"])
+@pytest.mark.parametrize("text", ["inf", "nan"])
+def test_a_number_is_finite(key: str, text: str) -> None:
+    (problem,) = problems({key: text})
+    assert "finite number" in problem
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"poll.ttl_s": "3"},
+        {"poll.timeout_s": "8"},
+        {"poll.backoff_max_s": "9"},
+        {"poll.interval_s": "9"},
+    ],
+)
+def test_a_state_lives_until_the_next_scrape(flags: dict[str, str]) -> None:
+    (problem,) = problems(flags)
+    assert "poll.ttl_s: must be more than" in problem
+
+
 def test_names_that_do_not_exist_are_answered_with_the_nearest() -> None:
     (policy,) = problems(flags={"route.policy": "complet"})
     assert "did you mean 'completion'?" in policy
@@ -139,7 +195,11 @@ def test_names_that_do_not_exist_are_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a: [1", "not YAML"),
+        ("a: [1", "not YAML: line 1, column 6: "),
+        ("pool: 2024-13-45", "line 1, column 7: not a valid timestamp"),
+        ("a: " + "[" * 3000, "nested too deeply"),
+        ("a: &a {b: *a}", "recursive"),
+        ("a: 1\n---\nb: 1", "must hold keys and values, not a list"),
         ("- a\n- b", "must hold keys and values"),
         ("just text", "must hold keys and values"),
     ],
@@ -157,9 +217,21 @@ def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     assert problems(file=file) == [f"{file}: cannot be read: No such file or directory"]
 
 
-def test_a_flag_that_is_no_yaml_list_is_one_line() -> None:
-    (problem,) = problems(flags={"replicas": "[a:1"})
-    assert problem.startswith("flag --replicas: ")
+def test_a_file_in_another_encoding_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "extproc.yaml"
+    file.write_bytes("pool: café".encode("latin-1"))
+    assert problems(file=file) == [f"{file}: not YAML: byte 10 is not UTF-8"]
+
+
+def test_a_broken_file_gives_no_password_away(tmp_path: Path) -> None:
+    (problem,) = problems(file=write(tmp_path, "redis: {url: redis://:hunter2@host:6379"))
+    assert "hunter2" not in problem
+
+
+@pytest.mark.parametrize("text", ["[a:1", "[2024-13-45]", "[" * 3000])
+def test_a_flag_that_is_no_yaml_list_is_one_line(text: str) -> None:
+    (problem,) = problems(flags={"replicas": text})
+    assert problem.startswith("flag --replicas: replicas: not YAML: ")
 
 
 def test_every_key_has_a_flag_and_a_description() -> None:

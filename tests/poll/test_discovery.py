@@ -1,11 +1,18 @@
 import asyncio
+import os
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from extproc.config import ReplicaSource
-from extproc.poll.discovery import Discovery, Target, resolve_host
+from extproc.poll.discovery import Discovery, Target
+from extproc.poll.resolve import resolve_host
 from extproc.predict.hardware import DEFAULT_PROFILE
 from tests.conftest import Logged
 
@@ -48,14 +55,6 @@ async def ids(found: Discovery) -> list[str]:
 async def test_addresses_become_what_envoy_knows_the_member_by(url: str, address: str) -> None:
     found = discovery(ReplicaSource(url=url), names=Names(gpu=["10.0.0.7"]))
     assert await found.targets() == (Target(address, address, DEFAULT_PROFILE),)
-
-
-@pytest.mark.parametrize(
-    "url", ["10.0.0.1", "::1:80", "https://x:1", "x:99999", "x:", ":80", "x:80/p", "[x]:1", "a b:1"]
-)
-def test_what_is_no_address_is_refused_at_once(url: str) -> None:
-    with pytest.raises(ValueError, match="host:port"):
-        discovery(ReplicaSource(url=url))
 
 
 async def test_a_dns_name_is_as_many_replicas_as_it_has_addresses() -> None:
@@ -102,6 +101,75 @@ async def test_a_name_server_that_hangs_holds_nobody_up(logged: Logged) -> None:
     assert logged.lines()[0]["error"] == "no answer within 0.05 s"
 
 
+async def test_an_answer_that_comes_late_is_used_when_it_comes() -> None:
+    names, answered = Names(slow=["10.0.0.1"]), asyncio.Event()
+
+    async def resolve(host: str) -> Sequence[str]:
+        await answered.wait()
+        return names.zone[host]
+
+    found = Discovery([ReplicaSource(dns="slow:80")], None, timeout_s=0.01, resolve=resolve)
+    assert await ids(found) == []
+    answered.set()
+    assert await ids(found) == ["10.0.0.1:80"]
+
+
+async def test_a_lookup_that_hangs_is_not_asked_again_and_takes_no_thread_of_the_loops(
+    monkeypatch: pytest.MonkeyPatch, logged: Logged
+) -> None:
+    asked, released = [], threading.Event()
+    answer = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *args: Any, **more: Any) -> Any:
+        if host == "hangs":
+            asked.append(host)
+            released.wait()
+            raise OSError("Temporary failure in name resolution")
+        return answer(host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    sources = [ReplicaSource(dns="hangs:80"), ReplicaSource(url="10.0.0.9:80")]
+    found = Discovery(sources, None, timeout_s=0.001)
+    try:
+        for _ in range(50):  # more than the loop has threads
+            assert await ids(found) == ["10.0.0.9:80"]
+        assert asked == ["hangs"]
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(int)
+    finally:
+        released.set()
+    assert len(logged.lines()) == 1
+
+
+@pytest.mark.process
+def test_a_lookup_that_hangs_keeps_no_program_from_its_end() -> None:
+    program = (
+        "import asyncio, socket, time\n"
+        "from extproc.config import ReplicaSource\n"
+        "from extproc.poll.discovery import Discovery\n"
+        "socket.getaddrinfo = lambda *_, **__: time.sleep(600)\n"
+        "found = Discovery([ReplicaSource(dns='hangs:80')], None, timeout_s=0.01)\n"
+        "print(asyncio.run(found.targets()))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, env=os.environ
+    )
+    assert (run.returncode, run.stdout) == (0, "()\n")
+    assert "Traceback" not in run.stderr
+
+
+async def test_a_host_that_is_no_longer_configured_is_forgotten(
+    tmp_path: Path, logged: Logged
+) -> None:
+    file, names = tmp_path / "replicas.yaml", Names(gpu=["10.0.0.1"])
+    found = discovery(file=file, names=names)
+    for content, expected in [("[gpu:80]", ["10.0.0.1:80"]), ("[]", []), ("[ 'gpu:80' ]", [])]:
+        file.write_text(content)
+        assert await ids(found) == expected
+        names.zone = {}
+    assert [line["host"] for line in logged.lines()] == ["gpu"]
+
+
 async def test_the_systems_resolver() -> None:
     found = Discovery([ReplicaSource(url="localhost:80")], None, timeout_s=10)
     assert (await ids(found))[0] in ("127.0.0.1:80", "[::1]:80")
@@ -133,6 +201,10 @@ async def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
         (b"- {url: x:80, profile: abacus}", "abacus"),
         (b"- 7", "replicas.0"),
         (b"- no-port", "host:port"),
+        (b"- https://x:80", "host:port"),
+        (b"- 2024-13-45", "line 1, column 3: not a valid timestamp"),
+        (b"[" * 3000, "nested too deeply"),
+        (b"&a [*a]", "recursive"),
         (None, "No such file"),
     ],
 )
@@ -155,3 +227,20 @@ async def test_a_broken_file_keeps_the_last_list(
     file.write_text("[10.0.0.2:80, 10.0.0.3:80]")
     assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
     assert len(logged.lines("replicas file is usable again")) == 1
+
+
+async def test_a_file_that_comes_back_unchanged_is_usable_again(
+    tmp_path: Path, logged: Logged
+) -> None:
+    file, aside = tmp_path / "replicas.yaml", tmp_path / "aside"
+    file.write_text("[10.0.0.1:80]")
+    found = discovery(file=file)
+    for count in (1, 2):
+        assert await ids(found) == ["10.0.0.1:80"]
+        file.rename(aside)
+        assert await ids(found) == ["10.0.0.1:80"]
+        aside.rename(file)
+        assert await ids(found) == ["10.0.0.1:80"]
+        problem = "replicas file is not usable, keeping its last list"
+        assert len(logged.lines(problem)) == count
+        assert len(logged.lines("replicas file is usable again")) == count

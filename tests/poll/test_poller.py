@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from extproc.config import Config
 from extproc.demo.processes import answers, free_port
@@ -24,13 +25,19 @@ from tests.poll.replica import Handler, Replica, hang, huge, models, page, servi
 pytestmark = pytest.mark.process
 
 
-def config(redis: RedisServer, *replicas: Replica, **more: Any) -> Config:
-    poll = {"interval_s": 0.02, "timeout_s": 0.3, "backoff_max_s": 0.05, "resolve_s": 0.05}
+PATIENT = {"timeout_s": 60, "ttl_s": 100}
+"""Waits for an answer longer than any test does."""
+
+
+def config(
+    redis: RedisServer, *replicas: Replica, poll: Mapping[str, float] | None = None, **more: Any
+) -> Config:
+    quick = {"interval_s": 0.02, "timeout_s": 0.3, "backoff_max_s": 0.05, "resolve_s": 0.05}
     return Config.model_validate(
         {
             "replicas": [replica.id for replica in replicas],
             "redis": {"url": redis.url},
-            "poll": {**poll, "admin": f"127.0.0.1:{free_port()}"},
+            "poll": {**quick, **(poll or {}), "admin": f"127.0.0.1:{free_port()}"},
             **more,
         }
     )
@@ -105,13 +112,14 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
             redis_server, replicas=[{"url": replica.id, "name": "one", "profile": "llama-8b-a10"}]
         )
         async with watching(settings) as seen:
-            state = await seen.replica(replica, healthy)
+            state = await seen.replica(replica, lambda state: state.max_model_len is not None)
             assert state.scrape_seconds > 0
             assert state.scraped_at > 1.7e9
             assert state.model_dump(exclude={"scraped_at", "scrape_seconds"}) == {
                 "id": replica.id,
                 "name": "one",
                 "profile": "llama-8b-a10",
+                "learned": None,
                 "models": ("tiny", "adapter"),
                 "max_model_len": 4096,
                 "healthy": True,
@@ -145,7 +153,7 @@ async def test_a_sick_replica_is_told_of_and_comes_back(
 ) -> None:
     async with serving() as sick, serving() as well:
         async with watching(config(redis_server, sick, well)) as seen:
-            await seen.replica(sick, healthy)
+            await seen.replica(sick, lambda state: state.models == ("tiny", "adapter"))
             good = sick.answers[path]
             sick.answers[path] = answer
             state = await seen.replica(sick, unhealthy)
@@ -183,7 +191,81 @@ async def test_a_replica_that_restarts_as_another_model(redis_server: RedisServe
             "/metrics": text(page(steps=3, model="large")),
         }
         state = await seen.replica(replica, lambda state: state.steps == 3)
-        assert (state.models, state.max_model_len) == (("large",), 131_072)
+        assert state.models == ("large",)
+        await seen.replica(replica, lambda state: state.max_model_len == 131_072)
+
+
+async def test_a_replica_that_comes_back_as_another_model_and_does_not_tell(
+    redis_server: RedisServer,
+) -> None:
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        await seen.replica(replica, lambda state: state.max_model_len == 4096)
+        replica.answers["/health"] = text("", 503)
+        await seen.replica(replica, unhealthy)
+        replica.answers |= {
+            "/health": text(""),
+            "/v1/models": hang,
+            "/metrics": text(page(steps=1000, model="large")),  # more than before: not a restart
+        }
+        state = await seen.replica(replica, healthy)
+        assert (state.models, state.max_model_len) == (("large",), None)
+
+
+async def test_another_model_in_the_metrics_is_another_process(redis_server: RedisServer) -> None:
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        await seen.replica(replica, lambda state: state.max_model_len == 4096)
+        replica.answers |= {
+            "/v1/models": models("large", "adapter", max_model_len=131_072),
+            "/metrics": text(page(steps=1000, model="large")),
+        }
+        state = await seen.replica(replica, lambda state: state.steps == 1000)
+        assert "tiny" not in state.models
+        await seen.replica(replica, lambda state: state.models == ("large", "adapter"))
+
+
+async def test_an_answer_of_the_process_before_is_not_taken_for_the_new_ones(
+    redis_server: RedisServer,
+) -> None:
+    async with serving() as replica:
+        asked, told = asyncio.Event(), asyncio.Event()
+        old = replica.answers["/v1/models"]
+
+        async def late(request: web.Request) -> web.StreamResponse:
+            asked.set()
+            await told.wait()
+            return await old(request)
+
+        replica.answers["/v1/models"] = late
+        async with watching(config(redis_server, replica, poll=PATIENT)) as seen:
+            await asked.wait()
+            replica.answers |= {
+                "/v1/models": models("large", max_model_len=131_072),
+                "/metrics": text(page(steps=3, model="large")),
+            }
+            await seen.replica(replica, lambda state: state.max_model_len == 131_072)
+            told.set()
+            replica.answers["/metrics"] = text(page(steps=4, model="large"))
+            state = await seen.replica(replica, lambda state: state.steps == 4)
+            assert (state.models, state.max_model_len) == (("large",), 131_072)
+
+
+async def test_slow_models_hold_back_no_figures(redis_server: RedisServer) -> None:
+    async with serving() as replica:
+        told = asyncio.Event()
+        listed = replica.answers["/v1/models"]
+
+        async def slow(request: web.Request) -> web.StreamResponse:
+            await told.wait()
+            return await listed(request)
+
+        replica.answers["/v1/models"] = slow
+        async with watching(config(redis_server, replica, poll=PATIENT)) as seen:
+            await seen.replica(replica, healthy)
+            replica.answers["/metrics"] = text(page(steps=101))
+            state = await seen.replica(replica, lambda state: state.steps == 101)
+            assert (state.models, state.max_model_len) == (("tiny",), None)
+            told.set()
+            await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
 
 
 async def test_a_replica_that_keeps_its_models_secret(

@@ -1,0 +1,58 @@
+"""YAML as people write it: whatever is wrong with it is one line that says where."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def read_yaml(path: Path) -> object:
+    """Read a file, as :func:`parse_yaml` does its text.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not YAML in UTF-8.
+    """
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not YAML: byte {error.start + 1} is not UTF-8") from None
+
+
+def parse_yaml(text: str) -> object:
+    """Parse YAML or JSON: one document as it stands, several as a list of them.
+
+    Raises:
+        ValueError: it is neither; the message quotes no line, which may hold a password.
+    """
+    try:
+        documents = list(yaml.load_all(text, _Loader))
+    except RecursionError:
+        raise ValueError("not YAML: nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        raise ValueError(f"not YAML: {_place(error.problem_mark)}{error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
+    return documents[0] if len(documents) == 1 else documents or None
+
+
+def _place(mark: yaml.Mark | None) -> str:
+    return f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_document(self, node: yaml.Node) -> Any:
+        self.deep_construct = True  # refuses a node that holds itself
+        return super().construct_document(node)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As YAML's own, whose constructors let any error of Python's own pass."""
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(
+                problem=f"not a valid {kind}", problem_mark=node.start_mark
+            ) from None
