@@ -40,7 +40,7 @@ class ReplicaState(BaseModel):
     """Tokens in a KV block."""
 
     steps: float = 0.0
-    """Counter: engine steps."""
+    """Counter: engine steps; with several engines, the mean of theirs."""
     prompt_tokens: float = 0.0
     """Counter: prompt tokens, cached ones included; counted when their prefill ends."""
     cached_tokens: float = 0.0

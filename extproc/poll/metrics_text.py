@@ -43,7 +43,7 @@ class MetricsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """What one page says, its engines (data parallel) summed. Fields as in ``ReplicaState``."""
+    """What one page says, its engines (data parallel) summed, but for steps. Fields as in ``ReplicaState``."""
 
     models: tuple[str, ...]
     running: int
@@ -77,7 +77,8 @@ def read_metrics(page: bytes) -> EngineFigures:
         kv_usage=min(1.0, sum(usage) / len(usage)) if usage else 0.0,
         kv_tokens=kv_tokens,
         block_size=block_size,
-        steps=_total(page, _STEPS),
+        # A sequence gets a token from each step of its own engine, not of all.
+        steps=_total(page, _STEPS) / max(len(_series(page, _STEPS)), 1),
         prompt_tokens=_total(page, _PROMPT),
         cached_tokens=_total(page, _CACHED),
         generated_tokens=_total(page, _GENERATED),

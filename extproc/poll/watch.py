@@ -18,6 +18,8 @@ from extproc.poll.metrics import PollMetrics
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.models import Models
 from extproc.poll.scrape import ScrapeError, read_models, scrape
+from extproc.predict.calibration import Calibration, EngineCounts
+from extproc.predict.hardware import hardware_profile
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Watch:
         self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
         self._state: ReplicaState | None = None
         self._figures: EngineFigures | None = None
+        self._calibration = Calibration(hardware_profile(target.profile).step)
         self._models = Models(
             lambda: read_models(session, target.id), self._models_changed, self._who
         )
@@ -75,6 +78,7 @@ class Watch:
             self._failed(str(error))
             return self._backoff.next()
         seconds = self._monotonic() - started
+        self._calibrate(figures, started + seconds / 2)
         self._succeeded(figures, self._wall(), seconds)
         self._models.refresh(started)
         spread = self._random.uniform(-self._settings.jitter, self._settings.jitter)
@@ -90,8 +94,19 @@ class Watch:
         self._metrics.good.inc()
         self._metrics.seconds.observe(seconds)
         self._figures = figures
-        values = asdict(figures) | self._served()
+        values = asdict(figures) | self._served() | {"learned": self._calibration.model}
         self._publish(self._blank(**values, scraped_at=scraped_at, scrape_seconds=seconds))
+
+    def _calibrate(self, figures: EngineFigures, at: float) -> None:
+        counts = EngineCounts(
+            at=at,
+            steps=figures.steps,
+            computed_tokens=figures.prompt_tokens - figures.cached_tokens,
+            generated_tokens=figures.generated_tokens,
+            in_flight=figures.running + figures.waiting,
+            kv_tokens=figures.kv_usage * figures.kv_tokens,
+        )
+        self._calibration.poll(counts)
 
     def _failed(self, problem: str) -> None:
         if self._state is None or self.healthy:

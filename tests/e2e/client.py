@@ -97,8 +97,11 @@ class Client:
 
     async def simulate(self, name: str, **door: Any) -> None:
         """Makes a simulated replica slow, hung or failing."""
-        url = f"http://{self._stack.address(name)}/simulate"
-        async with self._session.post(url, json=door) as response:
+        await self.post(f"http://{self._stack.address(name)}/simulate", door)
+
+    async def post(self, url: str, body: dict[str, Any]) -> None:
+        """Asks a replica itself, not through Envoy."""
+        async with self._session.post(url, json=body) as response:
             assert response.status == 200, await response.text()
 
     async def until(self, condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:

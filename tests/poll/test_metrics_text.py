@@ -29,7 +29,7 @@ def sample(name: str) -> bytes:
             EngineFigures(("tiny",), 4, 1, 0.6031746031746033, 8192, 128, 303, 9600, 0, 1586, 1),
         ),
         # 64 blocks an engine; the label num_gpu_blocks of each says 128.
-        ("two-engines", EngineFigures(("tiny",), 0, 0, 0.0, 16_384, 128, 727, 3604, 0, 727, 0)),
+        ("two-engines", EngineFigures(("tiny",), 0, 0, 0.0, 16_384, 128, 363.5, 3604, 0, 727, 0)),
     ],
 )
 def test_pages_of_a_real_vllm(name: str, figures: EngineFigures) -> None:
