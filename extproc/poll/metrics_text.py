@@ -43,7 +43,7 @@ class MetricsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """What one page says, its engines (data parallel) summed, but for steps. Fields as in ``ReplicaState``."""
+    """What one page says, its engines (data parallel) summed. Fields as in ``ReplicaState``."""
 
     models: tuple[str, ...]
     running: int
