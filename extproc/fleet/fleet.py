@@ -64,6 +64,13 @@ class Fleet:
         """What the last poll said of each member."""
         return [self._states[row] for row in self._rows.values()]
 
+    @property
+    def only_model(self) -> str | None:
+        """A model that every member serves, where they all serve the same; else None."""
+        served = {state.models for state in self.states}
+        names = served.pop() if len(served) == 1 else ()
+        return names[0] if names else None
+
     def put(self, state: ReplicaState, age: float = 0.0) -> None:
         """A poll's news of one replica; a new one joins. Dispatches newer than it stay on top.
 

@@ -1,6 +1,6 @@
 """Request body to :class:`~extproc.request.profile.RequestProfile`."""
 
-from extproc.request.body import decode, ends_in_base64, readable
+from extproc.request.body import decode, readable, tokens_per_byte
 from extproc.request.bounds import MAX_TOKENS, output_bound, positive_int, sequences
 from extproc.request.errors import BadRequest
 from extproc.request.fields import read
@@ -39,7 +39,8 @@ def inspect(
         body: its body, as far as it came.
         tokens: counts the tokens of the prompt.
         partial: ``body`` is the beginning of a larger one; it may name no model (then ``""``).
-        content_length: bytes of the whole body; what is missing counts as text of the prompt.
+        content_length: bytes of the whole body; what is missing counts as prompt, like the
+            end of ``body``.
 
     Raises:
         BadRequest: the body is not a JSON object, or names no model.
@@ -54,9 +55,9 @@ def inspect(
     model = _model(fields, cut)
     prompt_tokens, prompt_bytes, prompts = _measure(endpoint, fields, model, tokens)
     if cut:
-        if not ends_in_base64(part):
-            whole = max(len(body), min(content_length or 0, _MAX_LENGTH))
-            prompt_tokens += round((whole - len(part)) / tokens.bytes_per_token(model))
+        whole = max(len(body), min(content_length or 0, _MAX_LENGTH))
+        density = tokens_per_byte(part, 1 / tokens.bytes_per_token(model))
+        prompt_tokens += round((whole - len(part)) * density)
         prompt_bytes = 0
     return RequestProfile(
         endpoint=endpoint,

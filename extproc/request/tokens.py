@@ -25,7 +25,11 @@ _MAX_MODELS = 1_000
 """Models remembered; the one not reported on for the longest is dropped."""
 
 _MAX_CHARACTERS = 16_384
-"""Text given to a tokenizer; longer prompts are extrapolated. Bounds the time to some 10 ms."""
+"""Characters given to a tokenizer; longer prompts are extrapolated."""
+
+_MAX_TEXTS = 1_024
+"""Texts given to a tokenizer, for each call has its cost; more are extrapolated. Both bounds
+together keep a tokenizer busy for some 10 ms at most."""
 
 
 class TokenizerError(Exception):
@@ -87,15 +91,16 @@ def _utf8_length(text: str) -> int:
 
 
 def _tokenize(tokenizer: "Tokenizer", texts: Sequence[str]) -> int:
-    """Count the first ``_MAX_CHARACTERS``, and take the rest to be alike."""
-    tokens, characters, total = 0, 0, sum(map(len, texts))
-    for text in texts:
+    """Count the first texts, up to both bounds, and take the rest to be alike."""
+    texts = [text for text in texts if text]
+    tokens = characters = 0
+    for text in texts[:_MAX_TEXTS]:
         head = text[: _MAX_CHARACTERS - characters]
+        if not head:
+            break
         tokens += len(tokenizer.encode(head, add_special_tokens=False))
         characters += len(head)
-        if characters >= _MAX_CHARACTERS:
-            return round(tokens * total / characters)
-    return tokens
+    return round(tokens * sum(map(len, texts)) / characters) if texts else 0
 
 
 def _load(model: str, path: Path) -> "Tokenizer":

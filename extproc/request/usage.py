@@ -26,8 +26,6 @@ class Usage:
     prompt_tokens: int | None
     """None: the response did not say."""
     completion_tokens: int
-    cached_tokens: int = 0
-    """Prompt tokens taken from the prefix cache."""
     estimated: bool = False
     """Completion tokens were counted as streamed events: a replica may send several in one."""
 
@@ -43,7 +41,6 @@ class UsageReader:
     """
 
     __slots__ = (
-        "_cached",
         "_carry",
         "_completion",
         "_deltas",
@@ -60,7 +57,6 @@ class UsageReader:
         """What follows a usage key, until it is a whole object."""
         self._prompt: int | None = None
         self._completion: int | None = None
-        self._cached = 0
         self._streamed: bool | None = None
         self._deltas = 0
         self._texts = 0
@@ -89,10 +85,10 @@ class UsageReader:
         """The usage seen so far; None: neither a figure nor a streamed event."""
         events = self._generated_events()
         if not self._completion and events:
-            return Usage(self._prompt, events, self._cached, estimated=True)
+            return Usage(self._prompt, events, estimated=True)
         if self._prompt is None and self._completion is None:
             return None
-        return Usage(self._prompt, self._completion or 0, self._cached)
+        return Usage(self._prompt, self._completion or 0)
 
     def _generated_events(self) -> int:
         """Events that stand for a token: deltas, but for the one that opens with the role; for
@@ -116,15 +112,11 @@ class UsageReader:
 
     def _take(self, usage: dict[str, object]) -> None:
         prompt = _first(usage, "prompt_tokens", "input_tokens")
-        details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
-        cached = _first(details, "cached_tokens") if isinstance(details, dict) else None
         if prompt is not None and "input_tokens" in usage:  # Anthropic's leaves the cached ones out
-            read = _first(usage, "cache_read_input_tokens") or 0
-            prompt += read + (_first(usage, "cache_creation_input_tokens") or 0)
-            cached = cached or read
+            prompt += _first(usage, "cache_read_input_tokens") or 0
+            prompt += _first(usage, "cache_creation_input_tokens") or 0
         completion = _first(usage, "completion_tokens", "output_tokens")
         self._prompt = self._prompt if prompt is None else prompt
-        self._cached = cached or self._cached
         self._completion = self._completion if completion is None else completion
 
 

@@ -12,6 +12,7 @@ from extproc.observe.decisions import DecisionLog, DecisionRecord
 from extproc.observe.metrics import RouterMetrics
 from extproc.request.errors import BadRequest, error_body
 from extproc.request.inspect import endpoint_of, inspect
+from extproc.request.large import LARGE_BODY, of_length
 from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter
 from extproc.request.usage import UsageReader
@@ -61,6 +62,7 @@ class Exchange:
         "_decided",
         "_ended",
         "_first_chunk",
+        "_large_for",
         "_path",
         "_policy",
         "_record",
@@ -83,6 +85,8 @@ class Exchange:
         self._body_mode = messages.BUFFERED
         self._response_body_mode = messages.NONE
         self._asked = False
+        self._large_for: str | None = None
+        """The only model there is, where the body is too large to be looked at."""
         self._ticket: Ticket | None = None
         self._record: DecisionRecord | None = None
         self._decided = 0.0
@@ -129,7 +133,11 @@ class Exchange:
         if headers.get("content-encoding", "identity") != "identity":
             self._body_mode = messages.NONE
         if self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
-            return messages.proceed("request_headers")
+            if (self._content_length or 0) <= LARGE_BODY:
+                return messages.proceed("request_headers")
+            self._large_for = self._services.fleet.only_model
+            if self._large_for is None:
+                return messages.proceed("request_headers")
         # The headers leave before the body is seen, so its length must do.
         return self._route("request_headers", b"", partial=True)
 
@@ -141,6 +149,9 @@ class Exchange:
         return self._route("request_body", message.body, partial=not message.end_of_stream)
 
     def _profile(self, body: bytes, partial: bool) -> RequestProfile:
+        if self._large_for is not None:
+            length = self._content_length or 0
+            return of_length(self._path, length, self._large_for, self._services.tokens)
         return inspect(
             self._path,
             body,
@@ -164,7 +175,12 @@ class Exchange:
         self._take(decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
         destination = ",".join(filter(None, (decision.replica, decision.second)))
-        return messages.send_to(phase, destination, services.config.serve.clear_route_cache)
+        return messages.send_to(
+            phase,
+            destination,
+            clear_route_cache=services.config.serve.clear_route_cache,
+            leave_body=self._large_for is not None,
+        )
 
     def _take(self, decision: Decision) -> None:
         services = self._services

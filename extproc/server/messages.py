@@ -66,9 +66,17 @@ def watch_response() -> bytes:
     return reply.SerializeToString()
 
 
-def send_to(phase: str, destination: str, clear_route_cache: bool) -> bytes:
-    """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``)."""
+def send_to(
+    phase: str, destination: str, clear_route_cache: bool = False, leave_body: bool = False
+) -> bytes:
+    """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``).
+
+    With ``leave_body``, to request headers alone, Envoy sends the body to the replica only.
+    """
     reply = ProcessingResponse()
+    if leave_body:
+        reply.mode_override.request_body_mode = NONE
+        reply.mode_override.SetInParent()
     common = getattr(reply, phase).response
     option = common.header_mutation.set_headers.add()
     option.header.key = DESTINATION

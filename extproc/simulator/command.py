@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import signal
 import sys
 
@@ -11,6 +12,8 @@ from extproc.address import join_address
 from extproc.predict.hardware import PROFILES
 from extproc.simulator.replica import Replica, ReplicaSettings
 from extproc.simulator.server import start
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT = ReplicaSettings()
 
@@ -41,13 +44,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="median output length, in tokens",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the output lengths")
+    parser.add_argument(
+        "--enable-prompt-tokens-details",
+        action="store_true",
+        help="report cached prompt tokens in the usage, as vLLM does with this flag",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT.
 
     Returns:
-        The exit status: 2 where the flags contradict each other, 1 where the address is taken.
+        The exit status: 2 where the flags contradict each other, 1 where the address is taken or
+        the engine fails.
     """
     settings = ReplicaSettings(
         model=args.model,
@@ -59,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         output_median=args.output_median,
         seed=args.seed,
+        enable_prompt_tokens_details=args.enable_prompt_tokens_details,
     )
     try:
         replica = Replica(settings)
@@ -66,22 +76,26 @@ def run(args: argparse.Namespace) -> int:
         print(f"extproc replica: {error}", file=sys.stderr)
         return 2
     try:
-        uvloop.run(_serve(replica, args.host, args.port))
+        return uvloop.run(_serve(replica, args.host, args.port))
     except OSError as error:
         address = join_address(args.host, args.port)
         print(f"extproc replica: cannot listen on {address}: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
-async def _serve(replica: Replica, host: str, port: int) -> None:
+async def _serve(replica: Replica, host: str, port: int) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    runner, port = await start(replica, host, port)
+    runner, port, engine = await start(replica, host, port)
+    engine.add_done_callback(lambda _: stopping.set())
     print(f"replica ready on http://{join_address(host, port)}", flush=True)
     await stopping.wait()
+    failure = engine.exception() if engine.done() else None
+    if failure:
+        logger.critical("the engine failed: the replica ends", exc_info=failure)
     await runner.cleanup()
+    return 1 if failure else 0
 
 
 def _positive(text: str) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from extproc.clock import Clock
 from extproc.simulator import tokens
@@ -157,7 +157,7 @@ class LiveEngine:
             if self._owners.pop(answer.sequence.id, None):
                 self.engine.abort(answer.sequence, now)
 
-    async def run(self) -> None:
+    async def run(self) -> NoReturn:
         """Run steps until cancelled. Each begins when the last was due, so delays do not add up."""
         now = self._now()
         while True:

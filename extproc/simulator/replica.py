@@ -35,6 +35,8 @@ class ReplicaSettings:
     output_median: int = 120
     """Median of the output lengths, in tokens, before any bound."""
     seed: int = 0
+    enable_prompt_tokens_details: bool = False
+    """Whether chat, completions and messages report cached prompt tokens, as vLLM's flag."""
 
 
 class Replica:

@@ -4,8 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 from uuid import uuid4
 
 from aiohttp import web
@@ -73,6 +72,8 @@ class Faults(BaseModel):
 class ReplicaServer:
     """Answers HTTP for one replica."""
 
+    engine: asyncio.Task[NoReturn]
+
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self._fail = 0
@@ -96,11 +97,10 @@ class ReplicaServer:
         return app
 
     async def _engine(self, app: web.Application) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.replica.live.run())
+        self.engine = asyncio.create_task(self.replica.live.run())
         yield
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        self.engine.cancel()
+        await asyncio.wait([self.engine])
 
     @web.middleware
     async def _faults(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -116,9 +116,13 @@ class ReplicaServer:
         body = await _parse(request, body_type)
         self.replica.check_model(body.model)
         generation = self.replica.generate(body, _output_tokens(request))
-        prompt_tokens = generation.usage().prompt
+        settings = self.replica.settings
         reply = reply_type(
-            uuid4().hex, self.replica.settings.model, int(time.time()), prompt_tokens
+            uuid4().hex,
+            settings.model,
+            int(time.time()),
+            generation.usage().prompt,
+            settings.enable_prompt_tokens_details,
         )
         try:
             if body.stream:
@@ -265,19 +269,27 @@ def _error(
     return web.json_response(body, status=status)
 
 
-async def start(replica: Replica, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Serve a replica until the runner is cleaned up.
+class Serving(NamedTuple):
+    """A replica that is up."""
 
-    Returns:
-        The runner, and the port, chosen by the system where ``port`` is 0.
+    runner: web.AppRunner
+    """Clean it up to end."""
+    port: int
+    engine: asyncio.Task[NoReturn]
+    """Ends before only if the engine fails; nothing is answered from then on."""
+
+
+async def start(replica: Replica, host: str, port: int) -> Serving:
+    """Serve a replica; the system chooses the port where ``port`` is 0.
 
     Raises:
         OSError: the address cannot be listened on.
     """
     # A handler must end when its client hangs up: it holds a place in the batch. Bodies are taken
     # as they come, whatever encoding they claim, as vLLM takes them.
+    server = ReplicaServer(replica)
     runner = web.AppRunner(
-        ReplicaServer(replica).app(),
+        server.app(),
         access_log=None,
         handler_cancellation=True,
         auto_decompress=False,
@@ -290,4 +302,4 @@ async def start(replica: Replica, host: str, port: int) -> tuple[web.AppRunner, 
     except OSError:
         await runner.cleanup()
         raise
-    return runner, runner.addresses[0][1]
+    return Serving(runner, runner.addresses[0][1], server.engine)

@@ -60,7 +60,7 @@ def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(["serve", "--poll.intervall_s=3"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "'--poll.intervall_s=3'; did you mean '--poll.interval_s'?" in error
+    assert "'--poll.intervall_s'; did you mean '--poll.interval_s'?" in error
 
 
 def test_a_wrong_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,7 @@ async def test_a_40_mb_body_with_an_image(client: Client) -> None:
     answer = await client.chat(messages=[{"role": "user", "content": [text, image]}])
     assert answer.status < 500
     assert answer.status != 413
-    assert answer.decision["prompt_tokens"] < 5_000
+    assert answer.decision["prompt_tokens"] < 30_000
 
 
 async def test_a_body_in_many_chunks(client: Client) -> None:

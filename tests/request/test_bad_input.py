@@ -149,6 +149,7 @@ REFUSED = {
     "empty model": b'{"model": ""}',
     "model 1": b'{"model": 1}',
     "model a list": b'{"model": ["m"]}',
+    "model of 513 characters": b'{"model": "' + b"m" * 513 + b'"}',
 }
 
 
@@ -186,6 +187,12 @@ def test_what_a_replica_may_judge_is_routed(body: bytes) -> None:
         assert got.model == "m"
 
 
+def test_a_model_may_have_512_characters() -> None:
+    got = check(Endpoint.CHAT, b'{"model": "' + b"m" * 512 + b'"}')
+    assert got is not None
+    assert got.model == "m" * 512
+
+
 def test_40_mb_with_an_image() -> None:
     body = b"".join(
         [
@@ -201,13 +208,32 @@ def test_40_mb_with_an_image() -> None:
     assert COUNTER.image_tokens < got.prompt_tokens < COUNTER.image_tokens + 20
 
 
-@pytest.mark.parametrize("item", [b"[]", b"{}", b'""'])
+@pytest.mark.parametrize("item", [b"[]", b"{}", b'""', b"1", b"null"])
 def test_millions_of_values_are_routed_on_their_length(item: bytes) -> None:
     body = b'{"model": "m", "messages": [' + (item + b",") * 2_000_000 + b"1]}"
     got = check(Endpoint.CHAT, body)
     assert got is not None
     assert got.model == "m"
     assert len(body) / 8 < got.prompt_tokens < len(body)
+
+
+@pytest.mark.parametrize(("before", "after"), [("[", "]"), ("[[", "]]")])
+def test_millions_of_token_ids_are_about_as_many_tokens(before: str, after: str) -> None:
+    ids = ", ".join(map(str, range(1_500_000)))
+    body = f'{{"model": "m", "prompt": {before}{ids}{after}, "max_tokens": 9}}'
+    got = check(Endpoint.COMPLETIONS, body.encode())
+    assert got is not None
+    assert got.output_bound != 9  # it was not read to the end
+    assert got.prompt_tokens == pytest.approx(1_500_000, rel=0.2)
+
+
+def test_a_long_text_full_of_commas_is_measured_by_its_length() -> None:
+    text = "seven, eight, nine,\n" * 300_000
+    body = json.dumps({"model": "m", "prompt": text, "max_tokens": 9}).encode()
+    got = check(Endpoint.COMPLETIONS, body)
+    assert got is not None
+    assert got.output_bound != 9  # it was not read to the end
+    assert got.prompt_tokens == pytest.approx(COUNTER.count("m", [text]), rel=0.06)
 
 
 def test_a_query_repeated_millions_of_times_is_only_counted() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Encoding, Tokenizer, models, pre_tokenizers
 
 from extproc.config import RequestSettings
 from extproc.request.inspect import inspect
@@ -92,6 +92,39 @@ class TestTokenizer:
         counter = TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))
         assert counter.count("m", ["one two "] * 1_000_000) == pytest.approx(2_000_000, rel=0.01)
         assert counter.count("m", ["one two " * 1_000_000]) == pytest.approx(2_000_000, rel=0.01)
+
+    def test_empty_texts_are_no_tokens(self, tokenizer: Path) -> None:
+        counter = TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))
+        assert counter.count("m", [""] * 100_000) == 0
+        assert counter.count("m", [*[""] * 100_000, "one two"]) == 2
+
+    def test_few_of_many_texts_are_tokenized(
+        self, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        encoded: list[str] = []
+
+        class Recorder:
+            def __init__(self, real: Tokenizer) -> None:
+                self.real = real
+
+            @classmethod
+            def from_file(cls, path: str) -> "Recorder":
+                return cls(Tokenizer.from_file(path))
+
+            def encode(self, text: str, add_special_tokens: bool) -> Encoding:
+                encoded.append(text)
+                return self.real.encode(text, add_special_tokens=add_special_tokens)
+
+            def no_truncation(self) -> None:
+                self.real.no_truncation()
+
+            def no_padding(self) -> None:
+                self.real.no_padding()
+
+        monkeypatch.setattr("tokenizers.Tokenizer", Recorder)
+        counter = TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))
+        assert counter.count("m", ["a", "b c"] * 150_000) == pytest.approx(450_000, rel=0.01)
+        assert 100 < len(encoded) < 5_000
 
     def test_other_models_are_estimated(self, tokenizer: Path) -> None:
         counter = TokenCounter(RequestSettings(tokenizers={"m": tokenizer}))

@@ -84,6 +84,13 @@ def test_send_to_sets_header_and_metadata(phase: str, clear: bool) -> None:
     assert destination == "10.0.0.1:8000,10.0.0.2:8000"
 
 
+def test_a_body_may_be_left_with_envoy() -> None:
+    reply = parsed(messages.send_to("request_headers", "10.0.0.1:8000", leave_body=True))
+    assert reply.mode_override is not None
+    assert reply.mode_override.request_body_mode == BodyMode.NONE
+    assert reply.mode_override.response_header_mode == HeaderMode.DEFAULT
+
+
 def test_pass_chunk_gives_the_bytes_back() -> None:
     reply = parsed(messages.pass_chunk("request_body", b"\x00chunk\xff", True))
     _, value = which(reply, "response")

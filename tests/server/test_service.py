@@ -400,3 +400,28 @@ async def test_a_request_that_envoy_did_not_wait_for_is_counted(
         await stream.request_body(CHAT)
         await stream.end()
     assert services.metrics.requests.labels("unanswered")._value.get() == 1
+
+
+async def test_a_large_body_is_left_with_envoy(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+        assert set(destination(reply)) == MEMBERS
+        assert reply.mode_override is not None
+        assert reply.mode_override.request_body_mode == BodyMode.NONE
+        (record,) = services.log.after(0)
+        assert record.decision.profile.model == "llama"
+        assert record.decision.profile.prompt_tokens == 40 * 576
+        # An Envoy that allows no mode override sends it all the same.
+        assert destination(await stream.request_body(b"{")) == []
+        await stream.response_headers()
+        await stream.end()
+
+
+async def test_a_large_body_is_read_where_replicas_serve_different_models(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), models=("other",)))
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+        assert destination(reply) == []
+        assert destination(await stream.request_body(CHAT | {"model": "other"})) == [replica(2)]

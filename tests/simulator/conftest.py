@@ -6,16 +6,23 @@ from aiohttp import ClientSession
 from extproc.simulator.replica import Replica, ReplicaSettings
 from extproc.simulator.server import start
 
+SETTINGS = ReplicaSettings(
+    model="tiny",
+    profile="llama-8b-h100",
+    speed=20,
+    max_model_len=4096,
+    enable_prompt_tokens_details=True,
+)
+
 
 @pytest.fixture
 def replica() -> Replica:
-    settings = ReplicaSettings(model="tiny", profile="llama-8b-h100", speed=20, max_model_len=4096)
-    return Replica(settings)
+    return Replica(SETTINGS)
 
 
 @pytest.fixture
 async def url(replica: Replica) -> AsyncIterator[str]:
-    runner, port = await start(replica, "127.0.0.1", 0)
+    runner, port, _ = await start(replica, "127.0.0.1", 0)
     yield f"http://127.0.0.1:{port}"
     await runner.cleanup()
 

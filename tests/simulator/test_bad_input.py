@@ -58,6 +58,7 @@ async def test_not_json_or_not_an_object(client: ClientSession, path: str, body:
         (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": True}}),
         (CHAT, {"messages": [{"role": "user", "content": "word " * 4000}]}),
         ("/v1/completions", {}),
+        ("/v1/completions", {"prompt": "a", "stream_options": {"include_usage": True}}),
         ("/v1/completions", {"prompt": ""}),
         ("/v1/completions", {"prompt": []}),
         ("/v1/completions", {"prompt": [[]]}),
@@ -171,7 +172,7 @@ def status_of() -> Iterator[Callable[[str, bytes], int]]:
     """Posts to one replica, from tests that are not asynchronous."""
     with asyncio.Runner() as loop:
         replica = Replica(ReplicaSettings(speed=1000, max_model_len=256))
-        runner, port = loop.run(start(replica, "127.0.0.1", 0))
+        runner, port, _ = loop.run(start(replica, "127.0.0.1", 0))
 
         async def status(path: str, body: bytes) -> int:
             async with (

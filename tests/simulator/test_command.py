@@ -7,16 +7,19 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientError, ClientSession
 
 pytestmark = pytest.mark.process
 
 
 @asynccontextmanager
-async def replica(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
+async def replica(
+    *flags: str, python: tuple[str, str] = ("-m", "extproc.simulator")
+) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "extproc.simulator", *flags),
+        *python,
+        *flags,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -26,6 +29,17 @@ async def replica(*flags: str) -> AsyncIterator[asyncio.subprocess.Process]:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+BROKEN = """
+from extproc.simulator.engine import Engine
+
+def fail(engine):
+    raise RuntimeError("out of blocks")
+
+Engine.complete = fail
+from extproc.simulator import __main__
+"""
 
 
 async def ready(process: asyncio.subprocess.Process) -> str:
@@ -53,6 +67,27 @@ async def test_it_serves_until_sigterm_even_while_streaming() -> None:
             assert await stream.content.readline()
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_it_reports_cached_tokens_where_the_flag_says_so() -> None:
+    async with (
+        replica("--port", "0", "--enable-prompt-tokens-details") as process,
+        ClientSession(await ready(process)) as session,
+        session.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}) as response,
+    ):
+        usage = (await response.json())["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+async def test_it_ends_when_its_engine_fails() -> None:
+    async with replica("--port", "0", python=("-c", BROKEN)) as process:
+        async with ClientSession(await ready(process)) as session:
+            with pytest.raises(ClientError):
+                await asyncio.wait_for(session.post("/v1/completions", json={"prompt": "a"}), 10)
+        errors = await problem(process)
+        assert process.returncode == 1
+        assert errors.startswith("the engine failed")
+        assert errors.count("RuntimeError: out of blocks") == 1
 
 
 async def test_an_address_that_is_taken() -> None:

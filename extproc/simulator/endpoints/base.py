@@ -16,9 +16,6 @@ TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
 Bound = Annotated[int, Field(ge=1)]
 
-MAX_CHOICES = 128
-"""OpenAI's limit on ``n``."""
-
 
 class Body(BaseModel):
     """A request's body. Fields that change nothing here are accepted and ignored."""
@@ -26,12 +23,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
-
-
-class StreamOptions(BaseModel):
-    """OpenAI's ``stream_options``."""
-
-    include_usage: bool | None = False
 
 
 class GenerateBody(Body, ABC):
@@ -71,15 +62,7 @@ class Usage:
     prompt: int
     completion: int
     cached: int
-
-    def openai(self) -> dict[str, Any]:
-        """As OpenAI's chat and completions report it."""
-        return {
-            "prompt_tokens": self.prompt,
-            "total_tokens": self.prompt + self.completion,
-            "completion_tokens": self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+    """Prompt tokens taken from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +74,24 @@ class Output:
     reason: FinishReason
 
 
+@dataclass
 class Reply(ABC):
     """Puts generated tokens into the words of one endpoint."""
 
     id_prefix: ClassVar[str]
 
-    def __init__(self, id_: str, model: str, created: int, prompt_tokens: int) -> None:
-        self.id = f"{self.id_prefix}{id_}"
-        self.model = model
-        self.created = created
-        self.prompt_tokens = prompt_tokens
+    key: str
+    """What makes its id unique."""
+    model: str
+    created: int
+    """When, in seconds since 1970."""
+    prompt_tokens: int
+    prompt_tokens_details: bool
+    """Whether the usage tells cached prompt tokens where vLLM makes that an option."""
+
+    def __post_init__(self) -> None:
+        """Name it."""
+        self.id = self.id_prefix + self.key
 
     def opening(self, sequences: int) -> bytes:
         """What a stream begins with, once its first token is there."""
@@ -143,14 +134,6 @@ def compact(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def data(value: object) -> bytes:
-    """A server-sent event of OpenAI's chat and completions."""
-    return b"data: %b\n\n" % compact(value)
-
-
 def event(value: dict[str, Any]) -> bytes:
     """A server-sent event named after its type, as Responses and Messages send it."""
     return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), compact(value))
-
-
-DONE = b"data: [DONE]\n\n"

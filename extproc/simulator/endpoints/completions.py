@@ -1,34 +1,27 @@
 """``/v1/completions``."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from pydantic import Field
+from pydantic import field_validator
 
-from extproc.simulator.endpoints.base import (
-    DONE,
-    MAX_CHOICES,
-    Bound,
-    GenerateBody,
-    Output,
-    Prompts,
-    Reply,
-    StreamOptions,
-    Usage,
-    compact,
-    data,
-    encode_prompts,
-)
+from extproc.simulator.endpoints.base import Bound, Output, Prompts, encode_prompts
+from extproc.simulator.endpoints.openai import OpenAIBody, OpenAIReply
 from extproc.simulator.sequence import FinishReason
 
+DEFAULT_MAX_TOKENS = 16
+"""``max_tokens`` where it is absent or null."""
 
-class CompletionBody(GenerateBody):
+
+class CompletionBody(OpenAIBody):
     """The request."""
 
     prompt: Prompts
-    max_tokens: Bound | None = 16
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    stream_options: StreamOptions | None = None
+    max_tokens: Bound = DEFAULT_MAX_TOKENS
+
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: object) -> object:
+        return DEFAULT_MAX_TOKENS if value is None else value
 
     @property
     def prompts(self) -> list[bytes]:
@@ -36,60 +29,30 @@ class CompletionBody(GenerateBody):
         return encode_prompts(self.prompt)
 
     @property
-    def bound(self) -> int | None:
-        """``max_tokens``; 16 where it is not given."""
+    def bound(self) -> int:
+        """``max_tokens``."""
         return self.max_tokens
 
-    @property
-    def choices(self) -> int:
-        """``n``."""
-        return self.n
 
-    @property
-    def include_usage(self) -> bool:
-        """As the stream options say."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-
-class CompletionReply(Reply):
+class CompletionReply(OpenAIReply):
     """The reply."""
 
     id_prefix = "cmpl-"
-
-    def __init__(self, id_: str, model: str, created: int, prompt_tokens: int) -> None:
-        super().__init__(id_, model, created, prompt_tokens)
-        self._head = b"data: %b" % compact(self._frame())[:-1]
+    object = "text_completion"
+    chunk_object = "text_completion"
 
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
         """A chunk with the token."""
+        finish = b'"%b"' % reason.encode() if reason else b"null"
         return (
             b'%b,"choices":[{"index":%d,"text":"%b","logprobs":null,"finish_reason":%b}]}\n\n'
-        ) % (self._head, index, text.encode(), b'"%b"' % reason.encode() if reason else b"null")
+        ) % (self._chunk_head, index, text.encode(), finish)
 
-    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
-        """The usage, if asked for, and the end."""
-        if not include_usage:
-            return DONE
-        return data({**self._frame(), "choices": [], "usage": usage.openai()}) + DONE
-
-    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """All choices and the usage."""
-        choices = [
-            {
-                "index": index,
-                "text": output.text,
-                "logprobs": None,
-                "finish_reason": output.reason,
-                "stop_reason": None,
-            }
-            for index, output in enumerate(outputs)
-        ]
-        return {**self._frame(), "choices": choices, "usage": usage.openai()}
-
-    def _frame(self) -> dict[str, Any]:
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
         return {
-            "id": self.id,
-            "object": "text_completion",
-            "created": self.created,
-            "model": self.model,
+            "index": index,
+            "text": output.text,
+            "logprobs": None,
+            "finish_reason": output.reason,
+            "stop_reason": None,
         }

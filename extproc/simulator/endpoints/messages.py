@@ -92,8 +92,11 @@ class MessagesReply(Reply):
         }
 
     def _usage(self, usage: Usage) -> dict[str, int]:
+        """Anthropic's input is what was not cached; without details vLLM takes all to be input."""
+        if not self.prompt_tokens_details:
+            return {"input_tokens": usage.prompt, "output_tokens": usage.completion}
         return {
-            "input_tokens": usage.prompt,
+            "input_tokens": usage.prompt - usage.cached,
             "output_tokens": usage.completion,
             "cache_read_input_tokens": usage.cached,
         }

@@ -52,10 +52,11 @@ class ResponsesReply(Reply):
 
     id_prefix = "resp_"
 
-    def __init__(self, id_: str, model: str, created: int, prompt_tokens: int) -> None:
-        super().__init__(id_, model, created, prompt_tokens)
+    def __post_init__(self) -> None:
+        """Name it and its message, and begin to number."""
+        super().__post_init__()
         self._number = -1
-        self._item = {"item_id": f"msg_{id_}", "output_index": 0, "content_index": 0}
+        self._item = {"item_id": f"msg_{self.key}", "output_index": 0, "content_index": 0}
 
     def opening(self, sequences: int) -> bytes:
         """The response begins, an empty message, an empty part in it."""
