@@ -32,7 +32,7 @@ _MAX_TEXTS = 1_024
 together keep a tokenizer busy for some 10 ms at most."""
 
 
-class TokenizerError(Exception):
+class TokenizerError(ValueError):
     """A configured tokenizer cannot be used; the message says what to install or correct."""
 
 

@@ -79,6 +79,15 @@ def start(*argv: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.process
+def test_a_missing_tokenizer_is_one_line() -> None:
+    with start("serve", "--request.tokenizers", '{"m": "/nowhere/tokenizer.json"}') as process:
+        _, errors = process.communicate(timeout=20)
+    (line,) = errors.splitlines()
+    assert process.returncode == 1
+    assert line.startswith("extproc serve: the tokenizer configured for model 'm' does not exist")
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("flag", ["--serve.listen", "--serve.admin"])
 def test_an_address_in_use_is_one_line(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
