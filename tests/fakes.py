@@ -36,7 +36,10 @@ def replica(number: int) -> str:
 
 
 def state(
-    number: int, profile: str, clock: ManualClock, **figures: float | str | bool | tuple[str, ...]
+    number: int,
+    profile: str,
+    clock: ManualClock,
+    **figures: float | str | bool | tuple[str, ...] | dict[str, float],
 ) -> ReplicaState:
     return ReplicaState.model_validate(
         {

@@ -10,6 +10,8 @@ from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 
 _STALE = 2.0
 """Seconds without a poll after which what it saw of others' requests no longer counts."""
+_SHORTEST_STEP = 1e-4
+"""Seconds: no engine steps faster, whatever was learned of one that was always busy."""
 _NEARLY_FULL = 0.9
 """Fraction of the KV cache above which requests may be waiting for KV space."""
 
@@ -29,6 +31,7 @@ def set_hardware(
     step = state.learned or profile.step
     for name in COSTS:
         replicas[name][row] = getattr(step, name)
+    replicas["c0"][row] = max(step.c0, _SHORTEST_STEP)
     replicas["kv_capacity"][row] = state.kv_tokens or profile.kv_tokens
     replicas["token_budget"][row] = profile.token_budget
     limit = profile.max_num_seqs

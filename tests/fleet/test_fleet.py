@@ -304,6 +304,20 @@ def test_failures_at_once_count_for_one_pause() -> None:
     assert len(fleet.view(MODEL)) == 2
 
 
+def test_a_replica_whose_steps_seem_to_cost_nothing_is_still_predicted() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    learned = {"c0": 0.0, "c_prefill": 0.0, "c_batch": 1e-3, "c_kv": 0.0}
+    fleet.put(state(1, A10, clock, learned=learned))
+    clock.advance(1.0)
+    ticket = fleet.dispatch(replica(1), chat(100, 50))
+    clock.advance(1.0)
+    view = fleet.view(MODEL)
+    assert np.isfinite(view.decode_step).all()
+    assert np.isfinite(fleet.sequences(view).remaining).all()
+    fleet.release(ticket)
+
+
 def test_an_embedding_is_prefilled_and_never_decodes() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)

@@ -175,6 +175,7 @@ async def test_a_wrong_password_is_one_line(
 @pytest.mark.parametrize(
     "garbage",
     [
+        b'{"id": "10.0.0.9:8000", "kv_usage": NaN}',
         b"",
         b"{",
         b"\xff\xfe",
