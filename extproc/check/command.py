@@ -17,6 +17,10 @@ from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.state.connection import address, connect
 from extproc.yaml_file import read_yaml
 
+_NO_ENVOY = (
+    "this is no Envoy file: nothing in it is a part of Envoy's configuration. Give a bootstrap, "
+    "a fragment such as envoy/ext_proc.yaml, or a mesh's patch"
+)
 _NO_FILTER = (
     "there is no ext_proc filter: Envoy never asks the router. Take it from envoy/ext_proc.yaml"
 )
@@ -39,17 +43,20 @@ def run(args: argparse.Namespace) -> int:
         return _wrong(error.problems)
     except TokenizerError as error:
         return _wrong([f"request.tokenizers: {error}"])
-    print(understood(config))
-    if args.envoy is None:
-        return 0
+    if args.envoy is None or args.config or config != Config():
+        print(understood(config))
+    return 0 if args.envoy is None else _check(args.envoy)
+
+
+def _check(path: Path) -> int:
     try:
-        tree = read_yaml(args.envoy)
+        tree = read_yaml(path)
     except OSError as error:
-        return _wrong([f"{args.envoy}: cannot be read: {error.strerror}"])
+        return _wrong([f"{path}: cannot be read: {error.strerror}"])
     except ValueError as error:
-        return _wrong([f"{args.envoy}: {error}"])
+        return _wrong([f"{path}: {error}"])
     findings = check_envoy(tree)
-    print(f"\n{args.envoy}")
+    print(path)
     for finding in findings:
         print(finding)
     return int(any(finding.level is Level.ERROR for finding in findings))
@@ -69,7 +76,9 @@ def check_envoy(tree: object) -> list[Finding]:
     """
     file = EnvoyFile(tree)
     found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
-    if not file.has(ExternalProcessor):
+    if not file.nodes:
+        found.append(Finding("is_envoy", Level.ERROR, "", _NO_ENVOY))
+    elif not file.has(ExternalProcessor):
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
     elif not any(problem.level is Level.ERROR for problem in found):
         # The rules judge a file that Envoy would take.

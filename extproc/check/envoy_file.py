@@ -1,6 +1,7 @@
 """An Envoy file as the rules see it."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from betterproto2 import Message
@@ -8,8 +9,13 @@ from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.route.v3 import RouteAction
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    ExtProcOverrides,
+    ExtProcPerRoute,
+)
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation
+from envoy_data_plane.envoy.extensions.filters.http.router.v3 import Router
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
     HeaderMutation as EarlyHeaderMutation,
@@ -18,6 +24,14 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 
 
 from extproc.check.schema import message
 from extproc.check.tree import Node, Path, nodes, snake, written
+
+_OVERRIDABLE = (
+    "processing_mode",
+    "response_attributes",
+    "grpc_service",
+    "metadata_options",
+    "failure_mode_allow",
+)
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -74,7 +88,7 @@ class EnvoyFile:
     @property
     def router_clusters(self) -> list[Part[Cluster]]:
         """Clusters of ext_proc servers: those that the filters name."""
-        names = {router_cluster(part.message) for part in self.all(ExternalProcessor)} - {""}
+        names = {router_cluster(part.message) for part in self.filters} - {""}
         return [part for part in self.all(Cluster) if part.message.name in names]
 
     @property
@@ -89,29 +103,76 @@ class EnvoyFile:
         routes = self.all(RouteAction)
         return [part for part in routes if not names or clusters_of(part.message) & names]
 
+    @property
+    def filters(self) -> list[Part[ExternalProcessor]]:
+        """The ext_proc filters as they are written, and as routes to the replicas override them."""
+        written = self.all(ExternalProcessor)
+        paths = {
+            node.path
+            for entry in self._entries
+            for route in self.replica_routes
+            for node in self._said_for(route, entry.message)
+        }
+        overridden = [
+            Part(part.path, _overridden(filter.message, part.message.overrides))
+            for part in self.all(ExtProcPerRoute)
+            if part.path in paths and part.message.overrides
+            for filter in written
+        ]
+        return written + overridden
+
     def is_enabled(self, filter: Part[ExternalProcessor]) -> bool:
         """Whether requests pass that filter: its entry is not disabled, or a route enables it."""
-        entries = [
-            part.message
-            for part in self.all(HttpFilter)
-            if part.path == filter.path[: len(part.path)] and part.message.disabled
-        ]
-        return all(self._enabled_by_a_route(entry.name) for entry in entries)
-
-    def _enabled_by_a_route(self, name: str) -> bool:
-        return any(
-            [snake(str(part)) for part in node.path[-2:-1]] == ["typed_per_filter_config"]
-            and node.path[-1] == name
-            and not node.fields.get("disabled")
-            for node in self.nodes
+        return all(
+            any(not _is_disabled(node) for _, node in self._settings(entry.message))
+            for entry in self._entries
+            if entry.message.disabled and entry.path == filter.path[: len(entry.path)]
         )
+
+    def asks(self, route: Part[RouteAction]) -> bool:
+        """Whether all requests of that route pass an ext_proc filter."""
+        entries = [entry.message for entry in self._entries]
+        return not entries or any(self._pass(entry, route) for entry in entries)
+
+    def _pass(self, filter: HttpFilter, route: Part[RouteAction]) -> bool:
+        said = self._said_for(route, filter)
+        return not any(map(_is_disabled, said)) if said else not filter.disabled
+
+    def _said_for(self, route: Part[RouteAction], filter: HttpFilter) -> list[Node]:
+        """What is said of a filter within a route (of weighted clusters) and nearest around it."""
+        within: list[Node] = []
+        around: dict[Path, list[Node]] = {}
+        for scope, node in self._settings(filter):
+            if scope[: len(route.path)] == route.path:
+                within.append(node)
+            elif route.path[: len(scope)] == scope:
+                around.setdefault(scope, []).append(node)
+        return within + around.get(max(around, key=len, default=()), [])
+
+    def _settings(self, filter: HttpFilter) -> Iterator[tuple[Path, Node]]:
+        """What routes, virtual hosts and the like say of a filter, each with where it holds."""
+        for node in self.nodes:
+            keys = [snake(str(part)) for part in node.path]
+            if "typed_per_filter_config" in keys:
+                at = keys.index("typed_per_filter_config")
+                if node.path[at + 1 : at + 2] == (filter.name,):
+                    yield node.path[:at], node
+
+    @property
+    def _entries(self) -> list[Part[HttpFilter]]:
+        """What the lists of filters hold as ext_proc filters."""
+        return [part for part in self.all(HttpFilter) if self.all(ExternalProcessor, within=part)]
+
+    def ends_before(self, filter: Part[ExternalProcessor]) -> bool:
+        """Whether the filter that ends the list, the router, stands before that one."""
+        return any(_precedes(part.path, filter.path) is True for part in self.all(Router))
 
     def removes_before(self, filter: Part[ExternalProcessor], header: str) -> bool:
         """Whether a client's header is gone before a request reaches that filter."""
         if any(_removes(part.message.mutations, header) for part in self.all(EarlyHeaderMutation)):
             return True
         return any(
-            _precedes(part.path, filter.path)
+            _precedes(part.path, filter.path) is not False
             for part in self.all(HeaderMutation)
             if part.message.mutations and _removes(part.message.mutations.request_mutations, header)
         )
@@ -137,10 +198,21 @@ def _removes(mutations: list[Mutation], header: str) -> bool:
     return any(one.remove is not None and one.remove.lower() == header for one in mutations)
 
 
-def _precedes(first: Path, second: Path) -> bool:
-    """Whether a filter comes before another; filters in separate patches are believed to."""
+def _is_disabled(node: Node) -> bool:
+    return bool(node.fields.get("disabled"))
+
+
+def _overridden(filter: ExternalProcessor, overrides: ExtProcOverrides) -> ExternalProcessor:
+    given = {name: getattr(overrides, name) for name in _OVERRIDABLE}
+    return replace(
+        filter, **{name: value for name, value in given.items() if value not in (None, [])}
+    )
+
+
+def _precedes(first: Path, second: Path) -> bool | None:
+    """Whether a filter comes before another; None: they are not in one list, but in patches."""
     *list_of_first, index, _ = first
     *list_of_second, other, _ = second
     if list_of_first == list_of_second and isinstance(index, int) and isinstance(other, int):
         return index < other
-    return True
+    return None

@@ -33,6 +33,7 @@ _RETRY_LIMIT = {"max_retries": 3}
 _DEFAULT_BUFFER = 1024 * 1024
 _LONG_MESSAGE = timedelta(seconds=1)
 _SHORT_ROUTE = timedelta(minutes=10)
+_SHORT_WAIT = timedelta(minutes=1)
 _WHOLE_BODY = (
     ProcessingModeBodySendMode.BUFFERED,
     ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED,
@@ -83,7 +84,7 @@ def _whole(file: EnvoyFile) -> list[Part[EnvoyFile]]:
 
 
 def _filters(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
-    return file.all(ExternalProcessor)
+    return file.filters
 
 
 def _policies(file: EnvoyFile) -> list[Part[OverrideHost]]:
@@ -101,6 +102,22 @@ def _listeners(file: EnvoyFile) -> list[Part[Listener]]:
     """Those with an ext_proc filter; all of them where the filter is in none (a fragment)."""
     listeners = file.all(Listener)
     return [part for part in listeners if file.all(ExternalProcessor, within=part)] or listeners
+
+
+def _routes(file: EnvoyFile) -> list[Part[RouteAction]]:
+    return file.all(RouteAction)
+
+
+def _by_route(file: EnvoyFile) -> bool:
+    """Whether every route to the replicas has an idle timeout of its own."""
+    routes = file.replica_routes
+    return bool(routes) and all(route.message.idle_timeout is not None for route in routes)
+
+
+def _waiting(file: EnvoyFile) -> list[Part[Any]]:
+    """What sets idle timeouts for requests to the replicas."""
+    managers = [] if _by_route(file) else file.all(HttpConnectionManager)
+    return [*managers, *file.replica_routes]
 
 
 @_rule(Level.WARNING, _whole)
@@ -127,7 +144,7 @@ def router_cluster_exists(part: Part[ExternalProcessor], file: EnvoyFile) -> str
     )
 
 
-@_rule(Level.ERROR, lambda file: file.all(RouteAction) if file.has_all_clusters else [])
+@_rule(Level.ERROR, lambda file: _routes(file) if file.has_all_clusters else [])
 def route_cluster_exists(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """Every route leads somewhere: its cluster exists."""
     missing = sorted(clusters_of(part.message) - file.cluster_names)
@@ -139,6 +156,23 @@ def route_cluster_exists(part: Part[RouteAction], file: EnvoyFile) -> str | None
     )
 
 
+@_rule(Level.ERROR, lambda file: _routes(file) if file.replica_clusters else [])
+def routes_lead_to_replicas(part: Part[RouteAction], file: EnvoyFile) -> str | None:
+    """Requests reach the cluster that obeys the router: a route leads to it."""
+    obeying = {cluster.message.name for cluster in file.replica_clusters}
+    named = clusters_of(part.message)
+    others = sorted(named & file.cluster_names - obeying)
+    mixed = named & obeying
+    if not others or (not mixed and any(_may_lead_to(route, obeying) for route in _routes(file))):
+        return None
+    wanted = ", ".join(sorted(map(repr, obeying)))
+    return (
+        f"the route leads to {', '.join(map(repr, others))}, which ignores the router's choice: "
+        f"it has no policy override_host. Write cluster: {wanted}, which has it, or give "
+        "load_balancing_policy: override_host to this one"
+    )
+
+
 @_rule(Level.ERROR, _filters)
 def filter_is_enabled(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Requests pass the ext_proc filter: it is enabled."""
@@ -147,6 +181,29 @@ def filter_is_enabled(part: Part[ExternalProcessor], file: EnvoyFile) -> str | N
     return (
         "the filter is disabled, and no route enables it: the router is never asked. "
         "Remove disabled: true"
+    )
+
+
+@_rule(Level.ERROR, lambda file: file.replica_routes)
+def routes_ask(part: Part[RouteAction], file: EnvoyFile) -> str | None:
+    """Requests to the replicas pass the ext_proc filter: no route or virtual host disables it."""
+    if file.asks(part) or not any(map(file.is_enabled, file.all(ExternalProcessor))):
+        return None
+    return (
+        "the ext_proc filter is disabled for this route: its requests never ask the router. Remove "
+        "disabled: true from typed_per_filter_config of the route, its virtual host and its "
+        "weighted clusters, or enable the filter there with overrides: {}"
+    )
+
+
+@_rule(Level.ERROR, _filters)
+def filter_is_reached(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """The ext_proc filter comes before envoy.filters.http.router, which ends the list."""
+    if not file.ends_before(part):
+        return None
+    return (
+        "envoy.filters.http.router stands before this filter, and it ends the list: Envoy refuses "
+        "the file. Put envoy.filters.http.router last in http_filters"
     )
 
 
@@ -402,9 +459,7 @@ def answers_may_be_long(part: Part[RouteAction], file: EnvoyFile) -> str | None:
 @_rule(Level.WARNING, lambda file: file.all(HttpConnectionManager))
 def answers_may_be_silent(part: Part[HttpConnectionManager], file: EnvoyFile) -> str | None:
     """No idle timeout cuts a request that waits in a replica's queue."""
-    routes = file.replica_routes
-    by_route = bool(routes) and all(route.message.idle_timeout is not None for route in routes)
-    if by_route or part.message.stream_idle_timeout is not None:
+    if _by_route(file) or part.message.stream_idle_timeout is not None:
         return None
     return (
         "stream_idle_timeout is Envoy's default of 5 min: an answer that is queued or not streamed "
@@ -412,10 +467,31 @@ def answers_may_be_silent(part: Part[HttpConnectionManager], file: EnvoyFile) ->
     )
 
 
+@_rule(Level.ERROR, _waiting)
+def first_tokens_may_wait(
+    part: Part[HttpConnectionManager | RouteAction], file: EnvoyFile
+) -> str | None:
+    """No short idle timeout cuts a request that waits for its first token."""
+    manager = isinstance(part.message, HttpConnectionManager)
+    name = "stream_idle_timeout" if manager else "idle_timeout"
+    timeout: timedelta | None = getattr(part.message, name)
+    if not timeout or timeout >= _SHORT_WAIT:
+        return None
+    return (
+        f"{name} is {timeout.total_seconds():g} s: a request that waits longer for its first token "
+        f"is cut. Write {name}: 3600s"
+    )
+
+
 @_rule(Level.WARNING, lambda file: file.replica_routes)
 def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """A request to a replica that just died is tried again on the second choice."""
     policy = part.message.retry_policy
+    if policy and policy.num_retries == 0:
+        return (
+            "num_retries is 0: nothing is tried again, and requests to a replica that just died "
+            "fail, though the router names a second choice. Write num_retries: 1"
+        )
     if policy and "connect-failure" in policy.retry_on:
         return None
     return (
@@ -427,6 +503,12 @@ def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | Non
 
 def _mode(part: Part[ExternalProcessor]) -> ProcessingMode:
     return part.message.processing_mode or ProcessingMode()
+
+
+def _may_lead_to(route: Part[RouteAction], clusters: set[str]) -> bool:
+    """Whether it names one of them, or leaves the name to a header or a plugin."""
+    named = clusters_of(route.message)
+    return not named or bool(named & clusters)
 
 
 def _reads_metadata(part: Part[OverrideHost]) -> bool:

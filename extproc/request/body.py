@@ -1,6 +1,8 @@
 """Request body, from bytes to a JSON object."""
 
 import re
+from contextlib import suppress
+from itertools import islice
 
 from pydantic_core import from_json
 
@@ -8,15 +10,40 @@ from extproc.request.errors import BadRequest
 
 _BOM = b"\xef\xbb\xbf"
 
-LARGE = 1_000_000
-"""Bytes up to which a body is decoded whole, whatever is in it."""
+_BUDGET = 40e6
+"""Nanoseconds that reading a body may take: meanwhile a router decides nothing else."""
 
-MAX_VALUES = 500_000
-"""Values in a larger body that is decoded whole. 13 million empty arrays fit into 40 MB and take
-Python five seconds, in which a router decides nothing else; 20 million token ids take 0.7 s."""
+_PER_BYTE = 4.5
+"""Nanoseconds for any byte: to weigh it, and to decode it inside a long string."""
+
+_COSTS = {b",": 130.0, b'"': 75.0, b"[": 350.0, b"{": 900.0}
+"""Nanoseconds for one of these: to decode the value that begins with it and to walk over it,
+wherever it stands and however small it is. A value or a key follows a comma; a string has two
+quotes. Measured with pydantic-core 2.50 under Python 3.11; nothing that was tried took half as
+long again as these say."""
+
+_OTHERS = bytes(set(range(256)) - set(b"".join(_COSTS)))
+
+_PER_LONG_NUMBER = 600.0
+"""Nanoseconds for 19 digits in a row: a number too long for a machine word."""
+
+_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG_NUMBER = b"0" * 19
+
+_SHORT = 131_072
+"""Bytes up to which a body is read whole without being weighed: the worst one takes 40 ms."""
+
+_STRIDE = 32_768
+"""Bytes weighed at a time. The dearest, all opening braces, are within the budget."""
 
 _TAIL = 4_096
 """Bytes at the end of a truncated body that tell what follows."""
+
+_END = 16_384
+"""Bytes at the end of a body that are read for the fields that follow a long prompt."""
+
+_NAMES = re.compile(rb'"(?:model|n|stream|max_(?:completion_|output_)?tokens)"\s*:')
+_TRIES = 4
 
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_-]{256}\Z")
 _TOKEN_IDS = re.compile(rb"[\d,\s\[\]]{256,}\Z")
@@ -44,16 +71,40 @@ def decode(body: bytes, partial: bool = False) -> dict[str, object]:
 
 
 def readable(body: bytes) -> bytes:
-    """What of ``body`` is decoded: all of it, unless that could stall the router.
+    """What of ``body`` is decoded and walked: its beginning, as much as ``_BUDGET`` is enough for.
 
-    A value follows a comma or is the first one in its array or object, so there are at most as
-    many as commas and opening brackets. Those inside strings are counted, too: a text with more
-    than ``MAX_VALUES`` commas is read in part.
+    That is all of any ordinary body: 8 MB of text or images, 200,000 token ids, 10,000 messages.
+    Marks inside strings are weighed as if they were outside.
     """
-    if len(body) <= LARGE:
+    if len(body) <= _SHORT:
         return body
-    values = body.count(b",") + body.count(b"[") + body.count(b"{")
-    return body[:LARGE] if values > MAX_VALUES else body
+    left = _BUDGET
+    for start in range(0, len(body), _STRIDE):
+        left -= _cost(body[start : start + _STRIDE])
+        if left < 0.0:
+            return body[:start]
+    return body
+
+
+def ending(body: bytes) -> dict[str, object]:
+    """The last fields of a body that is not read whole, from one of ``_NAMES`` on.
+
+    Clients may name the model, and bound the output, after the prompt. What follows one of the
+    body's own names is an object without its opening brace; what follows an inner one is not.
+    """
+    end = body[-_END:]
+    for name in islice(_NAMES.finditer(end), _TRIES):
+        with suppress(BadRequest):
+            return decode(b"{" + end[name.start() :])
+    return {}
+
+
+def _cost(part: bytes) -> float:
+    """Nanoseconds to read so much of a body."""
+    marks = part.translate(None, _OTHERS)
+    of_values = sum(marks.count(mark) * cost for mark, cost in _COSTS.items())
+    long_numbers = part.translate(_AS_ZEROS).count(_LONG_NUMBER)
+    return len(part) * _PER_BYTE + of_values + long_numbers * _PER_LONG_NUMBER
 
 
 def tokens_per_byte(part: bytes, of_text: float) -> float:

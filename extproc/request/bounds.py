@@ -1,5 +1,6 @@
 """How much a request may generate, by the rules of vLLM 0.32."""
 
+from extproc.request.lax import positive_int
 from extproc.request.profile import Endpoint
 
 MAX_TOKENS = 10_000_000
@@ -36,12 +37,3 @@ def sequences(endpoint: Endpoint, body: dict[str, object], prompts: int) -> int:
     has_n = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
     n = positive_int(body.get("n")) if has_n else None
     return min((n or 1) * prompts, MAX_SEQUENCES)
-
-
-def positive_int(value: object) -> int | None:
-    """``value`` if it is an integer above zero (300.0 counts as one), else None."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    return None

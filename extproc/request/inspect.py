@@ -1,9 +1,10 @@
 """Request body to :class:`~extproc.request.profile.RequestProfile`."""
 
-from extproc.request.body import decode, readable, tokens_per_byte
-from extproc.request.bounds import MAX_TOKENS, output_bound, positive_int, sequences
+from extproc.request.body import decode, ending, readable, tokens_per_byte
+from extproc.request.bounds import MAX_TOKENS, output_bound, sequences
 from extproc.request.errors import BadRequest
 from extproc.request.fields import read
+from extproc.request.lax import flag, positive_int
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.tokens import TokenCounter
 
@@ -51,7 +52,9 @@ def inspect(
         raise ValueError(f"{path!r} carries no inference")
     part = readable(body)
     cut = partial or len(part) < len(body)
-    fields = decode(part, cut)
+    fields = _beginning(part) if cut else decode(part)
+    if cut and not partial:
+        fields |= ending(body)
     model = _model(fields, cut)
     prompt_tokens, prompt_bytes, prompts = _measure(endpoint, fields, model, tokens)
     if cut:
@@ -66,13 +69,20 @@ def inspect(
         prompt_bytes=prompt_bytes,
         output_bound=output_bound(endpoint, fields),
         sequences=sequences(endpoint, fields, prompts),
-        stream=fields.get("stream") is True,
+        stream=flag(fields.get("stream")),
     )
 
 
+def _beginning(part: bytes) -> dict[str, object]:
+    fields = decode(part, partial=True)
+    if next(reversed(fields), None) == "model":
+        del fields["model"]  # perhaps only its beginning
+    return fields
+
+
 def _model(fields: dict[str, object], cut: bool) -> str:
-    if cut and "model" not in list(fields)[:-1]:
-        return ""  # not there yet, or perhaps only its beginning
+    if cut and "model" not in fields:
+        return ""
     model = fields.get("model")
     if model is None:
         raise BadRequest("the request names no model", "model", "missing_model")

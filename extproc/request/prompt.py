@@ -27,8 +27,10 @@ _AS_IMAGES = {
     "video_url": 16,
 }
 
-_TEXT_FIELDS = ("text", "name", "arguments", "refusal", "thinking")
-_CONTENT_FIELDS = ("content", "tool_calls", "function", "function_call", "output", "summary")
+_TEXT_FIELDS = frozenset({"text", "name", "arguments", "refusal", "thinking"})
+_CONTENT_FIELDS = frozenset(
+    {"content", "tool_calls", "function", "function_call", "output", "summary"}
+)
 
 
 class Prompt:
@@ -105,10 +107,19 @@ class Prompt:
             elif isinstance(item, dict):
                 if images := _images(item):
                     self.images += images
-                    continue
-                self.texts += [text for f in _TEXT_FIELDS if isinstance(text := item.get(f), str)]
-                pending += [item[field] for field in _CONTENT_FIELDS if field in item]
-                self.add_json(item.get("input"))  # of a tool that Anthropic's messages call
+                else:
+                    self._add_fields(item, pending)
+
+    def _add_fields(self, item: dict[str, object], pending: list[object]) -> None:
+        """Add the texts of a part; what may hold further ones is left pending."""
+        for field, value in item.items():
+            if field in _TEXT_FIELDS:
+                if isinstance(value, str):
+                    self.texts.append(value)
+            elif field in _CONTENT_FIELDS:
+                pending.append(value)
+            elif field == "input":  # of a tool that Anthropic's messages call
+                self.add_json(value)
 
     def add_json(self, value: object) -> None:
         """Add a structure that chat templates print as JSON, such as the schemas of tools."""
@@ -122,4 +133,6 @@ def _images(part: dict[str, object]) -> int:
     if isinstance(kind, str):
         return _AS_IMAGES.get(kind, 0)
     # vLLM takes media parts without a type, too.
-    return max((_AS_IMAGES[key] for key in part if key in _AS_IMAGES), default=0)
+    if _AS_IMAGES.keys().isdisjoint(part):
+        return 0
+    return max(_AS_IMAGES[key] for key in part if key in _AS_IMAGES)

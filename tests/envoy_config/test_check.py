@@ -33,12 +33,24 @@ class Bootstrap:
         self.filters = self.manager["http_filters"]
         self.ext_proc = self.filters[1]["typed_config"]
         self.mode = self.ext_proc["processing_mode"]
-        self.routes = self.manager["route_config"]["virtual_hosts"][0]["routes"]
+        self.host = self.manager["route_config"]["virtual_hosts"][0]
+        self.routes = self.host["routes"]
         self.route = self.routes[0]["route"]
         self.clusters = resources["clusters"]
         self.router, self.replicas = self.clusters
         policies = self.replicas["load_balancing_policy"]["policies"]
         self.override = policies[0]["typed_extension_config"]["typed_config"]
+
+    def split(self, *clusters: dict[str, object]) -> Self:
+        """Let the route lead to several clusters."""
+        del self.route["cluster"]
+        self.route["weighted_clusters"] = {"clusters": [{"weight": 1, **one} for one in clusters]}
+        return self
+
+    def add_cluster(self, name: str) -> Self:
+        """One that does not obey the router."""
+        self.clusters.append({"name": name})
+        return self
 
     def use_metadata(self) -> Self:
         path = [{"key": "x-gateway-destination-endpoint"}]
@@ -46,11 +58,22 @@ class Bootstrap:
         return self
 
 
-def per_filter(**config: object) -> dict[str, object]:
+FILTER_CONFIG = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
+PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+
+
+def per_filter(kind: str = FILTER_CONFIG, **config: object) -> dict[str, object]:
     """What a route may say of the ext_proc filter."""
-    kind = "type.googleapis.com/envoy.config.route.v3.FilterConfig"
     named = {"envoy.filters.http.ext_proc": {"@type": kind, **config}}
     return {"typed_per_filter_config": named}
+
+
+def override(**overrides: object) -> dict[str, object]:
+    """How a route may change the ext_proc filter."""
+    return per_filter(PER_ROUTE, overrides=overrides)
+
+
+WHOLE_BODY = {"request_body_mode": "BUFFERED"}
 
 
 def complaints(tree: object) -> list[Finding]:
@@ -132,6 +155,40 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
      lambda b: b.mode.update(response_body_mode="FULL_DUPLEX_STREAMED")),
     ("limits_are_raised", Level.WARNING, "max_retries (3)",
      lambda b: b.replicas["circuit_breakers"]["thresholds"][0].pop("max_retries")),
+    ("routes_ask", Level.ERROR, "Remove disabled: true",
+     lambda b: b.routes[0].update(per_filter(PER_ROUTE, disabled=True))),
+    ("routes_ask", Level.ERROR, "virtual host",
+     lambda b: b.host.update(per_filter(PER_ROUTE, disabled=True))),
+    ("routes_ask", Level.ERROR, "disabled", lambda b: b.host.update(per_filter(disabled=True))),
+    ("routes_ask", Level.ERROR, "disabled",
+     lambda b: b.host.update(per_filter(config={"@type": PER_ROUTE, "disabled": True}))),
+    ("routes_ask", Level.ERROR, "weighted clusters",
+     lambda b: b.split({"name": "replicas", **per_filter(PER_ROUTE, disabled=True)})),
+    ("routes_ask", Level.ERROR, "disabled",
+     lambda b: (b.filters[1].update(disabled=True),
+                b.routes.append({"match": {"prefix": "/x"}, "redirect": {}, **override()}))),
+    ("body_is_buffered", Level.ERROR, "NONE",
+     lambda b: b.routes[0].update(override(processing_mode={"request_body_mode": "NONE"}))),
+    ("body_is_buffered", Level.ERROR, "NONE",
+     lambda b: b.host.update(override(processing_mode={"response_body_mode": "STREAMED"}))),
+    ("request_headers_are_sent", Level.ERROR, "SKIP", lambda b: b.host.update(
+        override(processing_mode={**WHOLE_BODY, "request_header_mode": "SKIP"}))),
+    ("fails_open", Level.ERROR, "fails",
+     lambda b: b.routes[0].update(override(failure_mode_allow=False))),
+    ("filter_is_reached", Level.ERROR, "last",
+     lambda b: b.filters.insert(1, b.filters.pop())),
+    ("filter_is_reached", Level.ERROR, "refuses",
+     lambda b: b.filters.insert(0, b.filters.pop())),
+    ("second_choice_is_used", Level.WARNING, "num_retries: 1",
+     lambda b: b.route["retry_policy"].update(num_retries=0)),
+    ("first_tokens_may_wait", Level.ERROR, "stream_idle_timeout is 1 s",
+     lambda b: b.manager.update(stream_idle_timeout="1s")),
+    ("first_tokens_may_wait", Level.ERROR, "idle_timeout is 0.5 s",
+     lambda b: b.route.update(idle_timeout="0.5s")),
+    ("routes_lead_to_replicas", Level.ERROR, "'other', which ignores",
+     lambda b: (b.add_cluster("other"), b.route.update(cluster="other"))),
+    ("routes_lead_to_replicas", Level.ERROR, "Write cluster: 'replicas'",
+     lambda b: (b.add_cluster("other"), b.split({"name": "replicas"}, {"name": "other"}))),
 ]  # fmt: skip
 
 
@@ -166,9 +223,37 @@ ALLOWED: list[Breakage] = [
     lambda b: b.route.update(timeout="3600s"),
     lambda b: (b.manager.pop("stream_idle_timeout"), b.route.update(idle_timeout="0s")),
     lambda b: b.replicas.update(type="EDS", eds_cluster_config={"eds_config": {"ads": {}}}),
-    lambda b: b.clusters.append({"name": "elsewhere"}),
-    lambda b: b.route.update(
-        weighted_clusters={"clusters": [{"name": b.route.pop("cluster"), "weight": 1}]}
+    lambda b: b.add_cluster("elsewhere"),
+    lambda b: (
+        b.add_cluster("web"),
+        b.routes.append({"match": {"prefix": "/web"}, "route": {"cluster": "web"}}),
+    ),
+    lambda b: b.split({"name": "replicas"}),
+    lambda b: (b.manager.update(stream_idle_timeout="0s"), b.route.update(idle_timeout="120s")),
+    lambda b: (b.manager.update(stream_idle_timeout="1s"), b.route.update(idle_timeout="0s")),
+    lambda b: b.route["retry_policy"].pop("num_retries"),
+    lambda b: b.routes[0].update(override(processing_mode=WHOLE_BODY)),
+    lambda b: b.routes[0].update(override(failure_mode_allow=True)),
+    lambda b: (
+        b.host.update(per_filter(PER_ROUTE, disabled=True)),
+        b.routes[0].update(override(processing_mode=WHOLE_BODY)),
+    ),
+    lambda b: (
+        b.add_cluster("web"),
+        b.routes.append(
+            {
+                "match": {"prefix": "/web"},
+                "route": {"cluster": "web"},
+                **override(processing_mode={}),
+            }
+        ),
+        b.routes.append(
+            {
+                "match": {"prefix": "/img"},
+                "route": {"cluster": "web"},
+                **per_filter(PER_ROUTE, disabled=True),
+            }
+        ),
     ),
     lambda b: (
         b.filters.pop(0),
@@ -196,6 +281,13 @@ def test_other_ways_to_have_it_right_are_right(change: Breakage) -> None:
 def test_a_file_without_the_filter_says_so_and_no_more() -> None:
     (finding,) = broken(lambda b: b.filters.pop(1))
     assert (finding.rule, finding.level) == ("has_ext_proc", Level.ERROR)
+
+
+@pytest.mark.parametrize("tree", [None, [], {}, [1, 2], {"a": 1}, "text", [{"name": "x"}]])
+def test_what_is_no_envoy_file_is_said_to_be_none(tree: object) -> None:
+    (finding,) = check_envoy(tree)
+    assert (finding.rule, finding.level) == ("is_envoy", Level.ERROR)
+    assert "no Envoy file" in finding.text
 
 
 def test_parts_that_are_elsewhere_are_said_to_be_unchecked() -> None:
@@ -298,9 +390,34 @@ def test_the_command_prints_what_it_understood_and_found(
     path = tmp_path / "bad.yaml"
     path.write_text(yaml.safe_dump(bad.tree), encoding="utf-8")
     assert main(["check", "--envoy", str(path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    start = lines.index(str(path)) + 1
-    assert [line.split()[0] for line in lines[start : start + 3]] == ["error", "warning", "ok"]
+    name, *lines = capsys.readouterr().out.splitlines()
+    assert name == str(path)  # no configuration was given: nothing is said of it
+    assert [line.split()[0] for line in lines[:3]] == ["error", "warning", "ok"]
+
+
+def test_a_configuration_is_told_where_one_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*args: str) -> bool:
+        assert main(["check", *args]) == 0
+        return "policy   " in capsys.readouterr().out
+
+    envoy = ("--envoy", str(ENVOY / "envoy.yaml"))
+    config = tmp_path / "config.yaml"
+    config.write_text("pool: llama\n", encoding="utf-8")
+    assert told()
+    assert told(*envoy, "--config", str(config))
+    assert told(*envoy, "--poll.interval_s", "0.5")
+    assert not told(*envoy)
+    monkeypatch.setenv("EXTPROC_POOL", "llama")
+    assert told(*envoy)
+
+
+def test_an_empty_file_is_no_envoy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "empty.yaml"
+    path.touch()
+    assert main(["check", "--envoy", str(path)]) == 1
+    assert "no Envoy file" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["a: [", "\0", "a: 2024-13-45", "[" * 3000, "&a [*a]", "\xff"])

@@ -223,7 +223,7 @@ def test_millions_of_token_ids_are_about_as_many_tokens(before: str, after: str)
     body = f'{{"model": "m", "prompt": {before}{ids}{after}, "max_tokens": 9}}'
     got = check(Endpoint.COMPLETIONS, body.encode())
     assert got is not None
-    assert got.output_bound != 9  # it was not read to the end
+    assert got.output_bound == 9
     assert got.prompt_tokens == pytest.approx(1_500_000, rel=0.2)
 
 
@@ -232,8 +232,99 @@ def test_a_long_text_full_of_commas_is_measured_by_its_length() -> None:
     body = json.dumps({"model": "m", "prompt": text, "max_tokens": 9}).encode()
     got = check(Endpoint.COMPLETIONS, body)
     assert got is not None
-    assert got.output_bound != 9  # it was not read to the end
+    assert got.output_bound == 9
     assert got.prompt_tokens == pytest.approx(COUNTER.count("m", [text]), rel=0.06)
+
+
+SMALL_VALUES = {
+    "empty objects": "{}",
+    "empty lists": "[]",
+    "objects of one list": '{"a": []}',
+    "messages": '{"role": "user", "content": "a"}',
+    "parts": '{"type": "text", "text": "a"}',
+    "tool calls": '{"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}',
+    "lists in lists": "[" * 100 + '"a"' + "]" * 100,
+    "objects in objects": '{"a": ' * 100 + "1" + "}" * 100,
+    "strings": '""',
+    "numbers": "1",
+    "schemas": '{"a": {"type": "string"}, "b": {"enum": ["x", "y"]}}',
+}
+FIELDS = ["messages", "tools", "prompt", "input", "documents", "unknown"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", SMALL_VALUES.values(), ids=SMALL_VALUES)
+def test_a_megabyte_of_small_values_is_not_walked_to_the_end(field: str, value: str) -> None:
+    """Read whole, it would keep a router busy for up to two seconds."""
+    many = ",".join([value] * (900_000 // len(value)))
+    body = f'{{"model": "m", "{field}": [{many}], "max_tokens": 9, "unknown": [{many}]}}'
+    got = check(Endpoint.CHAT, body.encode())
+    assert got is not None
+    assert got.model == "m"
+    assert got.output_bound is None  # neither in the beginning nor at the end
+    assert len(body) / 16 < got.prompt_tokens < len(body) * 2
+
+
+def test_a_number_of_many_digits_is_as_dear_as_many_values() -> None:
+    many = ",".join(["7" * 4_000] * 500)
+    body = f'{{"model": "m", "tools": [{many}], "max_tokens": 9, "unknown": [{many}]}}'
+    got = check(Endpoint.CHAT, body.encode())
+    assert got is not None
+    assert got.output_bound is None
+
+
+@pytest.mark.parametrize(
+    ("value", "times"),
+    [
+        ('{"role": "user", "content": "and what of the following?"}', 8_000),
+        ('{"content": [{"type": "text", "text": "' + "seven, eight or nine. " * 40 + '"}]}', 2_500),
+        ('{"content": "' + r"{\"name\": \"seven\", \"value\": [7, 8]}\n" * 10_000 + '"}', 1),
+    ],
+    ids=["8,000 messages", "2 MB of text", "half a megabyte of JSON as text"],
+)
+def test_an_ordinary_body_is_read_whole(value: str, times: int) -> None:
+    many = ",".join([value] * times)
+    body = f'{{"model": "m", "messages": [{many}], "max_tokens": 9, "unknown": "{"x" * 20_000}"}}'
+    got = check(Endpoint.CHAT, body.encode())
+    assert got is not None
+    assert got.output_bound == 9
+    assert got.prompt_bytes > 0
+
+
+def test_150_000_token_ids_are_counted() -> None:
+    ids = list(range(150_000))
+    got = check(Endpoint.COMPLETIONS, json.dumps({"model": "m", "prompt": ids}).encode())
+    assert got is not None
+    assert got.prompt_tokens == 150_000
+
+
+MANY = "[" + "{}," * 300_000 + "{}]"
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        '"model": "m", "max_tokens": 9, "stream": true, "n": 3}',
+        '"stream":true,"n":3,"max_tokens":9,"model":"m"}\n',
+        '"model": "m", "max_completion_tokens": 9, "n": 3, "stream": true, "tools": [{"n": 5}]}',
+        '"x": [{"model": "no"}], "model": "m", "max_tokens": 9, "stream": true, "n": 3}',
+        r'"x": "\"model\": 1, ", "model": "m", "max_tokens": 9, "stream": true, "n": 3}',
+    ],
+)
+def test_fields_after_a_prompt_too_long_to_be_read_are_read(end: str) -> None:
+    got = check(Endpoint.CHAT, f'{{"messages": {MANY}, {end}'.encode())
+    assert got is not None
+    assert (got.model, got.output_bound, got.sequences, got.stream) == ("m", 9, 3, True)
+
+
+@pytest.mark.parametrize(
+    "end",
+    ['"x": 1}', '"x": {"model": "m"}}', '"x": [{"model": "m"}]}', '"model": ', '"model": "m"', ""],
+)
+def test_a_model_that_is_not_found_there_is_no_model(end: str) -> None:
+    got = check(Endpoint.CHAT, f'{{"messages": {MANY}, {end}'.encode())
+    assert got is not None
+    assert got.model == ""
 
 
 def test_a_query_repeated_millions_of_times_is_only_counted() -> None:

@@ -200,7 +200,11 @@ class TestOutputBound:
         assert profile(endpoint, **fields).output_bound == bound
 
     @pytest.mark.parametrize(
-        "absurd", [-1, 0, "abc", "12", True, 1.5, float("nan"), float("inf"), [], {}, None]
+        "absurd",
+        [
+            *("abc", "", "-1", "5.5", "1e1", "NaN", "9" * 5_000, [], {}, None),
+            *(-1, 0, False, 1.5, 1e30, float("nan"), float("inf")),
+        ],
     )
     def test_absurd_numbers_count_as_absent(self, absurd: Any) -> None:
         chat = profile(Endpoint.CHAT, max_completion_tokens=absurd, n=absurd)
@@ -208,11 +212,27 @@ class TestOutputBound:
         completion = profile(Endpoint.COMPLETIONS, max_tokens=absurd, n=absurd)
         assert (completion.output_bound, completion.sequences) == (16, 1)
 
+    @pytest.mark.parametrize(
+        ("given", "read"),
+        [("12", 12), (" 12 ", 12), ("12.0", 12), ("+5", 5), (12.0, 12), (True, 1), ("1_000", 1000)],
+    )
+    def test_numbers_are_read_as_vllm_reads_them(self, given: Any, read: int) -> None:
+        got = profile(Endpoint.CHAT, max_tokens=given, n=given)
+        assert (got.output_bound, got.sequences) == (read, read)
+        got = profile(Endpoint.COMPLETIONS, prompt=["a", "b"], max_tokens=given, n=given)
+        assert (got.output_bound, got.sequences) == (read, 2 * read)
+        got = profile(Endpoint.EMBEDDINGS, input="x" * 2_000, truncate_prompt_tokens=given)
+        assert got.prompt_tokens == read
+
     def test_sequences_have_a_limit(self) -> None:
         assert profile(Endpoint.CHAT, n=10**12).sequences == 100_000
 
     @pytest.mark.parametrize(
-        ("stream", "expected"), [(True, True), (False, False), ("yes", False), (None, False)]
+        ("stream", "expected"),
+        [
+            *[(True, True), ("true", True), ("yes", True), (1, True)],
+            *[(False, False), ("false", False), (0, False), ("abc", False), (None, False)],
+        ],
     )
     def test_stream(self, stream: Any, expected: bool) -> None:
         assert profile(Endpoint.CHAT, stream=stream).stream is expected
