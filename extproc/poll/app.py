@@ -6,6 +6,7 @@ import signal
 from random import Random
 
 from prometheus_client import CollectorRegistry, ProcessCollector
+from redis.exceptions import RedisError
 
 from extproc.backoff import Backoff
 from extproc.clock import monotonic, wall
@@ -17,8 +18,10 @@ from extproc.poll.poller import Poller
 from extproc.poll.publisher import Publisher
 from extproc.poll.scrape import open_session
 from extproc.poll.watch import Watch
+from extproc.predict.step import StepModel
+from extproc.predict.typical import Typical
 from extproc.state.connection import Outage, connect
-from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateWriter
+from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateReader, StateWriter
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,8 @@ async def run_poller(config: Config) -> None:
         writer = StateWriter(redis, config.pool, settings.ttl_s)
         backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
         publisher = Publisher(writer, Outage(redis), backoff)
+        typical = Typical()
+        known = await _learned_before(StateReader(redis, config.pool, random))
 
         def watch(target: Target) -> Watch:
             return Watch(
@@ -56,6 +61,8 @@ async def run_poller(config: Config) -> None:
                 publisher.put,
                 metrics,
                 settings,
+                typical,
+                known.pop(target.id, None),
                 monotonic=monotonic,
                 wall=wall,
                 random=random,
@@ -64,6 +71,15 @@ async def run_poller(config: Config) -> None:
         poller = Poller(discovery, publisher, watch, metrics, settings.resolve_s)
         log.info("poller ready", extra={"pool": config.pool, "admin": admin})
         await _until_signalled(poller)
+
+
+async def _learned_before(reader: StateReader) -> dict[str, StepModel]:
+    """Step models in Redis, from the poller before; none where Redis is not there yet."""
+    try:
+        states = await reader.states()
+    except (RedisError, OSError):  # the publisher will say so
+        return {}
+    return {state.id: state.learned for state in states if state.learned is not None}
 
 
 async def _until_signalled(poller: Poller) -> None:

@@ -28,6 +28,7 @@ _CACHED = (
 )
 _GENERATED = (b"generation_tokens_total", b"generation_tokens")
 _PREEMPTIONS = (b"num_preemptions_total", b"num_preemptions")
+_FINISHED = (b"request_success_total",)
 _CACHE_CONFIG = (b"cache_config_info",)
 
 _MODEL_NAME = re.compile(rb'[{,]model_name="((?:[^"\\]|\\.)*)"')
@@ -56,6 +57,8 @@ class EngineFigures:
     cached_tokens: float
     generated_tokens: float
     preemptions: float
+    finished: float
+    """Counter: requests finished."""
 
 
 def read_metrics(page: bytes) -> EngineFigures:
@@ -83,6 +86,7 @@ def read_metrics(page: bytes) -> EngineFigures:
         cached_tokens=_total(page, _CACHED),
         generated_tokens=_total(page, _GENERATED),
         preemptions=_total(page, _PREEMPTIONS),
+        finished=_total(page, _FINISHED),
     )
 
 

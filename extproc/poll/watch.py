@@ -18,8 +18,11 @@ from extproc.poll.metrics import PollMetrics
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.models import Models
 from extproc.poll.scrape import ScrapeError, read_models, scrape
-from extproc.predict.calibration import Calibration, EngineCounts
+from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import hardware_profile
+from extproc.predict.step import StepModel
+from extproc.predict.typical import Typical
+from extproc.predict.windows import EngineCounts
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,8 @@ class Watch:
         publish: Callable[[ReplicaState], None],
         metrics: PollMetrics,
         settings: PollSettings,
+        typical: Typical,
+        known: StepModel | None = None,
         *,
         monotonic: Clock,
         wall: Clock,
@@ -50,7 +55,8 @@ class Watch:
         self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
         self._state: ReplicaState | None = None
         self._figures: EngineFigures | None = None
-        self._calibration = Calibration(hardware_profile(target.profile).step)
+        self._typical = typical
+        self._calibration = Calibration(hardware_profile(target.profile).step, known)
         self._models = Models(
             lambda: read_models(session, target.id), self._models_changed, self._who
         )
@@ -68,9 +74,10 @@ class Watch:
                 await asyncio.sleep(wait_s)
         finally:
             self._models.forget()
+            self._typical.report(self._target.id, None)
 
     async def _scrape_once(self) -> float:
-        """Scrape, publish, and return the seconds to wait before the next scrape."""
+        """Scrape, learn, publish, and return the seconds to wait before the next scrape."""
         started = self._monotonic()
         try:
             figures = await scrape(self._session, self._target.id)
@@ -78,6 +85,8 @@ class Watch:
             self._failed(str(error))
             return self._backoff.next()
         seconds = self._monotonic() - started
+        if self._figures is not None and figures.models != self._figures.models:
+            self._calibration = Calibration(hardware_profile(self._target.profile).step)
         self._calibrate(figures, started + seconds / 2)
         self._succeeded(figures, self._wall(), seconds)
         self._models.refresh(started)
@@ -105,8 +114,10 @@ class Watch:
             generated_tokens=figures.generated_tokens,
             in_flight=figures.running + figures.waiting,
             kv_tokens=figures.kv_usage * figures.kv_tokens,
+            finished=figures.finished,
         )
-        self._calibration.poll(counts)
+        self._calibration.poll(counts, self._typical.value)
+        self._typical.report(self._target.id, self._calibration.ratio)
 
     def _failed(self, problem: str) -> None:
         if self._state is None or self.healthy:

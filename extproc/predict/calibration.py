@@ -1,145 +1,125 @@
 """Learns the step-time model of a replica from the counters it publishes."""
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from math import exp
+from operator import mul
 
 import numpy as np
 
 from extproc.fleet.view import Floats
 from extproc.predict.step import StepModel
+from extproc.predict.windows import SECONDS, EngineCounts, Windows, Work
 
-_WINDOWS = (2.0, 4.0)
-"""Seconds. Prompt tokens are counted when their prefill ends, so a window must be long beside a
-prefill: on a real vLLM, windows of 1, 2 and 4 s had a median error of 5.4, 4.5 and 3.8%."""
-_COMPLETE = 0.8
-"""A window may be shorter than it should by this factor."""
-_MEMORY = 60.0
-"""Seconds in which what was learned loses two thirds of its weight."""
-_REACTION = 3.0
-"""Seconds in which a change of speed as a whole is taken over by two thirds."""
-_PRIOR = 0.001
-"""Weight of the profile it starts from, in windows: enough to keep what the counters do not tell
-apart, little beside what they do. Of 0.03, 0.01, 0.003 and 0.001 the last had the lowest error on
-a real vLLM, from three different profiles."""
+_MEMORY = 3600.0
+"""Seconds of work in which what was learned loses two thirds of its weight."""
+_IDLE_MEMORY = 60.0
+"""The same for seconds without work: one that was slow for long is tried again after 15 minutes."""
+_REACTION = 4.0
+"""Seconds in which the speed as a whole does: a throttled card, a noisy neighbour. Shorter, and it
+follows the accidents of single prompts."""
+_DOUBT = 0.5
+"""Seconds of work that count for the coefficients when the speed as a whole is told from them."""
+_PRIOR = 0.002
+"""Weight of the profile it starts from, in windows of the longest kind: enough to keep what the
+counters do not tell apart, little beside what they do. On a real vLLM, from three profiles that
+were far from true, 0.001 to 0.003 had the lowest error."""
 _MOST_SCALE = 10.0
 """The speed as a whole stays within a factor of this of the coefficients."""
 _ROUNDS = 8
 """Of coordinate descent at each poll; it starts from the last solution."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCounts:
-    """What one poll read, at one time."""
-
-    at: float
-    """Seconds, on the poller's clock."""
-    steps: float
-    computed_tokens: float
-    """Prompt tokens prefilled, cached ones not counted."""
-    generated_tokens: float
-    in_flight: int
-    """Requests running and waiting."""
-    kv_tokens: float
-    """In use."""
-
-
 class Calibration:
     """Step-time model of one replica, learned from polls alone.
 
-    A window between two polls in which the replica was never seen idle took
-    ``c0·steps + c_prefill·computed + c_batch·generated + c_kv·Σ(KV tokens of each step)``: every
-    term is a difference of counters. Recursive least squares on relative errors, no coefficient
-    below zero, older windows forgotten. What the counters do not determine keeps the proportions
-    of the profile it starts from. Beside the coefficients a single scale follows the speed as a
-    whole within seconds: a throttled card, a noisy neighbour.
+    A stretch of work took ``c0·steps + c_prefill·computed + c_batch·generated +
+    c_kv·Σ(KV tokens of each step)``: every term is a difference of counters
+    (:class:`~extproc.predict.windows.Windows`). Recursive least squares in absolute time, since a
+    long stretch is not measured worse than a short one; no coefficient below zero, older stretches
+    forgotten. What the counters do not determine keeps the proportions of the profile it starts
+    from. Beside the coefficients a single scale follows the speed as a whole within seconds. It
+    fades when the replica is idle, so that one that was slow for a while is tried again.
     """
 
-    def __init__(self, start: StepModel) -> None:
-        """Starts from a profile, or from what was learned before."""
+    def __init__(self, start: StepModel, known: StepModel | None = None) -> None:
+        """Starts from a profile, or better from what was learned before a restart (``known``)."""
         self._start = start
         # Coefficients are counted in units of the start, so that all are near one.
-        self._unit = np.array([start.c0, start.c_prefill, start.c_batch, start.c_kv])
-        self._solution = np.ones(4)
+        self._unit = _coefficients(start)
+        self._known = None if known is None else _coefficients(known) / self._unit
+        self._solution = np.ones(4) if self._known is None else self._known
         self._normal = np.zeros((4, 4))
         self._right = np.zeros(4)
-        self._scale = 1.0
-        self._polls: deque[EngineCounts] = deque()
-        self._last: EngineCounts | None = None
+        self._recent = Work(0.0, np.zeros(4))
+        self._windows = Windows()
+        self._polled_at: float | None = None
 
     @property
-    def model(self) -> StepModel | None:
-        """The step-time model as learned so far; None before the first window is complete."""
-        if not self._normal.any():
-            return None
+    def ratio(self) -> float | None:
+        """Time of the work seen, against what it takes by the start; None before any was seen."""
+        return float(self._right.sum() / self._normal.sum()) if self._normal.any() else None
+
+    @property
+    def model(self) -> StepModel:
+        """The step-time model as learned so far."""
         c0, prefill, batch, kv = (self._solution * self._unit).tolist()
         # Attention leaves no trace in the counters: it is taken to differ as the prefill does.
         attention = self._start.c_att * float(self._solution[1])
         return StepModel(c0, prefill, batch, kv, attention).slowed(self._scale)
 
-    def poll(self, counts: EngineCounts) -> None:
-        """Learns from one more poll."""
-        elapsed = counts.at - self._last.at if self._last is not None else 0.0
-        if counts.in_flight == 0 or (self._last is not None and counts.steps < self._last.steps):
-            self._polls.clear()  # a gap without work, or a restart: no window may span it
-        self._last = counts
-        if counts.in_flight == 0:
-            return
-        self._polls.append(counts)
-        while counts.at - self._polls[0].at > _WINDOWS[-1]:
-            self._polls.popleft()
-        self._forget(elapsed)
-        for seconds in _WINDOWS:
-            self._learn(seconds, elapsed)
-        self._solve()
+    def poll(self, counts: EngineCounts, typical: float = 1.0) -> None:
+        """Learns from one more poll.
 
-    def _forget(self, elapsed: float) -> None:
-        keep = np.exp(-elapsed / _MEMORY)
+        Args:
+            counts: what it read.
+            typical: :attr:`ratio` of replicas in general, to be expected of this one, too.
+        """
+        elapsed = 0.0 if self._polled_at is None else counts.at - self._polled_at
+        self._polled_at = counts.at
+        self._forget(elapsed, idle=counts.in_flight == 0)
+        if stretches := self._windows.poll(counts):
+            latest, *windows = stretches
+            self._recent = Work(
+                self._recent.seconds + latest.seconds,
+                self._recent.terms + latest.terms * self._unit,
+            )
+            for work in windows:
+                self._learn(work)
+        self._solve(typical)
+
+    @property
+    def _scale(self) -> float:
+        expected = float(self._solution @ self._recent.terms)
+        scale = (self._recent.seconds + _DOUBT) / (expected + _DOUBT)
+        return min(max(scale, 1 / _MOST_SCALE), _MOST_SCALE)
+
+    def _forget(self, elapsed: float, idle: bool) -> None:
+        keep = exp(-elapsed / (_IDLE_MEMORY if idle else _MEMORY))
         self._normal *= keep
         self._right *= keep
+        keep = exp(-elapsed / _REACTION)
+        self._recent = Work(self._recent.seconds * keep, self._recent.terms * keep)
 
-    def _learn(self, seconds: float, elapsed: float) -> None:
-        end = self._polls[-1].at
-        polls = [poll for poll in self._polls if end - poll.at <= seconds]
-        took = end - polls[0].at
-        if took < seconds * _COMPLETE or polls[-1].steps == polls[0].steps:
-            return
-        terms = _terms(polls) * self._unit
-        if seconds == _WINDOWS[0]:
-            self._follow(took / float(self._solution @ terms), elapsed)
-        relative = terms / took
-        self._normal += np.outer(relative, relative)
-        self._right += relative
+    def _learn(self, work: Work) -> None:
+        relative: Floats = work.terms * self._unit / work.seconds
+        weight = (work.seconds / SECONDS[-1]) ** 2
+        self._normal += weight * np.outer(relative, relative)
+        self._right += weight * relative
 
-    def _follow(self, ratio: float, elapsed: float) -> None:
-        share = 1.0 - np.exp(-elapsed / _REACTION)
-        bounded = min(max(ratio, 1 / _MOST_SCALE), _MOST_SCALE)
-        self._scale *= float((bounded / self._scale) ** share)
-
-    def _solve(self) -> None:
+    def _solve(self, typical: float) -> None:
         """Coordinate descent towards the non-negative least squares solution."""
-        overall = (self._right.sum() + _PRIOR) / (self._normal.sum() + _PRIOR)
-        normal = self._normal + _PRIOR * np.eye(4)
-        right = self._right + _PRIOR * overall
+        expected = self._known
+        if expected is None:
+            overall = (self._right.sum() + _PRIOR * typical) / (self._normal.sum() + _PRIOR)
+            expected = np.full(4, overall)
+        normal = (self._normal + _PRIOR * np.eye(4)).tolist()
+        right = (self._right + _PRIOR * expected).tolist()
+        solution = self._solution.tolist()
         for _ in range(_ROUNDS):
-            for k in range(4):
-                others = normal[k] @ self._solution - normal[k, k] * self._solution[k]
-                self._solution[k] = max((right[k] - others) / normal[k, k], 0.0)
+            for k, row in enumerate(normal):
+                missing = right[k] - sum(map(mul, row, solution))
+                solution[k] = max(solution[k] + missing / row[k], 0.0)
+        self._solution = np.array(solution)
 
 
-def _terms(polls: Sequence[EngineCounts]) -> Floats:
-    """Steps, computed and generated tokens, and KV tokens summed over the steps."""
-    first, last = polls[0], polls[-1]
-    kv = sum(
-        (after.steps - before.steps) * (after.kv_tokens + before.kv_tokens) / 2
-        for before, after in pairwise(polls)
-    )
-    return np.array(
-        [
-            last.steps - first.steps,
-            last.computed_tokens - first.computed_tokens,
-            last.generated_tokens - first.generated_tokens,
-            kv,
-        ]
-    )
+def _coefficients(model: StepModel) -> Floats:
+    return np.array([model.c0, model.c_prefill, model.c_batch, model.c_kv])

@@ -139,20 +139,25 @@ class StateReader:
                 if message["type"] == "subscribe":
                     # Only now is nothing missed between the snapshot and the first push. The client
                     # subscribes again by itself when it reconnects, hence again on each of these.
-                    snapshot = await self._snapshot()
+                    snapshot = Snapshot(await self.states())
                     self._backoff.reset()
                     self._outage.succeeded()
                     yield snapshot
                 elif message["type"] == "message" and (change := self._change(message["data"])):
                     yield change
 
-    async def _snapshot(self) -> Snapshot:
+    async def states(self) -> tuple[ReplicaState, ...]:
+        """All states in Redis now.
+
+        Raises:
+            RedisError: Redis did not tell.
+        """
         keys = list(await self._keys())
         async with in_time():
             values = await self._redis.mget(keys) if keys else []
         found = zip(keys, values, strict=True)
         states = (self._state(key, value) for key, value in found if value is not None)
-        return Snapshot(tuple(state for state in states if state is not None))
+        return tuple(state for state in states if state is not None)
 
     async def _keys(self) -> set[bytes | str]:
         keys: set[bytes | str] = set()

@@ -17,8 +17,9 @@ from extproc.config import Config
 from extproc.demo.processes import answers, free_port
 from extproc.fleet.state import ReplicaState
 from extproc.poll.app import run_poller
+from extproc.predict.hardware import PROFILES
 from extproc.state.connection import connect
-from extproc.state.store import Put, Removed, Snapshot, StateReader
+from extproc.state.store import Put, Removed, Snapshot, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.poll.replica import Handler, Replica, hang, huge, models, page, serving, text
 
@@ -115,11 +116,11 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
             state = await seen.replica(replica, lambda state: state.max_model_len is not None)
             assert state.scrape_seconds > 0
             assert state.scraped_at > 1.7e9
-            assert state.model_dump(exclude={"scraped_at", "scrape_seconds"}) == {
+            assert state.learned == PROFILES["llama-8b-a10"].step  # nothing is known better yet
+            assert state.model_dump(exclude={"scraped_at", "scrape_seconds", "learned"}) == {
                 "id": replica.id,
                 "name": "one",
                 "profile": "llama-8b-a10",
-                "learned": None,
                 "models": ("tiny", "adapter"),
                 "max_model_len": 4096,
                 "healthy": True,
@@ -137,6 +138,21 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
             }
             replica.answers["/metrics"] = text(page(running=9, steps=101))
             await seen.replica(replica, lambda state: state.running == 9)
+
+
+async def test_a_restarted_poller_knows_what_the_one_before_it_learned(
+    redis_server: RedisServer,
+) -> None:
+    learned = PROFILES["llama-8b-a10"].step.slowed(1.5)
+    async with serving() as replica:
+        settings = config(redis_server, replica)
+        async with connect(settings.redis.url) as redis:
+            writer = StateWriter(redis, settings.pool, ttl_s=10)
+            await writer.put([ReplicaState(id=replica.id, learned=learned, running=7)])
+        async with watching(settings) as seen:
+            state = await seen.replica(replica, lambda state: state.running == 2)
+            assert state.learned is not None
+            assert state.learned.c0 == pytest.approx(learned.c0)
 
 
 @pytest.mark.parametrize(

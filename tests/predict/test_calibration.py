@@ -1,13 +1,15 @@
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import pytest
 
-from extproc.predict.calibration import Calibration, EngineCounts
+from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import PROFILES
 from extproc.predict.step import StepModel
+from extproc.predict.windows import EngineCounts
 
 RUN = Path(__file__).parents[1] / "data" / "vllm" / "polled-run.json"
 KV_TOKENS = 256 * 128
@@ -44,18 +46,23 @@ def seconds(model: StepModel, window: list[EngineCounts]) -> float:
 def test_a_real_vllm_is_learned_from_its_counters_alone(start: str) -> None:
     """Each window of 4 s of the second half is predicted with what was known at its start."""
     polls, calibration = real_run(), Calibration(PROFILES[start].step)
-    known: list[StepModel | None] = []
+    known: list[StepModel] = []
     for poll in polls:
         calibration.poll(poll)
         known.append(calibration.model)
     errors = []
     for begin in range(len(polls) // 2, len(polls) - 16):
         window, model = polls[begin : begin + 17], known[begin]
-        if all(poll.in_flight for poll in window) and model is not None:
+        if all(poll.in_flight for poll in window):
             took = window[-1].at - window[0].at
             errors.append(abs(seconds(model, window) - took) / took)
     assert len(errors) > 150
     assert median(errors) <= 0.05
+
+
+def assert_like(learned: StepModel, true: StepModel) -> None:
+    assert learned.c0 == pytest.approx(true.c0, rel=0.1)
+    assert learned.c_prefill == pytest.approx(true.c_prefill, rel=0.1)
 
 
 def simulated(
@@ -84,9 +91,7 @@ def test_a_wrong_profile_is_put_right_within_a_minute(wrong: float) -> None:
     calibration = Calibration(A10.slowed(wrong))
     for poll in simulated(A10, 300):
         calibration.poll(poll)
-    assert calibration.model is not None
-    assert calibration.model.c0 == pytest.approx(A10.c0, rel=0.1)
-    assert calibration.model.c_prefill == pytest.approx(A10.c_prefill, rel=0.1)
+    assert_like(calibration.model, A10)
 
 
 def test_a_throttled_card_is_seen_within_seconds() -> None:
@@ -96,25 +101,72 @@ def test_a_throttled_card_is_seen_within_seconds() -> None:
         calibration.poll(poll)
     for poll in simulated(A10.slowed(3.0), 50, start=polls[-1])[1:]:
         calibration.poll(poll)
-    assert calibration.model is not None
     assert calibration.model.step_time(0, 4, 2000) == pytest.approx(
         3 * A10.step_time(0, 4, 2000), rel=0.2
     )
 
 
+def idle(polls: list[EngineCounts], seconds: float) -> list[EngineCounts]:
+    """What an engine without work shows after these polls."""
+    last = polls[-1]
+    return [
+        replace(last, at=last.at + 0.2 * wait, in_flight=0, kv_tokens=0.0)
+        for wait in range(1, round(seconds / 0.2))
+    ]
+
+
 def test_idle_time_does_not_make_an_engine_look_slow() -> None:
     calibration = Calibration(A10)
-    polls = simulated(A10, 100)
+    polls = simulated(A10, 300)
+    for poll in polls + idle(polls, 40):
+        calibration.poll(poll)
+    assert_like(calibration.model, A10)
+
+
+def test_pauses_between_two_polls_do_not_either() -> None:
+    """One request at a time, of 5 steps in 150 ms, every 200 ms; each poll finds one running."""
+    calibration = Calibration(A10)
+    for number in range(300):
+        calibration.poll(
+            EngineCounts(0.2 * number, 5.0 * number, 20.0 * number, 5.0 * number, 1, 30.0, number)
+        )
+    assert_like(calibration.model, A10)
+
+
+def test_long_prompts_alone_do_not_make_every_step_look_dear() -> None:
+    """Every step is a chunk of a prompt; a prompt is counted when its prefill ends."""
+    calibration = Calibration(A10)
+    at, next_poll, steps, computed, left = 0.0, 0.2, 0, 0, 7_000
+    while at < 30.0:
+        chunk = min(left, 2_048)
+        end = at + A10.step_time(chunk, 1, 7_000)
+        while next_poll < end:
+            calibration.poll(EngineCounts(next_poll, steps, computed, computed / 7e3, 20, 7e3))
+            next_poll += 0.2
+        at, steps, left = end, steps + 1, left - chunk
+        if left == 0:
+            computed, left = computed + 7_000, 7_000
+    assert_like(calibration.model, A10)
+
+
+def test_one_that_was_slow_for_a_while_is_tried_again() -> None:
+    """While it looks slow nothing is sent to it, and so nothing would be learned."""
+    calibration = Calibration(A10)
+    polls = simulated(A10, 300)
+    polls += simulated(A10.slowed(5.0), 40, start=polls[-1])[1:]
     for poll in polls:
         calibration.poll(poll)
-    before = calibration.model
-    last = polls[-1]
-    for wait in range(1, 200):
-        at = last.at + 0.2 * wait
-        calibration.poll(
-            EngineCounts(at, last.steps, last.computed_tokens, last.generated_tokens, 0, 0.0)
-        )
-    assert calibration.model == before
+    assert calibration.model.c0 > 2 * A10.c0
+    for poll in idle(polls, 60):
+        calibration.poll(poll)
+    assert calibration.model.c0 < 1.5 * A10.c0
+
+
+def test_before_anything_was_seen_a_replica_is_as_others_turned_out_to_be() -> None:
+    calibration = Calibration(A10)
+    assert calibration.ratio is None
+    calibration.poll(EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0), typical=2.0)
+    assert_like(calibration.model, A10.slowed(2.0))
 
 
 def test_a_restart_does_not_disturb_what_was_learned() -> None:
@@ -122,12 +174,4 @@ def test_a_restart_does_not_disturb_what_was_learned() -> None:
     for _ in range(2):
         for poll in simulated(A10, 100):
             calibration.poll(poll)
-    assert calibration.model is not None
-    assert calibration.model.c0 == pytest.approx(A10.c0, rel=0.1)
-
-
-def test_before_the_first_window_nothing_is_learned() -> None:
-    calibration = Calibration(A10)
-    for poll in simulated(A10, 5):
-        calibration.poll(poll)
-    assert calibration.model is None
+    assert_like(calibration.model, A10)

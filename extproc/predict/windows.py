@@ -1,0 +1,121 @@
+"""Stretches of an engine's work whose beginning and end the counters tell exactly."""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from extproc.fleet.view import Floats
+
+SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""Lengths of the windows. Short ones tell apart what differs from moment to moment, long ones are
+exact."""
+_SHORTEST, _LONGEST = 0.8, 1.3
+"""A window may be shorter or longer than it should by this factor."""
+_DECODING = 0.95
+"""Share of the tokens that a batch without prefill would have generated, from which on there was
+none: a sequence in prefill generates nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """What one poll read, at one time."""
+
+    at: float
+    """Seconds, on the poller's clock."""
+    steps: float
+    computed_tokens: float
+    """Prompt tokens prefilled, cached ones not counted."""
+    generated_tokens: float
+    in_flight: int
+    """Requests running and waiting."""
+    kv_tokens: float
+    """In use."""
+    finished: float = 0.0
+    """Requests finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an engine did in a stretch of time without a pause."""
+
+    seconds: float
+    terms: Floats
+    """Steps, prompt tokens prefilled, tokens generated, and KV tokens summed over the steps."""
+
+
+class Windows:
+    """Finds, poll by poll, the stretches that a step-time model can be learned from.
+
+    vLLM counts the tokens of a prompt when its prefill ends. A stretch that ends in the middle of a
+    prefill took time for tokens that are not counted yet, and taking the count as it is makes
+    prefill look cheap and steps dear: by tens of percent where prompts are long. So a stretch
+    begins and ends at polls that are settled: a prompt has just been counted, or none is in
+    prefill. And it holds no pause: the engine is never seen idle, nor can it have been in between.
+    """
+
+    def __init__(self) -> None:
+        self._last: EngineCounts | None = None
+        self._now: Floats = np.zeros(4)
+        """Terms since the last pause."""
+        self._settled: deque[tuple[float, Floats]] = deque()
+        """When, and the terms until then."""
+
+    def poll(self, counts: EngineCounts) -> list[Work]:
+        """The stretches that end with this poll; the first is that since the last settled one."""
+        last, self._last = self._last, counts
+        if last is None or _paused(last, counts):
+            self._now = np.zeros(4)
+            self._settled.clear()
+            return []
+        step = _terms(last, counts)
+        self._now = self._now + step
+        if not _settled(last, step):
+            return []
+        found = self._stretches(counts.at)
+        self._settled.append((counts.at, self._now))
+        return found
+
+    def _stretches(self, end: float) -> list[Work]:
+        while self._settled and end - self._settled[0][0] > SECONDS[-1] * _LONGEST:
+            self._settled.popleft()
+        if not self._settled:
+            return []
+        begins = np.array([at for at, _ in self._settled])
+        chosen = [len(begins) - 1]
+        for seconds in SECONDS:
+            nearest = int(np.abs(end - begins - seconds).argmin())
+            fits = _SHORTEST <= (end - begins[nearest]) / seconds <= _LONGEST
+            if fits and nearest not in chosen[1:]:
+                chosen.append(nearest)
+        return [
+            Work(end - at, self._now - terms)
+            for at, terms in (self._settled[index] for index in chosen)
+        ]
+
+
+def _paused(last: EngineCounts, counts: EngineCounts) -> bool:
+    """Whether the engine restarted, was idle, or may have been in between."""
+    return (
+        counts.steps < last.steps
+        or counts.in_flight == 0
+        or counts.finished - last.finished >= last.in_flight
+    )
+
+
+def _terms(last: EngineCounts, counts: EngineCounts) -> Floats:
+    steps = counts.steps - last.steps
+    return np.array(
+        [
+            steps,
+            counts.computed_tokens - last.computed_tokens,
+            counts.generated_tokens - last.generated_tokens,
+            steps * (last.kv_tokens + counts.kv_tokens) / 2,
+        ]
+    )
+
+
+def _settled(last: EngineCounts, terms: Floats) -> bool:
+    steps, computed, generated, _ = terms
+    decoded = steps > 0 and generated >= _DECODING * steps * last.in_flight
+    return bool(computed > 0 or decoded)
