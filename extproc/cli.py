@@ -85,6 +85,12 @@ def _load_check() -> tuple[_Add, _Run]:
     return command.add_arguments, command.run
 
 
+def _load_explain() -> tuple[_Add, _Run]:
+    from extproc.explain import command
+
+    return command.add_arguments, command.run
+
+
 def _load_demo() -> tuple[_Add, _Run]:
     try:
         from extproc.demo import command
@@ -99,6 +105,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[], tuple[_Add, _Run]]]] = {
     "poll": ("Runs a poller: scrapes the replicas and shares what they do.", _load_poll),
     "replica": ("Runs a simulated vLLM replica.", _load_replica),
     "check": ("Says what is wrong with a configuration or an Envoy file.", _load_check),
+    "explain": ("Shows what a running router decided, and why.", _load_explain),
     "demo": ("Runs Envoy, Redis, four simulated replicas, poller and router.", _load_demo),
 }
 

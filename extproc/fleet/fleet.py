@@ -13,6 +13,7 @@ from extproc.fleet.progress import Progress
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import COSTS, replica_table, request_table
 from extproc.fleet.view import FleetView, Indices, Sequences, StepCosts
+from extproc.predict.correction import Correction
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
@@ -49,6 +50,7 @@ class Fleet:
         self._progress = Progress(self._replicas, self._requests, lengths, clock())
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[str, _Candidates] = {}
+        self._corrections: dict[str, Correction] = {}
         self._heard_at = clock()
         self._heard_since = self._heard_at
 
@@ -99,6 +101,7 @@ class Fleet:
         """A replica left the pool; its requests in flight stay until they end."""
         self._rows.pop(replica, None)
         self.health.forget(replica)
+        self._corrections.pop(replica, None)
         self._candidates.clear()
 
     def drop_silent(self, after: float) -> None:
@@ -133,10 +136,13 @@ class Fleet:
         else:
             row = self._replicas.append()
             self._states.append(state)
-        self._replicas.write(row, steps=state.steps, polled_steps=state.steps, chunk=1.0)
+        self._replicas.write(
+            row, steps=state.steps, polled_steps=state.steps, chunk=1.0, stretch=1.0
+        )
         set_hardware(self._replicas, row, state, None)
         self._replicas["decode_step"][row] = self._replicas["c0"][row]
         self._rows[state.id] = row
+        self._corrections[state.id] = Correction(self._clock())
         return row
 
     # -- this router's requests -------------------------------------------------------------
@@ -187,6 +193,19 @@ class Fleet:
         self._progress.advance(self._clock())
         self._ledger.release(ticket, prefilled)
 
+    def decoded(self, replica: str, predicted: float, actual: float) -> None:
+        """A request there took ``actual`` seconds from its first token to its last.
+
+        Args:
+            replica: ``ip:port``; one that is no member is passed over.
+            predicted: seconds, before any correction.
+            actual: seconds.
+        """
+        row = self._rows.get(replica)
+        if row is not None:
+            stretch = self._corrections[replica].observe(predicted, actual, self._clock())
+            self._replicas["stretch"][row] = stretch
+
     # -- what policies see ------------------------------------------------------------------
 
     def view(self, model: str) -> FleetView:
@@ -219,6 +238,7 @@ class Fleet:
             max_num_seqs=replicas["max_num_seqs"][rows],
             costs=StepCosts(*(replicas[name][rows] for name in COSTS)),
             decode_step=replicas["decode_step"][rows],
+            stretch=replicas["stretch"][rows],
         )
 
     def sequences(self, view: FleetView) -> Sequences:

@@ -17,6 +17,7 @@ _REPLICA: dict[str, type] = {
     "batch": np.float64,  # sequences decoding
     "kv_used": np.float64,  # KV tokens of the sequences decoding
     "decode_step": np.float64,  # seconds of a step that only decodes
+    "stretch": np.float64,  # actual ÷ predicted decode time
     "beyond": np.float64,  # sequences the last poll saw beyond the router's own
     "foreign": np.float64,  # those two polls in a row saw: somebody else's
     "kv_beyond": np.float64,  # KV tokens beyond the router's own estimate; may be negative

@@ -34,6 +34,16 @@ class Sequences:
 
 
 @dataclass(frozen=True, slots=True)
+class Excluded:
+    """A replica that was left out."""
+
+    id: str
+    name: str
+    why: str
+    """In a few words, for people."""
+
+
+@dataclass(frozen=True, slots=True)
 class FleetView:
     """The replicas that could serve a request, one entry of each array a replica."""
 
@@ -59,6 +69,10 @@ class FleetView:
     costs: StepCosts
     decode_step: Floats
     """Seconds of a step that only decodes what is in the batch now."""
+    stretch: Floats
+    """Actual ÷ predicted decode time, as of late."""
+    excluded: tuple[Excluded, ...] = ()
+    """Replicas of the pool that could not serve it now."""
 
     def __len__(self) -> int:
         return len(self.ids)

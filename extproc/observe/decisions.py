@@ -61,10 +61,14 @@ class DecisionRecord:
             "replica": decision.replica,
             "replica_name": decision.situation.view.names[decision.choice.first],
             "second": decision.second,
-            "why": decision.choice.why,
+            "why": decision.why,
             "predicted_ttft_s": _short(decision.predicted_ttft),
             "predicted_completion_s": _short(decision.predicted_completion),
             "candidates": list(self._candidates()),
+            "excluded": [
+                {"replica": one.id, "name": one.name, "why": one.why}
+                for one in decision.situation.view.excluded
+            ],
             "outcome": {
                 "served_by": self.outcome.served_by,
                 "status": self.outcome.status,
@@ -96,6 +100,7 @@ class DecisionRecord:
                     "decode": _short(float(prediction.decode[index])),
                     "cost_to_others": _short(float(prediction.cost_to_others[index])),
                 },
+                "cost_weight": _short(float(prediction.cost_weight[index])),
                 "kv_pressure": _short(float(prediction.kv_pressure[index])),
             }
 

@@ -31,6 +31,19 @@ class Prediction:
     kv_pressure: Floats
     """Fraction of the KV cache in use after admission, 0…1."""
 
+    @property
+    def first_token_share(self) -> float:
+        """Time to first token in the completion, at the soonest, 0…1."""
+        return float(self.ttft.min() / self.completion.min())
+
+    @property
+    def cost_weight(self) -> Floats:
+        """How much the cost to others counts, 0…1 (:class:`~extproc.route.completion.Completion`).
+
+        The square of the KV pressure, or the share of the first token where that is more.
+        """
+        return np.maximum(self.kv_pressure**2, self.first_token_share)
+
 
 def predict(
     profile: RequestProfile, output_tokens: float, view: FleetView, sequences: Sequences
@@ -42,8 +55,11 @@ def predict(
     remainder r_i, m_i = min(r_i, o)::
 
         T_first  = rest of step + admission + (W + p)·c_prefill + ceil((W + p)/budget)·step(0, B, K)
-        T_decode = o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2)
+        T_decode = s·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
         cost     = B·p·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))
+
+    s being actual ÷ predicted decode time of the replica, as of late
+    (:class:`~extproc.predict.correction.Correction`).
 
     Two sequences about to finish cost next to nothing; one long one costs for the whole way.
     """
@@ -95,7 +111,7 @@ def _decode(
     steps = _per_replica(view, sequences, shared)
     kv_growth = _per_replica(view, sequences, half)
     kv = _per_replica(view, sequences, shared * sequences.context) + kv_growth
-    decode = (
+    decode = view.stretch * (
         later * costs.c0
         + costs.c_batch * (steps + own * later)
         + costs.c_kv * (kv + own * later * (each + later / 2))

@@ -2,29 +2,40 @@
 
 import random
 
-from extproc.route.policy import Choice, Situation, lowest, runner_up
+from extproc.fleet.view import Floats
+from extproc.predict.completion import Prediction
+from extproc.route.comparison import compare
+from extproc.route.policy import Choice, Situation, lowest, near_lowest
 
-_BAND = 0.02
-"""Scores this close are as good as equal: well below the 6% error of the step-time model."""
+_NEAR_TIE = 0.1
+"""Scores this close are as good as equal: about the error of a prediction."""
+SAME_TTFT = 0.02
+"""Times to first token this close are."""
 
 
 class Completion:
-    """Lowest ``completion + ρ·cost to others``, ρ being the KV pressure after admission.
+    """Lowest ``completion + w·cost to others``; among near ties, the soonest first token.
 
     A replica with much KV space is filled for the sake of this request alone; the fuller it gets,
-    the more the time that the others lose counts, since it is then that everyone waits. With ρ = 1
-    throughout, the mean near saturation is as good, but the first token at moderate load comes
-    later.
+    the more the time that the others lose counts, since it is then that everyone waits: w is the
+    square of the KV pressure. To count less than all of that time is for the sake of the first
+    token: it keeps long prompts from queueing behind each other, away from those who decode. Where
+    the first token is most of the completion, as with short answers to long prompts, the completion
+    counts it already, so w is at least the share it has. By that share, too, a near tie is nearer.
     """
 
     def choose(self, situation: Situation, random: random.Random) -> Choice:
-        """The replica with the lowest score, at random among near ties."""
-        prediction, view = situation.prediction, situation.view
-        completion = prediction.completion
-        scores = completion + prediction.kv_pressure * prediction.cost_to_others
-        first = lowest(scores, random, band=_BAND * float(scores.min()))
-        why = f"finishes in {completion[first]:.2f}s"
-        second = runner_up(scores, first)
-        if second is not None:
-            why += f", {view.names[second]} in {completion[second]:.2f}s"
-        return Choice(first, scores, why)
+        """Of the replicas with about the lowest score, the one with the soonest first token."""
+        prediction = situation.prediction
+        scores = prediction.completion + prediction.cost_weight * prediction.cost_to_others
+        near = near_lowest(scores, _band(prediction, scores))
+        ttft = prediction.ttft[near]
+        return Choice(int(near[lowest(ttft, random, SAME_TTFT * float(ttft.min()))]), scores)
+
+    def why(self, situation: Situation, choice: Choice) -> str:
+        """Beside the next best and the one with the fewest requests."""
+        return compare(situation, choice, _band(situation.prediction, choice.scores), SAME_TTFT)
+
+
+def _band(prediction: Prediction, scores: Floats) -> float:
+    return _NEAR_TIE * (1.0 - prediction.first_token_share) * float(scores.min())

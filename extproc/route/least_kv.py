@@ -11,5 +11,8 @@ class LeastKv:
     def choose(self, situation: Situation, random: random.Random) -> Choice:
         """The replica with the most KV space, at random among equals."""
         usage = situation.view.kv_usage
-        first = lowest(usage, random)
-        return Choice(first, usage, f"{usage[first]:.0%} of its KV cache in use")
+        return Choice(lowest(usage, random), usage)
+
+    def why(self, situation: Situation, choice: Choice) -> str:
+        """How full its KV cache is."""
+        return f"{situation.view.kv_usage[choice.first]:.0%} of its KV cache in use"

@@ -11,5 +11,8 @@ class LeastRequest:
     def choose(self, situation: Situation, random: random.Random) -> Choice:
         """The replica with the fewest requests, at random among equals."""
         requests = situation.view.requests
-        first = lowest(requests, random)
-        return Choice(first, requests, f"{requests[first]:.0f} requests in flight")
+        return Choice(lowest(requests, random), requests)
+
+    def why(self, situation: Situation, choice: Choice) -> str:
+        """How many it has."""
+        return f"{situation.view.requests[choice.first]:.0f} requests in flight"

@@ -2,6 +2,7 @@
 
 import random
 
+from extproc.fleet.view import Floats
 from extproc.route.policy import Choice, Situation, lowest
 
 
@@ -14,9 +15,15 @@ class LMetric:
 
     def choose(self, situation: Situation, random: random.Random) -> Choice:
         """The replica with the lowest product, at random among equals."""
-        view = situation.view
-        tokens = view.backlog + max(situation.profile.prompt_tokens, 1)
-        scores = tokens * (view.requests + 1.0)
-        first = lowest(scores, random)
-        why = f"{tokens[first]:.0f} tokens to prefill × {view.requests[first] + 1:.0f} requests"
-        return Choice(first, scores, why)
+        scores = _to_prefill(situation) * (situation.view.requests + 1.0)
+        return Choice(lowest(scores, random), scores)
+
+    def why(self, situation: Situation, choice: Choice) -> str:
+        """The two factors."""
+        tokens = _to_prefill(situation)[choice.first]
+        requests = situation.view.requests[choice.first] + 1.0
+        return f"{tokens:,.0f} tokens to prefill × {requests:.0f} requests"
+
+
+def _to_prefill(situation: Situation) -> Floats:
+    return situation.view.backlog + max(situation.profile.prompt_tokens, 1)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from extproc.fleet.view import FleetView, Floats
+from extproc.fleet.view import FleetView, Floats, Indices
 from extproc.predict.completion import Prediction
 from extproc.request.profile import RequestProfile
 
@@ -29,8 +29,6 @@ class Choice:
     first: int
     scores: Floats
     """Per candidate, lower is better; what a score means is the policy's own matter."""
-    why: str
-    """The reason, for people."""
 
     @property
     def second(self) -> int | None:
@@ -45,6 +43,10 @@ class Policy(Protocol):
         """The replica for this request."""
         ...
 
+    def why(self, situation: Situation, choice: Choice) -> str:
+        """The reason for a choice it made, for people; made only when somebody looks."""
+        ...
+
 
 def lowest(scores: Floats, random: random.Random, band: float = 0.0) -> int:
     """The index of the lowest score, at random among those within ``band`` of it.
@@ -52,8 +54,13 @@ def lowest(scores: Floats, random: random.Random, band: float = 0.0) -> int:
     Replicas that are as good as equal share the work: always taking the first of them would herd
     every request onto it until the next poll.
     """
-    near = np.flatnonzero(scores <= scores.min() + band)
+    near = near_lowest(scores, band)
     return int(near[0] if len(near) == 1 else near[random.randrange(len(near))])
+
+
+def near_lowest(scores: Floats, band: float = 0.0) -> Indices:
+    """The indices of the scores within ``band`` of the lowest."""
+    return np.flatnonzero(scores <= scores.min() + band)
 
 
 def runner_up(scores: Floats, first: int) -> int | None:

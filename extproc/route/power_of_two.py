@@ -20,5 +20,11 @@ class PowerOfTwo:
         first = min(drawn, key=lambda index: view.requests[index])
         scores = np.full(len(view), np.inf)
         scores[drawn] = view.requests[drawn]
-        compared = " and ".join(f"{view.requests[i]:.0f} ({view.names[i]})" for i in drawn)
-        return Choice(first, scores, f"requests in flight, two drawn: {compared}")
+        return Choice(first, scores)
+
+    def why(self, situation: Situation, choice: Choice) -> str:
+        """The two drawn, the better one first."""
+        view = situation.view
+        drawn = [index for index in (choice.first, choice.second) if index is not None]
+        compared = " and ".join(f"{view.names[i]} with {view.requests[i]:.0f}" for i in drawn)
+        return f"fewest requests in flight of those drawn: {compared}"

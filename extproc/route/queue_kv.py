@@ -23,8 +23,10 @@ class QueueKv:
         spread = float(np.ptp(view.waiting))
         queue = (view.waiting.max() - view.waiting) / spread if spread else np.ones(len(view))
         scores = -(_QUEUE_WEIGHT * queue + _KV_WEIGHT * (1.0 - view.kv_usage))
-        first = lowest(scores, random)
-        why = (
-            f"{view.waiting[first]:.0f} waiting, {view.kv_usage[first]:.0%} of its KV cache in use"
-        )
-        return Choice(first, scores, why)
+        return Choice(lowest(scores, random), scores)
+
+    def why(self, situation: Situation, choice: Choice) -> str:
+        """Its queue and its KV cache."""
+        waiting = situation.view.waiting[choice.first]
+        usage = situation.view.kv_usage[choice.first]
+        return f"{waiting:.0f} waiting, {usage:.0%} of its KV cache in use"

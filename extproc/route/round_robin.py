@@ -29,4 +29,8 @@ class RoundRobin:
             self._turns.clear()  # replicas that came and went
         self._count += 1
         self._turns[ids[first]] = self._count
-        return Choice(first, last_turns, "its turn")
+        return Choice(first, last_turns)
+
+    def why(self, situation: Situation, choice: Choice) -> str:
+        """It is its turn."""
+        return "its turn"

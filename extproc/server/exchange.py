@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass
-from math import inf
 
 from extproc.clock import Clock
 from extproc.config import Config
@@ -265,7 +264,7 @@ class Exchange:
         outcome.completion_s = services.clock() - self._decided
         if self._first_chunk is not None:
             outcome.ttft_s = self._first_chunk - self._decided
-        self._learn()
+        self._learn(outcome.completion_s)
         self._account(self._record.decision.predicted_completion, outcome.completion_s)
 
     def _complete(self) -> bool:
@@ -278,7 +277,8 @@ class Exchange:
             return False
         return self._usage is None or self._ended
 
-    def _learn(self) -> None:
+    def _learn(self, seconds: float) -> None:
+        """From the usage a response reported, ``seconds`` after the decision."""
         usage = None if self._usage is None else self._usage.usage()
         if usage is None or self._record is None:
             return
@@ -289,9 +289,8 @@ class Exchange:
         if usage.prompt_tokens and profile.prompt_bytes:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
         if usage.completion_tokens and profile.sequences:
-            bound = inf if profile.output_bound is None else profile.output_bound
             each = usage.completion_tokens / profile.sequences
-            services.fleet.lengths.observe(profile.model, profile.endpoint, each, bound)
+            services.router.learn(self._record.decision, self._served_by, each, seconds)
 
     def _account(self, predicted: float, actual: float) -> None:
         metrics = self._services.metrics

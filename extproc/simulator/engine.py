@@ -2,7 +2,8 @@
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import chain
 
 from extproc.predict.hardware import HardwareProfile
 from extproc.predict.step import StepModel
@@ -109,6 +110,21 @@ class Engine:
     def next_end(self) -> float | None:
         """When the step in progress ends; None where none is in progress."""
         return self._step.ends_at if self._step else None
+
+    @property
+    def step(self) -> Step | None:
+        """The step in progress; None where none is."""
+        return self._step
+
+    @property
+    def decoding(self) -> Collection[Sequence]:
+        """Sequences whose prompt is computed, in the order they were admitted."""
+        return self._decoding.values()
+
+    @property
+    def queued(self) -> Iterator[Sequence]:
+        """The others: first those whose prefill has begun, then the waiting in their order."""
+        return chain(self._prefilling.values(), self._waiting)
 
     def generated(self, sequence: Sequence) -> int:
         """Tokens generated for ``sequence`` up to the last completed step."""

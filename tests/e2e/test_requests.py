@@ -88,7 +88,7 @@ async def test_a_fast_replica_is_preferred_to_a_slow_one(client: Client) -> None
     for _ in range(5):
         answer = await client.chat(tokens=20)
         assert answer.decision["replica_name"].startswith("fast")
-        assert "finishes in" in answer.decision["why"]
+        assert "finishes it in" in answer.decision["why"]
 
 
 async def test_a_forged_destination_is_not_followed(client: Client, stack: Stack) -> None:

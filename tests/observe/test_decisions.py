@@ -1,10 +1,14 @@
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
+from extproc.fleet.view import Excluded
 from extproc.observe.decisions import DecisionLog
+from extproc.route.completion import Completion
 from extproc.route.policies import POLICIES
+from extproc.route.policy import Choice, Situation
 from extproc.route.router import Decision, Router
 from tests.fakes import ManualClock, chat, fleet_of, replica
 
@@ -36,6 +40,36 @@ def test_the_terms_of_a_candidate_add_up() -> None:
         assert candidate["predicted_ttft_s"] == pytest.approx(ttft, abs=1e-4)
         completion = ttft + terms["decode"]
         assert candidate["predicted_completion_s"] == pytest.approx(completion, abs=1e-4)
+
+
+def test_a_record_says_why_in_words() -> None:
+    shown = DecisionLog(10).add("id", 1.0, decision()).to_json()
+    finish = shown["predicted_completion_s"]
+    assert shown["why"].startswith(f"{shown['replica_name']} finishes it in {finish:.2f} s, ")
+
+
+def test_the_words_are_made_only_when_a_record_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Choice] = []
+
+    def why(self: Completion, situation: Situation, choice: Choice) -> str:
+        shown.append(choice)
+        return "because"
+
+    monkeypatch.setattr(Completion, "why", why)
+    record = DecisionLog(10).add("id", 1.0, decision())
+    assert shown == []
+    assert record.to_json()["why"] == "because"
+
+
+def test_replicas_left_out_are_in_the_record() -> None:
+    made = decision()
+    left_out = Excluded(replica(4), "r4", "no answer to the last poll")
+    view = replace(made.situation.view, excluded=(left_out,))
+    made = replace(made, situation=replace(made.situation, view=view))
+    shown = DecisionLog(10).add("id", 1.0, made).to_json()
+    assert shown["excluded"] == [
+        {"replica": replica(4), "name": "r4", "why": "no answer to the last poll"}
+    ]
 
 
 def test_the_last_records_are_kept() -> None:

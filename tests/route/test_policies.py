@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.view import Floats
 from extproc.request.profile import RequestProfile
 from extproc.route.policies import POLICIES
 from extproc.route.router import Decision, Router
-from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10, H100 = "llama-8b-a10", "llama-8b-h100"
 
@@ -24,7 +25,7 @@ def test_every_policy_chooses_a_replica_and_another_for_a_retry(policy: str) -> 
     decision = decide(fleet_of(ManualClock(), A10, A10, A10), policy, chat(100, 50))
     assert decision.second is not None
     assert decision.replica != decision.second
-    assert decision.choice.why
+    assert decision.why
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -32,6 +33,7 @@ def test_every_policy_works_on_a_single_replica(policy: str) -> None:
     decision = decide(fleet_of(ManualClock(), A10), policy, chat(100, 50))
     assert decision.replica == replica(1)
     assert decision.second is None
+    assert decision.why
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -105,8 +107,27 @@ def test_without_a_healthy_replica_there_is_no_decision() -> None:
     assert Router(fleet, "completion", random.Random(0)).decide(chat(1)) is None
 
 
+REASONS = {
+    "least_request": "0 requests in flight",
+    "round_robin": "its turn",
+    "random": "at random",
+    "power_of_two": "fewest requests in flight of those drawn: r2 with 0 and r1 with 4",
+    "least_kv": "0% of its KV cache in use",
+    "queue_kv": "0 waiting, 0% of its KV cache in use",
+    "lmetric": "1,500 tokens to prefill × 1 requests",
+}
+
+
+@pytest.mark.parametrize("policy", REASONS)
+def test_a_simple_policy_gives_a_short_reason_with_its_figures(policy: str) -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    for _ in range(4):
+        fleet.dispatch(replica(1), chat(4000, 800))
+    assert decide(fleet, policy, chat(1500, 50)).why == REASONS[policy]
+
+
 class TestCompletion:
-    """The cases the default policy exists for."""
+    """The cases the default policy exists for, and what its decisions say of them."""
 
     def test_two_short_ones_about_to_finish_beat_one_long_one(self) -> None:
         clock = ManualClock()
@@ -119,7 +140,13 @@ class TestCompletion:
         decision = decide(fleet, "completion", chat(100, 100))
         assert fleet.view(MODEL).requests.tolist() == [2, 1]
         assert decision.replica == replica(1)
-        assert "r2 in" in decision.choice.why
+        assert decision.why == (
+            f"r1 finishes it in {finish(decision, 1)}, r2 in {finish(decision, 2)} "
+            "though it has 1 request and r1 has 2: "
+            f"decoding would take {longer(decision.prediction.decode, 2, 1)} longer there, "
+            f"{per_token(decision, 2)} a token with 20,063 KV tokens in use "
+            f"against {per_token(decision, 1)} with 306"
+        )
         assert decide(fleet, "least_request", chat(100, 100)).replica == replica(2)
 
     def test_one_nearly_done_beats_two_long_ones(self) -> None:
@@ -130,7 +157,15 @@ class TestCompletion:
         clock.advance(5.0)
         fleet.dispatch(replica(2), chat(100, 60))
         clock.advance(1.5)
-        assert decide(fleet, "completion", chat(100, 100)).replica == replica(2)
+        decision = decide(fleet, "completion", chat(100, 100))
+        assert fleet.view(MODEL).requests.tolist() == [2, 1]
+        assert decision.replica == replica(2)
+        assert decision.why == (
+            f"r2 finishes it in {finish(decision, 2)}, r1 in {finish(decision, 1)}: "
+            f"decoding would take {longer(decision.prediction.decode, 1, 2)} longer there, "
+            f"{per_token(decision, 1)} a token with 16,129 KV tokens in use "
+            f"against {per_token(decision, 2)} with 151"
+        )
 
     def test_a_busy_fast_replica_beats_an_idle_slow_one(self) -> None:
         clock = ManualClock()
@@ -139,8 +174,28 @@ class TestCompletion:
             fleet.dispatch(replica(1), chat(500, 300))
         clock.advance(0.5)
         decision = decide(fleet, "completion", chat(1000, 200))
+        assert fleet.view(MODEL).requests.tolist() == [8, 0]
         assert decision.replica == replica(1)
+        assert decision.why == (
+            f"r1 finishes it in {finish(decision, 1)}, r2 in {finish(decision, 2)} "
+            "though it is idle and r1 has 8 requests: "
+            f"decoding would take {longer(decision.prediction.decode, 2, 1)} longer there, "
+            f"{per_token(decision, 2)} a token against {per_token(decision, 1)}"
+        )
         assert decide(fleet, "least_request", chat(1000, 200)).replica == replica(2)
+
+    def test_an_idle_slow_replica_beats_a_fast_one_that_is_too_busy(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, H100, A10)
+        for _ in range(8):
+            fleet.dispatch(replica(1), chat(30_000, 300))
+        decision = decide(fleet, "completion", chat(100, 100))
+        assert decision.replica == replica(2)
+        assert decision.why == (
+            f"r2 finishes it in {finish(decision, 2)}, r1 in {finish(decision, 1)}: "
+            f"the prefill would take {longer(decision.prediction.prefill, 1, 2)} longer there, "
+            "behind 240,000 queued prompt tokens against 0"
+        )
 
     def test_a_long_queue_beats_a_full_kv_cache_that_frees_late(self) -> None:
         clock = ManualClock()
@@ -153,8 +208,106 @@ class TestCompletion:
         assert fleet.view(MODEL).waiting.tolist() == [0, 4]
         assert decision.replica == replica(2)
         assert decision.prediction.admission[0] > decision.prediction.ttft[1]
+        assert decision.why == (
+            f"r2 finishes it in {finish(decision, 2)}, r1 in {finish(decision, 1)} "
+            "though it has 1 request and r2 has 4: "
+            f"there it would wait {longer(decision.prediction.admission, 1, 2)} for KV space, "
+            "41,592 of 42,000 tokens being taken"
+        )
+
+    def test_a_full_kv_cache_that_frees_soon_beats_a_long_queue(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, A10, A10)
+        fleet.dispatch(replica(1), chat(41_500, 100))
+        clock.advance(13.0)
+        for _ in range(8):
+            fleet.dispatch(replica(2), chat(4000, 100))
+        decision = decide(fleet, "completion", chat(1000, 100))
+        assert decision.prediction.admission[0] > 0
+        assert decision.replica == replica(1)
+        assert decision.why == (
+            f"r1 finishes it in {finish(decision, 1)}, r2 in {finish(decision, 2)}: "
+            f"the prefill would take {longer(decision.prediction.prefill, 2, 1)} longer there, "
+            "behind 32,000 queued prompt tokens against 0"
+        )
+
+    def test_a_free_place_beats_a_full_batch(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, A10, A10)
+        fleet.dispatch(replica(1), chat(100, 2000, sequences=256))
+        fleet.dispatch(replica(2), chat(100, 2000))
+        clock.advance(1.0)
+        why = decide(fleet, "completion", chat(10, 10)).why
+        assert "for a place in the batch, 256 running or queued for 256 places" in why
+
+    def test_a_slower_prefill_is_named(self) -> None:
+        why = decide(fleet_of(ManualClock(), H100, A10), "completion", embedding(1000)).why
+        assert why.startswith("r1 finishes it in 44.5 ms, r2 in 0.29 s: the prefill would take")
+        assert why.endswith("longer there, at 289 µs a token against 44.5 µs")
+
+    def test_the_step_in_progress_is_named(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, A10, A10)
+        fleet.dispatch(replica(1), chat(100, 500))
+        clock.advance(1.0)
+        why = decide(fleet, "completion", embedding(10)).why
+        assert why.endswith("the step in progress there ends 14.5 ms later")
 
     def test_it_prefers_the_empty_one_of_two_that_finish_alike(self) -> None:
         fleet = fleet_of(ManualClock(), A10, A10)
         fleet.dispatch(replica(1), chat(3000, 500))
         assert decide(fleet, "completion", chat(100, 10)).replica == replica(2)
+
+    def test_where_others_would_lose_more_the_later_one_is_better(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, A10, A10)
+        for _ in range(30):
+            fleet.dispatch(replica(1), chat(1000, 2000))
+        for prompt in (1000, 1000, 1000, 37_000):
+            fleet.dispatch(replica(2), chat(prompt, 2000))
+        clock.advance(13.0)
+        decision = decide(fleet, "completion", chat(500, 100))
+        completion = decision.prediction.completion
+        assert decision.replica == replica(2)
+        assert completion[0] < completion[1]
+        assert f"r1 already in {completion[0]:.2f} s, but there it would cost" in decision.why
+
+    def test_the_emptiest_is_named_beside_the_next_best(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, H100, H100, A10)
+        for _ in range(2):
+            fleet.dispatch(replica(1), chat(500, 300))
+        for _ in range(3):
+            fleet.dispatch(replica(2), chat(8000, 300))
+        clock.advance(1.2)
+        decision = decide(fleet, "completion", chat(1000, 200))
+        assert decision.replica == replica(1)
+        next_best, emptiest = decision.why.split("; ")
+        assert f", r2 in {finish(decision, 2)}: " in next_best
+        assert emptiest.startswith(f"r3 in {finish(decision, 3)} though it is idle and r1 has 2")
+
+    def test_equals_are_drawn_at_random_and_say_so(self) -> None:
+        fleet = fleet_of(ManualClock(), A10, A10, A10, A10)
+        decision = decide(fleet, "completion", chat(100, 10))
+        assert f"finishes it in {finish(decision, 1)}, " in decision.why
+        assert decision.why.endswith("2 others alike: as good as equal, so one was drawn at random")
+
+    def test_the_only_one_says_so(self) -> None:
+        decision = decide(fleet_of(ManualClock(), A10), "completion", chat(100, 10))
+        assert decision.why == (
+            f"r1 finishes it in {finish(decision, 1)}; no other replica could serve it"
+        )
+
+
+def finish(decision: Decision, number: int) -> str:
+    return f"{decision.prediction.completion[number - 1]:.2f} s"
+
+
+def per_token(decision: Decision, number: int) -> str:
+    prediction = decision.prediction
+    each = prediction.decode[number - 1] / (prediction.output_tokens - 1)
+    return f"{each * 1e3:.3g} ms"
+
+
+def longer(term: Floats, there: int, here: int) -> str:
+    return f"{term[there - 1] - term[here - 1]:.2f} s"

@@ -1,0 +1,1 @@
+"""``extproc explain``: what a running router decided, and why."""

@@ -1,0 +1,85 @@
+"""The decision records of a router, as its admin address shows them."""
+
+from pydantic import BaseModel, TypeAdapter
+
+Figure = float | None
+"""None: not known, or beyond all figures."""
+
+
+class Terms(BaseModel):
+    """What a prediction is made of, in seconds."""
+
+    step_rest: Figure
+    admission: Figure
+    prefill: Figure
+    decode: Figure
+    cost_to_others: Figure
+
+
+class Candidate(BaseModel):
+    """A replica that was compared."""
+
+    replica: str
+    """``ip:port``."""
+    name: str
+    score: Figure
+    requests: Figure
+    kv_usage: Figure
+    backlog_tokens: Figure
+    predicted_ttft_s: Figure
+    predicted_completion_s: Figure
+    terms_s: Terms
+    cost_weight: Figure
+
+
+class Excluded(BaseModel):
+    """A replica that was left out."""
+
+    replica: str
+    name: str
+    why: str
+
+
+class Outcome(BaseModel):
+    """What happened; None where it was not seen."""
+
+    served_by: str | None
+    status: int | None
+    ttft_s: Figure
+    completion_s: Figure
+    prompt_tokens: int | None
+    output_tokens: int | None
+
+
+class Record(BaseModel):
+    """One decision."""
+
+    number: int
+    request_id: str
+    decided_at: float
+    """Seconds since the epoch."""
+    policy: str
+    endpoint: str
+    model: str
+    stream: bool
+    prompt_tokens: int
+    output_bound: int | None
+    sequences: int
+    expected_output_tokens: Figure
+    replica: str
+    replica_name: str
+    second: str | None
+    why: str
+    predicted_ttft_s: Figure
+    predicted_completion_s: Figure
+    candidates: list[Candidate]
+    excluded: list[Excluded]
+    outcome: Outcome
+
+    def name_of(self, replica: str) -> str:
+        """What people call it; the address itself where it was no candidate."""
+        return next((one.name for one in self.candidates if one.replica == replica), replica)
+
+
+RECORDS = TypeAdapter(list[Record])
+"""Reads an answer of ``/decisions``."""

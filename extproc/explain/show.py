@@ -1,0 +1,189 @@
+"""Decision records as text for people."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from extproc.explain.layout import Column, count, figure, paragraph, printable, share, table
+from extproc.explain.records import Candidate, Outcome, Record
+
+_DECISIONS = (
+    Column("time", left=True),
+    Column("request", left=True, most=36),
+    Column("replica", left=True, most=20),
+    Column("prompt"),
+    Column("output"),
+    Column("TTFT s"),
+    Column("actual"),
+    Column("finish s"),
+    Column("actual"),
+)
+_CANDIDATES = (
+    Column("", left=True),
+    Column("replica", left=True, most=22),
+    Column("requests"),
+    Column("KV"),
+    Column("queued"),
+    Column("step"),
+    Column("admit"),
+    Column("prefill"),
+    Column("TTFT"),
+    Column("decode"),
+    Column("finish"),
+    Column("others"),
+    Column("weight"),
+    Column("score"),
+)
+_LEGEND = (
+    "requests: in flight.  KV: of the cache in use.  queued: prompt tokens to prefill.  "
+    "Times in seconds:",
+    "step: rest of the one in progress.  admit: wait for KV space or a place in the batch.  "
+    "others: what they lose.",
+    "TTFT = step + admit + prefill.  finish = TTFT + decode.",
+)
+_COMPLETION_SCORE = "  score = finish + weight * others."
+_LABEL = 10
+
+
+def decisions(records: Sequence[Record]) -> str:
+    """The decisions as a table, two lines each: figures, then the model and why."""
+    if not records:
+        return "no decisions yet"
+    header, *rows = table(_DECISIONS, [_decision(record) for record in records])
+    lines = [header, *paragraph("model: why", _LABEL)]
+    for row, record in zip(rows, records, strict=True):
+        why = f"{record.model}: {record.why}{_remark(record)}"
+        lines += [row, *paragraph(printable(why), _LABEL)]
+    return "\n".join(lines)
+
+
+def comparison(record: Record) -> str:
+    """One decision with all that was compared, and what happened."""
+    facts = {
+        "request": record.request_id,
+        "time": _time(record).strftime("%Y-%m-%d %H:%M:%S %z"),
+        "asks for": _asks(record),
+        "policy": record.policy,
+        "chosen": _chosen(record),
+        "why": record.why,
+        "happened": _happened(record),
+    }
+    lines = []
+    for name, text in facts.items():
+        lines += paragraph(printable(text) or "-", _LABEL, name)
+    candidates = sorted(record.candidates, key=lambda one: _rank(one, record))
+    rows = [_candidate(one, one.replica == record.replica) for one in candidates]
+    legend = list(_LEGEND)
+    if record.policy == "completion":
+        legend[-1] += _COMPLETION_SCORE
+    lines += ["", *table(_CANDIDATES, rows), "", *legend]
+    if record.excluded:
+        lines += ["", "left out"]
+        names = [printable(one.name) for one in record.excluded]
+        column = min(max(map(len, names)), 40) + 2
+        for name, one in zip(names, record.excluded, strict=True):
+            lines += paragraph(printable(one.why), column, name)
+    return "\n".join(lines)
+
+
+def _decision(record: Record) -> list[str]:
+    outcome = record.outcome
+    return [
+        _time(record).strftime("%H:%M:%S"),
+        printable(record.request_id) or "-",
+        printable(record.replica_name),
+        count(record.prompt_tokens),
+        count(record.expected_output_tokens),
+        figure(record.predicted_ttft_s),
+        figure(outcome.ttft_s),
+        figure(record.predicted_completion_s),
+        figure(outcome.completion_s),
+    ]
+
+
+def _candidate(candidate: Candidate, chosen: bool) -> list[str]:
+    terms = candidate.terms_s
+    return [
+        ">" if chosen else "",
+        printable(candidate.name),
+        count(candidate.requests),
+        share(candidate.kv_usage),
+        count(candidate.backlog_tokens),
+        figure(terms.step_rest),
+        figure(terms.admission),
+        figure(terms.prefill),
+        figure(candidate.predicted_ttft_s),
+        figure(terms.decode),
+        figure(candidate.predicted_completion_s),
+        figure(terms.cost_to_others),
+        share(candidate.cost_weight),
+        figure(candidate.score),
+    ]
+
+
+def _rank(candidate: Candidate, record: Record) -> tuple[bool, float]:
+    """The chosen one, then by score."""
+    score = float("inf") if candidate.score is None else candidate.score
+    return candidate.replica != record.replica, score
+
+
+def _time(record: Record) -> datetime:
+    return datetime.fromtimestamp(record.decided_at).astimezone()
+
+
+def _asks(record: Record) -> str:
+    streamed = ", streamed" if record.stream else ""
+    asked = f"{record.endpoint}, model {record.model}{streamed}, {record.prompt_tokens} prompt "
+    asked += "tokens"
+    if not record.sequences:
+        return f"{asked}, nothing to generate"
+    each = f" for each of {record.sequences} sequences" if record.sequences > 1 else ""
+    bound = "" if record.output_bound is None else f" of at most {record.output_bound}"
+    expected = count(record.expected_output_tokens)
+    return f"{asked}, {expected} output tokens expected{bound}{each}"
+
+
+def _chosen(record: Record) -> str:
+    chosen = _named(record, record.replica)
+    return f"{chosen}; for a retry {_named(record, record.second)}" if record.second else chosen
+
+
+def _named(record: Record, replica: str) -> str:
+    name = record.name_of(replica)
+    return name if name == replica else f"{name} ({replica})"
+
+
+def _remark(record: Record) -> str:
+    """What went otherwise than intended."""
+    outcome = record.outcome
+    odd = []
+    if outcome.served_by not in (None, record.replica):
+        odd.append(f"served by {record.name_of(str(outcome.served_by))}")
+    if outcome.status is not None and outcome.status >= 400:
+        odd.append(f"answered with status {outcome.status}")
+    return f" [{', '.join(odd)}]" if odd else ""
+
+
+def _happened(record: Record) -> str:
+    outcome = record.outcome
+    if outcome.served_by is None:
+        return "no answer yet, or none that was seen"
+    parts = [f"served by {_named(record, outcome.served_by)} with status {outcome.status}"]
+    parts += _times(record, outcome)
+    if outcome.prompt_tokens is not None:
+        parts.append(f"{outcome.prompt_tokens} prompt tokens (taken for {record.prompt_tokens})")
+    if outcome.output_tokens:
+        parts.append(f"{outcome.output_tokens} output tokens")
+    return ", ".join(parts)
+
+
+def _times(record: Record, outcome: Outcome) -> list[str]:
+    parts = []
+    if outcome.ttft_s is not None:
+        predicted = figure(record.predicted_ttft_s)
+        parts.append(f"first token after {figure(outcome.ttft_s)} s (predicted {predicted} s)")
+    if outcome.completion_s is None:
+        parts.append("not finished yet, or its end was not seen")
+    else:
+        predicted = figure(record.predicted_completion_s)
+        parts.append(f"finished after {figure(outcome.completion_s)} s (predicted {predicted} s)")
+    return parts

@@ -1,0 +1,251 @@
+"""The command against a router's admin address in this process, and against what is none."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from extproc.cli import main
+from extproc.config import Config
+from extproc.demo.processes import free_port
+from extproc.fleet.view import Excluded
+from extproc.observe.admin import serve_admin
+from extproc.request.profile import RequestProfile
+from extproc.route.router import Decision
+from extproc.server.app import admin_routes, build
+from extproc.server.exchange import Services
+from tests.fakes import ManualClock, chat, embedding, replica, state
+
+ID = "0f3c2e9a-6f1d-4c0e-9d0a-3a5b7c9d1e2f"
+Explain = Callable[..., Awaitable[list[str]]]
+
+
+@pytest.fixture
+def services() -> Services:
+    """A router that knows an idle replica of each of two kinds."""
+    registry = CollectorRegistry()
+    made = build(Config.model_validate({"route": {"seed": 1}}), registry)
+    for number, profile in enumerate(("llama-8b-h100", "llama-8b-a10"), start=1):
+        made.fleet.put(state(number, profile, ManualClock()))
+    return made
+
+
+@pytest.fixture
+async def router(services: Services) -> AsyncIterator[str]:
+    routes = admin_routes(services)
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
+        yield address
+
+
+@pytest.fixture
+def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
+    async def explain(*arguments: str, status: int = 0) -> list[str]:
+        """The lines it prints; on standard error where it fails."""
+        assert await asyncio.to_thread(main, ["explain", *arguments]) == status
+        output = capsys.readouterr()
+        printed, silent = (output.err, output.out) if status else (output.out, output.err)
+        assert silent == ""
+        assert "\x1b" not in printed
+        lines = printed.splitlines()
+        assert status or "--json" in arguments or all(len(line) <= 120 for line in lines)
+        return lines
+
+    return explain
+
+
+def decide(services: Services, profile: RequestProfile, request_id: str = ID) -> Decision:
+    decision = services.router.decide(profile)
+    assert decision is not None
+    services.log.add(request_id, 1_700_000_000.0, decision)
+    return decision
+
+
+async def test_the_last_decisions_are_a_table(
+    services: Services, router: str, explain: Explain
+) -> None:
+    for number in range(3):
+        decide(services, chat(100, 50), f"request-{number}")
+    outcome = services.log.of_request("request-2")[0].outcome
+    outcome.served_by, outcome.status, outcome.completion_s = replica(1), 200, 0.375
+    header, _, *lines = await explain("--router", router, "--last", "2")
+    rows = [line for line in lines if line[2] == ":"]
+    assert header.split()[:3] == ["time", "request", "replica"]
+    assert [row.split()[1] for row in rows] == ["request-1", "request-2"]
+    row = rows[-1]
+    assert re.match(r"\d\d:\d\d:\d\d  request-2  r1 +100 +4\d +0.010 +- +0.3\d\d +0.375$", row)
+    assert row.index("r1") == header.index("replica")
+    assert len(row) == len(header)
+    assert lines[lines.index(row) + 1].strip().startswith("llama: r1 finishes it in 0.3")
+
+
+async def test_one_request_is_compared_on_every_replica(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decision = decide(services, chat(1234, 50))
+    outcome = services.log.of_request(ID)[0].outcome
+    outcome.served_by, outcome.status = replica(1), 200
+    outcome.ttft_s, outcome.completion_s, outcome.output_tokens = 0.062, 0.41, 49
+    lines = await explain("--router", f"http://{router}/", ID)
+    text = " ".join(" ".join(lines).split())
+    assert lines[0] == f"request   {ID}"
+    assert "model llama, 1234 prompt tokens" in text
+    assert "chosen r1 (10.0.0.1:8000); for a retry r2 (10.0.0.2:8000)" in text
+    assert "why r1 finishes it in" in text
+    assert "first token after 0.062 s (predicted 0.053 s), finished after 0.410 s" in text
+    assert "49 output tokens" in text
+    header = next(line for line in lines if "prefill" in line)
+    first, second = lines[lines.index(header) + 1 :][:2]
+    assert first.startswith(">  r1")
+    assert second.startswith("   r2")
+    words = header.split()
+    for line, index in ((first.lstrip("> "), 0), (second, 1)):
+        cells = dict(zip(words, line.split(), strict=True))
+        terms = [float(cells[name]) for name in ("step", "admit", "prefill", "decode")]
+        assert float(cells["finish"]) == pytest.approx(sum(terms), abs=0.01)
+        predicted = decision.prediction.completion[index]
+        assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
+
+
+async def test_what_was_left_out_is_shown_with_the_reason(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decision = decide(services, chat(10))
+    view = decision.situation.view
+    excluded = (
+        Excluded(replica(3), "r3", "the last poll failed: connection refused"),
+        Excluded(replica(4), "a-longer-name", "does not serve llama"),
+    )
+    situation = replace(decision.situation, view=replace(view, excluded=excluded))
+    services.log.add("other", 1.0, replace(decision, situation=situation))
+    lines = await explain("--router", router, "other")
+    assert lines[-3:] == [
+        "left out",
+        "r3             the last poll failed: connection refused",
+        "a-longer-name  does not serve llama",
+    ]
+
+
+async def test_json_is_what_the_router_answers(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, chat(10))
+    (record,) = json.loads("\n".join(await explain("--router", router, "--json", ID)))
+    assert record == services.log.of_request(ID)[0].to_json()
+    assert json.loads("\n".join(await explain("--router", router, "--json"))) == [record]
+
+
+async def test_more_than_a_page_of_decisions(
+    services: Services, router: str, explain: Explain
+) -> None:
+    for number in range(1, 131):
+        decide(services, chat(10), f"request-{number}")
+    for asked, shown in ((120, 120), (50, 50), (51, 51), (500, 130)):
+        answer = await explain("--router", router, "--json", "--last", str(asked))
+        numbers = [record["number"] for record in json.loads("\n".join(answer))]
+        assert numbers == list(range(131 - shown, 131))
+
+
+async def test_an_answer_that_went_wrong_is_remarked(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, chat(10))
+    outcome = services.log.of_request(ID)[0].outcome
+    outcome.served_by, outcome.status = replica(2), 503
+    assert (await explain("--router", router))[-1].endswith(
+        "[served by r2, answered with status 503]"
+    )
+    text = " ".join(await explain("--router", router, ID))
+    assert "served by r2 (10.0.0.2:8000) with status 503" in text
+
+
+async def test_what_clients_write_is_neither_obeyed_nor_too_wide(
+    services: Services, router: str, explain: Explain
+) -> None:
+    profile = replace(chat(10), model="\x1b[31m" + "long/name " * 30)
+    decide(services, profile, "i" * 128)
+    decide(services, replace(embedding(10), stream=True), "")
+    for lines in (await explain("--router", router), await explain("--router", router, "i" * 128)):
+        assert any("?[31m" in line for line in lines)
+
+
+async def test_a_large_fleet_with_long_names_fits_the_page(
+    services: Services, router: str, explain: Explain
+) -> None:
+    for number in range(3, 60):
+        name = f"a-long-name-in-some-namespace-{number}"
+        services.fleet.put(state(number, "llama-8b-a10", ManualClock(), name=name))
+    for _ in range(300):
+        services.fleet.dispatch(replica(2), chat(100_000, 5000))
+    decide(services, chat(10_000))
+    lines = await explain("--router", router, ID)
+    assert sum(bool(re.match(r"[> ]  \.\.\.\S+-\d+ ", line)) for line in lines) == 57
+
+
+async def test_a_router_without_decisions(router: str, explain: Explain) -> None:
+    assert await explain("--router", router) == ["no decisions yet"]
+
+
+async def test_an_unknown_request_is_one_line(router: str, explain: Explain) -> None:
+    (line,) = await explain("--router", router, "nobody", status=1)
+    start = (
+        f"extproc explain: the router at http://{router} keeps no decision about request 'nobody'"
+    )
+    assert line.startswith(start)
+
+
+async def test_no_router_is_one_line(explain: Explain) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    (line,) = await explain("--router", address, status=1)
+    assert line.startswith(f"extproc explain: no router answers at http://{address}: ")
+    (line,) = await explain("--router", "http://", status=1)
+    assert "no router answers" in line
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "seen"),
+    [
+        (404, "Not Found", "status 404"),
+        (200, "<html>", "something else than JSON"),
+        (200, "{}", "something else than decisions"),
+        (200, "[1]", "something else than decisions"),
+        (200, '[{"number": 1}]', "cannot be read (0.request_id)"),
+    ],
+)
+async def test_what_is_no_router_is_one_line(
+    explain: Explain, status: int, body: str, seen: str
+) -> None:
+    kind = "application/json" if body[0] in "{[" else "text/html"
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=body, content_type=kind)
+
+    routes = [web.get("/decisions", answer)]
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
+        (line,) = await explain("--router", address, status=1)
+    assert seen in line
+
+
+async def test_the_router_of_the_configuration_is_asked(
+    router: str, explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "extproc.yaml"
+    file.write_text(f"serve: {{admin: '{router}'}}")
+    assert await explain("--config", str(file)) == ["no decisions yet"]
+    monkeypatch.setenv("EXTPROC_SERVE__ADMIN", router)
+    assert await explain() == ["no decisions yet"]
+    monkeypatch.setenv("EXTPROC_SERVE__ADMIN", "nowhere")
+    (line,) = await explain(status=1)
+    assert "serve.admin" in line
+
+
+@pytest.mark.parametrize("arguments", [["--last", "0"], ["--last", "5", ID]])
+def test_what_cannot_be_asked(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", *arguments])
+    assert caught.value.code == 2
