@@ -26,7 +26,7 @@ check: venv
 # Maintainers: renew requirements.txt (needs uv) and the compiled messages.
 lock:
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-	  --no-emit-find-links --extra demo --extra dev --extra tokenizers \
+	  --no-emit-find-links --extra demo --extra bench --extra dev --extra tokenizers \
 	  --no-header --output-file requirements.txt pyproject.toml requirements-build.in
 
 proto: venv

@@ -1,208 +1,276 @@
 """Discrete-event simulation: the production router against the simulator's engines."""
 
-import random
 from collections.abc import Iterator
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
 from math import inf
+from random import Random
 
-import numpy as np
-from numpy.typing import ArrayLike
-
-from benchmarks.fleet import FleetFile
-from benchmarks.trace import TracedRequest
+from benchmarks.clock import VirtualClock
+from benchmarks.fleet import FleetEvent, FleetFile
+from benchmarks.machine import Machine
+from benchmarks.oracle import Oracle
+from benchmarks.polling import MODEL, Watch
+from benchmarks.routers import Deciding, News, Node, Routers
+from benchmarks.served import Failed, Served
+from benchmarks.speeds import Speeds
+from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.ledger import Ticket
-from extproc.fleet.state import ReplicaState
-from extproc.fleet.view import Floats
-from extproc.predict.calibration import Calibration, EngineCounts
-from extproc.predict.hardware import HardwareProfile
 from extproc.predict.lengths import OutputLengths
-from extproc.predict.step import StepModel
+from extproc.predict.typical import Typical
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.route.router import Decision, Router
+from extproc.route.router import Router
+from extproc.simulator.blocks import trace_hashes
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
 from extproc.simulator.steps import Outcome
 
-MODEL = "model"
 KNOWN = ("lengths", "coefficients")
 STREAMED = 0.5
 """Share of requests that are streamed."""
 STREAM_SAMPLE = 0.1
 """Share of streams whose chunks the router reads, as configured by default."""
-_MAX_MODEL_LEN = 131_072
-
-
-class TrueLengths(OutputLengths):
-    """Output lengths that are known: every request generates its bound."""
-
-    def expected(self, row: int, bound: float) -> float:
-        return bound
-
-    def remaining(self, rows: ArrayLike, progress: ArrayLike, bound: ArrayLike) -> Floats:
-        left: Floats = np.maximum(np.subtract(bound, progress, dtype=np.float64), 0.0)
-        return left
-
-
-class VirtualClock:
-    """Time that the simulation sets."""
-
-    def __init__(self) -> None:
-        self.time = 0.0
-
-    def __call__(self) -> float:
-        return self.time
-
-
-@dataclass(slots=True)
-class Served:
-    """One request and what came of it."""
-
-    traced: TracedRequest
-    sequence: Sequence
-    decision: Decision
-    ticket: Ticket
-    watched: bool
-    """Whether the router reads the response's chunks."""
-
-    @property
-    def ttft(self) -> float:
-        assert self.sequence.first_token is not None
-        return self.sequence.first_token - self.traced.at
-
-    @property
-    def completion(self) -> float:
-        assert self.sequence.finished is not None
-        return self.sequence.finished - self.traced.at
+_LONGEST_DRAIN = 7200.0
+"""Seconds after the last request in which all must have ended."""
 
 
 @dataclass
 class Simulation:
-    """One policy on one fleet and one trace."""
+    """One policy, or the oracle, on one fleet and one trace."""
 
     fleet_file: FleetFile
     policy: str
+    """Name of a policy, or ``oracle``."""
     poll_interval: float = 0.2
     seed: int = 0
     know: frozenset[str] = frozenset()
     """Which of ``KNOWN`` the router is told, though production would not know it."""
     profile_error: float = 1.0
     """How many times as long as in truth a step takes by the profile the router starts from."""
+    routers: int = 1
+    share_lag: float | None = None
+    """Seconds until a router hears what another one does; None: never."""
+    weight: float = 1.0
+    """The oracle's, of the cost to others."""
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
-        lengths = TrueLengths() if "lengths" in self.know else OutputLengths()
-        self.fleet = Fleet(lengths, self.clock)
-        self.router = Router(self.fleet, self.policy, random.Random(self.seed))
-        members = self.fleet_file.members
-        self.engines = {name: Engine(profile) for name, profile in members.items()}
-        self._calibrations = {
-            name: Calibration(self._believed(profile)) for name, profile in members.items()
+        self._random = Random(self.seed)
+        self.machines = {
+            name: Machine(name, profile) for name, profile in self.fleet_file.members.items()
         }
+        self.nodes: list[Node] = []
+        self._watches: list[Watch] = []
+        self._deciding: Deciding
+        if self.policy == "oracle":
+            self.know = frozenset(KNOWN)
+            self._deciding = Oracle(self.machines, self.weight, self.clock, self.seed)
+        else:
+            self.nodes = [self._node(number) for number in range(self.routers)]
+            typical = Typical()
+            self._watches = [self._watch(one, typical) for one in self.machines.values()]
+            self._deciding = Routers(self.nodes, self.share_lag, self.clock, Random(self.seed))
+        self._events = sorted(self.fleet_file.events, key=lambda event: event.at, reverse=True)
+        self._poll_at = 0.0
+        self._speeds = Speeds()
+        self._sent = 0
         self._open: dict[int, Served] = {}
+        self.failed: list[Failed] = []
+        """Requests that got no whole answer."""
+
+    @property
+    def fleet(self) -> Fleet:
+        """The first router's."""
+        return self.nodes[0].fleet
+
+    @property
+    def router(self) -> Router:
+        """The first one's decisions."""
+        return self.nodes[0].router
+
+    @property
+    def engines(self) -> dict[str, Engine]:
+        """Every replica's engine, by name."""
+        return {name: machine.engine for name, machine in self.machines.items()}
+
+    @property
+    def speeds(self) -> Speeds:
+        """What was learned of replicas whose speed changed."""
+        return self._speeds
 
     def run(self, trace: PySequence[TracedRequest]) -> Iterator[Served]:
-        """Plays the trace; yields every request when it has finished."""
+        """Plays the trace; yields every request that was answered when it has finished."""
         last = trace[-1].at if trace else 0.0
         arrivals = iter(trace)
         upcoming = next(arrivals, None)
-        poll_at = 0.0
         while upcoming is not None or self._open:
-            if upcoming is not None and upcoming.at < poll_at:
-                yield from self._advance(upcoming.at)
+            arrives_at = upcoming.at if upcoming is not None else inf
+            happens_at = self._events[-1].at if self._events else inf
+            now = min(arrives_at, happens_at, self._poll_at)
+            yield from self._advance(now)
+            if now == happens_at:
+                self._happen(self._events.pop())
+            elif now == self._poll_at:
+                self._poll()
+            elif upcoming is not None:
                 self._arrive(upcoming)
                 upcoming = next(arrivals, None)
-            else:
-                yield from self._advance(poll_at)
-                self._poll()
-                poll_at += self.poll_interval
-                if poll_at > last + 7200:
-                    raise RuntimeError(f"{len(self._open)} requests do not end")
+            if upcoming is None:
+                self._give_up_on_hung()
+            if now > last + _LONGEST_DRAIN:
+                raise RuntimeError(f"{len(self._open)} requests do not end")
+        self._deciding.deliver(inf)
+
+    # -- requests ---------------------------------------------------------------------------
 
     def _arrive(self, traced: TracedRequest) -> None:
+        number = self._sent = self._sent + 1
         streamed = self._random.random() < STREAMED
+        watched = not streamed or self._random.random() < STREAM_SAMPLE
+        known = "lengths" in self.know
         profile = RequestProfile(
             Endpoint.CHAT,
             MODEL,
             traced.prompt_tokens,
             traced.prompt_tokens * 4,
-            traced.output_tokens if "lengths" in self.know else traced.max_tokens,
+            output_bound=traced.output_tokens if known else traced.max_tokens,
             stream=streamed,
+            least_output=traced.output_tokens if known else 0,
         )
-        decision = self.router.decide(profile)
-        assert decision is not None
-        ticket = self.fleet.dispatch(decision.replica, profile)
-        sequence = Sequence(ticket.number, traced.prompt_tokens, traced.output_tokens)
-        watched = not streamed or self._random.random() < STREAM_SAMPLE
-        self._open[ticket.number] = Served(traced, sequence, decision, ticket, watched)
-        self.engines[decision.replica].add(sequence, traced.at)
+        sequence = self._sequence(number, traced)
+        decision = self._deciding.decide(number, profile, sequence.hashes)
+        if decision is None:
+            self.failed.append(Failed(traced, "", self.clock()))
+            return
+        served = Served(number, traced, decision, watched, decision.replica, sequence)
+        self._open[number] = served
+        self._tell(served, lambda node: node.sent(number, decision.replica, profile))
+        self._send(served)
+
+    def _sequence(self, number: int, traced: TracedRequest) -> Sequence:
+        block = next(iter(self.machines.values())).engine.pool.block_size
+        hashes = trace_hashes(traced.hash_ids, traced.prompt_tokens, ID_TOKENS, block)
+        return Sequence(number, traced.prompt_tokens, traced.output_tokens, hashes)
+
+    def _send(self, served: Served) -> None:
+        machine = self.machines[served.replica]
+        if not machine.up:
+            self._retry(served)
+            return
+        try:
+            machine.add(served.sequence, self.clock())
+        except ValueError:  # longer than the replica's context
+            self._answer(served, well=True)
+            self._fail(served)
+            return
+        if served.profile.stream and not machine.hung:
+            self._answer(served, well=True)  # headers come at once, only tokens take time
+
+    def _retry(self, served: Served) -> None:
+        """Its replica is gone; Envoy tries the second choice, once and only before an answer."""
+        second = served.decision.second
+        if served.answered or served.retried or second is None:
+            self._fail(served)
+            return
+        served.retried = True
+        served.replica = second
+        served.first_token = None
+        served.sequence = self._sequence(served.number, served.traced)
+        self._send(served)
+
+    def _fail(self, served: Served) -> None:
+        if not served.answered:
+            self._answer(served, well=False)
+        seen = served.watched and served.profile.stream and served.first_token is not None
+        self._tell(served, lambda node: node.ended(served.number, prefilled=seen))
+        del self._open[served.number]
+        self.failed.append(Failed(served.traced, served.replica, self.clock()))
+
+    def _answer(self, served: Served, well: bool) -> None:
+        """Response headers pass; they say which replica it was in the end."""
+        if served.answered:
+            return
+        served.answered = True
+        replica, chosen = served.replica, served.decision.replica
+        if replica != chosen:
+            self._tell(served, lambda node: node.answered(chosen, well=False), private=True)
+            self._tell(served, lambda node: node.moved(served.number, replica))
+        self._tell(served, lambda node: node.answered(replica, well), private=True)
+
+    def _tell(self, served: Served, news: News, private: bool = False) -> None:
+        self._deciding.tell(served.number, news, private)
+
+    def _give_up_on_hung(self) -> None:
+        """The last requests wait for replicas that never come back."""
+        if not self._events and all(self.machines[s.replica].hung for s in self._open.values()):
+            for served in list(self._open.values()):
+                self._fail(served)
+
+    # -- replicas ---------------------------------------------------------------------------
+
+    def _happen(self, event: FleetEvent) -> None:
+        machine = self.machines[event.replica]
+        machine.happen(event, self.clock())
+        if event.slow is not None and self.nodes:
+            self._speeds.changed(machine, event.slow, self.clock())
+        if event.do == "down":
+            for served in list(self._open.values()):
+                if served.replica == machine.name:
+                    self._retry(served)
 
     def _advance(self, until: float) -> Iterator[Served]:
-        """Runs every engine up to a time; the router hears of what happened in its order."""
-        happened = [
-            outcome for engine in self.engines.values() for outcome in engine.advance(until)
-        ]
-        happened.sort(key=lambda outcome: outcome.ends_at)
-        for outcome in happened:
-            self.clock.time = outcome.ends_at
+        """Runs every engine up to a time; the routers hear of what happened in its order."""
+        happened = [pair for machine in self.machines.values() for pair in machine.advance(until)]
+        happened.sort(key=lambda pair: pair[0])
+        for at, outcome in happened:
+            self._deciding.deliver(at)
+            self.clock.time = at
             yield from self._hear(outcome)
+        self._deciding.deliver(until)
         self.clock.time = until
 
     def _hear(self, outcome: Outcome) -> Iterator[Served]:
         for sequence in outcome.prefilled:
-            served = self._open[sequence.id]
-            if served.watched and served.decision.profile.stream:
-                self.fleet.first_token(served.ticket)
+            self._first_token(self._open[sequence.id])
         for sequence in outcome.finished:
             served = self._open.pop(sequence.id)
-            self.fleet.release(served.ticket, prefilled=served.watched)
-            if served.watched:
-                profile = served.decision.profile
-                bound = inf if profile.output_bound is None else profile.output_bound
-                self.fleet.lengths.observe(
-                    profile.model, profile.endpoint, sequence.output_tokens, bound
-                )
+            self._finish(served)
             yield served
 
-    def _believed(self, profile: HardwareProfile) -> StepModel:
-        return profile.step.slowed(self.profile_error)
+    def _first_token(self, served: Served) -> None:
+        if served.first_token is not None:
+            return  # it was preempted since
+        served.first_token = self.clock()
+        if served.profile.stream:
+            self._answer(served, well=True)
+            if served.watched:
+                self._tell(served, lambda node: node.first_token(served.number))
+
+    def _finish(self, served: Served) -> None:
+        served.finished = self.clock()
+        self._answer(served, well=True)
+        self._tell(served, lambda node: node.ended(served.number, prefilled=served.watched))
+        if served.watched:
+            generated = served.sequence.output_tokens
+            self._deciding.learn(
+                served.number, served.decision, served.replica, generated, served.completion
+            )
 
     def _poll(self) -> None:
-        for name, engine in self.engines.items():
-            counters = engine.counters
-            learned = None
-            if "coefficients" not in self.know:
-                calibration = self._calibrations[name]
-                calibration.poll(
-                    EngineCounts(
-                        at=self.clock.time,
-                        steps=engine.steps,
-                        computed_tokens=counters.prompt_tokens - counters.cached_tokens,
-                        generated_tokens=counters.generated_tokens,
-                        in_flight=engine.running + engine.waiting,
-                        kv_tokens=engine.kv_usage * engine.capacity,
-                    )
-                )
-                learned = calibration.model or self._believed(engine.profile)
-            self.fleet.put(
-                ReplicaState.model_construct(
-                    id=name,
-                    name=name,
-                    profile=engine.profile.name,
-                    learned=learned,
-                    models=(MODEL,),
-                    max_model_len=_MAX_MODEL_LEN,
-                    running=engine.running,
-                    waiting=engine.waiting,
-                    kv_usage=engine.kv_usage,
-                    kv_tokens=engine.capacity,
-                    steps=engine.steps,
-                    prompt_tokens=counters.prompt_tokens,
-                    cached_tokens=counters.cached_tokens,
-                    generated_tokens=counters.generated_tokens,
-                    preemptions=counters.preemptions,
-                    scraped_at=self.clock.time,
-                )
-            )
+        now = self.clock()
+        for watch in self._watches:
+            state = watch.poll(now)
+            if state is not None:
+                self._deciding.publish(state)
+        if now >= self._speeds.due:
+            self._speeds.compare(now, self.fleet.view(MODEL))
+        self._poll_at += self.poll_interval
+
+    def _node(self, number: int) -> Node:
+        random = Random(self.seed + 1000 * number)
+        return Node(Fleet(OutputLengths(), self.clock), self.policy, random)
+
+    def _watch(self, machine: Machine, typical: Typical) -> Watch:
+        known = "coefficients" in self.know
+        believed = None if known else machine.profile.step.slowed(self.profile_error)
+        return Watch(machine, believed, typical, self.poll_interval, Random(self.seed))

@@ -1,12 +1,14 @@
 """Fleet files: which replicas there are, and what happens to them."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from extproc.predict.hardware import HardwareProfile, hardware_profile
+
+Happening = Literal["down", "up", "hang"]
 
 
 class _Part(BaseModel):
@@ -30,14 +32,34 @@ class ReplicaGroup(_Part):
 
 
 class FleetEvent(_Part):
-    """Something that happens to one replica."""
+    """Something that happens to one replica: ``{at: 600, replica: a-0, slow: 3}``, or ``down``,
+    ``up`` or ``hang`` in place of ``slow: 3``."""
 
     at: float = Field(ge=0)
     """Seconds from the start."""
     replica: str
     slow: float | None = Field(default=None, gt=0)
-    """From now on every step takes this many times as long as the profile says."""
-    do: Literal["down", "up", "hang"] | None = None
+    """From now on every step takes this many times as long as the profile says; 1 ends it."""
+    do: Happening | None = None
+    """``down``: its process dies, and what it was doing is lost. ``hang``: it steps no more and
+    answers nobody. ``up``: it is back, from ``down`` with an empty engine, from ``hang`` where it
+    was."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_word(cls, fields: Any) -> Any:
+        """``{…, down}`` is YAML for a key without a value."""
+        if not isinstance(fields, dict):
+            return fields
+        bare = {key for key in ("down", "up", "hang") if fields.get(key, "") in (None, True)}
+        rest = {key: value for key, value in fields.items() if key not in bare}
+        return rest if not bare else rest | {"do": " and ".join(sorted(bare))}
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> Self:
+        if (self.slow is None) == (self.do is None):
+            raise ValueError("an event has one of slow, down, up and hang")
+        return self
 
 
 class FleetFile(_Part):
@@ -45,6 +67,14 @@ class FleetFile(_Part):
 
     replicas: tuple[ReplicaGroup, ...] = Field(min_length=1)
     events: tuple[FleetEvent, ...] = ()
+
+    @model_validator(mode="after")
+    def _events_of_members(self) -> Self:
+        for event in self.events:
+            if event.replica not in self.members:
+                known = ", ".join(self.members)
+                raise ValueError(f"no replica is called {event.replica!r}; there are: {known}")
+        return self
 
     @property
     def members(self) -> dict[str, HardwareProfile]:
@@ -63,4 +93,7 @@ def read(path: Path) -> FleetFile:
         OSError: the file cannot be read.
         ValueError: it does not describe a fleet.
     """
-    return FleetFile.model_validate(yaml.safe_load(path.read_text()))
+    try:
+        return FleetFile.model_validate(yaml.safe_load(path.read_text()))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from None

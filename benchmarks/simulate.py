@@ -2,92 +2,191 @@
 
     python -m benchmarks.simulate --trace benchmarks/traces/azure-2023-conv.jsonl.gz \\
         --fleet benchmarks/fleets/mixed.yaml --policy completion,lmetric --speed 4
+
+First comes an oracle, which sees the exact state of every engine and every length, so that each
+policy can be read beside it.
 """
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from benchmarks import fleet, trace
-from benchmarks.discrete import KNOWN, Served, Simulation
+from benchmarks import fleet, plots, trace
+from benchmarks.discrete import KNOWN, Simulation
+from benchmarks.oracle import WEIGHTS
+from benchmarks.report import Phase, Run, distance, header, row, summary
+from benchmarks.served import Served
 from extproc.route.policies import POLICIES
+
+__all__ = ["main", "summary"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """A simulation that was run to its end."""
+
+    simulation: Simulation
+    served: list[Served]
+    run: Run
+    took: float
+    """Seconds of computing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
+        if args.plot:
+            plots.available()
         requests = trace.read(args.trace, args.speed, args.requests)
         fleet_file = fleet.read(args.fleet)
+        _compare(args, fleet_file, requests)
     except (OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
-    runs = []
-    for policy in args.policy:
-        simulation = Simulation(
-            fleet_file, policy, args.poll_interval, args.seed, frozenset(args.know)
-        )
-        started = time.perf_counter()
-        served = _play(simulation, requests, policy)
-        runs.append(summary(simulation, served))
-        _print(runs[-1], time.perf_counter() - started, first=len(runs) == 1)
-    if args.json:
-        args.json.write_text(json.dumps({"runs": runs}, indent=2) + "\n")
     return 0
 
 
-def summary(simulation: Simulation, served: Sequence[Served]) -> dict[str, Any]:
-    """One run in figures; times in seconds."""
-    ttft = np.array([request.ttft for request in served])
-    e2e = np.array([request.completion for request in served])
-    predicted_ttft = np.array([request.decision.predicted_ttft for request in served])
-    predicted = np.array([request.decision.predicted_completion for request in served])
-    return {
-        "policy": simulation.policy,
-        "requests": len(served),
-        "ttft_s": _distribution(ttft),
-        "e2e_s": _distribution(e2e),
-        "preemptions": sum(e.counters.preemptions for e in simulation.engines.values()),
-        "prediction": {
-            "ttft_mape": _median_error(predicted_ttft, ttft),
-            "e2e_mape": _median_error(predicted, e2e),
-            "rank_corr": _rank_correlation(predicted, e2e),
-        },
-        "per_replica": {
-            name: {
-                "requests": sum(request.decision.replica == name for request in served),
-                "generated_tokens": engine.counters.generated_tokens,
-                "prompt_tokens": engine.counters.prompt_tokens,
-                "preemptions": engine.counters.preemptions,
-            }
-            for name, engine in simulation.engines.items()
-        },
-    }
+def _compare(
+    args: argparse.Namespace, fleet_file: fleet.FleetFile, requests: list[trace.TracedRequest]
+) -> None:
+    phase = Phase(args.start, args.end)
+    print(header())
+    oracle = _best_oracle(fleet_file, args, requests, phase) if args.oracle else None
+    if oracle:
+        print(row(oracle.run, oracle.took), flush=True)
+    played = []
+    for policy in args.policy:
+        one = _play(_simulation(fleet_file, policy, args), requests, phase)
+        if oracle:
+            one.run["to_oracle"] = distance(one.run, oracle.run)
+        print(row(one.run, one.took), flush=True)
+        played.append(one)
+    if oracle:
+        played.append(oracle)
+    if args.json:
+        args.json.write_text(json.dumps({"runs": [one.run for one in played]}, indent=2) + "\n")
+    if args.plot:
+        _draw(args, fleet_file, played)
+
+
+def _draw(args: argparse.Namespace, fleet_file: fleet.FleetFile, played: Sequence[_Played]) -> None:
+    runs = [
+        plots.Plotted(
+            one.simulation.policy, [*one.simulation.machines], one.served, one.simulation.failed
+        )
+        for one in played
+    ]
+    traces = " and ".join(path.name.split(".")[0] for path in args.trace)
+    title = f"{traces}, {args.speed:g}× as fast, on the fleet {args.fleet.stem}"
+    for path in plots.draw(runs, fleet_file.events, title, args.plot):
+        print(path)
+
+
+def _simulation(fleet_file: fleet.FleetFile, policy: str, args: argparse.Namespace) -> Simulation:
+    return Simulation(
+        fleet_file,
+        policy,
+        args.poll_interval,
+        args.seed,
+        frozenset(args.know),
+        args.profile_error,
+        args.routers,
+        args.share_lag,
+    )
+
+
+def _best_oracle(
+    fleet_file: fleet.FleetFile,
+    args: argparse.Namespace,
+    requests: list[trace.TracedRequest],
+    phase: Phase,
+) -> _Played:
+    """Of several weights of the cost to others, the one with the lowest mean completion."""
+    tried = []
+    for weight in WEIGHTS:
+        simulation = Simulation(fleet_file, "oracle", seed=args.seed, weight=weight)
+        played = _play(simulation, requests, phase)
+        played.run["weight"] = weight
+        tried.append(played)
+    return min(tried, key=lambda played: played.run["e2e_s"]["mean"])
+
+
+def _play(simulation: Simulation, requests: Sequence[trace.TracedRequest], phase: Phase) -> _Played:
+    started = time.process_time()
+    served: list[Served] = []
+    progress = _progress(simulation.policy, len(requests))
+    for request in simulation.run(requests):
+        served.append(request)
+        progress(len(served) + len(simulation.failed))
+    took = time.process_time() - started
+    return _Played(simulation, served, summary(simulation, served, phase), took)
+
+
+def _progress(label: str, of: int) -> Callable[[int], None]:
+    """A progress bar where somebody looks."""
+    shown = -1
+
+    def show(done: int) -> None:
+        nonlocal shown
+        percent = 100 * done // of
+        if percent > shown:
+            shown = percent
+            bar = "█" * (percent // 4)
+            end = "\r\033[K" if done == of else ""
+            print(f"\r{label} {bar:·<25} {percent}%{end}", end="", file=sys.stderr, flush=True)
+
+    return show if sys.stderr.isatty() else lambda done: None
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--trace", type=_paths, required=True, metavar="FILE[,FILE]")
-    parser.add_argument("--fleet", type=Path, required=True, metavar="FLEET.yaml")
-    parser.add_argument("--policy", type=_policies, default=["completion"], metavar="a,b,c")
-    parser.add_argument("--speed", type=float, default=1.0, help="times as fast as the trace")
-    parser.add_argument("--poll-interval", type=float, default=0.2, metavar="S")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--trace", type=_paths, required=True, metavar="FILE[,FILE]")
+    add("--fleet", type=Path, required=True, metavar="FLEET.yaml")
+    add("--policy", type=_policies, default=["completion"], metavar="a,b,c")
+    add("--speed", type=_positive, default=1.0, metavar="X", help="times as fast as the trace")
+    add("--routers", type=_count, default=1, metavar="N", help="requests are dealt at random")
+    add(
+        "--share-lag",
+        type=float,
+        metavar="S",
+        help="seconds until a router hears what the others do (default: it hears nothing)",
+    )
+    add("--poll-interval", type=_positive, default=0.2, metavar="S")
+    add(
         "--know",
         type=_known,
         default=[],
         metavar="lengths,coefficients",
         help="what the router is told that production would not know",
     )
-    parser.add_argument("--requests", type=int, metavar="N", help="the first N of the trace")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add(
+        "--profile-error",
+        type=_positive,
+        default=1.0,
+        metavar="X",
+        help="the profile the router starts from is X times as slow as the truth",
+    )
+    add("--requests", type=_count, metavar="N", help="the first N of the trace")
+    add(
+        "--from",
+        dest="start",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="figures are of requests that arrive from this second on",
+    )
+    add("--until", dest="end", type=float, default=inf, metavar="S", help="and before this one")
+    add("--seed", type=int, default=0)
+    add("--no-oracle", dest="oracle", action="store_false", help="leave the oracle out: faster")
+    add("--json", type=Path, metavar="FILE")
+    add("--plot", type=Path, metavar="DIR", help="pictures: needs matplotlib")
     return parser.parse_args(argv)
 
 
@@ -110,51 +209,18 @@ def _among(text: str, known: list[str]) -> list[str]:
     return text.split(",")
 
 
-def _play(
-    simulation: Simulation, requests: Sequence[trace.TracedRequest], label: str
-) -> list[Served]:
-    served: list[Served] = []
-    shown = -1
-    for request in simulation.run(requests):
-        served.append(request)
-        percent = 100 * len(served) // len(requests)
-        if percent > shown and sys.stderr.isatty():
-            shown = percent
-            print(f"\r{label} {percent}%", end="", file=sys.stderr, flush=True)
-    if shown >= 0:
-        print("\r\033[K", end="", file=sys.stderr)
-    return served
+def _positive(text: str) -> float:
+    number = float(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
 
 
-def _print(run: dict[str, Any], took: float, first: bool) -> None:
-    if first:
-        header = f"{'mean':>8}{'p50':>8}{'p95':>8}{'p99':>8}"
-        print(f"{'':16}{'TTFT s':^32}   {'completion s':^32}   error  took")
-        print(f"{'policy':16}{header}   {header}")
-    figures = "   ".join(
-        "".join(f"{run[part][name]:8.3f}" for name in ("mean", "p50", "p95", "p99"))
-        for part in ("ttft_s", "e2e_s")
-    )
-    print(
-        f"{run['policy']:16}{figures}  {run['prediction']['e2e_mape']:5.0%}  {took:4.1f}s",
-        flush=True,
-    )
-
-
-def _distribution(seconds: np.ndarray) -> dict[str, float]:
-    p50, p95, p99 = np.percentile(seconds, [50, 95, 99]).tolist()
-    return {"mean": float(seconds.mean()), "p50": p50, "p95": p95, "p99": p99}
-
-
-def _median_error(predicted: np.ndarray, actual: np.ndarray) -> float:
-    return float(np.median(np.abs(predicted - actual) / actual))
-
-
-def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's."""
-    ranks = np.stack([values.argsort().argsort() for values in (a, b)]).astype(np.float64)
-    ranks -= ranks.mean()
-    return float((ranks[0] * ranks[1]).mean() / (ranks[0] ** 2).mean())
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
 
 
 if __name__ == "__main__":

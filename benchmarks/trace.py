@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+ID_TOKENS = 512
+"""Prompt tokens that one hash id stands for."""
+
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:

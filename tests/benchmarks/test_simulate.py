@@ -1,27 +1,47 @@
-import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import fleet, trace
 from benchmarks.discrete import Simulation
 from benchmarks.simulate import main
+from benchmarks.trace import TracedRequest
 from extproc.route.policies import POLICIES
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 CONVERSATION = HERE / "traces" / "azure-2023-conv.jsonl.gz"
+MOONCAKE = HERE / "traces" / "mooncake-synthetic.jsonl.gz"
 MIXED = HERE / "fleets" / "mixed.yaml"
 
+Simulate = Callable[..., list[dict[str, Any]]]
 
-@pytest.mark.parametrize("policy", POLICIES)
+
+@pytest.fixture
+def simulate(tmp_path: Path) -> Simulate:
+    """Runs the command on the conversation trace; returns the runs of its JSON."""
+
+    def run(*arguments: str, fleet_file: Path = MIXED) -> list[dict[str, Any]]:
+        report = tmp_path / "report.json"
+        common = ["--trace", str(CONVERSATION), "--fleet", str(fleet_file), "--json", str(report)]
+        assert main([*common, *arguments]) == 0
+        runs: list[dict[str, Any]] = json.loads(report.read_text())["runs"]
+        return runs
+
+    return run
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "oracle"])
 def test_every_request_ends_and_the_ledger_is_empty(policy: str) -> None:
     requests = trace.read([CONVERSATION], speed=4, most=300)
     simulation = Simulation(fleet.read(MIXED), policy)
     served = list(simulation.run(requests))
     assert len(served) == 300
+    assert not simulation.failed
     assert all(0 < one.ttft <= one.completion for one in served)
-    assert simulation.fleet.in_flight == 0
+    assert all(node.fleet.in_flight == 0 for node in simulation.nodes)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
@@ -36,29 +56,120 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert runs[0] == runs[1]
 
 
-def test_prediction_beats_counting_where_replicas_differ(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    arguments = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--speed", "4"]
-    arguments += ["--policy", "completion,lmetric", "--requests", "1500", "--json", str(report)]
-    assert main(arguments) == 0
-    ours, theirs = json.loads(report.read_text())["runs"]
+def test_prediction_beats_counting_where_replicas_differ(simulate: Simulate) -> None:
+    arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "1500"]
+    ours, theirs = simulate(*arguments, "--no-oracle")
     assert ours["e2e_s"]["p99"] < 0.5 * theirs["e2e_s"]["p99"]
     assert ours["ttft_s"]["p99"] < 0.5 * theirs["ttft_s"]["p99"]
     assert sum(one["requests"] for one in ours["per_replica"].values()) == 1500
 
 
-def test_traces_are_merged_by_time(tmp_path: Path) -> None:
-    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]
-    files[0].write_text('{"timestamp": 2000, "input_length": 5, "output_length": 3}\n')
-    with gzip.open(files[1], "wt") as lines:
-        lines.write('{"timestamp": 1000, "input_length": 7, "output_length": 1, "max_tokens": 9}\n')
-    first, second = trace.read(files, speed=2)
-    assert (first.at, first.prompt_tokens, first.max_tokens) == (0.5, 7, 9)
-    assert (second.at, second.max_tokens) == (1.0, None)
+def test_the_distance_to_the_oracle_is_told(
+    simulate: Simulate, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, oracle = simulate("--policy", "round_robin", "--speed", "4", "--requests", "800")
+    assert oracle["policy"] == "oracle"
+    ratio = run["to_oracle"]["e2e_s"]["mean"]
+    assert ratio == run["e2e_s"]["mean"] / oracle["e2e_s"]["mean"]
+    assert ratio > 1.5
+    assert f"{ratio:.2f}" in capsys.readouterr().out
 
 
-def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "broken.jsonl"
-    file.write_text('{"timestamp": 1}\n')
-    assert main(["--trace", str(file), "--fleet", str(MIXED)]) == 2
-    assert f"{file}:1" in capsys.readouterr().err
+def test_the_oracle_knows_what_it_decides_on() -> None:
+    # Alone on its replica, a request takes as long as an exact prediction says.
+    alone = [TracedRequest(60.0 * n, 500 + n, 100, None) for n in range(5)]
+    for one in Simulation(fleet.read(MIXED), "oracle").run(alone):
+        assert one.ttft == pytest.approx(one.decision.predicted_ttft, rel=0.01)
+        assert one.completion == pytest.approx(one.decision.predicted_completion, rel=0.01)
+
+
+def test_figures_are_of_the_phase_asked_for(simulate: Simulate) -> None:
+    at = [one.at for one in trace.read([CONVERSATION], speed=4, most=400)]
+    arguments = [
+        "--speed",
+        "4",
+        "--requests",
+        "400",
+        "--no-oracle",
+        "--from",
+        "10",
+        "--until",
+        "20",
+    ]
+    (run,) = simulate(*arguments)
+    assert run["requests"] == sum(10 <= time < 20 for time in at)
+
+
+def test_a_phase_without_requests_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "5"]
+    assert main([*common, "--no-oracle", "--from", "9999"]) == 2
+    assert "no request of that time" in capsys.readouterr().err
+
+
+def test_a_profile_that_is_wrong_is_mended_by_what_is_learned() -> None:
+    requests = trace.read([CONVERSATION], speed=3, most=1500)
+
+    def mean_after_a_minute(profile_error: float, *know: str) -> float:
+        simulation = Simulation(
+            fleet.read(MIXED), "completion", know=frozenset(know), profile_error=profile_error
+        )
+        served = [one for one in simulation.run(requests) if one.traced.at > 60]
+        return sum(one.completion for one in served) / len(served)
+
+    known = mean_after_a_minute(1.0, "coefficients")
+    assert mean_after_a_minute(2.0) < 1.1 * known
+    assert mean_after_a_minute(0.5) < 1.1 * known
+
+
+def test_routers_that_share_what_they_do_decide_better() -> None:
+    requests = trace.read([CONVERSATION], speed=2, most=1500)
+    equal = fleet.read(HERE / "fleets" / "equal.yaml")
+    ttft = {}
+    for lag in (0.0, None):
+        simulation = Simulation(equal, "least_request", 5.0, routers=4, share_lag=lag)
+        served = list(simulation.run(requests))
+        assert len(served) == len(requests)
+        assert all(node.fleet.in_flight == 0 for node in simulation.nodes)
+        ttft[lag] = sum(one.completion for one in served)
+    assert ttft[0.0] < ttft[None]
+
+
+def test_sharing_at_once_is_as_good_as_one_router() -> None:
+    requests = trace.read([CONVERSATION], speed=2, most=300)
+    equal = fleet.read(HERE / "fleets" / "equal.yaml")
+    know = frozenset({"lengths"})
+    one = Simulation(equal, "lmetric", know=know)
+    four = Simulation(equal, "lmetric", know=know, routers=4, share_lag=0.0)
+    means = [sum(s.completion for s in each.run(requests)) / 300 for each in (one, four)]
+    assert means[1] == pytest.approx(means[0], rel=0.05)
+
+
+def test_prompts_with_equal_hash_ids_share_their_prefix() -> None:
+    requests = [TracedRequest(10.0 * n, 2048, 10, None, (1, 2, 3, 4)) for n in range(2)]
+    alone = fleet.FleetFile.model_validate({"replicas": [{"name": "a", "profile": "llama-8b-a10"}]})
+    first, second = Simulation(alone, "completion").run(requests)
+    assert first.sequence.cached_tokens == 0
+    assert second.sequence.cached_tokens == 2048 - 16  # one token at least is computed
+    assert second.ttft < first.ttft / 5
+
+
+def test_a_prompt_longer_than_the_context_fails() -> None:
+    requests = [TracedRequest(0.0, 50_000, 10, None), TracedRequest(1.0, 100, 10, None)]
+    alone = fleet.FleetFile.model_validate({"replicas": [{"name": "a", "profile": "llama-8b-a10"}]})
+    simulation = Simulation(alone, "completion")
+    (served,) = simulation.run(requests)
+    assert served.traced is requests[1]
+    assert [one.traced for one in simulation.failed] == requests[:1]
+    assert simulation.fleet.in_flight == 0
+
+
+def test_pictures_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / "plots"
+    simulate("--policy", "completion,lmetric", "--requests", "100", "--plot", str(folder))
+    assert {path.name for path in folder.iterdir()} == {
+        "latency.png",
+        "load.png",
+        "prediction.png",
+    }
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())

@@ -1,0 +1,112 @@
+"""What the production poller would publish of a simulated replica."""
+
+from itertools import pairwise
+from random import Random
+
+from benchmarks.machine import Machine
+from extproc.backoff import Backoff
+from extproc.fleet.state import ReplicaState
+from extproc.predict.calibration import Calibration
+from extproc.predict.step import StepModel
+from extproc.predict.typical import Typical
+from extproc.predict.windows import EngineCounts
+
+MODEL = "model"
+_MAX_MODEL_LEN = 131_072
+"""Tokens, where the KV cache holds as many."""
+_TIMEOUT = 1.0
+"""Seconds until a scrape of a replica that hangs is given up, as configured by default."""
+_LONGEST_PAUSE = 2.0
+"""Seconds between scrapes of a replica that does not answer, as configured by default."""
+
+
+class Watch:
+    """Scrapes one replica; the counterpart of :class:`extproc.poll.watch.Watch`."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        believed: StepModel | None,
+        typical: Typical,
+        interval: float,
+        random: Random,
+    ) -> None:
+        """``believed``: the step times to start learning from; None: the truth is known."""
+        self._machine = machine
+        self._calibration = None if believed is None else Calibration(believed)
+        self._typical = typical
+        self._backoff = Backoff(interval, _LONGEST_PAUSE, random)
+        self._due = 0.0
+        self._gives_up_at: float | None = None
+        self._tokens_counted = 0.0
+        self._lengths: tuple[tuple[float, float], ...] = ()
+        self._blank = ReplicaState(
+            id=machine.name,
+            name=machine.name,
+            profile=machine.profile.name,
+            models=(MODEL,),
+            max_model_len=min(_MAX_MODEL_LEN, machine.engine.capacity),
+            kv_tokens=machine.engine.capacity,
+        )
+        self._state = self._blank
+
+    def poll(self, now: float) -> ReplicaState | None:
+        """The state to publish; None where no scrape ends now."""
+        if now < self._due:
+            return None
+        if self._machine.hung and self._gives_up_at is None:
+            self._due = self._gives_up_at = now + _TIMEOUT
+            return None
+        self._gives_up_at = None
+        self._state = self._scrape(now) if self._machine.works else self._fail(now)
+        return self._state
+
+    def _fail(self, now: float) -> ReplicaState:
+        self._due = now + self._backoff.next()
+        return self._state.model_copy(update={"healthy": False})
+
+    def _scrape(self, now: float) -> ReplicaState:
+        self._backoff.reset()
+        engine, counters = self._machine.engine, self._machine.engine.counters
+        return self._blank.model_copy(
+            update={
+                "learned": self._learn(now),
+                "running": engine.running,
+                "waiting": engine.waiting,
+                "kv_usage": engine.kv_usage,
+                "steps": engine.steps,
+                "prompt_tokens": counters.prompt_tokens,
+                "cached_tokens": counters.cached_tokens,
+                "generated_tokens": counters.generated_tokens,
+                "preemptions": counters.preemptions,
+                "output_lengths": self._output_lengths(),
+                "scraped_at": now,
+            }
+        )
+
+    def _learn(self, now: float) -> StepModel:
+        if self._calibration is None:
+            return self._machine.step_model
+        engine, counters = self._machine.engine, self._machine.engine.counters
+        counts = EngineCounts(
+            at=now,
+            steps=engine.steps,
+            computed_tokens=counters.prompt_tokens - counters.cached_tokens,
+            generated_tokens=counters.generated_tokens,
+            in_flight=engine.running + engine.waiting,
+            kv_tokens=engine.kv_usage * engine.capacity,
+            finished=counters.finished.total(),
+        )
+        self._calibration.poll(counts, self._typical.value)
+        self._typical.report(self._machine.name, self._calibration.ratio)
+        return self._calibration.model
+
+    def _output_lengths(self) -> tuple[tuple[float, float], ...]:
+        """Requests per bucket; the same as in the last poll where none has finished since."""
+        histogram = self._machine.output_lengths
+        if histogram.sum != self._tokens_counted:
+            self._tokens_counted = histogram.sum
+            below = [0, *histogram.cumulative()]
+            counts = (after - before for before, after in pairwise(below))
+            self._lengths = tuple(zip(histogram.bounds, map(float, counts), strict=False))
+        return self._lengths

@@ -1,0 +1,130 @@
+"""What a fleet file says happens to replicas."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import fleet
+from benchmarks.discrete import Simulation
+from benchmarks.fleet import FleetFile
+from benchmarks.served import Served
+from benchmarks.trace import TracedRequest
+
+FLEETS = Path(__file__).parents[2] / "benchmarks" / "fleets"
+
+
+def two(*events: dict[str, Any]) -> FleetFile:
+    replicas = [{"name": "a", "profile": "llama-8b-a10", "count": 2}]
+    return FleetFile.model_validate({"replicas": replicas, "events": events})
+
+
+def every(seconds: float, until: float, output: int = 50) -> list[TracedRequest]:
+    return [
+        TracedRequest(seconds * n, 200, output, None) for n in range(1, int(until / seconds) + 1)
+    ]
+
+
+def play(file: FleetFile, requests: Sequence[TracedRequest]) -> tuple[Simulation, list[Served]]:
+    simulation = Simulation(file, "round_robin")
+    served = list(simulation.run(requests))
+    assert len(served) + len(simulation.failed) == len(requests)
+    assert simulation.fleet.in_flight == 0
+    return simulation, served
+
+
+def on(served: Sequence[Served], start: float, end: float = 1e9) -> set[str]:
+    return {one.replica for one in served if start <= one.traced.at < end}
+
+
+@pytest.mark.parametrize("path", sorted(FLEETS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_fleets_that_are_shipped_can_be_read(path: Path) -> None:
+    assert fleet.read(path).members
+
+
+@pytest.mark.parametrize(
+    ("event", "problem"),
+    [
+        ({"at": 1, "replica": "b-0", "do": "down"}, "no replica is called 'b-0'"),
+        ({"at": 1, "replica": "a-0"}, "one of slow, down, up and hang"),
+        ({"at": 1, "replica": "a-0", "slow": 2, "down": None}, "one of slow, down, up and hang"),
+    ],
+)
+def test_an_event_that_makes_no_sense_is_refused(event: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        two(event)
+
+
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text("replicas: [")
+    with pytest.raises(ValueError, match=str(file)):
+        fleet.read(file)
+
+
+def test_a_slow_replica_takes_longer_until_it_is_not() -> None:
+    events = [{"at": 20, "replica": "a-0", "slow": 3}, {"at": 60, "replica": "a-0", "slow": 1}]
+    _, served = play(two(*events), every(5, 100, output=20))
+    took = {one.traced.at: one.completion for one in served if one.replica == "a-0"}
+    normal = took[min(took)]
+    slow = [seconds for at, seconds in took.items() if 20 <= at < 55]
+    after = [seconds for at, seconds in took.items() if at >= 60]
+    assert slow == [pytest.approx(3 * normal, rel=0.01)] * len(slow)
+    assert after == [pytest.approx(normal, rel=0.01)] * len(after)
+
+
+def test_the_speed_that_was_learned_is_compared_with_the_truth() -> None:
+    simulation, _ = play(two({"at": 60, "replica": "a-0", "slow": 3}), every(0.5, 120))
+    (learned,) = simulation.speeds.learned
+    assert (learned.replica, learned.slow) == ("a-0", 3)
+    assert learned.at == pytest.approx(90, abs=0.3)
+    assert 0.7 < learned.ratio < 1.3
+
+
+def test_what_a_replica_was_doing_when_it_died_fails_or_is_done_by_another() -> None:
+    simulation, served = play(two({"at": 30.1, "replica": "a-0", "down": None}), every(0.2, 60))
+    # Streams had begun to be answered; what had not is served by the other replica.
+    assert {one.replica for one in simulation.failed} == {"a-0"}
+    assert {one.at for one in simulation.failed} == {30.1}
+    retried = [one for one in served if one.retried]
+    assert retried
+    assert {one.replica for one in retried} == {"a-1"}
+    assert on(served, 30.2) == {"a-1"}
+
+
+def test_a_replica_that_comes_back_is_used_again_and_starts_from_zero() -> None:
+    events = [{"at": 30, "replica": "a-0", "down": None}, {"at": 40, "replica": "a-0", "up": None}]
+    simulation, served = play(two(*events), every(1, 80))
+    assert on(served, 31, 40) == {"a-1"}
+    assert on(served, 45) == {"a-0", "a-1"}
+    counted = simulation.engines["a-0"].counters.generated_tokens
+    assert 0 < counted < sum(one.traced.output_tokens for one in served if one.replica == "a-0")
+
+
+def test_a_replica_that_hangs_goes_on_where_it_was() -> None:
+    events = [
+        {"at": 30.5, "replica": "a-0", "hang": None},
+        {"at": 50, "replica": "a-0", "up": None},
+    ]
+    simulation, served = play(two(*events), every(1, 80))
+    assert not simulation.failed
+    stuck = [one for one in served if one.replica == "a-0" and 28 < one.traced.at <= 30]
+    assert stuck
+    assert all(one.finished is not None and one.finished > 50 for one in stuck)
+    # Scrapes time out after a second, and then nobody is sent there.
+    assert on(served, 32, 50) == {"a-1"}
+    assert on(served, 55) == {"a-0", "a-1"}
+
+
+def test_requests_on_a_replica_that_never_comes_back_fail_in_the_end() -> None:
+    simulation, served = play(two({"at": 30, "replica": "a-0", "hang": None}), every(1, 40))
+    assert {one.replica for one in simulation.failed} == {"a-0"}
+    assert on(served, 32) == {"a-1"}
+
+
+def test_with_no_replica_left_requests_fail() -> None:
+    downs = [{"at": 10, "replica": name, "down": None} for name in ("a-0", "a-1")]
+    simulation, served = play(two(*downs), every(1, 20, output=5))
+    assert all(one.traced.at < 10 for one in served)
+    assert len(simulation.failed) >= 10

@@ -1,0 +1,26 @@
+import gzip
+from pathlib import Path
+
+import pytest
+
+from benchmarks import trace
+from benchmarks.simulate import main
+
+MIXED = Path(__file__).parents[2] / "benchmarks" / "fleets" / "mixed.yaml"
+
+
+def test_traces_are_merged_by_time(tmp_path: Path) -> None:
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]
+    files[0].write_text('{"timestamp": 2000, "input_length": 5, "output_length": 3}\n')
+    with gzip.open(files[1], "wt") as lines:
+        lines.write('{"timestamp": 1000, "input_length": 7, "output_length": 1, "max_tokens": 9}\n')
+    first, second = trace.read(files, speed=2)
+    assert (first.at, first.prompt_tokens, first.max_tokens) == (0.5, 7, 9)
+    assert (second.at, second.max_tokens) == (1.0, None)
+
+
+def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "broken.jsonl"
+    file.write_text('{"timestamp": 1}\n')
+    assert main(["--trace", str(file), "--fleet", str(MIXED)]) == 2
+    assert f"{file}:1" in capsys.readouterr().err
