@@ -143,6 +143,8 @@ class RequestSettings(Section):
     """Model name → ``tokenizer.json``: count the tokens instead of estimating them."""
     image_tokens: int = Field(default=576, ge=0)
     """Tokens one image is taken for."""
+    tenant_header: str | None = None
+    """Request header that names a tenant, whose output lengths are then learned by themselves."""
 
 
 class PollSettings(Section):

@@ -39,7 +39,7 @@ def state(
     number: int,
     profile: str,
     clock: ManualClock,
-    **figures: float | str | bool | tuple[str, ...] | dict[str, float],
+    **figures: float | str | bool | tuple[object, ...] | dict[str, float],
 ) -> ReplicaState:
     return ReplicaState.model_validate(
         {

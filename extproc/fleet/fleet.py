@@ -1,7 +1,6 @@
 """Every replica in memory: what polls said, what this router sent, and how far it has come."""
 
 from dataclasses import dataclass
-from operator import itemgetter
 
 import numpy as np
 
@@ -10,9 +9,10 @@ from extproc.fleet.health import Health
 from extproc.fleet.ledger import UNBOUNDED, Ledger, Ticket
 from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.progress import Progress
+from extproc.fleet.stalls import Stalls
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import COSTS, replica_table, request_table
-from extproc.fleet.view import FleetView, Indices, Sequences, StepCosts
+from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.correction import Correction
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
@@ -20,6 +20,8 @@ from extproc.request.profile import RequestProfile
 _SILENCE = 2.0
 """Seconds without news of any replica: longer than any pause between polls."""
 _MODELS_REMEMBERED = 64
+_STALLS_EVERY = 1.0
+"""Seconds between two looks for replicas that stalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class _Candidates:
     rows: Indices
     ids: list[str]
     names: list[str]
+    excluded: tuple[Excluded, ...]
 
 
 class Fleet:
@@ -50,6 +53,9 @@ class Fleet:
         self._progress = Progress(self._replicas, self._requests, lengths, clock())
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[str, _Candidates] = {}
+        self._stalls = Stalls()
+        self._stalled: dict[str, str] = {}
+        self._stalls_looked_at = clock()
         self._corrections: dict[str, Correction] = {}
         self._heard_at = clock()
         self._heard_since = self._heard_at
@@ -89,7 +95,10 @@ class Fleet:
             self._candidates.clear()
         self._states[row] = state
         self._replicas["heard_at"][row] = now
+        self._stalls.heard(state, now)
+        self._look_for_stalls(now)
         set_hardware(self._replicas, row, state, before)
+        self._learn_lengths(state, before)
         if state.healthy:
             if state.steps < self._replicas["polled_steps"][row]:
                 restart(self._replicas, self._requests, row, state.steps)
@@ -97,10 +106,19 @@ class Fleet:
             correct(self._replicas, self._requests, row, state, sampled_at, now)
         self._progress.changed()
 
+    def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
+        """From the replica's own histogram: what was added since the last poll."""
+        if state.output_lengths == (before.output_lengths if before else ()) or not state.models:
+            return
+        known = dict(before.output_lengths) if before and before.steps <= state.steps else {}
+        counts = [(edge, max(n - known.get(edge, 0.0), 0.0)) for edge, n in state.output_lengths]
+        self.lengths.observe_counts(state.models[0], counts)
+
     def remove(self, replica: str) -> None:
         """A replica left the pool; its requests in flight stay until they end."""
         self._rows.pop(replica, None)
         self.health.forget(replica)
+        self._stalls.forget(replica)
         self._corrections.pop(replica, None)
         self._candidates.clear()
 
@@ -116,6 +134,15 @@ class Fleet:
         for name, at in heard.items():
             if latest - at > after:
                 self.remove(name)
+
+    def _look_for_stalls(self, now: float) -> None:
+        if now - self._stalls_looked_at < _STALLS_EVERY:
+            return
+        self._stalls_looked_at = now
+        stalled = self._stalls.reasons(self._heard_since)
+        if stalled != self._stalled:
+            self._stalled = stalled
+            self._candidates.clear()
 
     def _hear(self, now: float) -> None:
         if now - self._heard_at > _SILENCE:
@@ -239,6 +266,7 @@ class Fleet:
             costs=StepCosts(*(replicas[name][rows] for name in COSTS)),
             decode_step=replicas["decode_step"][rows],
             stretch=replicas["stretch"][rows],
+            excluded=candidates.excluded,
         )
 
     def sequences(self, view: FleetView) -> Sequences:
@@ -280,19 +308,40 @@ class Fleet:
         return found
 
     def _choose_candidates(self, model: str) -> _Candidates:
-        healthy = [
-            row
-            for name, row in sorted(self._rows.items(), key=itemgetter(1))
-            if self._states[row].healthy and self.health.usable(name)
-        ]
-        rows = [row for row in healthy if model in self._states[row].models] or healthy
-        states = [self._states[row] for row in rows]
+        """All that can be used; where none of these serves the model or makes progress, all."""
+        members = sorted(self._rows.values())
+        left_out = {row: why for row in members if (why := self._unusable(row))}
+        usable = [row for row in members if row not in left_out]
+        for unfit in (self._unfit_for(model, usable), self._stalled_among(usable)):
+            if len(unfit) < len(usable):
+                left_out |= unfit
+                usable = [row for row in usable if row not in unfit]
+        states = [self._states[row] for row in usable]
         return _Candidates(
-            rows=np.array(rows, dtype=np.intp),
+            rows=np.array(usable, dtype=np.intp),
             ids=[state.id for state in states],
             names=[state.name or state.id for state in states],
+            excluded=tuple(self._excluded(row, left_out[row]) for row in sorted(left_out)),
         )
+
+    def _unusable(self, row: int) -> str:
+        state = self._states[row]
+        if not state.healthy:
+            return state.problem or "not healthy"
+        return "" if self.health.usable(state.id) else "it failed several requests in a row"
+
+    def _unfit_for(self, model: str, rows: list[int]) -> dict[int, str]:
+        why = f"does not serve {model!r}"
+        return {row: why for row in rows if model not in self._states[row].models}
+
+    def _stalled_among(self, rows: list[int]) -> dict[int, str]:
+        ids = {row: self._states[row].id for row in rows}
+        return {row: self._stalled[name] for row, name in ids.items() if name in self._stalled}
+
+    def _excluded(self, row: int, why: str) -> Excluded:
+        state = self._states[row]
+        return Excluded(state.id, state.name or state.id, why)
 
 
 def _seen_by_policies(state: ReplicaState) -> tuple[object, ...]:
-    return state.healthy, state.models, state.name
+    return state.healthy, state.problem, state.models, state.name

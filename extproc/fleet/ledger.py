@@ -41,7 +41,7 @@ class Ledger:
     ) -> Ticket:
         """Takes a request in, as sent now to a replica whose model has that context length."""
         bound = float(_bound(profile, context))
-        row = self._lengths.row(profile.model, profile.endpoint)
+        row = self._lengths.row(profile)
         self._tickets += 1
         self._row[self._tickets] = self._requests.append(
             replica=replica,
@@ -50,7 +50,8 @@ class Ledger:
             prompt=profile.prompt_tokens,
             mark=self._enqueue(replica, profile.prompt_tokens),
             first_step=np.inf,
-            remaining=self._lengths.expected(row, bound),
+            remaining=max(self._lengths.expected(row, bound), profile.least_output),
+            least=profile.least_output,
             weight=profile.sequences,
             bound=bound,
             lengths=row,

@@ -87,8 +87,9 @@ class Progress:
         generated = self._replicas["steps"][requests["replica"]] - requests["first_step"] + 1.0
         np.minimum(np.maximum(generated, 0.0, out=generated), requests["bound"], out=generated)
         requests["generated"][:] = generated
-        requests["remaining"][:] = self._lengths.remaining(
-            requests["lengths"], generated, requests["bound"]
+        requests["remaining"][:] = np.maximum(
+            self._lengths.remaining(requests["lengths"], generated, requests["bound"]),
+            requests["least"] - generated,
         )
 
     def _sum_up(self) -> None:

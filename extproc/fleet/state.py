@@ -50,6 +50,10 @@ class ReplicaState(BaseModel):
     preemptions: float = 0.0
     """Counter: sequences preempted."""
 
+    output_lengths: tuple[tuple[float, float], ...] = ()
+    """Counters: requests that generated at most so many tokens, and more than the entry before;
+    those beyond the last are left out."""
+
     scraped_at: float = 0.0
     """Seconds since the epoch, on the poller's clock."""
     scrape_seconds: float = 0.0

@@ -41,6 +41,7 @@ _REQUEST: dict[str, type] = {
     "remaining": np.float64,  # tokens a sequence is expected to generate still
     "weight": np.float64,  # sequences
     "bound": np.float64,  # tokens a sequence may generate
+    "least": np.float64,  # tokens it will generate at least
     "lengths": np.intp,  # row of the output length distribution
 }
 

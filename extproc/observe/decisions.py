@@ -58,6 +58,7 @@ class DecisionRecord:
             "output_bound": profile.output_bound,
             "sequences": profile.sequences,
             "expected_output_tokens": _short(decision.prediction.output_tokens),
+            "p90_output_tokens": _short(decision.p90_output_tokens),
             "replica": decision.replica,
             "replica_name": decision.situation.view.names[decision.choice.first],
             "second": decision.second,

@@ -30,10 +30,12 @@ _GENERATED = (b"generation_tokens_total", b"generation_tokens")
 _PREEMPTIONS = (b"num_preemptions_total", b"num_preemptions")
 _FINISHED = (b"request_success_total",)
 _CACHE_CONFIG = (b"cache_config_info",)
+_LENGTHS = (b"request_generation_tokens_bucket",)
 
 _MODEL_NAME = re.compile(rb'[{,]model_name="((?:[^"\\]|\\.)*)"')
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,6})"')
 _BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,9})"')
+_EDGE = re.compile(rb'[{,]le="(\d{1,9}(?:\.\d+)?)"')
 _KV_TOKENS = re.compile(rb'[{,]kv_cache_size_tokens="(\d{1,12})"')
 _ESCAPE = re.compile(r"\\(.)")
 
@@ -59,6 +61,7 @@ class EngineFigures:
     preemptions: float
     finished: float
     """Counter: requests finished."""
+    output_lengths: tuple[tuple[float, float], ...] = ()
 
 
 def read_metrics(page: bytes) -> EngineFigures:
@@ -87,6 +90,7 @@ def read_metrics(page: bytes) -> EngineFigures:
         generated_tokens=_total(page, _GENERATED),
         preemptions=_total(page, _PREEMPTIONS),
         finished=_total(page, _FINISHED),
+        output_lengths=_output_lengths(_series(page, _LENGTHS)),
     )
 
 
@@ -140,6 +144,21 @@ def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
     tokens = sum(_labels(_KV_TOKENS, configs))
     blocks = max(_labels(_BLOCKS, configs), default=0)
     return block_size, tokens or blocks * block_size
+
+
+def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
+    """Requests per bucket of generated tokens, which vLLM counts with all those below."""
+    below: dict[float, float] = {}
+    for line in buckets:
+        if edge := _EDGE.search(line):
+            tokens = float(edge[1])
+            below[tokens] = below.get(tokens, 0.0) + _value(_LENGTHS[0], line)
+    edges = sorted(below)
+    counts = [below[edge] for edge in edges]
+    return tuple(
+        (edge, max(count - before, 0.0))
+        for edge, count, before in zip(edges, counts, [0.0, *counts], strict=False)
+    )
 
 
 def _labels(label: re.Pattern[bytes], lines: list[bytes]) -> list[int]:

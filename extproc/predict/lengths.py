@@ -1,11 +1,13 @@
 """How many tokens a request will generate, learned from the ones that ended."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from extproc.request.profile import Endpoint
+from extproc.request.profile import RequestProfile
 
 Floats = NDArray[np.float64]
 
@@ -21,8 +23,12 @@ observations."""
 _PRIOR_WEIGHT = 4.0
 _DECAY = 0.998
 """Each observation takes this much from the older ones: a memory of about 500 requests."""
-_MOST_ROWS = 512
-"""Distinct (model, endpoint) pairs told apart; later ones share the row of all."""
+_MOST_ROWS = 1024
+"""Kinds of requests told apart; later ones share the rows of coarser kinds."""
+_MOST_COUNTED = 200.0
+"""Requests that a replica's own histogram counts for at once, however many it holds."""
+
+_Kind = tuple[object, ...]
 
 
 def _prior() -> Floats:
@@ -31,8 +37,25 @@ def _prior() -> Floats:
     return weights
 
 
+def _kinds(profile: RequestProfile) -> list[_Kind]:
+    """What a request is one of, from coarse to fine; bounds are told apart by their doublings."""
+    bound = 0 if profile.output_bound is None else profile.output_bound.bit_length()
+    kinds: list[_Kind] = [
+        (profile.model,),
+        (profile.model, profile.endpoint),
+        (profile.model, profile.endpoint, profile.stream, bound),
+    ]
+    if profile.tenant:
+        kinds.append((profile.model, profile.endpoint, profile.stream, bound, profile.tenant))
+    return kinds
+
+
 class OutputLengths:
-    """Decaying histogram of output lengths per model and endpoint.
+    """Decaying histograms of output lengths, per kind of request.
+
+    A kind is a model, an endpoint of it, whether it streams and how it is bounded, and a tenant. Of
+    a kind that nothing was seen of yet, the next coarser one tells; its first histogram starts from
+    that one's.
 
     What remains of a request follows from its progress, not from an estimate made at its start:
     ``E[min(L, bound) − g | L > g]`` after ``g`` tokens. Suffix sums of the histogram make that a
@@ -40,43 +63,72 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, Endpoint], int] = {}
+        self._rows: dict[_Kind, int] = {}
         self._weights = _prior()[None, :].copy()
         self._count = np.zeros((1, len(_LENGTHS) + 1))
         self._tokens = np.zeros((1, len(_LENGTHS) + 1))
-        self._sum_up(0)
+        self._sum_up([0])
 
-    def row(self, model: str, endpoint: Endpoint) -> int:
-        """The histogram of that model and endpoint; 0, that of all, before any of it ended."""
-        return self._rows.get((model, endpoint), 0)
+    def row(self, profile: RequestProfile) -> int:
+        """The histogram of the finest kind that requests like this were seen of; 0: of all."""
+        return next((self._rows[k] for k in reversed(_kinds(profile)) if k in self._rows), 0)
 
-    def observe(self, model: str, endpoint: Endpoint, tokens: float, bound: float) -> None:
-        """A sequence ended after ``tokens`` tokens, of ``bound`` that it was allowed.
+    def observe(self, profile: RequestProfile, tokens: float) -> None:
+        """A sequence of that request ended after ``tokens`` tokens.
 
         One that was cut by its bound would have gone on: it counts for the lengths beyond, as they
-        are distributed among themselves.
+        are distributed among themselves. One that had to reach its bound tells nothing.
         """
-        for row in {0, self._row_to_learn(model, endpoint)}:
-            weights = self._weights[row]
-            weights *= _DECAY
-            if tokens < bound:
-                weights[_bucket(tokens)] += 1.0
-            else:
-                beyond = weights[_bucket(tokens) :]
-                beyond *= 1.0 + 1.0 / max(float(beyond.sum()), 1.0)
-            self._sum_up(row)
+        bound = inf if profile.output_bound is None else profile.output_bound
+        if profile.least_output >= bound:
+            return
+        rows = self._rows_to_learn(_kinds(profile))
+        bucket = _bucket(tokens)
+        self._weights[rows] *= _DECAY
+        if tokens < bound:
+            self._weights[rows, bucket] += 1.0
+        else:
+            beyond = self._weights[rows, bucket:]
+            total = np.maximum(beyond.sum(axis=1, keepdims=True), 1.0)
+            self._weights[rows, bucket:] = beyond * (1.0 + 1.0 / total)
+        self._sum_up(rows)
 
-    def _row_to_learn(self, model: str, endpoint: Endpoint) -> int:
-        """The row of that model and endpoint; a new one starts from what all have shown."""
-        row = self.row(model, endpoint)
-        if row or len(self._weights) > _MOST_ROWS:
-            return row
-        row = self._rows[model, endpoint] = len(self._weights)
-        start = self._weights[0] * (_PRIOR_WEIGHT / self._weights[0].sum())
-        self._weights = np.vstack([self._weights, start])
-        self._count = np.vstack([self._count, np.zeros_like(self._count[0])])
-        self._tokens = np.vstack([self._tokens, np.zeros_like(self._tokens[0])])
-        return row
+    def observe_counts(self, model: str, counts: Sequence[tuple[float, float]]) -> None:
+        """A replica's own histogram says how long its answers were.
+
+        Args:
+            model: what they came from.
+            counts: upper bound in tokens of each bucket, rising, and the requests in it.
+        """
+        seen = np.zeros(len(_LENGTHS))
+        lower = 0
+        for edge, requests in counts:
+            upper = max(bisect_right(_LENGTHS_LIST, edge), lower + 1)
+            seen[lower:upper] += requests / (upper - lower)
+            lower = min(upper, len(_LENGTHS) - 1)
+        total = float(seen.sum())
+        if total > 0:
+            rows = self._rows_to_learn([(model,)])
+            weight = min(total, _MOST_COUNTED)
+            self._weights[rows] *= _DECAY**weight
+            self._weights[rows] += seen * (weight / total)
+            self._sum_up(rows)
+
+    def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
+        """The row of all and those of the kinds; a new one starts from what its coarser shows."""
+        rows = [0]
+        for kind in kinds:
+            row = self._rows.get(kind)
+            if row is None:
+                if len(self._weights) > _MOST_ROWS:
+                    break
+                row = self._rows[kind] = len(self._weights)
+                start = self._weights[rows[-1]]
+                self._weights = np.vstack([self._weights, start * (_PRIOR_WEIGHT / start.sum())])
+                self._count = np.vstack([self._count, np.zeros_like(self._count[0])])
+                self._tokens = np.vstack([self._tokens, np.zeros_like(self._tokens[0])])
+            rows.append(row)
+        return rows
 
     def expected(self, row: int, bound: float) -> float:
         """:meth:`remaining` of one sequence that has no token yet, without the cost of numpy."""
@@ -84,6 +136,13 @@ class OutputLengths:
         count, tokens = self._count[row], self._tokens[row]
         total = float(tokens[0] - tokens[clipped]) + bound * float(count[clipped])
         return min(max(total / float(count[0]), 1.0), max(bound, 0.0))
+
+    def p90(self, row: int, bound: float, progress: float = 0.0) -> float:
+        """Tokens still to come that nine of ten sequences after ``progress`` do not exceed."""
+        count = self._count[row]
+        alive = bisect_right(_LENGTHS_LIST, progress) if progress else 0
+        beyond = int(np.searchsorted(-count, -0.1 * float(count[alive])))
+        return max(min(_LENGTHS_LIST[max(beyond - 1, 0)], bound) - progress, 0.0)
 
     def remaining(self, rows: ArrayLike, progress: ArrayLike, bound: ArrayLike) -> Floats:
         """Tokens still to come, given those generated and the bound; at least 1 below the bound.
@@ -104,10 +163,10 @@ class OutputLengths:
         left: Floats = np.minimum(np.maximum(expected, 1.0), np.maximum(most - done, 0.0))
         return left
 
-    def _sum_up(self, row: int) -> None:
-        weights = self._weights[row]
-        self._count[row, :-1] = np.cumsum(weights[::-1])[::-1]
-        self._tokens[row, :-1] = np.cumsum((weights * _LENGTHS)[::-1])[::-1]
+    def _sum_up(self, rows: list[int]) -> None:
+        weights = self._weights[rows]
+        self._count[rows, :-1] = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
+        self._tokens[rows, :-1] = np.cumsum((weights * _LENGTHS)[:, ::-1], axis=1)[:, ::-1]
 
 
 def _bucket(tokens: float) -> int:

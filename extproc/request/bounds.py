@@ -1,6 +1,6 @@
 """How much a request may generate, by the rules of vLLM 0.32."""
 
-from extproc.request.lax import positive_int
+from extproc.request.lax import flag, positive_int
 from extproc.request.profile import Endpoint
 
 MAX_TOKENS = 10_000_000
@@ -28,6 +28,14 @@ def output_bound(endpoint: Endpoint, body: dict[str, object]) -> int | None:
         if (bound := positive_int(body.get(field))) is not None:
             return min(bound, MAX_TOKENS)
     return _COMPLETIONS_DEFAULT if endpoint is Endpoint.COMPLETIONS else None
+
+
+def least_output(body: dict[str, object], bound: int | None) -> int:
+    """Fewest tokens one sequence generates; with ``ignore_eos`` it goes on to its bound."""
+    if bound is not None and flag(body.get("ignore_eos")):
+        return bound
+    least = positive_int(body.get("min_tokens")) or 0
+    return min(least, MAX_TOKENS if bound is None else bound)
 
 
 def sequences(endpoint: Endpoint, body: dict[str, object], prompts: int) -> int:

@@ -1,7 +1,7 @@
 """Request body to :class:`~extproc.request.profile.RequestProfile`."""
 
 from extproc.request.body import decode, ending, readable, tokens_per_byte
-from extproc.request.bounds import MAX_TOKENS, output_bound, sequences
+from extproc.request.bounds import MAX_TOKENS, least_output, output_bound, sequences
 from extproc.request.errors import BadRequest
 from extproc.request.fields import read
 from extproc.request.lax import flag, positive_int
@@ -62,14 +62,16 @@ def inspect(
         density = tokens_per_byte(part, 1 / tokens.bytes_per_token(model))
         prompt_tokens += round((whole - len(part)) * density)
         prompt_bytes = 0
+    bound = output_bound(endpoint, fields)
     return RequestProfile(
         endpoint=endpoint,
         model=model,
         prompt_tokens=min(prompt_tokens, MAX_TOKENS),
         prompt_bytes=prompt_bytes,
-        output_bound=output_bound(endpoint, fields),
+        output_bound=bound,
         sequences=sequences(endpoint, fields, prompts),
         stream=flag(fields.get("stream")),
+        least_output=least_output(fields, bound),
     )
 
 

@@ -37,3 +37,8 @@ class RequestProfile:
     sequences: int = 1
     """Sequences it decodes side by side: ``n`` × number of prompts. 0 where nothing is decoded."""
     stream: bool = False
+    least_output: int = 0
+    """Fewest tokens a sequence will generate: as many as the bound where the end of text is
+    ignored, as load generators ask."""
+    tenant: str = ""
+    """On whose behalf it is made, where a header says so."""

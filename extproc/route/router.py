@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass
-from math import inf
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import UNBOUNDED
@@ -20,6 +19,8 @@ class Decision:
     situation: Situation
     choice: Choice
     made_by: Policy
+    p90_output_tokens: float
+    """Tokens that nine of ten sequences like its own do not exceed."""
 
     @property
     def why(self) -> str:
@@ -86,14 +87,15 @@ class Router:
         view = fleet.view(profile.model)
         if not len(view):
             return None
-        expected = self._expected_output(profile)
+        expected, p90 = self._output(profile)
         prediction = predict(profile, expected, view, fleet.sequences(view))
         situation = Situation(profile, view, prediction)
         name = policy if policy in POLICIES else self._default
         if name not in self._policies:
             self._policies[name] = find_policy(name, POLICIES)
         chosen_by = self._policies[name]
-        return Decision(name, situation, chosen_by.choose(situation, self._random), chosen_by)
+        choice = chosen_by.choose(situation, self._random)
+        return Decision(name, situation, choice, chosen_by, p90)
 
     def learn(self, decision: Decision, replica: str, tokens: float, seconds: float) -> None:
         """A request ended: learns how long answers are, and how fast the replica decodes.
@@ -105,15 +107,16 @@ class Router:
             seconds: from the decision to the last token.
         """
         profile = decision.profile
-        bound = inf if profile.output_bound is None else profile.output_bound
-        self.fleet.lengths.observe(profile.model, profile.endpoint, tokens, bound)
+        self.fleet.lengths.observe(profile, tokens)
         if replica == decision.replica:
             predicted = decision.decode_time_per_token * (tokens - 1)
             self.fleet.decoded(replica, predicted, max(seconds - decision.predicted_ttft, 0.0))
 
-    def _expected_output(self, profile: RequestProfile) -> float:
+    def _output(self, profile: RequestProfile) -> tuple[float, float]:
+        """Tokens a sequence of it is expected to generate, and their p90."""
         if not profile.sequences:
-            return 0.0
-        lengths = self.fleet.lengths
+            return 0.0, 0.0
+        lengths, least = self.fleet.lengths, float(profile.least_output)
         bound = UNBOUNDED if profile.output_bound is None else profile.output_bound
-        return lengths.expected(lengths.row(profile.model, profile.endpoint), bound)
+        row = lengths.row(profile)
+        return max(lengths.expected(row, bound), least), max(lengths.p90(row, bound), least)

@@ -1,7 +1,7 @@
 """One HTTP request, from its headers to the end of its response."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from extproc.clock import Clock
 from extproc.config import Config
@@ -70,6 +70,7 @@ class Exchange:
         "_served_by",
         "_services",
         "_status",
+        "_tenant",
         "_ticket",
         "_usage",
     )
@@ -80,6 +81,7 @@ class Exchange:
         self._path = ""
         self._request_id = ""
         self._policy = ""
+        self._tenant = ""
         self._content_length: int | None = None
         self._body_mode = messages.BUFFERED
         self._response_body_mode = messages.NONE
@@ -125,6 +127,8 @@ class Exchange:
         route = self._services.config.route
         if route.allow_policy_header:
             self._policy = headers.get(route.policy_header, "")
+        if tenant_header := self._services.config.request.tenant_header:
+            self._tenant = headers.get(tenant_header.lower(), "")[:_LONGEST_ID]
         length = headers.get("content-length", "")
         self._content_length = int(length[:_DIGITS]) if length.isdecimal() else None
         if message.end_of_stream:
@@ -148,6 +152,10 @@ class Exchange:
         return self._route("request_body", message.body, partial=not message.end_of_stream)
 
     def _profile(self, body: bytes, partial: bool) -> RequestProfile:
+        profile = self._inspect(body, partial)
+        return replace(profile, tenant=self._tenant) if self._tenant else profile
+
+    def _inspect(self, body: bytes, partial: bool) -> RequestProfile:
         if self._large_for is not None:
             length = self._content_length or 0
             return of_length(self._path, length, self._large_for, self._services.tokens)

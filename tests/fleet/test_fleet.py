@@ -1,9 +1,10 @@
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from extproc.request.profile import Endpoint
+from extproc.fleet.fleet import Fleet
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -40,7 +41,7 @@ def test_a_prompt_is_prefilled_at_the_speed_of_the_step_model() -> None:
 def test_decoding_brings_a_request_nearer_to_its_end() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
-    fleet.lengths.observe(MODEL, Endpoint.CHAT, 100, 4096)
+    fleet.lengths.observe(chat(100, 4096), 100)
     fleet.dispatch(replica(1), chat(100, 50))
     clock.advance(0.1)
     early = deepcopy(fleet.sequences(fleet.view(MODEL)))
@@ -191,15 +192,15 @@ def test_replicas_go_when_they_fall_silent_but_not_when_everything_does() -> Non
     fleet = fleet_of(clock, A10, A10)
     clock.advance(60)
     fleet.drop_silent(10)
-    assert len(fleet.view(MODEL)) == 2
+    assert len(fleet.states) == 2
     for _ in range(10):
         fleet.put(state(2, A10, clock))
         fleet.drop_silent(10)
-        assert len(fleet.view(MODEL)) == 2, "the others may not have been heard of yet"
+        assert len(fleet.states) == 2, "the others may not have been heard of yet"
         clock.advance(1)
     fleet.put(state(2, A10, clock))
     fleet.drop_silent(10)
-    assert fleet.view(MODEL).ids == [replica(2)]
+    assert [state.id for state in fleet.states] == [replica(2)]
 
 
 def test_a_replica_that_comes_back_still_has_its_requests() -> None:
@@ -362,3 +363,78 @@ def test_whatever_happens_the_ledger_ends_empty() -> None:
     assert view.backlog == pytest.approx(np.zeros(3), abs=1e-6)
     assert view.batch == pytest.approx(np.zeros(3))
     assert view.kv_used == pytest.approx(np.zeros(3), abs=1e-6)
+
+
+def excluded(fleet: Fleet) -> dict[str, str]:
+    return {one.id: one.why for one in fleet.view(MODEL).excluded}
+
+
+def test_what_is_left_out_says_why() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10, A10, A10)
+    fleet.put(state(1, A10, clock, healthy=False, problem="/health answered 503"))
+    fleet.put(state(2, A10, clock, models=("another",)))
+    for _ in range(3):
+        fleet.health.failed(replica(3))
+    assert fleet.view(MODEL).ids == [replica(4)]
+    assert excluded(fleet) == {
+        replica(1): "/health answered 503",
+        replica(2): f"does not serve {MODEL!r}",
+        replica(3): "it failed several requests in a row",
+    }
+
+
+def poll_for(fleet: Fleet, clock: ManualClock, seconds: int, *numbers: int, steps: int = 0) -> None:
+    """A poll a second; the engines step only where ``steps`` says so."""
+    for second in range(seconds):
+        clock.advance(1.0)
+        for number in numbers:
+            done = 100 + second * steps
+            fleet.put(state(number, A10, clock, running=1, steps=done))
+
+
+def test_a_replica_without_news_is_left_out_while_others_have_some() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    poll_for(fleet, clock, 8, 2, steps=20)
+    assert fleet.view(MODEL).ids == [replica(2)]
+    assert "no news" in excluded(fleet)[replica(1)]
+    poll_for(fleet, clock, 2, 1, 2, steps=20)
+    assert fleet.view(MODEL).ids == [replica(1), replica(2)]
+
+
+def test_an_engine_that_steps_no_more_is_left_out() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(14):
+        poll_for(fleet, clock, 1, 1)
+        fleet.put(state(2, A10, clock, running=1, steps=clock()))
+    assert fleet.view(MODEL).ids == [replica(2)]
+    assert "no engine step" in excluded(fleet)[replica(1)]
+
+
+def test_where_all_stall_all_are_used() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    poll_for(fleet, clock, 14, 1, 2)
+    assert fleet.view(MODEL).ids == [replica(1), replica(2)]
+
+
+def test_a_replicas_own_histogram_teaches_output_lengths() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for ended in (0.0, 50.0, 100.0):
+        lengths = ((10.0, 0.0), (20.0, ended), (50.0, 0.0))
+        fleet.put(state(1, A10, clock, steps=ended, output_lengths=lengths))
+    row = fleet.lengths.row(chat(10))
+    assert fleet.lengths.expected(row, 4096) < 40
+
+
+def test_a_request_that_must_reach_its_bound_is_expected_to() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    profile = replace(chat(100, 2_000), least_output=2_000)
+    fleet.dispatch(replica(1), profile)
+    clock.advance(1.0)
+    (remaining,) = fleet.sequences(fleet.view(MODEL)).remaining
+    assert 1_900 < remaining < 2_000

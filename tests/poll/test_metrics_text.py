@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,14 @@ def sample(name: str) -> bytes:
     ],
 )
 def test_pages_of_a_real_vllm(name: str, figures: EngineFigures) -> None:
-    assert read_metrics(sample(name)) == figures
+    assert replace(read_metrics(sample(name)), output_lengths=()) == figures
+
+
+def test_output_lengths_of_a_real_vllm_per_bucket_and_summed_over_engines() -> None:
+    seen = dict(read_metrics(sample("kv-pressure")).output_lengths)
+    assert seen[500.0] == 5
+    assert sum(seen.values()) == 5
+    assert sum(count for _, count in read_metrics(sample("two-engines")).output_lengths) == 16
 
 
 def test_engines_are_summed_and_their_kv_usage_averaged() -> None:

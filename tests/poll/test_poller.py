@@ -129,6 +129,7 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
                 "waiting": 1,
                 "kv_usage": 0.5,
                 "kv_tokens": 1600,
+                "output_lengths": (),
                 "block_size": 16,
                 "steps": 100,
                 "prompt_tokens": 0,

@@ -2,17 +2,28 @@ import numpy as np
 import pytest
 
 from extproc.predict.lengths import OutputLengths
-from extproc.request.profile import Endpoint
+from extproc.request.profile import Endpoint, RequestProfile
 
 FREE = 131_072.0
+
+
+def request(
+    model: str = "llama",
+    endpoint: Endpoint = Endpoint.CHAT,
+    bound: int | None = None,
+    stream: bool = False,
+    tenant: str = "",
+    least: int = 0,
+) -> RequestProfile:
+    return RequestProfile(endpoint, model, 100, 400, bound, 1, stream, least, tenant)
 
 
 def learned(*lengths: float) -> tuple[OutputLengths, int]:
     outputs = OutputLengths()
     for _ in range(200):
         for length in lengths:
-            outputs.observe("llama", Endpoint.CHAT, length, FREE)
-    return outputs, outputs.row("llama", Endpoint.CHAT)
+            outputs.observe(request(), length)
+    return outputs, outputs.row(request())
 
 
 def test_the_expectation_is_learned() -> None:
@@ -48,20 +59,20 @@ def test_the_bound_is_taken_inside_the_expectation() -> None:
 
 def test_what_nothing_is_known_of_is_taken_for_what_all_have_shown() -> None:
     outputs, _ = learned(40)
-    other = outputs.row("another", Endpoint.COMPLETIONS)
+    other = outputs.row(request("another", Endpoint.COMPLETIONS))
     assert outputs.remaining(other, 0, 4096) == pytest.approx(40, rel=0.2)
     for _ in range(50):
-        outputs.observe("another", Endpoint.COMPLETIONS, 600, FREE)
-    other = outputs.row("another", Endpoint.COMPLETIONS)
+        outputs.observe(request("another", Endpoint.COMPLETIONS), 600)
+    other = outputs.row(request("another", Endpoint.COMPLETIONS))
     assert outputs.remaining(other, 0, 4096) > 400
-    assert outputs.remaining(outputs.row("llama", Endpoint.CHAT), 0, 4096) < 100
+    assert outputs.remaining(outputs.row(request()), 0, 4096) < 100
 
 
 def test_what_was_cut_by_its_bound_would_have_gone_on() -> None:
     outputs, row = learned(20, 1000)
     before = outputs.expected(row, FREE)
     for _ in range(500):
-        outputs.observe("llama", Endpoint.CHAT, 16, 16)
+        outputs.observe(request(bound=16), 16)
     assert outputs.expected(row, FREE) == pytest.approx(before, rel=0.3)
 
 
@@ -78,13 +89,64 @@ def test_it_takes_all_requests_in_flight_at_once() -> None:
 def test_a_flood_of_model_names_does_not_grow_it_without_end() -> None:
     outputs = OutputLengths()
     for number in range(2000):
-        outputs.observe(f"model-{number}", Endpoint.CHAT, 100, FREE)
-    assert len({outputs.row(f"model-{number}", Endpoint.CHAT) for number in range(2000)}) < 600
+        outputs.observe(request(f"model-{number}"), 100)
+    assert len({outputs.row(request(f"model-{number}")) for number in range(2000)}) < 1100
 
 
 def test_names_that_clients_make_up_take_no_room() -> None:
     outputs = OutputLengths()
     for number in range(2000):
-        outputs.row(f"bogus-{number}", Endpoint.CHAT)
-    outputs.observe("real", Endpoint.CHAT, 100, FREE)
-    assert outputs.row("real", Endpoint.CHAT) != 0
+        outputs.row(request(f"bogus-{number}"))
+    outputs.observe(request("real"), 100)
+    assert outputs.row(request("real")) != 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        request(stream=True, tenant="chat"),
+        request(bound=64, tenant="chat"),
+        request(tenant="summaries"),
+    ],
+)
+def test_kinds_of_requests_are_told_apart(other: RequestProfile) -> None:
+    outputs = OutputLengths()
+    for _ in range(100):
+        outputs.observe(request(tenant="chat"), 800)
+        outputs.observe(other, 20)
+    assert outputs.expected(outputs.row(request(tenant="chat")), FREE) > 600
+    assert outputs.expected(outputs.row(other), FREE) < 60
+
+
+def test_a_kind_not_seen_yet_is_like_the_next_coarser_one() -> None:
+    outputs, row = learned(40)
+    for _ in range(200):
+        outputs.observe(request("llama", Endpoint.COMPLETIONS), 800)
+    assert outputs.row(request(bound=512, tenant="new")) != row
+    assert outputs.expected(outputs.row(request(tenant="new")), FREE) == pytest.approx(40, rel=0.2)
+
+
+def test_a_request_that_had_to_reach_its_bound_tells_nothing() -> None:
+    outputs, row = learned(40)
+    before = outputs.expected(row, FREE)
+    for _ in range(100):
+        outputs.observe(request(bound=2000, least=2000), 2000)
+    assert outputs.expected(outputs.row(request()), FREE) == before
+
+
+def test_nine_of_ten_do_not_exceed_p90() -> None:
+    outputs, row = learned(*[20.0] * 17, 300.0, 300.0, 900.0)
+    assert outputs.p90(row, FREE) == pytest.approx(300, rel=0.2)
+    assert outputs.p90(row, 64) == 64
+    assert outputs.p90(row, FREE, progress=400) == pytest.approx(500, rel=0.2)
+
+
+def test_a_replicas_own_histogram_tells_of_its_model() -> None:
+    outputs = OutputLengths()
+    outputs.observe_counts("llama", [(10.0, 0.0), (20.0, 90.0), (50.0, 10.0), (float("inf"), 0.0)])
+    row = outputs.row(request())
+    seen = outputs.expected(row, FREE)
+    assert seen < 30
+    assert outputs.p90(row, FREE) <= 50
+    outputs.observe_counts("llama", [(10.0, 0.0), (float("inf"), 0.0)])
+    assert outputs.expected(row, FREE) == seen

@@ -1,0 +1,190 @@
+import asyncio
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benchmarks.real_vllm import (
+    Record,
+    Served,
+    accuracy,
+    groups,
+    join,
+    main,
+    measures,
+    requests,
+    vllm_command,
+)
+from extproc.demo.ports import pick_ports
+from extproc.demo.processes import Process, answers
+from extproc.demo.samples import Sample
+from extproc.demo.traffic import Answer
+
+
+def served(
+    replica: str = "a", known: bool = True, ttft_s: float | None = None, actual: float = 2.0
+) -> Served:
+    return Served("id", replica, known, 10, 20.0, 0.5, ttft_s, 2.2, actual)
+
+
+def test_errors_are_relative_to_what_happened() -> None:
+    found = accuracy([1.0, 3.0, 1.0], [2.0, 2.0, 1.0])
+    assert found is not None
+    assert found.requests == 3
+    assert found.median_error == pytest.approx(0.5)
+    assert found.p90_error == pytest.approx(0.5)
+    assert found.median_bias == 0.0
+
+
+def test_rank_correlation_is_one_whenever_the_order_is_right() -> None:
+    right = accuracy([1.0, 20.0, 300.0], [1.0, 2.0, 3.0])
+    wrong = accuracy([3.0, 2.0, 1.0], [1.0, 20.0, 300.0])
+    assert right is not None
+    assert wrong is not None
+    assert right.rank_correlation == pytest.approx(1.0)
+    assert wrong.rank_correlation == pytest.approx(-1.0)
+
+
+def test_one_request_says_nothing_of_accuracy() -> None:
+    assert accuracy([1.0], [1.0]) is None
+
+
+def test_first_tokens_are_measured_where_they_were_seen() -> None:
+    found = measures([served(ttft_s=1.0), served(ttft_s=0.5), served(actual=1.1)])
+    completion, ttft, decode = found["completion"], found["ttft"], found["decode"]
+    assert completion is not None
+    assert ttft is not None
+    assert decode is not None
+    assert (completion.requests, ttft.requests, decode.requests) == (3, 2, 2)
+    assert ttft.median_bias == pytest.approx(-0.25)
+    assert decode.median_bias == pytest.approx((1.7 / 1.0 + 1.7 / 1.5) / 2 - 1)
+
+
+def test_groups_tell_known_from_unknown_lengths_on_each_replica() -> None:
+    members = [served("a"), served("b", known=False), served("b")]
+    assert {name: len(group) for name, group in groups(members).items()} == {
+        "all": 3,
+        "known length": 2,
+        "unknown length": 1,
+        "a, known length": 1,
+        "b, known length": 1,
+        "b, unknown length": 1,
+    }
+
+
+def test_only_requests_that_were_routed_and_answered_count() -> None:
+    sent = list(islice(requests("m", 1.0, Random(0)), 3))
+    answered = [
+        Answer("r-1", 0.4, 2.0),
+        Answer("r-2", None, 0.1, "status 503: busy"),
+        Answer("r-3", None, 1.0),
+    ]
+    records = [
+        Record(
+            number=number,
+            request_id=f"r-{number}",
+            replica_name="a",
+            prompt_tokens=7,
+            expected_output_tokens=9.0,
+            predicted_ttft_s=0.3,
+            predicted_completion_s=1.5,
+        )
+        for number in (2, 1)
+    ]
+    (one,) = join(sent, answered, records)
+    assert (one.request_id, one.ttft_s, one.completion_s) == ("r-1", 0.4, 2.0)
+    assert (one.predicted_ttft_s, one.predicted_completion_s) == (0.3, 1.5)
+    assert one.known is (sent[0].kind == "known")
+
+
+def test_requests_are_mixed_and_arrive_at_the_rate() -> None:
+    sent = list(islice(requests("m", 4.0, Random(1)), 2000))
+    assert sent[-1].at_s == pytest.approx(500, rel=0.1)
+    kinds = {(one.path, one.stream, one.kind) for one in sent}
+    assert len(kinds) == 8
+    assert sum(one.stream for one in sent) == pytest.approx(1000, rel=0.1)
+
+
+def test_a_known_length_is_the_bound_and_the_model_cannot_end_it() -> None:
+    for one in islice(requests("m", 1.0, Random(2)), 200):
+        body = one.body("run")
+        assert body["ignore_eos"] is (one.kind == "known")
+        if one.kind == "known":
+            assert body["max_tokens"] == one.output_tokens
+        else:
+            assert body["max_tokens"] > one.output_tokens
+
+
+def test_no_prompt_is_in_a_prefix_cache_from_another_run() -> None:
+    (one,) = islice(requests("m", 1.0, Random(3)), 1)
+    assert _prompt(one, "first")[:4] != _prompt(one, "again")[:4]
+
+
+def _prompt(sample: Sample, run: str) -> str:
+    body = sample.body(run)
+    return str(body["prompt"] if "prompt" in body else body["messages"][0]["content"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "give either"),
+        (["127.0.0.1:1", "--serve", "x,y"], "give either"),
+        (["127.0.0.1"], "host:port"),
+        (["127.0.0.1:1", "--policy", "completion,nonsense"], "'nonsense' is none of"),
+        (["--serve", "x"], "--max-num-seqs"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert complaint in capsys.readouterr().err
+
+
+def test_each_server_has_a_core_of_its_own() -> None:
+    argv, env = vllm_command(Path("models/small"), 8101, core=1, max_num_seqs=8)
+    assert argv[:3] == ["vllm", "serve", "models/small"]
+    assert argv[argv.index("--max-num-seqs") + 1] == "8"
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "1"
+
+
+def test_without_vllm_the_error_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["--serve", "a,b"]) == 1
+    assert capsys.readouterr().err.startswith("real_vllm: cannot start vllm-")
+
+
+@pytest.mark.process
+async def test_the_whole_measurement_on_simulated_servers(tmp_path: Path) -> None:
+    ports = pick_ports({"fast": 0, "slow": 0})
+    started = [
+        await Process.start(
+            name,
+            [sys.executable, "-m", "extproc", "replica", "--port", str(port), "--model", "m"],
+            log=tmp_path / f"{name}.log",
+            ready=answers(f"http://127.0.0.1:{port}/health"),
+        )
+        for name, port in ports.items()
+    ]
+    report = tmp_path / "report.json"
+    arguments = [f"127.0.0.1:{port}" for port in ports.values()] + ["--model", "m"]
+    arguments += ["--requests", "10", "--warm-up", "4", "--rate", "10", "--json", str(report)]
+    try:
+        arguments += ["--policy", "completion,round_robin"]
+        assert await asyncio.to_thread(main, arguments) == 0
+    finally:
+        for process in started:
+            await process.stop()
+    warm_up, ours, theirs = json.loads(report.read_text())
+    assert (warm_up["sent"], ours["policy"], theirs["policy"]) == (4, "completion", "round_robin")
+    assert len(ours["served"]) == len(theirs["served"]) == 10
+    assert {one["replica"] for one in theirs["served"]} == {"vllm-1", "vllm-2"}
+    assert set(ours["learned"]) == {"vllm-1", "vllm-2"}
+    assert ours["accuracy"]["all"]["completion"]["requests"] == 10
