@@ -20,7 +20,7 @@ from extproc.route.router import Decision
 from extproc.simulator.sequence import Sequence
 
 WEIGHTS = (0.5, 1.0, 2.0)
-"""Weights of the cost to others to try. Of these and 0, ¼ and the policy's own rule, 1 had the lowest
+"""Weights of the cost to others to try. Of these, 0, ¼ and the policy's own rule, 1 had the lowest
 mean completion or one within 0.2% of it in three cells of four, and 2 in the fourth."""
 
 

@@ -20,7 +20,7 @@ _DOUBT = 0.5
 """Seconds of work that count for the coefficients when the speed as a whole is told from them."""
 _PRIOR = 1e-4
 """Weight of the profile it starts from, in windows of the longest kind: it keeps what the counters
-do not tell apart. With ten times as much, a profile that is seven times too fast takes minutes to be
+do not tell apart. With ten times as much, a profile seven times too fast takes minutes to be
 put right under light load; with a hundredth, the chance of prompts alone moves c0 by half."""
 _MOST_SCALE = 10.0
 """The speed as a whole stays within a factor of this of the coefficients."""
