@@ -123,7 +123,9 @@ def _where(entry: Entry, stack: Stack) -> str:
 def _why(entry: Entry) -> str:
     if entry.access is not None and entry.access.status != 200:
         return f"status {entry.access.status}" if entry.access.status else "the client left"
-    return entry.decision.why if entry.decision else "no decision: Envoy's fallback"
+    if entry.decision is None:
+        return "no decision: Envoy's fallback"
+    return entry.decision.why.partition(";")[0]  # beside the next best; `extproc explain` has all
 
 
 def summary(report: Report) -> Table:
