@@ -84,7 +84,7 @@ def _latency(runs: Sequence[Plotted]) -> "Figure":
         axis.xaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("requests that took at most this long")
-    axes[1].legend(title="policy (further left is better)", loc="lower right")
+    axes[1].legend(title="policy (further left is better)", loc="upper left")
     return figure
 
 
@@ -96,7 +96,8 @@ def _load(runs: Sequence[Plotted], events: Sequence[FleetEvent]) -> "Figure":
         for replica in run.replicas:
             times, load = _in_flight(run, replica)
             axis.plot(times, load, lw=1.0, label=replica)
-        for event in events:
+        end = _end(run)
+        for event in (one for one in events if one.at <= end):
             axis.axvline(event.at, color="grey", linestyle=":", lw=0.8)
         axis.set_title(run.label, loc="left", fontsize=10)
         axis.set_ylabel("requests")
@@ -147,13 +148,16 @@ def _measured(one: Served, what: str) -> float:
     return one.completion if what == "completion" else one.ttft
 
 
+def _end(run: Plotted) -> float:
+    return max(one.finished or 0.0 for one in run.served)
+
+
 def _in_flight(run: Plotted, replica: str) -> tuple[Floats, Floats]:
     """Requests on a replica at points in time: those that came, less those that left."""
     here = [(one.traced.at, one.finished) for one in run.served if one.replica == replica]
     here += [(one.traced.at, one.at) for one in run.failed if one.replica == replica]
     came, left = (np.sort(np.array(times, dtype=np.float64)) for times in _columns(here))
-    end = max((one.finished or 0.0 for one in run.served), default=0.0)
-    times = np.linspace(0.0, end, _GRID)
+    times = np.linspace(0.0, _end(run), _GRID)
     gone = np.searchsorted(left, times, side="right").astype(np.float64)
     return times, np.searchsorted(came, times, side="right") - gone
 

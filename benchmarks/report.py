@@ -24,6 +24,10 @@ class Phase:
     start: float = 0.0
     end: float = inf
 
+    def __str__(self) -> str:
+        until = "on" if self.end == inf else f"to {self.end:g} s"
+        return f"requests that arrived from {self.start:g} s {until}"
+
     def served(self, requests: Sequence[Served]) -> list[Served]:
         """Those of the phase."""
         return [one for one in requests if self.start <= one.traced.at < self.end]
@@ -49,6 +53,7 @@ def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | Non
     predicted = np.array([request.decision.predicted_completion for request in served])
     return {
         "policy": simulation.policy,
+        "phase_s": [phase.start, None if phase.end == inf else phase.end],
         "requests": len(served),
         "failed": len(failed),
         "ttft_s": _distribution(ttft),

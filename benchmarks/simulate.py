@@ -55,6 +55,8 @@ def _compare(
     args: argparse.Namespace, fleet_file: fleet.FleetFile, requests: list[trace.TracedRequest]
 ) -> None:
     phase = Phase(args.start, args.end)
+    if phase != Phase():
+        print(phase)
     print(header())
     oracle = _best_oracle(fleet_file, args, requests, phase) if args.oracle else None
     if oracle:

@@ -1,5 +1,6 @@
 """Learns the step-time model of a replica from the counters it publishes."""
 
+from collections.abc import Sequence
 from math import exp
 from operator import mul
 
@@ -24,7 +25,7 @@ do not tell apart. With ten times as much, a profile seven times too fast takes 
 put right under light load; with a hundredth, the chance of prompts alone moves c0 by half."""
 _MOST_SCALE = 10.0
 """The speed as a whole stays within a factor of this of the coefficients."""
-_ROUNDS = 8
+_ROUNDS = 4
 """Of coordinate descent at each poll; it starts from the last solution."""
 
 
@@ -82,8 +83,8 @@ class Calibration:
                 self._recent.seconds + latest.seconds,
                 self._recent.terms + latest.terms * self._unit,
             )
-            for work in windows:
-                self._learn(work)
+            if windows:
+                self._learn(windows)
         self._solve(typical)
 
     @property
@@ -99,11 +100,12 @@ class Calibration:
         keep = exp(-elapsed / _REACTION)
         self._recent = Work(self._recent.seconds * keep, self._recent.terms * keep)
 
-    def _learn(self, work: Work) -> None:
-        relative: Floats = work.terms * self._unit / work.seconds
-        weight = work.seconds / SECONDS[-1]
-        self._normal += weight * np.outer(relative, relative)
-        self._right += weight * relative
+    def _learn(self, windows: Sequence[Work]) -> None:
+        seconds = np.array([work.seconds for work in windows])
+        relative = np.stack([work.terms for work in windows]) * self._unit / seconds[:, None]
+        weighed = relative.T * (seconds / SECONDS[-1])
+        self._normal += weighed @ relative
+        self._right += weighed.sum(axis=1)
 
     def _solve(self, typical: float) -> None:
         """Coordinate descent towards the non-negative least squares solution."""

@@ -40,9 +40,11 @@ class Prediction:
     def cost_weight(self) -> Floats:
         """How much the cost to others counts, 0…1 (:class:`~extproc.route.completion.Completion`).
 
-        The square of the KV pressure, or the share of the first token where that is more.
+        The square of the KV pressure or, where that is more, the time to first token ÷ that of
+        decoding, at the soonest.
         """
-        return np.maximum(self.kv_pressure**2, self.first_token_share)
+        share = self.first_token_share
+        return np.maximum(self.kv_pressure**2, share / (1.0 - share) if share < 0.5 else 1.0)
 
 
 def predict(

@@ -1,7 +1,9 @@
 """Stretches of an engine's work whose beginning and end the counters tell exactly."""
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
@@ -81,17 +83,19 @@ class Windows:
             self._settled.popleft()
         if not self._settled:
             return []
-        begins = np.array([at for at, _ in self._settled])
-        chosen = [len(begins) - 1]
+        chosen = [self._settled[-1]]
         for seconds in SECONDS:
-            nearest = int(np.abs(end - begins - seconds).argmin())
-            fits = _SHORTEST <= (end - begins[nearest]) / seconds <= _LONGEST
-            if fits and nearest not in chosen[1:]:
+            nearest = self._nearest(end - seconds)
+            fits = _SHORTEST <= (end - nearest[0]) / seconds <= _LONGEST
+            if fits and all(nearest is not other for other in chosen[1:]):
                 chosen.append(nearest)
-        return [
-            Work(end - at, self._now - terms)
-            for at, terms in (self._settled[index] for index in chosen)
-        ]
+        return [Work(end - at, self._now - terms) for at, terms in chosen]
+
+    def _nearest(self, wanted: float) -> tuple[float, Floats]:
+        """Of the settled polls, the one nearest to a time."""
+        after = bisect_left(self._settled, wanted, key=itemgetter(0))
+        around = [self._settled[i] for i in (after - 1, after) if 0 <= i < len(self._settled)]
+        return min(around, key=lambda settled: abs(settled[0] - wanted))
 
 
 def _paused(last: EngineCounts, counts: EngineCounts) -> bool:

@@ -20,8 +20,9 @@ class Completion:
     the more the time that the others lose counts, since it is then that everyone waits: w is the
     square of the KV pressure. To count less than all of that time is for the sake of the first
     token: it keeps long prompts from queueing behind each other, away from those who decode. Where
-    the first token is most of the completion, as with short answers to long prompts, the completion
-    counts it already, so w is at least the share it has. By that share, too, a near tie is nearer.
+    the first token takes as long as all others, as with short answers to long prompts, the
+    completion counts it already: w is at least time to first token ÷ decode time, up to 1, and a
+    near tie has to be nearer.
     """
 
     def choose(self, situation: Situation, random: random.Random) -> Choice:
