@@ -10,10 +10,10 @@ from extproc.fleet.view import Floats
 from extproc.predict.step import StepModel
 from extproc.predict.windows import SECONDS, EngineCounts, Windows, Work
 
-_MEMORY = 3600.0
+_MEMORY = 7200.0
 """Seconds of work in which what was learned loses two thirds of its weight."""
 _IDLE_MEMORY = 60.0
-"""The same for seconds without work: one that was slow for long is tried again after 15 minutes."""
+"""The same for seconds without work: one that was slow for long is tried again after 20 minutes."""
 _REACTION = 4.0
 """Seconds in which the speed as a whole does: a throttled card, a noisy neighbour. Shorter, and it
 follows the accidents of single prompts."""
@@ -101,9 +101,11 @@ class Calibration:
         self._recent = Work(self._recent.seconds * keep, self._recent.terms * keep)
 
     def _learn(self, windows: Sequence[Work]) -> None:
+        # What departs from the speed so far may pass: the scale has it, the coefficients wait.
+        trust = min(self._scale, 1.0 / self._scale) ** 2
         seconds = np.array([work.seconds for work in windows])
         relative = np.stack([work.terms for work in windows]) * self._unit / seconds[:, None]
-        weighed = relative.T * (seconds / SECONDS[-1])
+        weighed = relative.T * (trust * seconds / SECONDS[-1])
         self._normal += weighed @ relative
         self._right += weighed.sum(axis=1)
 
