@@ -252,8 +252,9 @@ class Simulation:
         self._tell(served, lambda node: node.ended(served.number, prefilled=served.watched))
         if served.watched:
             generated = served.sequence.output_tokens
+            seen = served.ttft if served.profile.stream else None
             self._deciding.learn(
-                served.number, served.decision, served.replica, generated, served.completion
+                served.number, served.decision, served.replica, generated, served.completion, seen
             )
 
     def _poll(self) -> None:

@@ -75,14 +75,21 @@ class Oracle:
         """Nothing it does not know."""
 
     def learn(
-        self, number: int, decision: Decision, replica: str, tokens: int, took: float
+        self,
+        number: int,
+        decision: Decision,
+        replica: str,
+        tokens: int,
+        took: float,
+        ttft: float | None,
     ) -> None:
         """How much longer requests decode for those that come after them."""
         if replica == decision.replica:
             predicted = decision.decode_time_per_token * (tokens - 1)
             actual = max(took - decision.predicted_ttft, 0.0)
             correction = self._corrections[replica]
-            self._stretch[replica] = correction.observe(predicted, actual, self._clock())
+            correction.observe(predicted, actual, self._clock())
+            self._stretch[replica] = correction.ratio(self._clock())
 
     def publish(self, state: ReplicaState) -> None:
         """Nothing it does not know."""

@@ -40,9 +40,9 @@ class Node:
     def answered(self, replica: str, well: bool) -> None:
         """Response headers came from a replica, or none and an error."""
         if well:
-            self.fleet.health.answered(replica)
+            self.fleet.answered(replica)
         else:
-            self.fleet.health.failed(replica)
+            self.fleet.failed(replica)
 
 
 News = Callable[[Node], None]
@@ -65,7 +65,13 @@ class Deciding(Protocol):
         ...
 
     def learn(
-        self, number: int, decision: Decision, replica: str, tokens: int, took: float
+        self,
+        number: int,
+        decision: Decision,
+        replica: str,
+        tokens: int,
+        took: float,
+        ttft: float | None,
     ) -> None:
         """A response said how many tokens it had, ``took`` seconds after the decision."""
         ...
@@ -109,10 +115,16 @@ class Routers:
             self._under_way += [(at, node, news) for node in self.nodes if node is not owner]
 
     def learn(
-        self, number: int, decision: Decision, replica: str, tokens: int, took: float
+        self,
+        number: int,
+        decision: Decision,
+        replica: str,
+        tokens: int,
+        took: float,
+        ttft: float | None,
     ) -> None:
         """Its own router learns from it."""
-        self._owner[number].router.learn(decision, replica, tokens, took)
+        self._owner[number].router.learn(decision, replica, tokens, took, ttft)
 
     def publish(self, state: ReplicaState) -> None:
         """Reaches every router at once."""

@@ -150,8 +150,8 @@ class RequestSettings(Section):
 class PollSettings(Section):
     """How replicas are scraped."""
 
-    interval_s: float = Field(default=0.2, gt=0)
-    """Seconds between two scrapes of a replica."""
+    interval_s: float = Field(default=0.2, gt=0, le=1)
+    """Seconds between two scrapes of a replica; predictions live on fresh figures."""
     timeout_s: float = Field(default=1.0, gt=0)
     """A scrape that takes longer has failed."""
     jitter: float = Field(default=0.1, ge=0, lt=1)

@@ -1,6 +1,7 @@
 """Every replica in memory: what polls said, what this router sent, and how far it has come."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -94,6 +95,7 @@ class Fleet:
         if before is None or _seen_by_policies(state) != _seen_by_policies(before):
             self._candidates.clear()
         self._states[row] = state
+        self._replicas["stretch"][row] = self._corrections[state.id].ratio(now)
         self._replicas["heard_at"][row] = now
         self._stalls.heard(state, now)
         self._look_for_stalls(now)
@@ -152,6 +154,7 @@ class Fleet:
     def _join(self, state: ReplicaState) -> int:
         """A row for a replica: the one it had, so that its requests are still on it; else one that
         nobody uses; else a new one."""
+        self._corrections[state.id] = Correction(self._clock())
         departed = [row for row, known in enumerate(self._states) if known.id == state.id]
         if departed:
             self._rows[state.id] = departed[0]
@@ -169,7 +172,6 @@ class Fleet:
         set_hardware(self._replicas, row, state, None)
         self._replicas["decode_step"][row] = self._replicas["c0"][row]
         self._rows[state.id] = row
-        self._corrections[state.id] = Correction(self._clock())
         return row
 
     # -- this router's requests -------------------------------------------------------------
@@ -228,10 +230,18 @@ class Fleet:
             predicted: seconds, before any correction.
             actual: seconds.
         """
-        row = self._rows.get(replica)
-        if row is not None:
-            stretch = self._corrections[replica].observe(predicted, actual, self._clock())
-            self._replicas["stretch"][row] = stretch
+        correction = self._corrections.get(replica)
+        if correction is not None:
+            correction.observe(predicted, actual, self._clock())
+
+    def failed(self, replica: str) -> None:
+        """A request sent there was answered with a 5xx, or had to be served by another."""
+        if replica in self._rows:
+            self.health.failed(replica)
+
+    def answered(self, replica: str) -> None:
+        """A request sent there was answered."""
+        self.health.answered(replica)
 
     # -- what policies see ------------------------------------------------------------------
 
@@ -308,14 +318,15 @@ class Fleet:
         return found
 
     def _choose_candidates(self, model: str) -> _Candidates:
-        """All that can be used; where none of these serves the model or makes progress, all."""
+        """The healthy ones, without those that should not be used, unless that is all of them."""
         members = sorted(self._rows.values())
-        left_out = {row: why for row in members if (why := self._unusable(row))}
+        left_out = self._unhealthy(members)
         usable = [row for row in members if row not in left_out]
-        for unfit in (self._unfit_for(model, usable), self._stalled_among(usable)):
-            if len(unfit) < len(usable):
-                left_out |= unfit
-                usable = [row for row in usable if row not in unfit]
+        for reject in (partial(self._not_serving, model), self._stalled_among, self._failing):
+            rejected = reject(usable)
+            if len(rejected) < len(usable):
+                left_out |= rejected
+                usable = [row for row in usable if row not in rejected]
         states = [self._states[row] for row in usable]
         return _Candidates(
             rows=np.array(usable, dtype=np.intp),
@@ -324,13 +335,19 @@ class Fleet:
             excluded=tuple(self._excluded(row, left_out[row]) for row in sorted(left_out)),
         )
 
-    def _unusable(self, row: int) -> str:
-        state = self._states[row]
-        if not state.healthy:
-            return state.problem or "not healthy"
-        return "" if self.health.usable(state.id) else "it failed several requests in a row"
+    def _unhealthy(self, rows: list[int]) -> dict[int, str]:
+        states = {row: self._states[row] for row in rows}
+        return {
+            row: state.problem or "not healthy"
+            for row, state in states.items()
+            if not state.healthy
+        }
 
-    def _unfit_for(self, model: str, rows: list[int]) -> dict[int, str]:
+    def _failing(self, rows: list[int]) -> dict[int, str]:
+        why = "it failed several requests in a row"
+        return {row: why for row in rows if not self.health.usable(self._states[row].id)}
+
+    def _not_serving(self, model: str, rows: list[int]) -> dict[int, str]:
         why = f"does not serve {model!r}"
         return {row: why for row in rows if model not in self._states[row].models}
 

@@ -1,5 +1,7 @@
 """Which replicas answered badly of late: a replica that fails fast must not look fast."""
 
+from math import inf
+
 from extproc.clock import Clock
 
 _TOLERATED = 3
@@ -22,11 +24,17 @@ class Health:
         self._failures: dict[str, int] = {}
         self._paused_until: dict[str, float] = {}
         self._changed = False
+        self._next_end = inf
+        """When the next pause ends."""
 
     def changed(self) -> bool:
         """Whether :meth:`usable` may answer otherwise than when this was last asked."""
-        changed, self._changed = self._changed, False
-        return changed or bool(self._paused_until)
+        now = self._clock()
+        if not self._changed and now < self._next_end:
+            return False
+        self._changed = False
+        self._next_end = min((end for end in self._paused_until.values() if end > now), default=inf)
+        return True
 
     def usable(self, replica: str) -> bool:
         """Whether requests may be sent to it now."""
@@ -46,6 +54,7 @@ class Health:
             doublings = min(failures - _TOLERATED, _MOST_DOUBLINGS)
             pause = min(_FIRST_PAUSE * 2.0**doublings, _LONGEST_PAUSE)
             self._paused_until[replica] = self._clock() + pause
+            self._changed = True
 
     def answered(self, replica: str) -> None:
         """A request sent to it was answered."""

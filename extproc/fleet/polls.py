@@ -14,6 +14,8 @@ _SHORTEST_STEP = 1e-4
 """Seconds: no engine steps faster, whatever was learned of one that was always busy."""
 _NEARLY_FULL = 0.9
 """Fraction of the KV cache above which requests may be waiting for KV space."""
+_ALL_DECODE = 0.95
+"""Share of the tokens that a batch without prefill would have generated."""
 
 
 def set_hardware(
@@ -34,15 +36,19 @@ def set_hardware(
     replicas["c0"][row] = max(step.c0, _SHORTEST_STEP)
     replicas["kv_capacity"][row] = state.kv_tokens or profile.kv_tokens
     replicas["token_budget"][row] = profile.token_budget
-    limit = profile.max_num_seqs
+    limit = max(profile.max_num_seqs, state.running)
     if before is not None and before.running == state.running and _queues(before, state):
         limit = min(limit, state.running)
     replicas["max_num_seqs"][row] = max(limit, 1)
 
 
-def _queues(*states: ReplicaState) -> bool:
-    """Requests wait, poll after poll, while KV space is left: the batch is full."""
-    return all(state.waiting > 0 and state.kv_usage < _NEARLY_FULL for state in states)
+def _queues(before: ReplicaState, after: ReplicaState) -> bool:
+    """Requests wait, poll after poll, while KV space is left and all that run decode: the batch is
+    full. (While a long prompt is prefilled, others wait for the token budget.)"""
+    steps = after.steps - before.steps
+    generated = after.generated_tokens - before.generated_tokens
+    waiting = all(state.waiting > 0 and state.kv_usage < _NEARLY_FULL for state in (before, after))
+    return waiting and steps > 0 and generated >= _ALL_DECODE * steps * after.running
 
 
 def restart(replicas: Table, requests: Table, row: int, steps: float) -> None:

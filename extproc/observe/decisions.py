@@ -101,6 +101,7 @@ class DecisionRecord:
                     "decode": _short(float(prediction.decode[index])),
                     "cost_to_others": _short(float(prediction.cost_to_others[index])),
                 },
+                "stretch": _short(float(view.stretch[index])),
                 "cost_weight": _short(float(prediction.cost_weight[index])),
                 "kv_pressure": _short(float(prediction.kv_pressure[index])),
             }

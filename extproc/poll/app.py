@@ -62,7 +62,7 @@ async def run_poller(config: Config) -> None:
                 metrics,
                 settings,
                 typical,
-                known.pop(target.id, None),
+                known.pop((target.id, target.profile), None),
                 monotonic=monotonic,
                 wall=wall,
                 random=random,
@@ -73,13 +73,15 @@ async def run_poller(config: Config) -> None:
         await _until_signalled(poller)
 
 
-async def _learned_before(reader: StateReader) -> dict[str, StepModel]:
-    """Step models in Redis, from the poller before; none where Redis is not there yet."""
+async def _learned_before(reader: StateReader) -> dict[tuple[str, str], StepModel]:
+    """Step models in Redis, from the poller before, by replica and profile; none where Redis is not
+    there yet."""
     try:
         states = await reader.states()
     except (RedisError, OSError):  # the publisher will say so
         return {}
-    return {state.id: state.learned for state in states if state.learned is not None}
+    learned = ((state.id, state.profile, state.learned) for state in states)
+    return {(id_, profile): model for id_, profile, model in learned if model is not None}
 
 
 async def _until_signalled(poller: Poller) -> None:

@@ -23,6 +23,10 @@ _PRIOR = 1e-4
 """Weight of the profile it starts from, in windows of the longest kind: it keeps what the counters
 do not tell apart. With ten times as much, a profile seven times too fast takes minutes to be
 put right under light load; with a hundredth, the chance of prompts alone moves c0 by half."""
+_LITTLE = 0.01
+"""Windows' worth of work that tells nothing of replicas in general."""
+_KNOWN = 1.0
+"""Weight of what was known before a restart, in windows of the longest kind."""
 _MOST_SCALE = 10.0
 """The speed as a whole stays within a factor of this of the coefficients."""
 _ROUNDS = 4
@@ -42,22 +46,28 @@ class Calibration:
     """
 
     def __init__(self, start: StepModel, known: StepModel | None = None) -> None:
-        """Starts from a profile, or better from what was learned before a restart (``known``)."""
+        """Starts from a profile.
+
+        Args:
+            start: its step times.
+            known: what was learned before a restart; it is forgotten as if it had just been seen.
+        """
         self._start = start
         # Coefficients are counted in units of the start, so that all are near one.
         self._unit = _coefficients(start)
-        self._known = None if known is None else _coefficients(known) / self._unit
-        self._solution = np.ones(4) if self._known is None else self._known
-        self._normal = np.zeros((4, 4))
-        self._right = np.zeros(4)
+        self._solution = np.ones(4) if known is None else _coefficients(known) / self._unit
+        self._normal = np.zeros((4, 4)) if known is None else _KNOWN * np.eye(4)
+        self._right = self._normal @ self._solution
         self._recent = Work(0.0, np.zeros(4))
         self._windows = Windows()
         self._polled_at: float | None = None
 
     @property
     def ratio(self) -> float | None:
-        """Time of the work seen, against what it takes by the start; None before any was seen."""
-        return float(self._right.sum() / self._normal.sum()) if self._normal.any() else None
+        """Time of the work seen, against what it takes by the start; None where none was seen, or
+        so long ago that it hardly counts."""
+        seen = float(self._normal.sum())
+        return float(self._right.sum()) / seen if seen > _LITTLE else None
 
     @property
     def model(self) -> StepModel:
@@ -111,12 +121,9 @@ class Calibration:
 
     def _solve(self, typical: float) -> None:
         """Coordinate descent towards the non-negative least squares solution."""
-        expected = self._known
-        if expected is None:
-            overall = (self._right.sum() + _PRIOR * typical) / (self._normal.sum() + _PRIOR)
-            expected = np.full(4, overall)
+        overall = (self._right.sum() + _PRIOR * typical) / (self._normal.sum() + _PRIOR)
         normal = (self._normal + _PRIOR * np.eye(4)).tolist()
-        right = (self._right + _PRIOR * expected).tolist()
+        right = (self._right + _PRIOR * overall).tolist()
         solution = self._solution.tolist()
         for _ in range(_ROUNDS):
             for k, row in enumerate(normal):

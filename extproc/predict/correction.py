@@ -25,11 +25,24 @@ class Correction:
         self._predicted = 0.0
         self._at = now
 
-    def observe(self, predicted: float, actual: float, now: float) -> float:
-        """A request decoded in ``actual`` seconds; returns the ratio from now on."""
-        keep = exp((self._at - now) / _MEMORY)
-        self._at = now
-        self._actual = self._actual * keep + actual
-        self._predicted = self._predicted * keep + predicted
+    def observe(self, predicted: float, actual: float, now: float) -> None:
+        """A request decoded in ``actual`` seconds."""
+        self._fade(now)
+        self._actual += min(actual, _MOST * predicted)
+        self._predicted += predicted
+
+    def ratio(self, now: float) -> float:
+        """Actual ÷ predicted as of now; it fades to 1 where nothing ends.
+
+        One that does not fade would keep requests away for ever, and with them all that could
+        prove it wrong.
+        """
+        self._fade(now)
         ratio = (self._actual + _DOUBT) / (self._predicted + _DOUBT)
         return min(max(ratio, _LEAST), _MOST)
+
+    def _fade(self, now: float) -> None:
+        keep = exp((self._at - now) / _MEMORY)
+        self._at = now
+        self._actual *= keep
+        self._predicted *= keep

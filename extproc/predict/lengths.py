@@ -25,10 +25,14 @@ _DECAY = 0.998
 """Each observation takes this much from the older ones: a memory of about 500 requests."""
 _MOST_ROWS = 1024
 """Kinds of requests told apart; later ones share the rows of coarser kinds."""
+_MOST_TENANT_ROWS = 512
+"""Of these, kinds that name a tenant: clients choose that name, and may make it up."""
 _MOST_COUNTED = 200.0
 """Requests that a replica's own histogram counts for at once, however many it holds."""
 
 _Kind = tuple[object, ...]
+_UNTENANTED = 4
+"""Parts of the finest kind without a tenant."""
 
 
 def _prior() -> Floats:
@@ -77,10 +81,10 @@ class OutputLengths:
         """A sequence of that request ended after ``tokens`` tokens.
 
         One that was cut by its bound would have gone on: it counts for the lengths beyond, as they
-        are distributed among themselves. One that had to reach its bound tells nothing.
+        are distributed among themselves. One that asked for a least length tells nothing.
         """
         bound = inf if profile.output_bound is None else profile.output_bound
-        if profile.least_output >= bound:
+        if profile.least_output:
             return
         rows = self._rows_to_learn(_kinds(profile))
         bucket = _bucket(tokens)
@@ -120,7 +124,8 @@ class OutputLengths:
         for kind in kinds:
             row = self._rows.get(kind)
             if row is None:
-                if len(self._weights) > _MOST_ROWS:
+                of_tenant = len(kind) > _UNTENANTED
+                if len(self._weights) > (_MOST_TENANT_ROWS if of_tenant else _MOST_ROWS):
                     break
                 row = self._rows[kind] = len(self._weights)
                 start = self._weights[rows[-1]]

@@ -220,16 +220,16 @@ class Exchange:
         assert self._ticket is not None
         if upstream and upstream != self._served_by:
             # Envoy passed the choice over or tried it in vain.
-            services.fleet.health.failed(self._served_by)
+            services.fleet.failed(self._served_by)
             services.fleet.move(self._ticket, upstream)
             self._served_by = upstream
         self._record.outcome.served_by = self._served_by
         self._record.outcome.status = self._status
         services.metrics.responses.labels(f"{(self._status or 0) // 100}xx").inc()
         if self._status is not None and self._status >= 500:
-            services.fleet.health.failed(self._served_by)
+            services.fleet.failed(self._served_by)
         else:
-            services.fleet.health.answered(self._served_by)
+            services.fleet.answered(self._served_by)
 
     def _worth_reading(self, content_type: str) -> bool:
         """Every whole response, for it is one message, and a sample of the streams."""
@@ -298,7 +298,9 @@ class Exchange:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
         if usage.completion_tokens and profile.sequences:
             each = usage.completion_tokens / profile.sequences
-            services.router.learn(self._record.decision, self._served_by, each, seconds)
+            services.router.learn(
+                self._record.decision, self._served_by, each, seconds, outcome.ttft_s
+            )
 
     def _account(self, predicted: float, actual: float) -> None:
         metrics = self._services.metrics

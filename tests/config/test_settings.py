@@ -27,10 +27,10 @@ def test_nothing_set_gives_the_defaults() -> None:
 
 
 def test_flags_win_over_environment_and_environment_over_file(tmp_path: Path) -> None:
-    file = write(tmp_path, "poll: {interval_s: 1, timeout_s: 1, jitter: 0.3}")
-    env = {"EXTPROC_POLL__INTERVAL_S": "2", "EXTPROC_POLL__TIMEOUT_S": "2"}
-    poll = load({"poll.interval_s": "3"}, env, file).poll
-    assert (poll.interval_s, poll.timeout_s, poll.jitter) == (3, 2, 0.3)
+    file = write(tmp_path, "poll: {interval_s: 0.1, timeout_s: 1, jitter: 0.3}")
+    env = {"EXTPROC_POLL__INTERVAL_S": "0.2", "EXTPROC_POLL__TIMEOUT_S": "2"}
+    poll = load({"poll.interval_s": "0.3"}, env, file).poll
+    assert (poll.interval_s, poll.timeout_s, poll.jitter) == (0.3, 2, 0.3)
 
 
 def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_number_is_finite(key: str, text: str) -> None:
         {"poll.ttl_s": "3"},
         {"poll.timeout_s": "8"},
         {"poll.backoff_max_s": "9"},
-        {"poll.interval_s": "9"},
+        {"poll.timeout_s": "9"},
     ],
 )
 def test_a_state_lives_until_the_next_scrape(flags: dict[str, str]) -> None:

@@ -249,10 +249,27 @@ def test_the_replicas_own_queue_counts_as_waiting() -> None:
 def test_one_waiting_request_does_not_make_a_batch_look_full() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
-    fleet.put(state(1, A10, clock, running=1, waiting=1, kv_usage=0.05))
+    fleet.put(state(1, A10, clock, running=4, waiting=1, kv_usage=0.05))
     assert fleet.view(MODEL).max_num_seqs[0] == 256
-    fleet.put(state(1, A10, clock, running=1, waiting=1, kv_usage=0.05))
-    assert fleet.view(MODEL).max_num_seqs[0] == 1
+    full = state(1, A10, clock, running=4, waiting=1, kv_usage=0.05, steps=10, generated_tokens=40)
+    fleet.put(full)
+    assert fleet.view(MODEL).max_num_seqs[0] == 4
+
+
+def test_requests_that_wait_for_a_long_prefill_do_not_either() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for steps in (10, 12):
+        busy = {"running": 5, "waiting": 1, "kv_usage": 0.3, "generated_tokens": 4 * steps}
+        fleet.put(state(1, A10, clock, steps=steps, **busy))
+    assert fleet.view(MODEL).max_num_seqs[0] == 256
+
+
+def test_a_replica_that_runs_more_than_its_profile_allows_is_allowed_more() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, running=400))
+    assert fleet.view(MODEL).max_num_seqs[0] == 400
 
 
 def test_a_failed_scrape_is_no_restart() -> None:
@@ -438,3 +455,46 @@ def test_a_request_that_must_reach_its_bound_is_expected_to() -> None:
     clock.advance(1.0)
     (remaining,) = fleet.sequences(fleet.view(MODEL)).remaining
     assert 1_900 < remaining < 2_000
+
+
+def test_a_replica_that_took_long_is_tried_again() -> None:
+    """Nothing is sent to it, and so nothing that ends there could prove it fast again."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(10):
+        fleet.decoded(replica(1), 5.0, 300.0)
+    fleet.put(state(1, A10, clock))
+    assert fleet.view(MODEL).stretch[0] > 2
+    clock.advance(180.0)
+    fleet.put(state(1, A10, clock))
+    assert fleet.view(MODEL).stretch[0] < 1.1
+
+
+def test_a_replica_that_came_back_is_learned_from() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.remove(replica(1))
+    fleet.put(state(1, A10, clock))
+    for _ in range(10):
+        fleet.decoded(replica(1), 5.0, 10.0)
+    fleet.put(state(1, A10, clock))
+    assert fleet.view(MODEL).stretch[0] > 1.5
+
+
+def test_requests_of_a_replica_that_left_are_not_held_against_anyone() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.remove(replica(1))
+    for _ in range(3):
+        fleet.failed(replica(1))
+    fleet.put(state(1, A10, clock))
+    assert fleet.view(MODEL).ids == [replica(1)]
+
+
+def test_where_all_replicas_fail_all_are_used() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for number in (1, 2):
+        for _ in range(3):
+            fleet.failed(replica(number))
+    assert fleet.view(MODEL).ids == [replica(1), replica(2)]

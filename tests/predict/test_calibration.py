@@ -163,6 +163,26 @@ def test_one_that_was_slow_for_a_while_is_tried_again(seconds: int) -> None:
     assert calibration.model.c0 < 1.2 * A10.c0
 
 
+def test_what_was_known_before_a_restart_is_forgotten_when_idle() -> None:
+    calibration = Calibration(A10, known=A10.slowed(3.0))
+    polls = [EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0)]
+    calibration.poll(polls[0])
+    assert_like(calibration.model, A10.slowed(3.0))
+    for poll in idle(polls, 3_600):
+        calibration.poll(poll)
+    assert_like(calibration.model, A10)
+
+
+def test_after_a_night_without_work_nothing_is_told_of_it() -> None:
+    calibration = Calibration(A10)
+    for poll in simulated(A10.slowed(1.4), 300):
+        calibration.poll(poll)
+    assert calibration.ratio == pytest.approx(1.4, rel=0.1)
+    calibration.poll(EngineCounts(1e5, 0.0, 0.0, 0.0, 0, 0.0))
+    assert calibration.ratio is None
+    assert_like(calibration.model, A10)
+
+
 def test_before_anything_was_seen_a_replica_is_as_others_turned_out_to_be() -> None:
     calibration = Calibration(A10)
     assert calibration.ratio is None

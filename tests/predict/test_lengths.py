@@ -126,11 +126,12 @@ def test_a_kind_not_seen_yet_is_like_the_next_coarser_one() -> None:
     assert outputs.expected(outputs.row(request(tenant="new")), FREE) == pytest.approx(40, rel=0.2)
 
 
-def test_a_request_that_had_to_reach_its_bound_tells_nothing() -> None:
+@pytest.mark.parametrize("least", [1999, 2000])
+def test_a_request_that_had_to_go_on_tells_nothing(least: int) -> None:
     outputs, row = learned(40)
     before = outputs.expected(row, FREE)
     for _ in range(100):
-        outputs.observe(request(bound=2000, least=2000), 2000)
+        outputs.observe(request(bound=2000, least=least), 2000)
     assert outputs.expected(outputs.row(request()), FREE) == before
 
 
@@ -150,3 +151,12 @@ def test_a_replicas_own_histogram_tells_of_its_model() -> None:
     assert outputs.p90(row, FREE) <= 50
     outputs.observe_counts("llama", [(10.0, 0.0), (float("inf"), 0.0)])
     assert outputs.expected(row, FREE) == seen
+
+
+def test_tenants_that_clients_make_up_leave_room_for_models() -> None:
+    outputs = OutputLengths()
+    for number in range(2000):
+        outputs.observe(request(tenant=f"tenant-{number}"), 100)
+    for _ in range(200):
+        outputs.observe(request("new"), 900)
+    assert outputs.expected(outputs.row(request("new")), FREE) > 700
