@@ -60,8 +60,8 @@ class ExternalProcessor:
             logger.exception("a request could not be routed; Envoy goes on without the router")
             raise
         finally:
-            exchange.close()
             open_streams.dec()
+            exchange.close()
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The handler to add to a gRPC server."""
