@@ -12,7 +12,7 @@ from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.progress import Progress
 from extproc.fleet.stalls import Stalls
 from extproc.fleet.state import ReplicaState
-from extproc.fleet.tables import COSTS, replica_table, request_table
+from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.correction import Correction
 from extproc.predict.lengths import OutputLengths
@@ -49,8 +49,8 @@ class Fleet:
         self._rows: dict[str, int] = {}
         self._states: list[ReplicaState] = []
         """By row of the table; those of replicas that left stay until the row is used again."""
-        self._replicas = replica_table()
-        self._requests = request_table()
+        self._replicas = Replicas()
+        self._requests = Requests()
         self._progress = Progress(self._replicas, self._requests, lengths, clock())
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[str, _Candidates] = {}
@@ -95,14 +95,14 @@ class Fleet:
         if before is None or _seen_by_policies(state) != _seen_by_policies(before):
             self._candidates.clear()
         self._states[row] = state
-        self._replicas["stretch"][row] = self._corrections[state.id].ratio(now)
-        self._replicas["heard_at"][row] = now
+        self._replicas.stretch[row] = self._corrections[state.id].ratio(now)
+        self._replicas.heard_at[row] = now
         self._stalls.heard(state, now)
         self._look_for_stalls(now)
         set_hardware(self._replicas, row, state, before)
         self._learn_lengths(state, before)
         if state.healthy:
-            if state.steps < self._replicas["polled_steps"][row]:
+            if state.steps < self._replicas.polled_steps[row]:
                 restart(self._replicas, self._requests, row, state.steps)
             sampled_at = now - age - state.scrape_seconds / 2
             correct(self._replicas, self._requests, row, state, sampled_at, now)
@@ -131,7 +131,7 @@ class Fleet:
         """
         if self._heard_at - self._heard_since < after:
             return
-        heard = {name: self._replicas["heard_at"][row] for name, row in self._rows.items()}
+        heard = {name: self._replicas.heard_at[row] for name, row in self._rows.items()}
         latest = max(heard.values(), default=0.0)
         for name, at in heard.items():
             if latest - at > after:
@@ -159,7 +159,7 @@ class Fleet:
         if departed:
             self._rows[state.id] = departed[0]
             return departed[0]
-        taken = set(self._rows.values()) | set(self._requests["replica"].tolist())
+        taken = set(self._rows.values()) | set(self._requests.replica.tolist())
         free = [row for row in range(len(self._replicas)) if row not in taken]
         if free:
             row = free[0]
@@ -170,7 +170,7 @@ class Fleet:
             row, steps=state.steps, polled_steps=state.steps, chunk=1.0, stretch=1.0
         )
         set_hardware(self._replicas, row, state, None)
-        self._replicas["decode_step"][row] = self._replicas["c0"][row]
+        self._replicas.decode_step[row] = self._replicas.c0[row]
         self._rows[state.id] = row
         return row
 
@@ -184,7 +184,7 @@ class Fleet:
     def in_flight_on(self, replica: str) -> int:
         """Requests in this router's ledger on that replica."""
         row = self._rows.get(replica)
-        return 0 if row is None else int((self._requests["replica"] == row).sum())
+        return 0 if row is None else int(self._replicas.requests[row])
 
     def dispatch(self, replica: str, profile: RequestProfile) -> Ticket:
         """Takes a request into the ledger as sent to ``replica`` now.
@@ -251,32 +251,42 @@ class Fleet:
         Where none says it serves it, every healthy one is in: an adapter may have been loaded
         since the poller asked, and a replica knows best what it does not serve.
         """
-        now = self._clock()
-        self._progress.advance(now)
+        self._progress.advance(self._clock())
         self._progress.refresh()
         candidates = self._find(model)
-        rows, replicas, requests = candidates.rows, self._replicas, self._requests
-        kv_used, capacity = replicas["kv_used"][rows], replicas["kv_capacity"][rows]
-        queued = np.bincount(
-            requests["replica"], requests["first_step"] == np.inf, minlength=len(replicas)
-        )
+        (
+            requests,
+            queued,
+            enqueued,
+            prefilled,
+            foreign,
+            polled_waiting,
+            batch,
+            kv_used,
+            kv_capacity,
+            token_budget,
+            max_num_seqs,
+            decode_step,
+            stretch,
+            *costs,
+        ) = self._replicas.first(IN_VIEW).take(candidates.rows, axis=1)
         return FleetView(
-            rows=rows,
-            ids=candidates.ids,
-            names=candidates.names,
-            requests=(replicas["requests"] + replicas["foreign"])[rows],
-            waiting=np.maximum(queued, replicas["polled_waiting"])[rows],
-            kv_usage=np.minimum(kv_used / capacity, 1.0),
-            backlog=np.maximum(replicas["enqueued"] - replicas["prefilled"], 0.0)[rows],
-            batch=replicas["batch"][rows],
-            kv_used=kv_used,
-            kv_capacity=capacity,
-            token_budget=replicas["token_budget"][rows],
-            max_num_seqs=replicas["max_num_seqs"][rows],
-            costs=StepCosts(*(replicas[name][rows] for name in COSTS)),
-            decode_step=replicas["decode_step"][rows],
-            stretch=replicas["stretch"][rows],
-            excluded=candidates.excluded,
+            candidates.rows,
+            candidates.ids,
+            candidates.names,
+            requests + foreign,
+            np.maximum(queued, polled_waiting),
+            np.minimum(kv_used / kv_capacity, 1.0),
+            enqueued - prefilled,
+            batch,
+            kv_used,
+            kv_capacity,
+            token_budget,
+            max_num_seqs,
+            StepCosts(*costs),
+            decode_step,
+            stretch,
+            candidates.excluded,
         )
 
     def sequences(self, view: FleetView) -> Sequences:
@@ -284,28 +294,23 @@ class Fleet:
 
         The ledger's sequences and, as one entry a replica, those of others.
         """
-        requests, rows = self._requests, view.rows
-        weight = requests["weight"]
-        context = requests["prompt"] / np.maximum(weight, 1.0) + requests["generated"]
-        on, remaining = requests["replica"], requests["remaining"]
+        self._progress.look_ahead()
+        on, figures, rows = self._requests.replica, self._requests.first(SEEN), view.rows
         if len(rows) < len(self._replicas):
             candidate = np.full(len(self._replicas), -1, dtype=np.intp)
             candidate[rows] = np.arange(len(rows))
             on = candidate[on]
-            keep = on >= 0
-            on, weight, context, remaining = on[keep], weight[keep], context[keep], remaining[keep]
-        foreign = self._replicas["foreign"][rows]
-        theirs = np.flatnonzero(foreign)
-        if not len(theirs):
-            return Sequences(on, weight, context, remaining)
-        kv = np.maximum(self._replicas["kv_beyond"][rows[theirs]], 0.0)
-        typical = self.lengths.expected(0, UNBOUNDED)
-        return Sequences(
-            replica=np.concatenate([on, theirs]),
-            weight=np.concatenate([weight, foreign[theirs]]),
-            context=np.concatenate([context, kv / foreign[theirs]]),
-            remaining=np.concatenate([remaining, np.full(len(theirs), typical)]),
-        )
+            keep = (on >= 0).nonzero()[0]
+            on, figures = on[keep], figures.take(keep, axis=1)
+        foreign = self._replicas.foreign[rows]
+        theirs = foreign.nonzero()[0]
+        if len(theirs):
+            others = np.empty((SEEN, len(theirs)))
+            others[0] = foreign = foreign[theirs]
+            others[1] = np.maximum(self._replicas.kv_beyond[rows[theirs]], 0.0) / foreign
+            others[2] = self.lengths.expected(0, UNBOUNDED)
+            on, figures = np.concatenate([on, theirs]), np.hstack([figures, others])
+        return Sequences(on, *figures)
 
     def _find(self, model: str) -> _Candidates:
         if self.health.changed():

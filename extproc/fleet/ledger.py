@@ -1,11 +1,10 @@
 """This router's requests in flight: taken in when sent, let go when their stream ends."""
 
 from dataclasses import dataclass
-
-import numpy as np
+from math import inf
 
 from extproc.fleet.progress import Progress
-from extproc.fleet.table import Table
+from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
@@ -24,7 +23,7 @@ class Ledger:
     """Requests in flight, on rows of replicas. Progress must be up to date when one changes."""
 
     def __init__(
-        self, replicas: Table, requests: Table, progress: Progress, lengths: OutputLengths
+        self, replicas: Replicas, requests: Requests, progress: Progress, lengths: OutputLengths
     ) -> None:
         self._replicas = replicas
         self._requests = requests
@@ -41,33 +40,38 @@ class Ledger:
     ) -> Ticket:
         """Takes a request in, as sent now to a replica whose model has that context length."""
         bound = float(_bound(profile, context))
-        row = self._lengths.row(profile)
+        begin, cut = self._lengths.place(self._lengths.row(profile), bound)
         self._tickets += 1
-        self._row[self._tickets] = self._requests.append(
-            replica=replica,
-            ticket=self._tickets,
+        row = self._row[self._tickets] = self._requests.append(
+            weight=profile.sequences,
             sent_at=now,
             prompt=profile.prompt_tokens,
+            each=profile.prompt_tokens / max(profile.sequences, 1),
             mark=self._enqueue(replica, profile.prompt_tokens),
-            first_step=np.inf,
-            remaining=max(self._lengths.expected(row, bound), profile.least_output),
-            least=profile.least_output,
-            weight=profile.sequences,
+            before=inf,
             bound=bound,
-            lengths=row,
+            least=profile.least_output,
+            replica=replica,
+            ticket=self._tickets,
+            lengths=begin,
+            cut=cut,
         )
-        self._replicas["requests"][replica] += 1
+        count(self._replicas, self._requests, row, 1)
+        self._progress.joined()
         return Ticket(self._tickets)
 
     def move(self, ticket: Ticket, replica: int) -> None:
         """The request is on another replica than it was sent to."""
-        row = self._row[ticket.number]
-        if self._requests["replica"][row] == replica:
+        requests, row = self._requests, self._row[ticket.number]
+        if requests.replica[row] == replica:
             return
         self._dequeue(row)
-        self._requests["replica"][row] = replica
-        self._requests["first_step"][row] = np.inf
-        self._requests["mark"][row] = self._enqueue(replica, self._requests["prompt"][row])
+        count(self._replicas, requests, row, -1)
+        requests.replica[row] = replica
+        requests.before[row] = inf
+        requests.until[row] = 0.0
+        requests.mark[row] = self._enqueue(replica, requests.prompt[row])
+        count(self._replicas, requests, row, 1)
         self._progress.changed()
 
     def first_token(self, ticket: Ticket) -> None:
@@ -83,31 +87,34 @@ class Ledger:
             self._prefilled(row)
         else:
             self._dequeue(row)
-        if self._requests.drop(row) != row:
-            self._row[int(self._requests["ticket"][row])] = row
+        requests = self._requests
+        count(self._replicas, requests, row, -1)
+        if requests.drop(row) != row:
+            self._row[int(requests.ticket[row])] = row
         self._progress.changed()
 
     def _enqueue(self, replica: int, tokens: float) -> float:
         replicas = self._replicas
-        replicas["enqueued"][replica] += tokens
-        mark = float(replicas["enqueued"][replica])
-        backlog = mark - replicas["prefilled"][replica]
-        replicas["chunk"][replica] = max(min(backlog, replicas["token_budget"][replica]), 1.0)
+        mark = float(replicas.enqueued[replica]) + tokens
+        replicas.enqueued[replica] = mark
+        backlog = mark - replicas.prefilled[replica]
+        replicas.chunk[replica] = max(min(backlog, replicas.token_budget[replica]), 1.0)
         return mark
 
     def _dequeue(self, row: int) -> None:
         """Takes what is not prefilled of its prompt from the replica's backlog."""
         requests, replicas = self._requests, self._replicas
-        replica, mark = requests["replica"][row], requests["mark"][row]
-        left = min(max(mark - replicas["prefilled"][replica], 0.0), requests["prompt"][row])
-        behind = (requests["replica"] == replica) & (requests["mark"] >= mark)
-        requests["mark"][behind] -= left
-        replicas["enqueued"][replica] -= left
+        replica, mark = requests.replica[row], requests.mark[row]
+        left = min(max(mark - replicas.prefilled[replica], 0.0), requests.prompt[row])
+        behind = (requests.replica == replica) & (requests.mark >= mark)
+        requests.mark[behind] -= left
+        enqueued = replicas.enqueued[replica] - left
+        replicas.enqueued[replica] = max(enqueued, replicas.prefilled[replica])  # by rounding
 
     def _prefilled(self, row: int) -> None:
-        replica = self._requests["replica"][row]
-        prefilled = self._replicas["prefilled"]
-        prefilled[replica] = max(prefilled[replica], self._requests["mark"][row])
+        replica = self._requests.replica[row]
+        prefilled = self._replicas.prefilled
+        prefilled[replica] = max(prefilled[replica], self._requests.mark[row])
         self._progress.changed()
 
 

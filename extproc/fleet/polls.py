@@ -1,10 +1,11 @@
 """What a poll says of a replica, brought together with the router's own ledger."""
 
+from math import inf
+
 import numpy as np
 
 from extproc.fleet.state import ReplicaState
-from extproc.fleet.table import Table
-from extproc.fleet.tables import COSTS
+from extproc.fleet.tables import COSTS, Replicas, Requests
 from extproc.fleet.view import Indices
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 
@@ -19,7 +20,7 @@ _ALL_DECODE = 0.95
 
 
 def set_hardware(
-    replicas: Table, row: int, state: ReplicaState, before: ReplicaState | None
+    replicas: Replicas, row: int, state: ReplicaState, before: ReplicaState | None
 ) -> None:
     """Speed and limits of a replica: learned or said by itself, else its profile's.
 
@@ -32,14 +33,14 @@ def set_hardware(
     profile = PROFILES.get(state.profile) or PROFILES[DEFAULT_PROFILE]
     step = state.learned or profile.step
     for name in COSTS:
-        replicas[name][row] = getattr(step, name)
-    replicas["c0"][row] = max(step.c0, _SHORTEST_STEP)
-    replicas["kv_capacity"][row] = state.kv_tokens or profile.kv_tokens
-    replicas["token_budget"][row] = profile.token_budget
+        getattr(replicas, name)[row] = getattr(step, name)
+    replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
+    replicas.kv_capacity[row] = state.kv_tokens or profile.kv_tokens
+    replicas.token_budget[row] = profile.token_budget
     limit = max(profile.max_num_seqs, state.running)
     if before is not None and before.running == state.running and _queues(before, state):
         limit = min(limit, state.running)
-    replicas["max_num_seqs"][row] = max(limit, 1)
+    replicas.max_num_seqs[row] = max(limit, 1)
 
 
 def _queues(before: ReplicaState, after: ReplicaState) -> bool:
@@ -51,53 +52,67 @@ def _queues(before: ReplicaState, after: ReplicaState) -> bool:
     return waiting and steps > 0 and generated >= _ALL_DECODE * steps * after.running
 
 
-def restart(replicas: Table, requests: Table, row: int, steps: float) -> None:
+def restart(replicas: Replicas, requests: Requests, row: int, steps: float) -> None:
     """The replica's process is a new one: its step count begins anew, and so does it here."""
-    mine = requests["replica"] == row
-    requests["first_step"][mine] -= replicas["steps"][row] - steps
-    replicas["steps"][row] = replicas["polled_steps"][row] = steps
+    mine = requests.replica == row
+    requests.before[mine] -= replicas.steps[row] - steps
+    requests.until[mine] = 0.0
+    replicas.steps[row] = replicas.polled_steps[row] = steps
 
 
 def correct(
-    replicas: Table, requests: Table, row: int, state: ReplicaState, sampled_at: float, now: float
+    replicas: Replicas,
+    requests: Requests,
+    row: int,
+    state: ReplicaState,
+    sampled_at: float,
+    now: float,
 ) -> None:
     """Sets steps and others' load right by a poll whose figures were taken at ``sampled_at``.
 
     Requests sent since then stay on top of what the poll saw.
     """
-    mine = np.flatnonzero(requests["replica"] == row)
+    mine = (requests.replica == row).nonzero()[0]
     _correct_steps(replicas, requests, row, mine, state.steps, now - sampled_at)
 
-    then = mine[requests["sent_at"][mine] <= sampled_at]
-    own = np.maximum(requests["weight"][then], 1.0).sum()
+    then = mine[requests.sent_at[mine] <= sampled_at]
+    own = np.maximum(requests.weight[then], 1.0).sum()
     beyond = max(state.running + state.waiting - float(own), 0.0)
     # A request that ended between the scrape and now is seen by one poll only.
-    replicas["foreign"][row] = min(beyond, replicas["beyond"][row])
-    replicas["beyond"][row] = beyond
-    replicas["polled_waiting"][row] = state.waiting
-    started = requests["first_step"][then] < np.inf
-    own_kv = requests["prompt"][then] + requests["weight"][then] * requests["generated"][then]
-    used = state.kv_usage * replicas["kv_capacity"][row]
-    replicas["kv_beyond"][row] = used - float((own_kv * started).sum())
-    replicas["sampled_at"][row] = sampled_at
+    replicas.foreign[row] = min(beyond, replicas.beyond[row])
+    replicas.beyond[row] = beyond
+    replicas.polled_waiting[row] = state.waiting
+    started = requests.before[then] < inf
+    own_kv = requests.prompt[then] + requests.weight[then] * requests.generated[then]
+    used = state.kv_usage * replicas.kv_capacity[row]
+    replicas.kv_beyond[row] = used - float((own_kv * started).sum())
+    replicas.sampled_at[row] = sampled_at
 
 
-def fade(replicas: Table, now: float) -> None:
+def fade(replicas: Replicas, now: float) -> None:
     """Forgets others' load on replicas whose polls are too old to tell."""
-    old = now - replicas["sampled_at"] > _STALE
-    if old.any():
-        for name in ("beyond", "foreign", "kv_beyond", "polled_waiting"):
-            replicas[name][old] = 0.0
+    sampled_at = replicas.sampled_at
+    if len(replicas) and now - sampled_at[sampled_at.argmin()] > _STALE:
+        old = now - sampled_at > _STALE
+        for column in (
+            replicas.beyond,
+            replicas.foreign,
+            replicas.kv_beyond,
+            replicas.polled_waiting,
+        ):
+            column[old] = 0.0
+        sampled_at[old] = inf  # forgotten, once and for all
 
 
 def _correct_steps(
-    replicas: Table, requests: Table, row: int, mine: Indices, polled: float, age: float
+    replicas: Replicas, requests: Requests, row: int, mine: Indices, polled: float, age: float
 ) -> None:
-    busy = replicas["batch"][row] > 0
-    steps = polled + (age / replicas["decode_step"][row] if busy else 0.0)
-    shift = steps - replicas["steps"][row]
+    busy = replicas.batch[row] > 0
+    steps = polled + (age / replicas.decode_step[row] if busy else 0.0)
+    shift = steps - replicas.steps[row]
     # Those that began since the last poll began at a count that was off by as much.
-    since = mine[requests["first_step"][mine] > replicas["polled_steps"][row]]
-    requests["first_step"][since] += shift
-    replicas["steps"][row] = steps
-    replicas["polled_steps"][row] = polled
+    since = mine[requests.before[mine] > replicas.polled_steps[row] - 1.0]
+    requests.before[since] += shift
+    requests.until[mine] = 0.0
+    replicas.steps[row] = steps
+    replicas.polled_steps[row] = polled

@@ -1,9 +1,11 @@
 """Moves the requests in flight forward between polls."""
 
+from math import inf
+
 import numpy as np
 
 from extproc.fleet.polls import fade
-from extproc.fleet.table import Table
+from extproc.fleet.tables import Replicas, Requests, count
 from extproc.fleet.view import Floats
 from extproc.predict.lengths import OutputLengths
 
@@ -25,7 +27,7 @@ class Progress:
     """
 
     def __init__(
-        self, replicas: Table, requests: Table, lengths: OutputLengths, now: float
+        self, replicas: Replicas, requests: Requests, lengths: OutputLengths, now: float
     ) -> None:
         self._replicas = replicas
         self._requests = requests
@@ -33,6 +35,11 @@ class Progress:
         self._as_of = now
         self._refreshed_at = now
         self._changed = False
+        self._looked_ahead = True
+
+    def joined(self) -> None:
+        """A request came, of which nothing is expected yet."""
+        self._looked_ahead = False
 
     def changed(self) -> None:
         """Requests came, went or moved on: the sums are out of date."""
@@ -52,71 +59,74 @@ class Progress:
         """Brings the requests, and the sums over them, in line with the replicas' counts."""
         if self._changed:
             self._changed = False
+            self._looked_ahead = False
             self._refreshed_at = self._as_of
             self._start_decoding()
-            self._measure()
             self._sum_up()
+
+    def look_ahead(self) -> None:
+        """What is expected of the requests, as of the last refresh."""
+        if self._looked_ahead:
+            return
+        self._looked_ahead = True
+        requests, generated = self._requests, self._requests.generated
+        np.add(requests.each, generated, out=requests.context)
+        # Most are where they were: to search for all of them takes 0.3 ms for 12,000 requests.
+        passed = (generated >= requests.until).nonzero()[0]
+        if len(passed):
+            requests.alive[passed], requests.until[passed] = self._lengths.reached(
+                requests.lengths[passed], generated[passed]
+            )
+        requests.remaining[:] = self._lengths.remaining_at(
+            requests.alive, requests.cut, generated, requests.bound, requests.least
+        )
 
     def _move(self, elapsed: float) -> None:
         replicas = self._replicas
         decoding: Floats | float = elapsed
-        backlog = replicas["enqueued"] - replicas["prefilled"]
-        if (backlog > _ROUNDING).any():
-            decoding = elapsed - self._prefill(backlog, elapsed)
-        replicas["steps"][:] += decoding / replicas["decode_step"] * (replicas["batch"] > 0)
+        if len((replicas.enqueued - replicas.prefilled > _ROUNDING).nonzero()[0]):
+            decoding = elapsed - self._prefill(elapsed)
+        replicas.steps += decoding / replicas.decode_step * (replicas.batch > 0)
 
-    def _prefill(self, backlog: Floats, elapsed: float) -> Floats:
+    def _prefill(self, elapsed: float) -> Floats:
         """Prefills the backlogs; returns the seconds that took."""
         replicas = self._replicas
-        chunk = replicas["chunk"]
-        step = replicas["decode_step"] + replicas["c_prefill"] * chunk
-        drain = backlog * step / chunk
-        taken: Floats = np.minimum(elapsed, drain)
-        replicas["prefilled"][:] = np.where(
-            taken >= drain, replicas["enqueued"], replicas["prefilled"] + taken * chunk / step
-        )
-        replicas["steps"][:] += taken / step
+        chunk = replicas.chunk
+        rate = chunk / (replicas.decode_step + replicas.c_prefill * chunk)
+        prefilled = np.minimum(replicas.prefilled + elapsed * rate, replicas.enqueued)
+        done = prefilled - replicas.prefilled
+        replicas.prefilled[:] = prefilled
+        replicas.steps += done / chunk
         if self._start_decoding():
-            self._measure()
             self._sum_up()
+        taken: Floats = done / rate
         return taken
-
-    def _measure(self) -> None:
-        """The progress of each request."""
-        requests = self._requests
-        generated = self._replicas["steps"][requests["replica"]] - requests["first_step"] + 1.0
-        np.minimum(np.maximum(generated, 0.0, out=generated), requests["bound"], out=generated)
-        requests["generated"][:] = generated
-        requests["remaining"][:] = np.maximum(
-            self._lengths.remaining(requests["lengths"], generated, requests["bound"]),
-            requests["least"] - generated,
-        )
-
-    def _sum_up(self) -> None:
-        """Per replica the sums over its requests."""
-        replicas, requests = self._replicas, self._requests
-        fade(replicas, self._as_of)
-        count, on, weight = len(replicas), requests["replica"], requests["weight"]
-        started = requests["first_step"] < np.inf
-        batch = np.bincount(on, weight * started, minlength=count) + replicas["foreign"]
-        held = np.bincount(
-            on, requests["prompt"] * started + weight * requests["generated"], minlength=count
-        )
-        kv_used = np.maximum(held + replicas["kv_beyond"], 0.0)
-        replicas["requests"][:] = np.bincount(on, minlength=count)
-        replicas["batch"][:] = batch
-        replicas["kv_used"][:] = kv_used
-        replicas["decode_step"][:] = (
-            replicas["c0"] + replicas["c_batch"] * batch + replicas["c_kv"] * kv_used
-        )
 
     def _start_decoding(self) -> bool:
         """Those whose prompt is prefilled have their first token; returns whether any has."""
         requests, replicas = self._requests, self._replicas
-        waiting = np.flatnonzero(requests["first_step"] == np.inf)
+        waiting = (requests.before == inf).nonzero()[0]
         if not len(waiting):
             return False
-        on = requests["replica"][waiting]
-        prefilled = requests["mark"][waiting] <= replicas["prefilled"][on] + _ROUNDING
-        requests["first_step"][waiting[prefilled]] = replicas["steps"][on[prefilled]]
-        return bool(prefilled.any())
+        prefilled = replicas.prefilled[requests.replica[waiting]] + _ROUNDING
+        started = waiting[requests.mark[waiting] <= prefilled].tolist()
+        for row in started:
+            count(replicas, requests, row, -1)
+            requests.before[row] = replicas.steps[requests.replica[row]] - 1.0
+            count(replicas, requests, row, 1)
+        return bool(started)
+
+    def _sum_up(self) -> None:
+        """The progress of each request, and the sums over the requests of each replica."""
+        replicas, requests = self._replicas, self._requests
+        on, generated = requests.replica, requests.generated
+        np.subtract(replicas.steps[on], requests.before, out=generated)
+        np.maximum(generated, 0.0, out=generated)
+        np.minimum(generated, requests.bound, out=generated)
+
+        fade(replicas, self._as_of)
+        np.add(replicas.decoding, replicas.foreign, out=replicas.batch)
+        decoded = np.bincount(on, requests.weight * generated, minlength=len(replicas))
+        np.maximum(decoded + replicas.held + replicas.kv_beyond, 0.0, out=replicas.kv_used)
+        loaded = replicas.c_batch * replicas.batch + replicas.c_kv * replicas.kv_used
+        np.add(replicas.c0, loaded, out=replicas.decode_step)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from extproc.fleet.view import FleetView, Floats, Sequences
+from extproc.fleet.view import FleetView, Floats, Sequences, least
 from extproc.request.profile import RequestProfile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prediction:
     """Predicted times in seconds, one entry of each array a candidate of the view."""
 
@@ -31,10 +31,8 @@ class Prediction:
     kv_pressure: Floats
     """Fraction of the KV cache in use after admission, 0…1."""
 
-    @property
-    def first_token_share(self) -> float:
-        """Time to first token in the completion, at the soonest, 0…1."""
-        return float(self.ttft.min() / self.completion.min())
+    first_token_share: float
+    """Time to first token in the completion, at the soonest, 0…1."""
 
     @property
     def cost_weight(self) -> Floats:
@@ -67,52 +65,85 @@ def predict(
     """
     own = max(profile.sequences, 1)
     prompt, out = float(profile.prompt_tokens), float(output_tokens)
+    taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
-    admission = _admission(profile, view, sequences)
+    admission = _admission(view, sequences, taken, own, prompt)
     prefill = _prefill(view, prompt)
     decode, cost_to_others = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + admission + prefill
+    completion = ttft + decode
+    kv_pressure = np.minimum((taken + (prompt + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
-        output_tokens=out,
-        step_rest=step_rest,
-        admission=admission,
-        prefill=prefill,
-        decode=decode,
-        ttft=ttft,
-        completion=ttft + decode,
-        cost_to_others=cost_to_others,
-        kv_pressure=np.minimum(
-            (view.kv_used + view.backlog + (prompt + own * out)) / view.kv_capacity, 1.0
-        ),
+        out,
+        step_rest,
+        admission,
+        prefill,
+        decode,
+        ttft,
+        completion,
+        cost_to_others,
+        kv_pressure,
+        least(ttft) / least(completion),
     )
 
 
 def _step_rest(view: FleetView) -> Floats:
     """Half a step of decoding, where one is in progress; a prefill is in the backlog."""
-    rest: Floats = view.decode_step * (0.5 * ((view.batch > 0) & (view.backlog <= 0)))
+    decoding = (view.batch > 0.0) & (view.backlog <= 0.0)
+    rest: Floats = view.decode_step * decoding * 0.5
     return rest
 
 
+def _admission(
+    view: FleetView, sequences: Sequences, taken: Floats, own: int, prompt: float
+) -> Floats:
+    """Seconds until the sequences in flight have freed the KV tokens and places it needs.
+
+    vLLM admits a prompt only when all of it fits, after those queued before it.
+    """
+    wait = np.zeros(len(view))
+    free = view.kv_capacity - taken
+    places = view.max_num_seqs - view.batch - view.waiting
+    if least(free) >= prompt and least(places) >= own:
+        return wait
+    for index in ((free < prompt) | (places < own)).nonzero()[0]:
+        here = (sequences.replica == index).nonzero()[0]
+        if not len(here):
+            continue
+        here = here[sequences.remaining[here].argsort()]
+        weight = sequences.weight[here]
+        remaining = sequences.remaining[here]
+        freed = np.cumsum(weight * (sequences.context[here] + remaining))
+        ended = np.cumsum(weight)
+        last = max(
+            freed.searchsorted(prompt - free[index]), ended.searchsorted(own - places[index])
+        )
+        wait[index] = remaining[min(last, len(here) - 1)] * view.decode_step[index]
+    return wait
+
+
 def _prefill(view: FleetView, prompt: float) -> Floats:
+    costs = view.costs
     queue = view.backlog + prompt
-    steps = np.ceil(np.maximum(queue, 1.0) / view.token_budget)
-    seconds: Floats = queue * view.costs.c_prefill + steps * view.decode_step
-    return seconds + view.costs.c_att * (prompt * prompt / 2)
+    steps = np.ceil(queue / view.token_budget)
+    if not prompt:
+        steps = np.maximum(steps, 1.0)
+    seconds: Floats = queue * costs.c_prefill + steps * view.decode_step
+    return seconds + costs.c_att * (prompt * prompt / 2)
 
 
 def _decode(
     view: FleetView, sequences: Sequences, own: int, prompt: float, out: float
 ) -> tuple[Floats, Floats]:
     """Decode time, and what the sequences in flight lose by it and by the prefill."""
-    costs = view.costs
+    costs, count = view.costs, len(view)
     # The first token comes out of the prefill; `later` decode steps follow.
     later, each = max(out - 1.0, 0.0), prompt / own
-    together = np.minimum(sequences.remaining, later)
+    on, together = sequences.replica, np.minimum(sequences.remaining, later)
     shared = together * sequences.weight
-    half = shared * together / 2
-    steps = _per_replica(view, sequences, shared)
-    kv_growth = _per_replica(view, sequences, half)
-    kv = _per_replica(view, sequences, shared * sequences.context) + kv_growth
+    steps = np.bincount(on, shared, count)
+    kv_growth = np.bincount(on, shared * together, count) * 0.5
+    kv = np.bincount(on, shared * sequences.context, count) + kv_growth
     decode = view.stretch * (
         later * costs.c0
         + costs.c_batch * (steps + own * later)
@@ -120,29 +151,3 @@ def _decode(
     )
     slower = costs.c_batch * steps + costs.c_kv * (each * steps + kv_growth)
     return decode, costs.c_prefill * prompt * view.batch + own * slower
-
-
-def _per_replica(view: FleetView, sequences: Sequences, values: Floats) -> Floats:
-    sums: Floats = np.bincount(sequences.replica, values, minlength=len(view)).astype(float)
-    return sums
-
-
-def _admission(profile: RequestProfile, view: FleetView, sequences: Sequences) -> Floats:
-    """Seconds until the sequences in flight have freed the KV tokens and places it needs.
-
-    vLLM admits a prompt only when all of it fits, after those queued before it.
-    """
-    wait = np.zeros(len(view))
-    lacking = view.kv_used + view.backlog + profile.prompt_tokens - view.kv_capacity
-    excess = view.batch + view.waiting + max(profile.sequences, 1) - view.max_num_seqs
-    for index in np.flatnonzero(np.maximum(lacking, excess) > 0):
-        here = np.flatnonzero(sequences.replica == index)
-        here = here[np.argsort(sequences.remaining[here])]
-        weight = sequences.weight[here]
-        remaining = sequences.remaining[here]
-        freed = np.cumsum(weight * (sequences.context[here] + remaining))
-        ended = np.cumsum(weight)
-        last = max(np.searchsorted(freed, lacking[index]), np.searchsorted(ended, excess[index]))
-        if len(here):
-            wait[index] = remaining[min(last, len(here) - 1)] * view.decode_step[index]
-    return wait

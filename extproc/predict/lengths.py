@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from extproc.request.profile import RequestProfile
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 _PER_DOUBLING = 4
 _LENGTHS: Floats = 2.0 ** (np.arange(17 * _PER_DOUBLING + 1) / _PER_DOUBLING)
@@ -29,6 +31,13 @@ _MOST_TENANT_ROWS = 512
 """Of these, kinds that name a tenant: clients choose that name, and may make it up."""
 _MOST_COUNTED = 200.0
 """Requests that a replica's own histogram counts for at once, however many it holds."""
+
+_NONE = 1e-9
+"""Survivors this few are none."""
+_SUMS = len(_LENGTHS_LIST) + 1
+"""Suffix sums of a histogram."""
+_NEXT: Floats = np.append(_LENGTHS, inf)
+"""The length after so many of them."""
 
 _Kind = tuple[object, ...]
 _UNTENANTED = 4
@@ -69,13 +78,16 @@ class OutputLengths:
     def __init__(self) -> None:
         self._rows: dict[_Kind, int] = {}
         self._weights = _prior()[None, :].copy()
-        self._count = np.zeros((1, len(_LENGTHS) + 1))
-        self._tokens = np.zeros((1, len(_LENGTHS) + 1))
+        self._count = np.zeros((1, _SUMS))
+        self._tokens = np.zeros((1, _SUMS))
         self._sum_up([0])
 
     def row(self, profile: RequestProfile) -> int:
         """The histogram of the finest kind that requests like this were seen of; 0: of all."""
-        return next((self._rows[k] for k in reversed(_kinds(profile)) if k in self._rows), 0)
+        for kind in reversed(_kinds(profile)):
+            if kind in self._rows:
+                return self._rows[kind]
+        return 0
 
     def observe(self, profile: RequestProfile, tokens: float) -> None:
         """A sequence of that request ended after ``tokens`` tokens.
@@ -104,12 +116,8 @@ class OutputLengths:
             model: what they came from.
             counts: upper bound in tokens of each bucket, rising, and the requests in it.
         """
-        seen = np.zeros(len(_LENGTHS))
-        lower = 0
-        for edge, requests in counts:
-            upper = max(bisect_right(_LENGTHS_LIST, edge), lower + 1)
-            seen[lower:upper] += requests / (upper - lower)
-            lower = min(upper, len(_LENGTHS) - 1)
+        edges, requests = zip(*counts, strict=True) if counts else ((), ())
+        seen = np.array(requests, dtype=np.float64) @ _spread(edges)
         total = float(seen.sum())
         if total > 0:
             rows = self._rows_to_learn([(model,)])
@@ -137,16 +145,16 @@ class OutputLengths:
 
     def expected(self, row: int, bound: float) -> float:
         """:meth:`remaining` of one sequence that has no token yet, without the cost of numpy."""
-        clipped = bisect_left(_LENGTHS_LIST, bound)
-        count, tokens = self._count[row], self._tokens[row]
-        total = float(tokens[0] - tokens[clipped]) + bound * float(count[clipped])
-        return min(max(total / float(count[0]), 1.0), max(bound, 0.0))
+        begin, cut = self.place(row, bound)
+        count, tokens = self._count.item, self._tokens.item
+        total = tokens(begin) - tokens(cut) + bound * count(cut)
+        return min(max(total / count(begin), 1.0), max(bound, 0.0))
 
     def p90(self, row: int, bound: float, progress: float = 0.0) -> float:
         """Tokens still to come that nine of ten sequences after ``progress`` do not exceed."""
         count = self._count[row]
         alive = bisect_right(_LENGTHS_LIST, progress) if progress else 0
-        beyond = int(np.searchsorted(-count, -0.1 * float(count[alive])))
+        beyond = _SUMS - int(count[::-1].searchsorted(0.1 * count.item(alive), "right"))
         return max(min(_LENGTHS_LIST[max(beyond - 1, 0)], bound) - progress, 0.0)
 
     def remaining(self, rows: ArrayLike, progress: ArrayLike, bound: ArrayLike) -> Floats:
@@ -154,24 +162,62 @@ class OutputLengths:
 
         Arguments broadcast. Beyond every length seen, half the progress is expected to follow.
         """
-        row = np.asarray(rows, dtype=np.intp)
-        done = np.asarray(progress, dtype=np.float64)
-        most = np.asarray(bound, dtype=np.float64)
-        alive = np.searchsorted(_LENGTHS, done, side="right")
-        clipped = np.maximum(np.searchsorted(_LENGTHS, most), alive)
-        survivors = self._count[row, alive]
-        total = (
-            self._tokens[row, alive] - self._tokens[row, clipped] + most * self._count[row, clipped]
-        )
-        known = survivors > 1e-9
-        expected = np.where(known, total / np.where(known, survivors, 1.0) - done, done * 0.5)
-        left: Floats = np.minimum(np.maximum(expected, 1.0), np.maximum(most - done, 0.0))
-        return left
+        row, done, most = np.broadcast_arrays(rows, progress, bound)
+        begin = row.ravel() * _SUMS
+        done, most = np.minimum(done, most, dtype=np.float64).ravel(), most.ravel()
+        alive, _ = self.reached(begin, done)
+        cut = begin + _LENGTHS.searchsorted(most)
+        left = self.remaining_at(alive, cut, done, most, np.zeros(len(most)))
+        return left.reshape(row.shape)[()]
+
+    def place(self, row: int, bound: float) -> tuple[int, int]:
+        """Where a histogram's sums begin, and where they reach the bound."""
+        return row * _SUMS, row * _SUMS + bisect_left(_LENGTHS_LIST, bound)
+
+    def reached(self, begin: Indices, progress: Floats) -> tuple[Indices, Floats]:
+        """Where sums that begin there reach the progress, and the progress that is beyond that."""
+        longer = _LENGTHS.searchsorted(progress, "right")
+        return begin + longer, _NEXT[longer]
+
+    def remaining_at(
+        self, alive: Indices, cut: Indices, progress: Floats, bound: Floats, least: Floats
+    ) -> Floats:
+        """:meth:`remaining` of many sequences, fast: what changes seldom is found before.
+
+        Args:
+            alive: from :meth:`reached`.
+            cut: from :meth:`place`.
+            progress: tokens generated, at most ``bound``.
+            bound: most it may generate.
+            least: fewest it will generate.
+        """
+        count, tokens = self._count, self._tokens
+        survivors = count.take(alive)
+        total = tokens.take(alive) - tokens.take(cut) + bound * count.take(cut)
+        beyond = (survivors <= _NONE).nonzero()[0]
+        if len(beyond):
+            total[beyond] = 1.5 * progress[beyond]
+            survivors[beyond] = 1.0
+        total /= survivors
+        left = np.maximum(np.maximum(total, least) - progress, 1.0)
+        return np.minimum(left, bound - progress)
 
     def _sum_up(self, rows: list[int]) -> None:
         weights = self._weights[rows]
-        self._count[rows, :-1] = np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
-        self._tokens[rows, :-1] = np.cumsum((weights * _LENGTHS)[:, ::-1], axis=1)[:, ::-1]
+        self._count[rows, :-1] = weights[:, ::-1].cumsum(axis=1)[:, ::-1]
+        self._tokens[rows, :-1] = (weights * _LENGTHS)[:, ::-1].cumsum(axis=1)[:, ::-1]
+
+
+@lru_cache(maxsize=16)
+def _spread(edges: tuple[float, ...]) -> Floats:
+    """Which lengths the requests of each bucket count for, equally; engines have few kinds."""
+    shares = np.zeros((len(edges), len(_LENGTHS)))
+    lower = 0
+    for share, edge in zip(shares, edges, strict=True):
+        upper = max(bisect_right(_LENGTHS_LIST, edge), lower + 1)
+        share[lower:upper] = 1.0 / (upper - lower)
+        lower = min(upper, len(_LENGTHS) - 1)
+    return shares
 
 
 def _bucket(tokens: float) -> int:

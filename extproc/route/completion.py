@@ -2,7 +2,7 @@
 
 import random
 
-from extproc.fleet.view import Floats
+from extproc.fleet.view import Floats, least
 from extproc.predict.completion import Prediction
 from extproc.route.comparison import compare
 from extproc.route.policy import Choice, Situation, lowest, near_lowest
@@ -30,8 +30,10 @@ class Completion:
         prediction = situation.prediction
         scores = prediction.completion + prediction.cost_weight * prediction.cost_to_others
         near = near_lowest(scores, _band(prediction, scores))
+        if len(near) == 1:
+            return Choice(int(near[0]), scores)
         ttft = prediction.ttft[near]
-        return Choice(int(near[lowest(ttft, random, SAME_TTFT * float(ttft.min()))]), scores)
+        return Choice(int(near[lowest(ttft, random, SAME_TTFT * least(ttft))]), scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:
         """Beside the next best and the one with the fewest requests."""
@@ -39,4 +41,4 @@ class Completion:
 
 
 def _band(prediction: Prediction, scores: Floats) -> float:
-    return _NEAR_TIE * (1.0 - prediction.first_token_share) * float(scores.min())
+    return _NEAR_TIE * (1.0 - prediction.first_token_share) * least(scores)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from extproc.fleet.view import FleetView, Floats, Indices
+from extproc.fleet.view import FleetView, Floats, Indices, least
 from extproc.predict.completion import Prediction
 from extproc.request.profile import RequestProfile
 
@@ -60,7 +60,7 @@ def lowest(scores: Floats, random: random.Random, band: float = 0.0) -> int:
 
 def near_lowest(scores: Floats, band: float = 0.0) -> Indices:
     """The indices of the scores within ``band`` of the lowest."""
-    return np.flatnonzero(scores <= scores.min() + band)
+    return (scores <= least(scores) + band).nonzero()[0]
 
 
 def runner_up(scores: Floats, first: int) -> int | None:

@@ -1,0 +1,174 @@
+"""How long one routing decision takes, by the size of the fleet.
+
+    python -m benchmarks.decision --json decision.json
+
+A decision is all that the router computes for a request before it is sent and when it ends: the
+choice of a replica, its entry into the ledger and its release. Polls arrive in between and are
+timed apart; what is learned of answers is not timed.
+"""
+
+import argparse
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle
+from pathlib import Path
+from random import Random
+from statistics import mean, median, quantiles
+from time import perf_counter
+
+from benchmarks.clock import VirtualClock
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import Ticket
+from extproc.fleet.state import ReplicaState
+from extproc.predict.lengths import OutputLengths
+from extproc.request.profile import Endpoint, RequestProfile
+from extproc.route.router import Router
+
+POLICIES = ("completion", "least_request")
+REPLICAS = (8, 100, 1000)
+_IN_FLIGHT = 12
+"""Requests per replica."""
+_RATE = 300.0
+"""Requests per second, whatever the size of the fleet."""
+_POLL_INTERVAL = 0.2
+"""Seconds between two polls of a replica."""
+_MODEL = "model"
+_PROMPT_TOKENS = 300.0
+"""Median; log-normal, as the lengths of answers are."""
+_OUTPUT_TOKENS = 200.0
+_BOUNDS = (256, 512, 1024, 2048, None)
+_EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
+"""vLLM's histogram of output lengths."""
+_HARDWARE = "llama-8b-h100"
+_STEP = 0.01
+"""Seconds of one step of every replica."""
+_KV_USAGE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds that one policy takes on a fleet of one size."""
+
+    policy: str
+    replicas: int
+    median_us: float
+    p99_us: float
+    poll_us: float
+    """Mean, for one poll's news of one replica."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Times every policy on every size of fleet."""
+    parser = argparse.ArgumentParser(prog="decision", description=__doc__.partition("\n")[0])
+    parser.add_argument("--decisions", type=int, default=3000, help="timed on each line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    args = parser.parse_args(argv)
+    print(f"{'policy':<14}{'replicas':>9}{'median':>12}{'p99':>12}{'a poll':>12}")
+    runs = []
+    for policy in POLICIES:
+        for replicas in REPLICAS:
+            run = measure(policy, replicas, args.decisions)
+            figures = "".join(f"{us:>9.1f} µs" for us in (run.median_us, run.p99_us, run.poll_us))
+            print(f"{policy:<14}{replicas:>9}{figures}", flush=True)
+            runs.append(asdict(run))
+    if args.json:
+        args.json.write_text(json.dumps({"runs": runs}, indent=2) + "\n")
+    return 0
+
+
+def measure(policy: str, replicas: int, decisions: int) -> Timing:
+    """Times that many decisions, after a tenth as many to warm up."""
+    load = _Load(policy, replicas)
+    for _ in range(decisions // 10):
+        load.step()
+    load.polls.clear()
+    gc.collect()
+    gc.freeze()
+    took = [load.step() for _ in range(decisions)]
+    gc.unfreeze()
+    return Timing(
+        policy,
+        replicas,
+        median_us=median(took) * 1e6,
+        p99_us=quantiles(took, n=100)[-1] * 1e6,
+        poll_us=mean(load.polls) * 1e6,
+    )
+
+
+class _Load:
+    """A router under a virtual clock, its fleet equally busy all the time: one comes, one ends."""
+
+    def __init__(self, policy: str, replicas: int) -> None:
+        self.polls: list[float] = []
+        """Seconds that each poll's news took."""
+        self._random = Random(0)
+        self._clock = VirtualClock()
+        self._fleet = Fleet(OutputLengths(), self._clock)
+        self._router = Router(self._fleet, policy, self._random)
+        names = [f"10.0.{number >> 8}.{number & 255}:8000" for number in range(replicas)]
+        for name in names:
+            self._fleet.put(self._state(name))
+        self._to_poll = cycle(names)
+        self._polled_at = 0.0
+        self._pause = _POLL_INTERVAL / replicas
+        self._in_flight = [self._send(name) for name in names for _ in range(_IN_FLIGHT)]
+
+    def step(self) -> float:
+        """One request comes and another ends; returns the seconds that the router spent."""
+        self._wait()
+        request = self._request()
+        start = perf_counter()
+        decision = self._router.decide(request)
+        assert decision is not None
+        ticket = self._fleet.dispatch(decision.replica, request)
+        took = perf_counter() - start
+        self._in_flight.append(ticket)
+        self._wait()
+        ended = self._in_flight.pop(self._random.randrange(len(self._in_flight)))
+        start = perf_counter()
+        self._fleet.release(ended)
+        took += perf_counter() - start
+        tokens = int(self._random.lognormvariate(0.0, 1.0) * _OUTPUT_TOKENS) + 1
+        self._fleet.lengths.observe(request, min(tokens, request.output_bound or tokens))
+        return took
+
+    def _send(self, name: str) -> Ticket:
+        self._wait()
+        return self._fleet.dispatch(name, self._request())
+
+    def _wait(self) -> None:
+        """Half the time until the next request; what replicas are polled meanwhile is put."""
+        until = self._clock.time + self._random.expovariate(2 * _RATE)
+        while self._polled_at + self._pause <= until:
+            self._polled_at = self._clock.time = self._polled_at + self._pause
+            state = self._state(next(self._to_poll))
+            start = perf_counter()
+            self._fleet.put(state)
+            self.polls.append(perf_counter() - start)
+        self._clock.time = until
+
+    def _request(self) -> RequestProfile:
+        prompt = int(self._random.lognormvariate(0.0, 1.0) * _PROMPT_TOKENS)
+        bound = self._random.choice(_BOUNDS)
+        stream = self._random.random() < 0.5
+        return RequestProfile(Endpoint.CHAT, _MODEL, prompt, prompt * 4, bound, stream=stream)
+
+    def _state(self, name: str) -> ReplicaState:
+        now = self._clock()
+        return ReplicaState(
+            id=name,
+            profile=_HARDWARE,
+            models=(_MODEL,),
+            max_model_len=16_384,
+            running=self._fleet.in_flight_on(name),
+            kv_usage=_KV_USAGE,
+            steps=now / _STEP,
+            output_lengths=tuple((edge, now) for edge in _EDGES),
+            scraped_at=now,
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
