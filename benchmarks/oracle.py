@@ -179,6 +179,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         kv_capacity=capacity,
         token_budget=_floats(engine.token_budget for engine in engines),
         max_num_seqs=_floats(engine.max_num_seqs for engine in engines),
+        longest_prompt=capacity,
         costs=costs,
         decode_step=costs.c0 + costs.c_batch * running + costs.c_kv * kv_used,
         stretch=stretch,

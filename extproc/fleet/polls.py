@@ -37,6 +37,8 @@ def set_hardware(
     replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
     replicas.kv_capacity[row] = state.kv_tokens or profile.kv_tokens
     replicas.token_budget[row] = profile.token_budget
+    capacity = float(replicas.kv_capacity[row])
+    replicas.longest_prompt[row] = min(state.max_model_len or capacity, capacity)
     limit = max(profile.max_num_seqs, state.running)
     if before is not None and before.running == state.running and _queues(before, state):
         limit = min(limit, state.running)

@@ -23,6 +23,7 @@ class Replicas(Table):
     kv_capacity: Floats
     token_budget: Floats
     max_num_seqs: Floats
+    longest_prompt: Floats  # tokens that its context and its KV cache can hold
     decode_step: Floats  # seconds of a step that only decodes
     stretch: Floats  # actual ÷ predicted decode time
     c0: Floats

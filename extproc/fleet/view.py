@@ -74,6 +74,8 @@ class FleetView:
     kv_capacity: Floats
     token_budget: Floats
     max_num_seqs: Floats
+    longest_prompt: Floats
+    """Tokens that its context and its KV cache can hold."""
     costs: StepCosts
     decode_step: Floats
     """Seconds of a step that only decodes what is in the batch now."""

@@ -67,7 +67,8 @@ def predict(
     prompt, out = float(profile.prompt_tokens), float(output_tokens)
     taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
-    admission = _admission(view, sequences, taken, own, prompt)
+    each = prompt / own if profile.sequences else 0.0  # of several prompts each must fit
+    admission = _refusal(view, each) + _admission(view, sequences, taken, own, prompt)
     prefill = _prefill(view, prompt)
     decode, cost_to_others = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + admission + prefill
@@ -120,6 +121,14 @@ def _admission(
         )
         wait[index] = remaining[min(last, len(here) - 1)] * view.decode_step[index]
     return wait
+
+
+def _refusal(view: FleetView, prompt: float) -> Floats | float:
+    """Infinite where the prompt is longer than the replica can hold, unless it is so everywhere."""
+    if least(view.longest_prompt) >= prompt:
+        return 0.0
+    too_long = view.longest_prompt < prompt
+    return 0.0 if too_long.all() else np.where(too_long, np.inf, 0.0)
 
 
 def _prefill(view: FleetView, prompt: float) -> Floats:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -70,6 +71,9 @@ class _Rival:
         """When it would finish the request, and what makes most of the difference."""
         prediction = self.situation.prediction
         theirs, ours = self._both(prediction.completion)
+        if theirs == inf:
+            longest = self.situation.view.longest_prompt[self.other]
+            return f"{self._name} holds prompts of {longest:,.0f} tokens at most"
         when = f"in {seconds(theirs)}{self._though()}"
         if theirs < ours:
             return f"{self._name} already {when}, but {self._cost()}"

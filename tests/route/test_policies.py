@@ -245,6 +245,20 @@ class TestCompletion:
         assert why.startswith("r1 finishes it in 44.5 ms, r2 in 0.29 s: the prefill would take")
         assert why.endswith("longer there, at 289 µs a token against 44.5 µs")
 
+    def test_a_prompt_goes_where_it_fits(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, A10, A10)
+        fleet.put(state(1, A10, clock, max_model_len=4_096))
+        fleet.dispatch(replica(2), chat(9_000, 500))
+        decision = decide(fleet, "completion", chat(8_000, 100))
+        assert decision.replica == replica(2)
+        assert "r1 holds prompts of 4,096 tokens at most" in decision.why
+
+    def test_a_prompt_that_fits_nowhere_is_sent_all_the_same(self) -> None:
+        fleet = fleet_of(ManualClock(), A10, A10)
+        decision = decide(fleet, "completion", chat(100_000, 100))
+        assert decision.predicted_completion < float("inf")
+
     def test_the_step_in_progress_is_named(self) -> None:
         clock = ManualClock()
         fleet = fleet_of(clock, A10, A10)
