@@ -15,9 +15,12 @@ _MEMORY = 7200.0
 _IDLE_MEMORY = 60.0
 """The same for seconds without work: one that was slow for long is tried again after 20 minutes."""
 _REACTION = 4.0
-"""Seconds in which the speed as a whole does: a throttled card, a noisy neighbour. Shorter, and it
-follows the accidents of single prompts."""
-_DOUBT = 0.5
+"""Seconds of work in which the speed as a whole does: a throttled card, a noisy neighbour. Shorter,
+and it follows the accidents of single prompts."""
+_IDLE_REACTION = 30.0
+"""The same for seconds without work: one that was slow a moment ago is not believed to be fast
+again because it was left alone; it fades over two minutes."""
+_DOUBT = 0.25
 """Seconds of work that count for the coefficients when the speed as a whole is told from them."""
 _PRIOR = 1e-4
 """Weight of the profile it starts from, in windows of the longest kind: it keeps what the counters
@@ -42,7 +45,7 @@ class Calibration:
     stretch weighed by its length; no coefficient below zero, older stretches forgotten. What the
     counters do not determine keeps the proportions of the profile it starts from. Beside the
     coefficients a single scale follows the speed as a whole within seconds. It fades when the
-    replica is idle, so that one that was slow for a while is tried again.
+    replica is idle for minutes, so that one that was slow for a while is tried again.
     """
 
     def __init__(self, start: StepModel, known: StepModel | None = None) -> None:
@@ -89,9 +92,10 @@ class Calibration:
         self._forget(elapsed, idle=counts.in_flight == 0)
         if stretches := self._windows.poll(counts):
             latest, *windows = stretches
+            keep = exp(-latest.seconds / _REACTION)
             self._recent = Work(
-                self._recent.seconds + latest.seconds,
-                self._recent.terms + latest.terms * self._unit,
+                self._recent.seconds * keep + latest.seconds,
+                self._recent.terms * keep + latest.terms * self._unit,
             )
             if windows:
                 self._learn(windows)
@@ -107,7 +111,7 @@ class Calibration:
         keep = exp(-elapsed / (_IDLE_MEMORY if idle else _MEMORY))
         self._normal *= keep
         self._right *= keep
-        keep = exp(-elapsed / _REACTION)
+        keep = exp(-elapsed / _IDLE_REACTION) if idle else 1.0
         self._recent = Work(self._recent.seconds * keep, self._recent.terms * keep)
 
     def _learn(self, windows: Sequence[Work]) -> None:

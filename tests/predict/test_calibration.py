@@ -149,6 +149,17 @@ def test_long_prompts_alone_do_not_make_every_step_look_dear() -> None:
     assert_like(calibration.model, A10)
 
 
+def test_one_that_was_slow_a_moment_ago_is_not_fast_because_it_was_left_alone() -> None:
+    calibration = Calibration(A10)
+    polls = simulated(A10, 600)
+    polls += simulated(A10.slowed(3.0), 50, start=polls[-1])[1:]
+    for poll in polls + idle(polls, 10):
+        calibration.poll(poll)
+    assert calibration.model.step_time(0, 4, 2000) == pytest.approx(
+        3 * A10.step_time(0, 4, 2000), rel=0.2
+    )
+
+
 @pytest.mark.parametrize("seconds", [10, 300])
 def test_one_that_was_slow_for_a_while_is_tried_again(seconds: int) -> None:
     """While it looks slow nothing is sent to it, and so nothing would be learned."""
@@ -158,7 +169,7 @@ def test_one_that_was_slow_for_a_while_is_tried_again(seconds: int) -> None:
     for poll in polls:
         calibration.poll(poll)
     assert calibration.model.c0 > 2 * A10.c0
-    for poll in idle(polls, 30):
+    for poll in idle(polls, 180):
         calibration.poll(poll)
     assert calibration.model.c0 < 1.2 * A10.c0
 
