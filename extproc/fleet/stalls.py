@@ -38,12 +38,12 @@ class Stalls:
         now = max(self._heard.values(), default=0.0)
         silent = {
             name: f"no news of it for {_SILENT:.0f} s, while others were heard of"
-            for name, at in self._heard.items()
-            if now - max(at, since) > _SILENT
+            for name, heard_at in self._heard.items()
+            if now - max(heard_at, since) > _SILENT
         }
         stuck = {
             name: f"no engine step for {_STUCK:.0f} s, though it has requests"
-            for name, (_, since) in self._moved.items()
-            if self._heard[name] - since > _STUCK
+            for name, (_, moved_at) in self._moved.items()
+            if self._heard[name] - moved_at > _STUCK
         }
         return stuck | silent
