@@ -9,6 +9,9 @@ class Typical:
     It is expected of a replica that nothing was measured on yet. Where nobody named a profile, the
     default one is wrong for all of them alike; and a replica that looks slow beside others, whose
     profiles were too slow as well and have been put right, would never be tried.
+
+    A replica that was measured is in the median it is told, which does no harm: what was measured
+    of it weighs a hundred times as much, and when that fades it leaves the median first.
     """
 
     def __init__(self) -> None:
