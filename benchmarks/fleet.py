@@ -3,16 +3,23 @@
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from extproc.predict.hardware import HardwareProfile, hardware_profile
+from extproc.yaml_file import read_yaml
 
 Happening = Literal["down", "up", "hang"]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ReplicaGroup(_Part):
@@ -68,6 +75,15 @@ class FleetFile(_Part):
     replicas: tuple[ReplicaGroup, ...] = Field(min_length=1)
     events: tuple[FleetEvent, ...] = ()
 
+    @field_validator("replicas")
+    @classmethod
+    def _names_differ(cls, groups: tuple[ReplicaGroup, ...]) -> tuple[ReplicaGroup, ...]:
+        names = [group.name for group in groups]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two groups are called {name!r}")
+        return groups
+
     @model_validator(mode="after")
     def _events_of_members(self) -> Self:
         for event in self.events:
@@ -91,9 +107,14 @@ def read(path: Path) -> FleetFile:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it does not describe a fleet.
+        ValueError: it does not describe a fleet; the message is one line that names the file.
     """
     try:
-        return FleetFile.model_validate(yaml.safe_load(path.read_text()))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {error}") from None
+        return FleetFile.model_validate(read_yaml(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        problem = f"{place}: {first['msg']}" if place else first["msg"]
+    except ValueError as error:
+        problem = str(error)
+    raise ValueError(f"{path}: {problem}")

@@ -13,8 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from benchmarks import fleet, plots, trace
 from benchmarks.discrete import KNOWN, Simulation
@@ -40,15 +41,24 @@ class _Played:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
-        if args.plot:
-            plots.available()
-        requests = trace.read(args.trace, args.speed, args.requests)
+        _outputs(args)
         fleet_file = fleet.read(args.fleet)
+        requests = trace.read(args.trace, args.speed, args.requests)
         _compare(args, fleet_file, requests)
     except (OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _outputs(args: argparse.Namespace) -> None:
+    """Raises OSError or ValueError now, not after minutes, where a result could not be written."""
+    if args.json:
+        args.json.open("a").close()
+    if args.plot:
+        plots.available()
+        args.plot.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=args.plot).close()
 
 
 def _compare(
@@ -146,7 +156,11 @@ def _progress(label: str, of: int) -> Callable[[int], None]:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.simulate",
+        usage="%(prog)s --trace FILE[,FILE] --fleet FLEET.yaml [options]",
+        description=__doc__,
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--trace", type=_paths, required=True, metavar="FILE[,FILE]")
@@ -156,7 +170,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--routers", type=_count, default=1, metavar="N", help="requests are dealt at random")
     add(
         "--share-lag",
-        type=float,
+        type=_time,
         metavar="S",
         help="seconds until a router hears what the others do (default: it hears nothing)",
     )
@@ -179,17 +193,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--from",
         dest="start",
-        type=float,
+        type=_time,
         default=0.0,
         metavar="S",
         help="figures are of requests that arrive from this second on",
     )
-    add("--until", dest="end", type=float, default=inf, metavar="S", help="and before this one")
+    add("--until", dest="end", type=_positive, default=inf, metavar="S", help="and before this one")
     add("--seed", type=int, default=0)
     add("--no-oracle", dest="oracle", action="store_false", help="leave the oracle out: faster")
     add("--json", type=Path, metavar="FILE")
     add("--plot", type=Path, metavar="DIR", help="pictures: needs matplotlib")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.end <= args.start:
+        parser.error(f"--until {args.end:g} is not after --from {args.start:g}")
+    return args
 
 
 def _paths(text: str) -> list[Path]:
@@ -212,17 +229,32 @@ def _among(text: str, known: list[str]) -> list[str]:
 
 
 def _positive(text: str) -> float:
-    number = float(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    number = _float(text)
+    _require(0 < number < inf, text, "a finite number above 0")
+    return number
+
+
+def _time(text: str) -> float:
+    number = _float(text)
+    _require(0 <= number < inf, text, "a finite number of at least 0")
     return number
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
+    _require(text.isdecimal() and int(text) >= 1, text, "a whole number of at least 1")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return nan
+
+
+def _require(sensible: bool, text: str, what: str) -> None:
+    if not sensible:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
 
 
 if __name__ == "__main__":

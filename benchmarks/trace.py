@@ -3,9 +3,11 @@
 import gzip
 import heapq
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 from pathlib import Path
 
 ID_TOKENS = 512
@@ -31,32 +33,57 @@ def read(paths: Iterable[Path], speed: float = 1.0, most: int | None = None) -> 
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a line is no request; the message names file and line.
+        ValueError: a line is no request, or there is none; the message names the file.
     """
+    paths = list(paths)
     merged = heapq.merge(*(_lines(path) for path in paths), key=lambda request: request.at)
-    return [
+    requests = [
         TracedRequest(r.at / speed, r.prompt_tokens, r.output_tokens, r.max_tokens, r.hash_ids)
         for r in islice(merged, most)
     ]
+    if not requests:
+        raise ValueError(f"{' and '.join(map(str, paths))} has no requests")
+    return requests
 
 
 def _lines(path: Path) -> Iterator[TracedRequest]:
     opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield _request(json.loads(line))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}:{number} is no request of a trace: {error!r}") from None
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                yield _line(path, number, line)
+    except (gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read to its end: {error}") from None
 
 
-def _request(fields: dict[str, object]) -> TracedRequest:
-    bound, ids = fields.get("max_tokens"), fields.get("hash_ids") or ()
-    assert isinstance(ids, list | tuple)
+def _line(path: Path, number: int, line: str) -> TracedRequest:
+    try:
+        return _request(json.loads(line))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}:{number} is no request of a trace: {error!r}") from None
+
+
+def _request(fields: object) -> TracedRequest:
+    if not isinstance(fields, dict):
+        raise TypeError("not an object")
+    bound = fields.get("max_tokens")
     return TracedRequest(
-        at=float(str(fields["timestamp"])) / 1000,
+        at=_seconds(fields["timestamp"]),
         prompt_tokens=max(int(str(fields["input_length"])), 1),
         output_tokens=max(int(str(fields["output_length"])), 1),
         max_tokens=None if bound is None else int(str(bound)),
-        hash_ids=tuple(ids),
+        hash_ids=_ids(fields.get("hash_ids") or []),
     )
+
+
+def _seconds(timestamp: object) -> float:
+    at = float(str(timestamp)) / 1000
+    if not 0 <= at < inf:
+        raise ValueError(f"timestamp {timestamp} is no time since the start")
+    return at
+
+
+def _ids(ids: object) -> tuple[int, ...]:
+    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
+        raise TypeError("hash_ids is not a list of whole numbers")
+    return tuple(ids)

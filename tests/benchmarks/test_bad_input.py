@@ -1,0 +1,156 @@
+"""What is wrong with what `benchmarks.simulate` is given is said at once, in one line."""
+
+import gzip
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.simulate import main
+
+HERE = Path(__file__).parents[2] / "benchmarks"
+TRACE = HERE / "traces" / "azure-2023-conv.jsonl.gz"
+MIXED = HERE / "fleets" / "mixed.yaml"
+REQUEST = '{"timestamp": 0, "input_length": 5, "output_length": 3}\n'
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play(*_: object) -> None:
+        raise AssertionError("it began to play")
+
+    monkeypatch.setattr("benchmarks.simulate._play", play)
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The line that says what is wrong; of two options alike the last one counts."""
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main(["--trace", str(TRACE), "--fleet", str(MIXED), *map(str, arguments)]))
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out) == (2, "")
+    usage = output.err.splitlines()[:-1]
+    assert all(line.startswith("usage: ") for line in usage)
+    return output.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--speed", ("0", "-1", "inf", "nan", "1e999", "fast")),
+        ("--poll-interval", ("0", "-1", "inf", "nan", "")),
+        ("--profile-error", ("0", "inf", "nan")),
+        ("--share-lag", ("-0.1", "inf", "nan")),
+        ("--from", ("-1", "inf", "nan")),
+        ("--until", ("nan", "0")),
+        ("--routers", ("0", "1.5", "many")),
+        ("--requests", ("0", "-1")),
+    ],
+)
+def test_a_number_that_is_none_or_makes_no_sense(
+    capsys: pytest.CaptureFixture[str], option: str, values: tuple[str, ...]
+) -> None:
+    for value in values:
+        line = complaint(capsys, f"{option}={value}")
+        assert f"argument {option}: {value!r} is not" in line
+
+
+def test_a_phase_that_ends_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--until 5 is not after --from 9" in complaint(capsys, "--from", "9", "--until", "5")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "5",
+        "[1]",
+        "null",
+        "{",
+        '{"timestamp": 0}',
+        REQUEST.replace("}", ', "hash_ids": 5}'),
+        REQUEST.replace("}", ', "hash_ids": "12"}'),
+        REQUEST.replace("}", ', "hash_ids": [[1]]}'),
+        REQUEST.replace("}", ', "max_tokens": "many"}'),
+        REQUEST.replace('"timestamp": 0', '"timestamp": NaN'),
+        REQUEST.replace('"timestamp": 0', '"timestamp": Infinity'),
+        REQUEST.replace('"timestamp": 0', '"timestamp": -1'),
+    ],
+)
+def test_a_line_that_is_no_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, line: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(REQUEST + line.strip() + "\n")
+    assert f"{trace}:2 is no request of a trace" in complaint(capsys, "--trace", trace)
+
+
+def test_a_trace_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cut, plain, binary = (tmp_path / name for name in ("cut.gz", "plain.gz", "binary.jsonl"))
+    cut.write_bytes(gzip.compress(REQUEST.encode() * 1000)[:-20])
+    plain.write_text(REQUEST)
+    binary.write_bytes(b"\xff\xfe\xfd")
+    for trace in (cut, plain, binary, tmp_path / "none.jsonl"):
+        assert str(trace) in complaint(capsys, "--trace", trace)
+
+
+def test_a_trace_without_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.touch()
+    assert f"{trace} has no requests" in complaint(capsys, "--trace", trace)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("replicas: [{name: a, profile: llama-8b-a10}, {name: a, profile: llama-8b-h100}]", "'a'"),
+        ("replicas: [{name: a, profile: llama-8b-a1}]", "did you mean 'llama-8b-a10'?"),
+        ("replicas: [{name: a, profile: llama-8b-a10, count: 0}]", "replicas.0.count: "),
+        ("replicas: [{name: a, profile: llama-8b-a10, size: 3}]", "replicas.0.size: "),
+        ("replicas: []", "replicas: "),
+        ("[", "line 1"),
+        ("", "dictionary"),
+    ],
+)
+def test_a_fleet_file_that_describes_no_fleet(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, wrong: str
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    file.write_text(text)
+    line = complaint(capsys, "--fleet", file)
+    assert str(file) in line
+    assert wrong in line
+
+
+@pytest.mark.parametrize(
+    "event", ["at: .inf, down", "at: .nan, down", "at: 1, slow: .inf", "at: 1, slow: 0", "at: 1"]
+)
+def test_an_event_that_makes_no_sense(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, event: str
+) -> None:
+    file = tmp_path / "fleet.yaml"
+    group = "{name: a, profile: llama-8b-a10}"
+    file.write_text(f"replicas: [{group}]\nevents: [{{replica: a-0, {event}}}]")
+    assert "events.0" in complaint(capsys, "--fleet", file)
+
+
+def test_an_event_of_nobody(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "fleet.yaml"
+    group = "{name: a, profile: llama-8b-a10}"
+    file.write_text(f"replicas: [{group}]\nevents: [{{at: 1, replica: b-0, down}}]")
+    assert "no replica is called 'b-0'" in complaint(capsys, "--fleet", file)
+
+
+def test_a_report_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for path in (tmp_path / "nowhere" / "report.json", tmp_path):
+        assert str(path) in complaint(capsys, "--json", path)
+
+
+def test_pictures_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "plots"):
+        assert str(file) in complaint(capsys, "--plot", path)
