@@ -35,11 +35,13 @@ def set_hardware(
     for name in COSTS:
         getattr(replicas, name)[row] = getattr(step, name)
     replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
-    replicas.kv_capacity[row] = state.kv_tokens or profile.kv_tokens
-    replicas.token_budget[row] = profile.token_budget
-    capacity = float(replicas.kv_capacity[row])
-    replicas.longest_prompt[row] = min(state.max_model_len or capacity, capacity)
-    limit = max(profile.max_num_seqs, state.running)
+    # A profile's limits are those of one engine; a prompt is on one of them.
+    engines = max(state.engines, 1)
+    capacity = float(state.kv_tokens or profile.kv_tokens * engines)
+    replicas.kv_capacity[row] = capacity
+    replicas.token_budget[row] = profile.token_budget * engines
+    replicas.longest_prompt[row] = min(state.max_model_len or inf, capacity / engines)
+    limit = max(profile.max_num_seqs * engines, state.running)
     if before is not None and before.running == state.running and _queues(before, state):
         limit = min(limit, state.running)
     replicas.max_num_seqs[row] = max(limit, 1)

@@ -30,6 +30,8 @@ class ReplicaState(BaseModel):
     problem: str = ""
     """Why it is not healthy, in a few words."""
 
+    engines: int = 1
+    """How many a data-parallel server has; each has a batch and a KV cache of its own."""
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0

@@ -62,6 +62,7 @@ class EngineFigures:
     finished: float
     """Counter: requests finished."""
     output_lengths: tuple[tuple[float, float], ...] = ()
+    engines: int = 1
 
 
 def read_metrics(page: bytes) -> EngineFigures:
@@ -91,6 +92,7 @@ def read_metrics(page: bytes) -> EngineFigures:
         preemptions=_total(page, _PREEMPTIONS),
         finished=_total(page, _FINISHED),
         output_lengths=_output_lengths(_series(page, _LENGTHS)),
+        engines=len(running),
     )
 
 

@@ -1,10 +1,12 @@
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from extproc.fleet.fleet import Fleet
+from extproc.poll.metrics_text import read_metrics
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -270,6 +272,28 @@ def test_a_replica_that_runs_more_than_its_profile_allows_is_allowed_more() -> N
     fleet = fleet_of(clock, A10)
     fleet.put(state(1, A10, clock, running=400))
     assert fleet.view(MODEL).max_num_seqs[0] == 400
+
+
+def test_the_limits_of_a_data_parallel_server_are_those_of_all_its_engines() -> None:
+    clock = ManualClock()
+    page = Path(__file__).parents[1] / "data" / "vllm" / "metrics-two-engines.txt"
+    figures = asdict(read_metrics(page.read_bytes()))
+    fleet = fleet_of(clock)
+    one = state(1, "llama-8b-a10", clock)
+    fleet.put(one)
+    fleet.put(one.model_copy(update=figures | {"id": replica(2), "models": one.models}))
+    fleet.put(one.model_copy(update={"id": replica(3), "engines": 2}))
+    view = fleet.view(MODEL)
+    assert view.token_budget.tolist() == [2048, 4096, 4096]
+    assert view.max_num_seqs.tolist() == [256, 512, 512]
+    assert view.kv_capacity.tolist() == [42_000, 16_384, 84_000]
+
+
+def test_a_prompt_has_to_fit_into_one_engine() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock)
+    fleet.put(state(1, "llama-8b-a10", clock, engines=2, kv_tokens=16_384, max_model_len=20_000))
+    assert fleet.view(MODEL).longest_prompt[0] == 8192
 
 
 def test_a_failed_scrape_is_no_restart() -> None:

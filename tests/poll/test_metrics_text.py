@@ -32,7 +32,7 @@ def sample(name: str) -> bytes:
         # 64 blocks an engine; the label num_gpu_blocks of each says 128.
         (
             "two-engines",
-            EngineFigures(("tiny",), 0, 0, 0.0, 16_384, 128, 363.5, 3604, 0, 727, 0, 16),
+            EngineFigures(("tiny",), 0, 0, 0.0, 16_384, 128, 363.5, 3604, 0, 727, 0, 16, engines=2),
         ),
     ],
 )
