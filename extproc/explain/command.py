@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "request_id",
         nargs="?",
+        type=_request_id,
         metavar="REQUEST_ID",
         help="show the whole comparison for this request (its x-request-id)",
     )
@@ -81,6 +82,14 @@ def _text(asker: Asker, args: argparse.Namespace, answer: list[Any]) -> str:
 
 def _configured(file: Path | None) -> str:
     return settings.load({}, os.environ, file).serve.admin
+
+
+def _request_id(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            "the request id is empty; without one, the last decisions are shown"
+        )
+    return text
 
 
 def _positive(text: str) -> int:

@@ -29,6 +29,8 @@ class Candidate(BaseModel):
     predicted_ttft_s: Figure
     predicted_completion_s: Figure
     terms_s: Terms
+    stretch: Figure
+    """Actual ÷ predicted decode time, as of late; the decode time has it in."""
     cost_weight: Figure
 
 

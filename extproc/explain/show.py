@@ -19,7 +19,7 @@ _DECISIONS = (
 )
 _CANDIDATES = (
     Column("", left=True),
-    Column("replica", left=True, most=22),
+    Column("replica", left=True, most=18),
     Column("requests"),
     Column("KV"),
     Column("queued"),
@@ -28,6 +28,7 @@ _CANDIDATES = (
     Column("prefill"),
     Column("TTFT"),
     Column("decode"),
+    Column("×"),
     Column("finish"),
     Column("others"),
     Column("weight"),
@@ -40,6 +41,11 @@ _LEGEND = (
     "others: what they lose.",
     "TTFT = step + admit + prefill.  finish = TTFT + decode.",
 )
+_STRETCH = [column.header for column in _CANDIDATES].index("×")
+_STRETCH_LEGEND = (
+    "×: actual ÷ predicted decode time of its last requests, by which decode is multiplied."
+)
+_NO_STRETCH = 0.005
 _COMPLETION_SCORE = "  score = finish + weight * others."
 _LABEL = 10
 
@@ -70,12 +76,7 @@ def comparison(record: Record) -> str:
     lines = []
     for name, text in facts.items():
         lines += paragraph(printable(text) or "-", _LABEL, name)
-    candidates = sorted(record.candidates, key=lambda one: _rank(one, record))
-    rows = [_candidate(one, one.replica == record.replica) for one in candidates]
-    legend = list(_LEGEND)
-    if record.policy == "completion":
-        legend[-1] += _COMPLETION_SCORE
-    lines += ["", *table(_CANDIDATES, rows), "", *legend]
+    lines += ["", *_compared(record), "", *_legend(record)]
     if record.excluded:
         lines += ["", "left out"]
         names = [printable(one.name) for one in record.excluded]
@@ -100,6 +101,26 @@ def _decision(record: Record) -> list[str]:
     ]
 
 
+def _compared(record: Record) -> list[str]:
+    """The table of candidates."""
+    candidates = sorted(record.candidates, key=lambda one: _rank(one, record))
+    rows = [_candidate(one, one.replica == record.replica) for one in candidates]
+    shown = [i for i in range(len(_CANDIDATES)) if i != _STRETCH or _stretched(record)]
+    return table([_CANDIDATES[i] for i in shown], [[row[i] for i in shown] for row in rows])
+
+
+def _legend(record: Record) -> list[str]:
+    legend = list(_LEGEND)
+    if record.policy == "completion":
+        legend[-1] += _COMPLETION_SCORE
+    return [*legend, _STRETCH_LEGEND] if _stretched(record) else legend
+
+
+def _stretched(record: Record) -> bool:
+    """Whether predictions of any candidate were off as of late."""
+    return any(abs((one.stretch or 1.0) - 1.0) >= _NO_STRETCH for one in record.candidates)
+
+
 def _candidate(candidate: Candidate, chosen: bool) -> list[str]:
     terms = candidate.terms_s
     return [
@@ -113,6 +134,7 @@ def _candidate(candidate: Candidate, chosen: bool) -> list[str]:
         figure(terms.prefill),
         figure(candidate.predicted_ttft_s),
         figure(terms.decode),
+        "-" if candidate.stretch is None else f"{candidate.stretch:.2f}",
         figure(candidate.predicted_completion_s),
         figure(terms.cost_to_others),
         share(candidate.cost_weight),

@@ -9,6 +9,9 @@ import numpy as np
 from extproc.fleet.view import Floats
 from extproc.route.policy import Choice, Situation, near_lowest
 
+_NOTABLE = 0.05
+"""Difference of actual ÷ predicted decode times that is worth a word."""
+
 
 def compare(situation: Situation, choice: Choice, band: float, same_ttft: float) -> str:
     """The candidate chosen beside the next best, and beside the one with the fewest requests.
@@ -145,8 +148,14 @@ class _Rival:
         longer = seconds(self._longer(prediction.decode))
         return (
             f"decoding would take {longer} longer there, {seconds(theirs)} a token{there} "
-            f"against {seconds(ours)}{here}"
+            f"against {seconds(ours)}{here}{self._stretched()}"
         )
+
+    def _stretched(self) -> str:
+        theirs, ours = self._both(self.situation.view.stretch)
+        if theirs < ours + _NOTABLE:
+            return ""
+        return f", and of late it took {theirs:.2f} times as long as predicted against {ours:.2f}"
 
     def _cost(self) -> str:
         theirs, ours = self._both(self.situation.prediction.cost_to_others)

@@ -112,6 +112,26 @@ async def test_one_request_is_compared_on_every_replica(
         assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
 
 
+async def test_how_far_predictions_were_off_as_of_late_is_shown_where_they_were(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, chat(100, 50), "before")
+    assert not any("×" in line for line in await explain("--router", router, "before"))
+    for _ in range(20):
+        services.fleet.decoded(replica(1), 1.0, 1.5)
+    services.fleet.put(services.fleet.states[0])
+    decision = decide(services, chat(100, 50), "after")
+    lines = await explain("--router", router, "after")
+    header = next(line for line in lines if "prefill" in line)
+    first, second = lines[lines.index(header) + 1 :][:2]
+    end = header.index("×") + 1
+    stretch = decision.situation.view.stretch[0]
+    assert stretch > 1.2
+    assert first[:end].endswith(f" {stretch:.2f}")
+    assert second[:end].endswith(" 1.00")
+    assert any(line.startswith("×: actual ÷ predicted decode time") for line in lines)
+
+
 async def test_what_was_left_out_is_shown_with_the_reason(
     services: Services, router: str, explain: Explain
 ) -> None:
@@ -182,6 +202,8 @@ async def test_a_large_fleet_with_long_names_fits_the_page(
         services.fleet.put(state(number, "llama-8b-a10", ManualClock(), name=name))
     for _ in range(300):
         services.fleet.dispatch(replica(2), chat(100_000, 5000))
+        services.fleet.decoded(replica(2), 1.0, 3.0)
+    services.fleet.put(state(2, "llama-8b-a10", ManualClock()))
     decide(services, chat(10_000))
     lines = await explain("--router", router, ID)
     assert sum(bool(re.match(r"[> ]  \.\.\.\S+-\d+ ", line)) for line in lines) == 57
@@ -244,8 +266,10 @@ async def test_the_router_of_the_configuration_is_asked(
     assert "serve.admin" in line
 
 
-@pytest.mark.parametrize("arguments", [["--last", "0"], ["--last", "5", ID]])
-def test_what_cannot_be_asked(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["--last", "0"], ["--last", "5", ID], [""], [" "]])
+def test_what_cannot_be_asked(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["explain", *arguments])
     assert caught.value.code == 2
+    if not arguments[0].strip():
+        assert "the request id is empty" in capsys.readouterr().err

@@ -184,6 +184,20 @@ class TestCompletion:
         )
         assert decide(fleet, "least_request", chat(1000, 200)).replica == replica(2)
 
+    def test_that_a_replica_decoded_slower_than_predicted_is_said(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, A10, A10)
+        for _ in range(50):
+            fleet.decoded(replica(2), 2.0, 4.0)
+        fleet.put(state(2, A10, clock))
+        decision = decide(fleet, "completion", chat(100, 100))
+        assert decision.why == (
+            f"r1 finishes it in {finish(decision, 1)}, r2 in {finish(decision, 2)}: "
+            f"decoding would take {longer(decision.prediction.decode, 2, 1)} longer there, "
+            f"{per_token(decision, 2)} a token against {per_token(decision, 1)}, "
+            "and of late it took 1.95 times as long as predicted against 1.00"
+        )
+
     def test_an_idle_slow_replica_beats_a_fast_one_that_is_too_busy(self) -> None:
         clock = ManualClock()
         fleet = fleet_of(clock, H100, A10)
