@@ -16,7 +16,11 @@ To try by hand, in another terminal. A chat; a streamed one; one routed by anoth
 {_chat(stack, stream=True)}
 {_chat(stack, policy="round_robin")}
 
-The router's decisions, with all it compared; its view of the fleet; Envoy's view:
+The last decisions, and why (add the id of a request to see all that was compared for it):
+
+  {stack.explain_command}
+
+The same as JSON; the router's view of the fleet; Envoy's view:
 
   curl -s '{stack.router_admin}/decisions?after=0'
   curl -s {stack.router_admin}/fleet

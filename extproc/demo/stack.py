@@ -122,6 +122,11 @@ class Stack:
         """The shell command that runs this stack's router."""
         return shlex.join(self._command("serve", "--config", self.config_file))
 
+    @property
+    def explain_command(self) -> str:
+        """The shell command that shows this router's decisions."""
+        return shlex.join(self._command("explain", "--router", self.address("router-admin")))
+
     def address(self, name: str) -> str:
         """``ip:port`` of a replica, or of one of the other ports."""
         return f"127.0.0.1:{self.ports[name]}"

@@ -1,5 +1,6 @@
 """The demo on the terminal: replicas and requests as a live table, or as plain lines."""
 
+import textwrap
 import time
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -11,7 +12,12 @@ from extproc.demo.report import Report, Run
 from extproc.demo.stack import Stack
 
 _KV_BAR = 10
-_LEAST_ROWS, _MOST_ROWS = 5, 20
+_LEAST_LINES, _MOST_LINES = 6, 40
+_WHY_INDENT = 3
+_HEADERS = ("Request", "Prompt", "", "Replica", "Predicted", "Actual")
+_MOST_OF_ID = 36
+_REQUEST = " {:<36} {:>6} {:6} {:7} {:>9} {:>7}"
+"""A request's figures fit 80 columns, its id whole; why it went there is in the lines below."""
 
 
 class Screen:
@@ -24,8 +30,9 @@ class Screen:
         self._reserved = reserved + len(stack.replicas) + 7
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rows = min(max(console.height - self._reserved, _LEAST_ROWS), _MOST_ROWS)
-        yield Group(self._status(), self._replicas(), Text(), self._requests(rows))
+        lines = min(max(console.height - self._reserved, _LEAST_LINES), _MOST_LINES)
+        requests = self._requests(lines, options.max_width)
+        yield Group(self._status(), self._replicas(), Text(), *requests)
 
     def _status(self) -> Text:
         entries = self._journal.entries.values()
@@ -41,19 +48,19 @@ class Screen:
         return status
 
     def _replicas(self) -> Table:
-        table = _table()
-        table.add_column("Replica", width=8)
-        table.add_column("Hardware", width=14)
+        table = Table(box=None, padding=(0, 1), header_style="bold dim")
+        table.add_column("Replica")
+        table.add_column("Hardware", min_width=13)
         for header in ("Running", "Waiting", "In flight", "Served"):
-            table.add_column(header, justify="right", width=9)
-        table.add_column("   KV cache", width=21)
+            table.add_column(header, justify="right", no_wrap=True)
+        table.add_column("KV cache", min_width=17)
         for replica in self._stack.replicas:
             address = self._stack.address(replica.name)
             served = str(self._journal.served[address])
             now = self._journal.fleet.get(replica.name)
             name = _replica(replica.name)
             if now is None:
-                table.add_row(name, replica.profile, "–", "–", "–", served, "   –")
+                table.add_row(name, replica.profile, "–", "–", "–", served, "–")
                 continue
             if not now.healthy:
                 name.stylize("red strike")
@@ -61,47 +68,49 @@ class Screen:
             table.add_row(name, replica.profile, *numbers, served, _bar(now.kv_usage))
         return table
 
-    def _requests(self, rows: int) -> Table:
-        table = _table()
-        table.add_column("Request", width=13, no_wrap=True)
-        table.add_column("Prompt", justify="right", width=6)
-        table.add_column("", width=6)
-        table.add_column("Replica", width=7, no_wrap=True)
-        table.add_column("Predicted", justify="right", width=9)
-        table.add_column("Actual", justify="right", width=7)
-        table.add_column("Why", no_wrap=True, overflow="ellipsis", ratio=1)
-        for entry in list(self._journal.entries.values())[-rows:]:
-            table.add_row(*_cells(entry, self._stack))
-        return table
-
-
-def _table() -> Table:
-    return Table(box=None, padding=(0, 1), header_style="bold dim", expand=True)
+    def _requests(self, lines: int, width: int) -> list[Text]:
+        """The newest requests that fit into so many lines, the newest last."""
+        shown: list[Text] = []
+        for entry in reversed(self._journal.entries.values()):
+            why = textwrap.wrap(_why(entry), width - _WHY_INDENT) or [""]
+            if shown and len(shown) + 1 + len(why) > lines:
+                break
+            style = "dim" if entry.decision else "yellow"
+            shown += [Text(" " * _WHY_INDENT + line, style=style) for line in reversed(why)]
+            shown.append(_figures(entry, self._stack))
+        return [Text(_REQUEST.format(*_HEADERS), style="bold dim"), *reversed(shown)]
 
 
 def _replica(name: str) -> Text:
-    return Text(name, style="green" if name.startswith("fast") else "magenta")
+    return Text(name, style=_style(name))
+
+
+def _style(replica: str) -> str:
+    return "green" if replica.startswith("fast") else "magenta"
 
 
 def _bar(share: float) -> Text:
     full = round(share * _KV_BAR)
-    bar = Text("   ").append("█" * full, style="cyan").append("░" * (_KV_BAR - full), style="dim")
+    bar = Text().append("█" * full, style="cyan").append("░" * (_KV_BAR - full), style="dim")
     return bar.append(f" {share:6.1%}")
 
 
-def _cells(entry: Entry, stack: Stack) -> list[Text]:
+def _figures(entry: Entry, stack: Stack) -> Text:
     decision, access = entry.decision, entry.access
-    return [
-        Text(entry.request_id),
-        Text(str(decision.prompt_tokens) if decision else "–"),
-        Text("stream" if decision and decision.stream else "", style="dim"),
-        _replica(_where(entry, stack)),
-        Text(f"{decision.predicted_completion_s:.2f} s" if decision else "–"),
-        Text(f"{access.duration_s:.2f} s")
-        if access
-        else Text(f"{time.monotonic() - entry.seen_at:.1f} …", style="yellow"),
-        Text(_why(entry), style="" if decision else "yellow"),
-    ]
+    where = _where(entry, stack)
+    line = Text(
+        _REQUEST.format(
+            entry.request_id[:_MOST_OF_ID],
+            decision.prompt_tokens if decision else "–",
+            "stream" if decision and decision.stream else "",
+            where,
+            f"{decision.predicted_completion_s:.2f} s" if decision else "–",
+            f"{access.duration_s:.2f} s" if access else f"{time.monotonic() - entry.seen_at:.1f} …",
+        ),
+        no_wrap=True,
+    )
+    line.highlight_words([where], _style(where))
+    return line
 
 
 def plain(entry: Entry, stack: Stack) -> str:

@@ -86,10 +86,11 @@ async def test_with_a_replica_killed_no_answer_is_lost_that_had_not_begun(
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 async def test_the_commands_to_try_work_as_printed(stack: Stack, journal: Journal) -> None:
     commands = re.findall(r"^  (?:.+\\\n)*.+", instructions(stack), re.MULTILINE)
-    chat, streamed, by_policy, decisions, fleet, envoy, kill, start = commands
+    chat, streamed, by_policy, explain, decisions, fleet, envoy, kill, start = commands
     for command in (chat, by_policy):
         assert '"finish_reason": "stop"' in await shell(command)
     assert (await shell(streamed)).rstrip().endswith("data: [DONE]")
+    assert "llama-8b: its turn" in await shell(explain)
     assert '"policy": "round_robin"' in await shell(decisions)
     assert '"name": "fast"' in await shell(fleet)
     assert "replicas::" in await shell(envoy)
