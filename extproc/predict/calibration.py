@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from math import exp
-from operator import mul
+from operator import mul, truediv
 
 import numpy as np
 
-from extproc.fleet.view import Floats
 from extproc.predict.step import StepModel
-from extproc.predict.windows import SECONDS, EngineCounts, Windows, Work
+from extproc.predict.windows import SECONDS, EngineCounts, Terms, Windows, Work
 
 _MEMORY = 7200.0
 """Seconds of work in which what was learned loses two thirds of its weight."""
@@ -26,6 +25,7 @@ _PRIOR = 1e-4
 """Weight of the profile it starts from, in windows of the longest kind: it keeps what the counters
 do not tell apart. With ten times as much, a profile seven times too fast takes minutes to be
 put right under light load; with a hundredth, the chance of prompts alone moves c0 by half."""
+_PRIORS = _PRIOR * np.eye(4, 5)
 _LITTLE = 0.01
 """Windows' worth of work that tells nothing of replicas in general."""
 _KNOWN = 1.0
@@ -58,10 +58,14 @@ class Calibration:
         self._start = start
         # Coefficients are counted in units of the start, so that all are near one.
         self._unit = _coefficients(start)
-        self._solution = np.ones(4) if known is None else _coefficients(known) / self._unit
-        self._normal = np.zeros((4, 4)) if known is None else _KNOWN * np.eye(4)
-        self._right = self._normal @ self._solution
-        self._recent = Work(0.0, np.zeros(4))
+        self._units = np.array([*self._unit, 1.0])
+        begin = self._unit if known is None else _coefficients(known)
+        self._solution = list(map(truediv, begin, self._unit))
+        self._equations = np.zeros((4, 5))
+        """Normal equations, the right side as the last column."""
+        if known is not None:
+            self._equations += _KNOWN * np.column_stack([np.eye(4), self._solution])
+        self._recent = Work(0.0, (0.0, 0.0, 0.0, 0.0))
         self._windows = Windows()
         self._polled_at: float | None = None
 
@@ -69,15 +73,15 @@ class Calibration:
     def ratio(self) -> float | None:
         """Time of the work seen, against what it takes by the start; None where none was seen, or
         so long ago that it hardly counts."""
-        seen = float(self._normal.sum())
-        return float(self._right.sum()) / seen if seen > _LITTLE else None
+        seen, took = self._totals()
+        return took / seen if seen > _LITTLE else None
 
     @property
     def model(self) -> StepModel:
         """The step-time model as learned so far."""
-        c0, prefill, batch, kv = (self._solution * self._unit).tolist()
+        c0, prefill, batch, kv = map(mul, self._solution, self._unit)
         # Attention leaves no trace in the counters: it is taken to differ as the prefill does.
-        attention = self._start.c_att * float(self._solution[1])
+        attention = self._start.c_att * self._solution[1]
         return StepModel(c0, prefill, batch, kv, attention).slowed(self._scale)
 
     def poll(self, counts: EngineCounts, typical: float = 1.0) -> None:
@@ -93,48 +97,50 @@ class Calibration:
         if stretches := self._windows.poll(counts):
             latest, *windows = stretches
             keep = exp(-latest.seconds / _REACTION)
-            self._recent = Work(
-                self._recent.seconds * keep + latest.seconds,
-                self._recent.terms * keep + latest.terms * self._unit,
-            )
+            self._recent = self._recent.times(keep).plus(latest)
             if windows:
                 self._learn(windows)
         self._solve(typical)
 
     @property
     def _scale(self) -> float:
-        expected = float(self._solution @ self._recent.terms)
+        coefficients = map(mul, self._solution, self._unit)
+        expected: float = sum(map(mul, coefficients, self._recent.terms))
         scale = (self._recent.seconds + _DOUBT) / (expected + _DOUBT)
         return min(max(scale, 1 / _MOST_SCALE), _MOST_SCALE)
 
     def _forget(self, elapsed: float, idle: bool) -> None:
         keep = exp(-elapsed / (_IDLE_MEMORY if idle else _MEMORY))
-        self._normal *= keep
-        self._right *= keep
-        keep = exp(-elapsed / _IDLE_REACTION) if idle else 1.0
-        self._recent = Work(self._recent.seconds * keep, self._recent.terms * keep)
+        self._equations *= keep
+        if idle:
+            self._recent = self._recent.times(exp(-elapsed / _IDLE_REACTION))
 
     def _learn(self, windows: Sequence[Work]) -> None:
         # What departs from the speed so far may pass: the scale has it, the coefficients wait.
-        trust = min(self._scale, 1.0 / self._scale) ** 2
-        seconds = np.array([work.seconds for work in windows])
-        relative = np.stack([work.terms for work in windows]) * self._unit / seconds[:, None]
-        weighed = relative.T * (trust * seconds / SECONDS[-1])
-        self._normal += weighed @ relative
-        self._right += weighed.sum(axis=1)
+        scale = self._scale
+        trust = min(scale, 1.0 / scale) ** 2
+        stretches = np.array([(*work.terms, work.seconds) for work in windows])
+        seconds = stretches[:, 4:]
+        relative = stretches * self._units / seconds
+        weight = seconds * (trust / SECONDS[-1])
+        self._equations += (relative[:, :4] * weight).T @ relative
+
+    def _totals(self) -> tuple[float, float]:
+        """Weight of all that was seen, and the same as long as it took."""
+        *seen, took = self._equations.sum(axis=0).tolist()
+        return sum(seen), took
 
     def _solve(self, typical: float) -> None:
         """Coordinate descent towards the non-negative least squares solution."""
-        overall = (self._right.sum() + _PRIOR * typical) / (self._normal.sum() + _PRIOR)
-        normal = (self._normal + _PRIOR * np.eye(4)).tolist()
-        right = (self._right + _PRIOR * overall).tolist()
-        solution = self._solution.tolist()
+        seen, took = self._totals()
+        pull = _PRIOR * (took + _PRIOR * typical) / (seen + _PRIOR)
+        equations, solution = (self._equations + _PRIORS).tolist(), self._solution
         for _ in range(_ROUNDS):
-            for k, row in enumerate(normal):
-                missing = right[k] - sum(map(mul, row, solution))
-                solution[k] = max(solution[k] + missing / row[k], 0.0)
-        self._solution = np.array(solution)
+            for k, row in enumerate(equations):
+                missing = row[4] + pull - sum(map(mul, row, solution))
+                better = solution[k] + missing / row[k]
+                solution[k] = better if better > 0.0 else 0.0
 
 
-def _coefficients(model: StepModel) -> Floats:
-    return np.array([model.c0, model.c_prefill, model.c_batch, model.c_kv])
+def _coefficients(model: StepModel) -> Terms:
+    return model.c0, model.c_prefill, model.c_batch, model.c_kv
