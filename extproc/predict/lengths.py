@@ -46,8 +46,15 @@ _UNTENANTED = 4
 
 def _prior() -> Floats:
     density = np.exp(-0.5 * (np.log(_LENGTHS / _PRIOR_MEDIAN) / _PRIOR_SPREAD) ** 2)
-    weights: Floats = _PRIOR_WEIGHT * density / density.sum()
-    return weights
+    return _suffix_sums(_PRIOR_WEIGHT * density / density.sum())
+
+
+def _suffix_sums(weights: Floats) -> Floats:
+    """Of histograms and of the tokens they stand for: an array of two where there was one."""
+    of_both = np.stack([weights, weights * _LENGTHS])
+    sums: Floats = np.zeros((*of_both.shape[:-1], _SUMS))
+    sums[..., :-1] = of_both[..., ::-1].cumsum(axis=-1)[..., ::-1]
+    return sums
 
 
 def _kinds(profile: RequestProfile) -> list[_Kind]:
@@ -77,10 +84,13 @@ class OutputLengths:
 
     def __init__(self) -> None:
         self._rows: dict[_Kind, int] = {}
-        self._weights = _prior()[None, :].copy()
-        self._count = np.zeros((1, _SUMS))
-        self._tokens = np.zeros((1, _SUMS))
-        self._sum_up([0])
+        self._keep(_prior()[:, None])
+
+    def _keep(self, sums: Floats) -> None:
+        """Histograms are kept as suffix sums, of sequences and of their tokens, a row a kind."""
+        self._sums = sums
+        self._count: Floats = sums[0]
+        self._tokens: Floats = sums[1]
 
     def row(self, profile: RequestProfile) -> int:
         """The histogram of the finest kind that requests like this were seen of; 0: of all."""
@@ -100,14 +110,16 @@ class OutputLengths:
             return
         rows = self._rows_to_learn(_kinds(profile))
         bucket = _bucket(tokens)
-        self._weights[rows] *= _DECAY
+        sums = self._sums[:, rows] * _DECAY
         if tokens < bound:
-            self._weights[rows, bucket] += 1.0
+            sums[0, :, : bucket + 1] += 1.0
+            sums[1, :, : bucket + 1] += _LENGTHS_LIST[bucket]
         else:
-            beyond = self._weights[rows, bucket:]
-            total = np.maximum(beyond.sum(axis=1, keepdims=True), 1.0)
-            self._weights[rows, bucket:] = beyond * (1.0 + 1.0 / total)
-        self._sum_up(rows)
+            beyond = sums[:, :, bucket, None]
+            total = np.maximum(beyond[0], 1.0)
+            sums[:, :, :bucket] += beyond / total
+            sums[:, :, bucket:] *= 1.0 + 1.0 / total
+        self._sums[:, rows] = sums
 
     def observe_counts(self, model: str, counts: Sequence[tuple[float, float]]) -> None:
         """A replica's own histogram says how long its answers were.
@@ -117,14 +129,12 @@ class OutputLengths:
             counts: upper bound in tokens of each bucket, rising, and the requests in it.
         """
         edges, requests = zip(*counts, strict=True) if counts else ((), ())
-        seen = np.array(requests, dtype=np.float64) @ _spread(edges)
-        total = float(seen.sum())
+        total = float(sum(requests))
         if total > 0:
             rows = self._rows_to_learn([(model,)])
             weight = min(total, _MOST_COUNTED)
-            self._weights[rows] *= _DECAY**weight
-            self._weights[rows] += seen * (weight / total)
-            self._sum_up(rows)
+            seen = np.array(requests) * (weight / total) @ _spread(edges)
+            self._sums[:, rows] = self._sums[:, rows] * _DECAY**weight + seen[:, None]
 
     def _rows_to_learn(self, kinds: Sequence[_Kind]) -> list[int]:
         """The row of all and those of the kinds; a new one starts from what its coarser shows."""
@@ -133,13 +143,12 @@ class OutputLengths:
             row = self._rows.get(kind)
             if row is None:
                 of_tenant = len(kind) > _UNTENANTED
-                if len(self._weights) > (_MOST_TENANT_ROWS if of_tenant else _MOST_ROWS):
+                if len(self._count) > (_MOST_TENANT_ROWS if of_tenant else _MOST_ROWS):
                     break
-                row = self._rows[kind] = len(self._weights)
-                start = self._weights[rows[-1]]
-                self._weights = np.vstack([self._weights, start * (_PRIOR_WEIGHT / start.sum())])
-                self._count = np.vstack([self._count, np.zeros_like(self._count[0])])
-                self._tokens = np.vstack([self._tokens, np.zeros_like(self._tokens[0])])
+                row = self._rows[kind] = len(self._count)
+                start = self._sums[:, rows[-1:]]
+                start = start * (_PRIOR_WEIGHT / start[0, 0, 0])
+                self._keep(np.concatenate([self._sums, start], axis=1))
             rows.append(row)
         return rows
 
@@ -202,22 +211,18 @@ class OutputLengths:
         left = np.maximum(np.maximum(total, least) - progress, 1.0)
         return np.minimum(left, bound - progress)
 
-    def _sum_up(self, rows: list[int]) -> None:
-        weights = self._weights[rows]
-        self._count[rows, :-1] = weights[:, ::-1].cumsum(axis=1)[:, ::-1]
-        self._tokens[rows, :-1] = (weights * _LENGTHS)[:, ::-1].cumsum(axis=1)[:, ::-1]
-
 
 @lru_cache(maxsize=16)
 def _spread(edges: tuple[float, ...]) -> Floats:
-    """Which lengths the requests of each bucket count for, equally; engines have few kinds."""
+    """Suffix sums of the lengths that a request of each bucket counts for, equally; engines have
+    few kinds of buckets."""
     shares = np.zeros((len(edges), len(_LENGTHS)))
     lower = 0
     for share, edge in zip(shares, edges, strict=True):
         upper = max(bisect_right(_LENGTHS_LIST, edge), lower + 1)
         share[lower:upper] = 1.0 / (upper - lower)
         lower = min(upper, len(_LENGTHS) - 1)
-    return shares
+    return _suffix_sums(shares)
 
 
 def _bucket(tokens: float) -> int:
