@@ -9,7 +9,7 @@ import numpy as np
 from extproc.fleet.view import Floats
 from extproc.route.policy import Choice, Situation, near_lowest
 
-_NOTABLE = 0.05
+_NOTABLE = 0.1
 """Difference of actual ÷ predicted decode times that is worth a word."""
 
 
