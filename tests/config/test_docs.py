@@ -1,14 +1,23 @@
-"""The documentation names every setting, with its default."""
+"""The documentation names every setting with its default, every option and every field."""
 
-from collections.abc import Iterator
+import random
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
+from benchmarks import simulate
+from extproc import cli
 from extproc.config import Config
+from extproc.observe.decisions import DecisionRecord
+from extproc.route.router import Router
+from tests.fakes import ManualClock, chat, fleet_of, state
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "configuration.md"
+USERS_PAGES = ("README.md", "docs/operations.md", "docs/envoy.md")
 
 
 def settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -26,3 +35,61 @@ def test_every_setting_is_documented(key: str, default: object) -> None:
     if default not in ((), None, {}):
         shown = str(default).lower() if isinstance(default, bool) else str(default)
         assert f"| `{shown}` |" in row
+
+
+@pytest.mark.parametrize(
+    ("main", "command", "pages"),
+    [
+        (cli.main, ["check"], USERS_PAGES),
+        (cli.main, ["explain"], USERS_PAGES),
+        (cli.main, ["demo"], USERS_PAGES),
+        (simulate.main, [], ("benchmarks/README.md",)),
+    ],
+)
+def test_every_option_is_documented(
+    main: Callable[[list[str]], int],
+    command: list[str],
+    pages: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    everywhere = {f"--{key}" for key, _ in settings(Config)} | {"--help", "--config"}
+    options = set(re.findall(r"^  (--[a-z][a-z_.-]*)", capsys.readouterr().out, re.MULTILINE))
+    documented = re.findall(r"--[a-z][a-z_.-]*", "".join(map(text, pages)))
+    assert options & {"--json", "--envoy"}
+    assert options - everywhere <= set(documented)
+
+
+def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    commands = re.findall(r"^    ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
+    assert len(commands) > 3
+    told = text("README.md") + text("CHANGELOG.md")
+    assert all(f"extproc {command}" in told for command in commands)
+
+
+def test_every_field_of_a_decision_record_is_documented() -> None:
+    fleet = fleet_of(ManualClock(), "llama-8b-a10", "llama-8b-a10")
+    fleet.put(state(3, "llama-8b-a10", ManualClock(), healthy=False))
+    decision = Router(fleet, "completion", random.Random(0)).decide(chat(100))
+    assert decision is not None
+    section = text("docs/operations.md").partition("## Decision records")[2].partition("\n## ")[0]
+    fields = set(keys(DecisionRecord(1, "", 0.0, decision).to_json()))
+    assert {"outcome", "excluded", "terms_s"} < fields
+    assert fields - set(re.findall(r"`(\w+)`", section)) == set()
+
+
+def keys(record: object) -> Iterator[str]:
+    if isinstance(record, dict):
+        yield from record
+        for value in record.values():
+            yield from keys(value)
+    elif isinstance(record, list):
+        for value in record:
+            yield from keys(value)
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text()
