@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from extproc.fleet.view import FleetView, Floats, Sequences, least
+from extproc.predict.admission import admission
 from extproc.request.profile import RequestProfile
 
 
@@ -68,16 +69,16 @@ def predict(
     taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
     each = prompt / own if profile.sequences else 0.0  # of several prompts each must fit
-    admission = _refusal(view, each) + _admission(view, sequences, taken, own, prompt)
+    wait = _refusal(view, each) + admission(view, sequences, taken, own, prompt)
     prefill = _prefill(view, prompt)
     decode, cost_to_others = _decode(view, sequences, own, prompt, out)
-    ttft = step_rest + admission + prefill
+    ttft = step_rest + wait + prefill
     completion = ttft + decode
     kv_pressure = np.minimum((taken + (prompt + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
         step_rest,
-        admission,
+        wait,
         prefill,
         decode,
         ttft,
@@ -93,34 +94,6 @@ def _step_rest(view: FleetView) -> Floats:
     decoding = (view.batch > 0.0) & (view.backlog <= 0.0)
     rest: Floats = view.decode_step * decoding * 0.5
     return rest
-
-
-def _admission(
-    view: FleetView, sequences: Sequences, taken: Floats, own: int, prompt: float
-) -> Floats:
-    """Seconds until the sequences in flight have freed the KV tokens and places it needs.
-
-    vLLM admits a prompt only when all of it fits, after those queued before it.
-    """
-    wait = np.zeros(len(view))
-    free = view.kv_capacity - taken
-    places = view.max_num_seqs - view.batch - view.waiting
-    if least(free) >= prompt and least(places) >= own:
-        return wait
-    for index in ((free < prompt) | (places < own)).nonzero()[0]:
-        here = (sequences.replica == index).nonzero()[0]
-        if not len(here):
-            continue
-        here = here[sequences.remaining[here].argsort()]
-        weight = sequences.weight[here]
-        remaining = sequences.remaining[here]
-        freed = np.cumsum(weight * (sequences.context[here] + remaining))
-        ended = np.cumsum(weight)
-        last = max(
-            freed.searchsorted(prompt - free[index]), ended.searchsorted(own - places[index])
-        )
-        wait[index] = remaining[min(last, len(here) - 1)] * view.decode_step[index]
-    return wait
 
 
 def _refusal(view: FleetView, prompt: float) -> Floats | float:

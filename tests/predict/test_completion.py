@@ -68,6 +68,21 @@ def test_a_full_kv_cache_makes_a_prompt_wait_for_the_next_to_end() -> None:
     assert prediction.kv_pressure[1] < 0.1
 
 
+def test_on_each_full_replica_it_waits_for_as_many_as_it_needs_to_end() -> None:
+    """The one that is sent first ends first; on the third replica there is room."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10, A10)
+    for prompt, bound in ((20_000, 100), (20_000, 600)):
+        for number in (1, 2):
+            fleet.dispatch(replica(number), chat(prompt, bound))
+    clock.advance(12.0)
+    small, large = (predicted(fleet, chat(prompt, 50), 50) for prompt in (3000, 30_000))
+    assert 0 < small.admission[0] < large.admission[0]
+    assert small.admission[:2].tolist() == pytest.approx([small.admission[0]] * 2)
+    assert large.admission[:2].tolist() == pytest.approx([large.admission[0]] * 2)
+    assert small.admission[2] == large.admission[2] == 0
+
+
 def test_an_embedding_only_prefills() -> None:
     fleet = fleet_of(ManualClock(), A10)
     prediction = predicted(fleet, embedding(500), 0)

@@ -1,0 +1,45 @@
+"""How long a request waits before a replica admits it."""
+
+import numpy as np
+
+from extproc.fleet.view import FleetView, Floats, Indices, Sequences, least
+
+
+def admission(
+    view: FleetView, sequences: Sequences, taken: Floats, own: int, prompt: float
+) -> Floats:
+    """Seconds until the sequences in flight have freed the KV tokens and places it needs.
+
+    vLLM admits a prompt only when all of it fits, after those queued before it.
+
+    Args:
+        view: the candidates.
+        sequences: what is in flight on them.
+        taken: KV tokens in use or queued for, a candidate each.
+        own: places that the request needs.
+        prompt: KV tokens that it needs.
+    """
+    wait = np.zeros(len(view))
+    free = view.kv_capacity - taken
+    places = view.max_num_seqs - view.batch - view.waiting
+    if least(free) >= prompt and least(places) >= own:
+        return wait
+    here = ((free < prompt) | (places < own))[sequences.replica].nonzero()[0]
+    # By replica, and of each the first to end first.
+    here = here[np.lexsort((sequences.remaining[here], sequences.replica[here]))]
+    weight, remaining = sequences.weight[here], sequences.remaining[here]
+    full, first, count = np.unique(sequences.replica[here], return_index=True, return_counts=True)
+    freed = weight * (sequences.context[here] + remaining)
+    last = np.maximum(
+        _reaching(freed, first, prompt - free[full]), _reaching(weight, first, own - places[full])
+    )
+    wait[full] = remaining[np.minimum(last, first + count - 1)] * view.decode_step[full]
+    return wait
+
+
+def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
+    """With which of the amounts that begin at each of ``first`` their sum gets to what is wanted
+    there."""
+    sums = amounts.cumsum()
+    before = sums[first] - amounts[first]
+    return np.maximum(sums.searchsorted(before + wanted), first)
