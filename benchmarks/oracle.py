@@ -171,7 +171,6 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         names=names,
         requests=running + _floats(engine.waiting for engine in engines),
         waiting=_floats(engine.waiting for engine in engines),
-        kv_usage=kv_usage,
         # What is cached of the prompt is as good as computed.
         backlog=_floats(one.backlog - one.cached for one in exact),
         batch=running,

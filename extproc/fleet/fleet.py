@@ -254,6 +254,8 @@ class Fleet:
         self._progress.advance(self._clock())
         self._progress.refresh()
         candidates = self._find(model)
+        replicas, rows = self._replicas.first(IN_VIEW), candidates.rows
+        all_are = len(rows) == len(self._replicas)
         (
             requests,
             queued,
@@ -270,14 +272,13 @@ class Fleet:
             decode_step,
             stretch,
             *costs,
-        ) = self._replicas.first(IN_VIEW).take(candidates.rows, axis=1)
+        ) = replicas.copy() if all_are else replicas.take(rows, axis=1)
         return FleetView(
-            candidates.rows,
+            rows,
             candidates.ids,
             candidates.names,
             requests + foreign,
             np.maximum(queued, polled_waiting),
-            np.minimum(kv_used / kv_capacity, 1.0),
             enqueued - prefilled,
             batch,
             kv_used,

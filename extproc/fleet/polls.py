@@ -80,16 +80,17 @@ def correct(
     _correct_steps(replicas, requests, row, mine, state.steps, now - sampled_at)
 
     then = mine[requests.sent_at[mine] <= sampled_at]
-    own = np.maximum(requests.weight[then], 1.0).sum()
-    beyond = max(state.running + state.waiting - float(own), 0.0)
+    weight = requests.weight[then]
+    own = sum(np.maximum(weight, 1.0).tolist())
+    beyond = max(state.running + state.waiting - own, 0.0)
     # A request that ended between the scrape and now is seen by one poll only.
     replicas.foreign[row] = min(beyond, replicas.beyond[row])
     replicas.beyond[row] = beyond
     replicas.polled_waiting[row] = state.waiting
     started = requests.before[then] < inf
-    own_kv = requests.prompt[then] + requests.weight[then] * requests.generated[then]
+    own_kv = requests.prompt[then] + weight * requests.generated[then]
     used = state.kv_usage * replicas.kv_capacity[row]
-    replicas.kv_beyond[row] = used - float((own_kv * started).sum())
+    replicas.kv_beyond[row] = used - float(own_kv @ started)
     replicas.sampled_at[row] = sampled_at
 
 

@@ -63,8 +63,6 @@ class FleetView:
     """In flight: the router's own and those the poll saw beyond them."""
     waiting: Floats
     """Requests that have no token yet, or are in the replica's queue."""
-    kv_usage: Floats
-    """Fraction of the KV cache in use; the queued prompts are not in it yet."""
     backlog: Floats
     """Prompt tokens sent and not yet prefilled."""
     batch: Floats
@@ -83,6 +81,11 @@ class FleetView:
     """Actual ÷ predicted decode time, as of late."""
     excluded: tuple[Excluded, ...] = ()
     """Replicas of the pool that could not serve it now."""
+
+    @property
+    def kv_usage(self) -> Floats:
+        """Fraction of the KV cache in use; the queued prompts are not in it yet."""
+        return np.minimum(self.kv_used / self.kv_capacity, 1.0)
 
     def __len__(self) -> int:
         return len(self.ids)

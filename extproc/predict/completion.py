@@ -69,7 +69,8 @@ def predict(
     taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
     each = prompt / own if profile.sequences else 0.0  # of several prompts each must fit
-    wait = _refusal(view, each) + admission(view, sequences, taken, own, prompt)
+    wait = admission(view, sequences, taken, own, prompt)
+    _refuse(view, each, wait)
     prefill = _prefill(view, prompt)
     decode, cost_to_others = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill
@@ -91,17 +92,16 @@ def predict(
 
 def _step_rest(view: FleetView) -> Floats:
     """Half a step of decoding, where one is in progress; a prefill is in the backlog."""
-    decoding = (view.batch > 0.0) & (view.backlog <= 0.0)
-    rest: Floats = view.decode_step * decoding * 0.5
-    return rest
+    half: Floats = np.minimum(view.batch, 0.5)  # none where nothing decodes
+    return half * view.decode_step * (view.backlog <= 0.0)
 
 
-def _refusal(view: FleetView, prompt: float) -> Floats | float:
-    """Infinite where the prompt is longer than the replica can hold, unless it is so everywhere."""
-    if least(view.longest_prompt) >= prompt:
-        return 0.0
-    too_long = view.longest_prompt < prompt
-    return 0.0 if too_long.all() else np.where(too_long, np.inf, 0.0)
+def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
+    """The wait is infinite where no prompt that long can be held, unless that is everywhere."""
+    if least(view.longest_prompt) < prompt:
+        too_long = view.longest_prompt < prompt
+        if not too_long.all():
+            wait[too_long] = np.inf
 
 
 def _prefill(view: FleetView, prompt: float) -> Floats:

@@ -21,7 +21,7 @@ def compare(situation: Situation, choice: Choice, band: float, same_ttft: float)
     Args:
         situation: what the choice was made from.
         choice: the lowest ``completion + w·cost to others``, or as good as equal to it.
-        band: scores this close counted as equal.
+        band: scores within this fraction of the lowest counted as equal.
         same_ttft: times to first token counted as the same within this fraction.
     """
     view, completion = situation.view, situation.prediction.completion

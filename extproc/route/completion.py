@@ -2,7 +2,6 @@
 
 import random
 
-from extproc.fleet.view import Floats, least
 from extproc.predict.completion import Prediction
 from extproc.route.comparison import compare
 from extproc.route.policy import Choice, Situation, lowest, near_lowest
@@ -29,16 +28,16 @@ class Completion:
         """Of the replicas with about the lowest score, the one with the soonest first token."""
         prediction = situation.prediction
         scores = prediction.completion + prediction.cost_weight * prediction.cost_to_others
-        near = near_lowest(scores, _band(prediction, scores))
+        near = near_lowest(scores, _band(prediction))
         if len(near) == 1:
             return Choice(int(near[0]), scores)
         ttft = prediction.ttft[near]
-        return Choice(int(near[lowest(ttft, random, SAME_TTFT * least(ttft))]), scores)
+        return Choice(int(near[lowest(ttft, random, SAME_TTFT)]), scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:
         """Beside the next best and the one with the fewest requests."""
-        return compare(situation, choice, _band(situation.prediction, choice.scores), SAME_TTFT)
+        return compare(situation, choice, _band(situation.prediction), SAME_TTFT)
 
 
-def _band(prediction: Prediction, scores: Floats) -> float:
-    return _NEAR_TIE * (1.0 - prediction.first_token_share) * least(scores)
+def _band(prediction: Prediction) -> float:
+    return _NEAR_TIE * (1.0 - prediction.first_token_share)

@@ -49,7 +49,7 @@ class Policy(Protocol):
 
 
 def lowest(scores: Floats, random: random.Random, band: float = 0.0) -> int:
-    """The index of the lowest score, at random among those within ``band`` of it.
+    """The index of the lowest score, at random among those within a fraction ``band`` of it.
 
     Replicas that are as good as equal share the work: always taking the first of them would herd
     every request onto it until the next poll.
@@ -59,8 +59,8 @@ def lowest(scores: Floats, random: random.Random, band: float = 0.0) -> int:
 
 
 def near_lowest(scores: Floats, band: float = 0.0) -> Indices:
-    """The indices of the scores within ``band`` of the lowest."""
-    return (scores <= least(scores) + band).nonzero()[0]
+    """The indices of the scores within a fraction ``band`` of the lowest."""
+    return (scores <= least(scores) * (1.0 + band)).nonzero()[0]
 
 
 def runner_up(scores: Floats, first: int) -> int | None:
