@@ -2,9 +2,10 @@
 
     python -m benchmarks.decision --json decision.json
 
-A decision is all that the router computes for a request before it is sent and when it ends: the
-choice of a replica, its entry into the ledger and its release. Polls arrive in between and are
-timed apart; what is learned of answers is not timed.
+A decision is a request's profile in and a ``Decision`` out: the fleet is brought up to date, each
+replica predicted, one of them chosen. Beside it stands what the ledger takes for the same request,
+when it is sent and when it ends, and what a poll's news of a replica takes. What is learned of
+answers is not timed.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 from random import Random
-from statistics import mean, median, quantiles
+from statistics import median, quantiles
 from time import perf_counter
 
 from benchmarks.clock import VirtualClock
@@ -45,6 +46,7 @@ _HARDWARE = "llama-8b-h100"
 _STEP = 0.01
 """Seconds of one step of every replica."""
 _KV_USAGE = 0.02
+_FULL = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,14 @@ class Timing:
 
     policy: str
     replicas: int
+    full: bool
+    """Whether no KV cache has room for another prompt."""
     median_us: float
     p99_us: float
+    ledger_us: float
+    """Median, for the entry of a request and its release together."""
     poll_us: float
-    """Mean, for one poll's news of one replica."""
+    """Median, for one poll's news of one replica."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,44 +71,62 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--decisions", type=int, default=3000, help="timed on each line")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
-    print(f"{'policy':<14}{'replicas':>9}{'median':>12}{'p99':>12}{'a poll':>12}")
+    print(
+        f"{'policy':<14}{'replicas':>9}{'':<6}{'decision':>12}{'p99':>12}"
+        f"{'its ledger':>12}{'a poll':>12}"
+    )
     runs = []
-    for policy in POLICIES:
-        for replicas in REPLICAS:
-            run = measure(policy, replicas, args.decisions)
-            figures = "".join(f"{us:>9.1f} µs" for us in (run.median_us, run.p99_us, run.poll_us))
-            print(f"{policy:<14}{replicas:>9}{figures}", flush=True)
-            runs.append(asdict(run))
+    fleets = [(policy, replicas, False) for policy in POLICIES for replicas in REPLICAS]
+    fleets += [("completion", replicas, True) for replicas in REPLICAS]
+    for policy, replicas, full in fleets:
+        run = measure(policy, replicas, args.decisions, full)
+        print(_line(run), flush=True)
+        runs.append(asdict(run))
     if args.json:
         args.json.write_text(json.dumps({"runs": runs}, indent=2) + "\n")
     return 0
 
 
-def measure(policy: str, replicas: int, decisions: int) -> Timing:
+def _line(run: Timing) -> str:
+    figures = (run.median_us, run.p99_us, run.ledger_us, run.poll_us)
+    text = f"{run.policy:<14}{run.replicas:>9}{' full' if run.full else '':<6}"
+    return text + "".join(f"{us:>9.1f} µs" for us in figures)
+
+
+def measure(policy: str, replicas: int, decisions: int, full: bool = False) -> Timing:
     """Times that many decisions, after a tenth as many to warm up."""
-    load = _Load(policy, replicas)
+    load = _Load(policy, replicas, _FULL if full else _KV_USAGE)
     for _ in range(decisions // 10):
         load.step()
-    load.polls.clear()
+    for seconds in (load.decisions, load.ledger, load.polls):
+        seconds.clear()
     gc.collect()
     gc.freeze()
-    took = [load.step() for _ in range(decisions)]
+    for _ in range(decisions):
+        load.step()
     gc.unfreeze()
     return Timing(
         policy,
         replicas,
-        median_us=median(took) * 1e6,
-        p99_us=quantiles(took, n=100)[-1] * 1e6,
-        poll_us=mean(load.polls) * 1e6,
+        full,
+        median_us=median(load.decisions) * 1e6,
+        p99_us=quantiles(load.decisions, n=100)[-1] * 1e6,
+        ledger_us=median(load.ledger) * 1e6,
+        poll_us=median(load.polls) * 1e6,
     )
 
 
 class _Load:
     """A router under a virtual clock, its fleet equally busy all the time: one comes, one ends."""
 
-    def __init__(self, policy: str, replicas: int) -> None:
+    def __init__(self, policy: str, replicas: int, kv_usage: float = _KV_USAGE) -> None:
+        self.decisions: list[float] = []
+        """Seconds that each took."""
+        self.ledger: list[float] = []
+        """Seconds for the entry of a request and the release of another."""
         self.polls: list[float] = []
-        """Seconds that each poll's news took."""
+        """Seconds for one poll's news of one replica."""
+        self._kv_usage = kv_usage
         self._random = Random(0)
         self._clock = VirtualClock()
         self._fleet = Fleet(OutputLengths(), self._clock)
@@ -115,24 +139,25 @@ class _Load:
         self._pause = _POLL_INTERVAL / replicas
         self._in_flight = [self._send(name) for name in names for _ in range(_IN_FLIGHT)]
 
-    def step(self) -> float:
-        """One request comes and another ends; returns the seconds that the router spent."""
+    def step(self) -> None:
+        """One request comes and another ends."""
         self._wait()
         request = self._request()
         start = perf_counter()
         decision = self._router.decide(request)
+        decided = perf_counter()
         assert decision is not None
         ticket = self._fleet.dispatch(decision.replica, request)
-        took = perf_counter() - start
+        entered = perf_counter()
+        self.decisions.append(decided - start)
         self._in_flight.append(ticket)
         self._wait()
         ended = self._in_flight.pop(self._random.randrange(len(self._in_flight)))
         start = perf_counter()
         self._fleet.release(ended)
-        took += perf_counter() - start
+        self.ledger.append(perf_counter() - start + entered - decided)
         tokens = int(self._random.lognormvariate(0.0, 1.0) * _OUTPUT_TOKENS) + 1
         self._fleet.lengths.observe(request, min(tokens, request.output_bound or tokens))
-        return took
 
     def _send(self, name: str) -> Ticket:
         self._wait()
@@ -163,7 +188,7 @@ class _Load:
             models=(_MODEL,),
             max_model_len=16_384,
             running=self._fleet.in_flight_on(name),
-            kv_usage=_KV_USAGE,
+            kv_usage=self._kv_usage,
             steps=now / _STEP,
             output_lengths=tuple((edge, now) for edge in _EDGES),
             scraped_at=now,

@@ -13,10 +13,12 @@ def test_it_times_every_policy_and_size_of_fleet(
     report = tmp_path / "decision.json"
     assert decision.main(["--decisions", "50", "--json", str(report)]) == 0
     runs = json.loads(report.read_text())["runs"]
-    assert [(run["policy"], run["replicas"]) for run in runs] == [
-        (policy, replicas) for policy in ("completion", "least_request") for replicas in (1, 3)
+    assert [(run["policy"], run["replicas"], run["full"]) for run in runs] == [
+        *[(policy, size, False) for policy in ("completion", "least_request") for size in (1, 3)],
+        *[("completion", size, True) for size in (1, 3)],
     ]
     for run in runs:
         assert 0 < run["median_us"] <= run["p99_us"]
+        assert run["ledger_us"] > 0
         assert run["poll_us"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(runs)
