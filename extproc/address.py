@@ -21,6 +21,19 @@ def split_address(address: str) -> tuple[str, int]:
     return match["ipv6"] or match["host"], int(match["port"])
 
 
+def shift_port(address: str, by: int) -> str:
+    """Return the address with a port higher by so much; port 0 (any free one) stays 0.
+
+    Raises:
+        ValueError: the port would be none, or it is no ``host:port``.
+    """
+    host, port = split_address(address)
+    shifted = port and port + by
+    if shifted > _MAX_PORT:
+        raise ValueError(f"{address} and {by} ports after it: there is no port {shifted}")
+    return join_address(host, shifted)
+
+
 def join_address(host: str, port: int) -> str:
     """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -62,9 +62,21 @@ def _unknown_argument(parser: argparse.ArgumentParser, given: str) -> str:
 
 def _load_serve() -> tuple[_Add, _Run]:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's C core would log beside our own lines
-    from extproc.server.app import run_router
+    from extproc.server.serve import serve
 
-    return _service("serve", run_router)
+    add_arguments, run = _service("serve", serve)
+
+    def with_workers(parser: argparse.ArgumentParser) -> None:
+        add_arguments(parser)
+        parser.add_argument(
+            "--workers",
+            dest="serve.workers",
+            default=argparse.SUPPRESS,
+            metavar="N",
+            help="short for --serve.workers",
+        )
+
+    return with_workers, run
 
 
 def _load_poll() -> tuple[_Add, _Run]:

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from extproc.address import split_address
+from extproc.address import shift_port, split_address
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
 
 
@@ -107,6 +107,8 @@ class ServeSettings(Section):
     """gRPC address Envoy connects to."""
     admin: str = "127.0.0.1:9090"
     """HTTP address of /metrics, /decisions, /fleet and /healthz."""
+    workers: int = Field(default=1, ge=1)
+    """Router processes; number k, from 0, takes the ports of ``listen`` and ``admin`` plus k."""
     drain_s: float = Field(default=30.0, ge=0)
     """On SIGTERM, open streams have this many seconds to end."""
     clear_route_cache: bool = False
@@ -117,6 +119,19 @@ class ServeSettings(Section):
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
 
     _addresses = field_validator("listen", "admin")(_host_and_port)
+
+    @field_validator("workers")
+    @classmethod
+    def _have_ports(cls, workers: int, info: ValidationInfo) -> int:
+        addresses = [info.data[name] for name in ("listen", "admin") if name in info.data]
+        last = [shift_port(address, workers - 1) for address in addresses]
+        ports = [split_address(address)[1] for address in addresses]
+        if workers > 1 and len(ports) == 2 and all(ports) and abs(ports[0] - ports[1]) < workers:
+            raise ValueError(
+                f"each worker needs ports of its own, but those of serve.listen ({addresses[0]} to "
+                f"{last[0]}) and serve.admin ({addresses[1]} to {last[1]}) overlap"
+            )
+        return workers
 
 
 class RouteSettings(Section):
@@ -162,7 +177,7 @@ class PollSettings(Section):
     """Life of a replica's state in Redis without a scrape; longer than any wait between two."""
     resolve_s: float = Field(default=2.0, gt=0)
     """DNS names and the replicas file are looked at again this often."""
-    admin: str = "127.0.0.1:9091"
+    admin: str = "127.0.0.1:9089"
     """HTTP address of the poller's /metrics and /healthz."""
 
     _address = field_validator("admin")(_host_and_port)
@@ -216,3 +231,15 @@ class Config(Section):
         if isinstance(value, (list, tuple)):
             return [{"url": item} if isinstance(item, str) else item for item in value]
         return value
+
+    def of_worker(self, number: int) -> "Config":
+        """What one worker process of a router runs with: ports and seed of its own."""
+        listen, admin = self.serve.listen, self.serve.admin
+        addresses = {"listen": shift_port(listen, number), "admin": shift_port(admin, number)}
+        seed = None if self.route.seed is None else self.route.seed + number
+        return self.model_copy(
+            update={
+                "serve": self.serve.model_copy(update=addresses),
+                "route": self.route.model_copy(update={"seed": seed}),
+            }
+        )

@@ -58,6 +58,9 @@ class RouterMetrics:
             "Seconds since the last news of any replica.",
             registry=registry,
         )
+        self.worker = Gauge(
+            "extproc_worker", "Number of this worker process, from 0.", registry=registry
+        )
         self.open_streams = Gauge(
             "extproc_open_streams", "ext_proc streams open now.", registry=registry
         )

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from random import Random
 from typing import Any
@@ -34,8 +34,15 @@ _PAGE = 50
 _DIGITS = 15
 
 
-async def run_router(config: Config) -> None:
+async def run_router(
+    config: Config, worker: int = 0, ready: Callable[[], None] = lambda: None
+) -> None:
     """Runs a router until SIGTERM or SIGINT, then lets open streams end.
+
+    Args:
+        config: what it runs with.
+        worker: its number, where it is one of several worker processes.
+        ready: called when it listens.
 
     Raises:
         OSError: an address cannot be listened on.
@@ -43,6 +50,7 @@ async def run_router(config: Config) -> None:
     """
     registry = CollectorRegistry()
     services = build(config, registry)
+    services.metrics.worker.set(worker)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -54,6 +62,7 @@ async def run_router(config: Config) -> None:
     ):
         port = await server.start(config.serve.listen)
         logger.info("router ready", extra={"port": port, "admin": admin, "pool": config.pool})
+        ready()
         await stopping.wait()
         logger.info("stopping", extra={"in_flight": services.fleet.in_flight})
         await server.stop(config.serve.drain_s)
