@@ -14,9 +14,10 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
+from extproc.address import shift_port
 from extproc.demo.access_log import add_access_log
 from extproc.demo.envoy_config import render
-from extproc.demo.ports import pick_ports
+from extproc.demo.ports import pick_ports, pick_run
 from extproc.demo.processes import (
     Check,
     Process,
@@ -73,6 +74,7 @@ class Stack:
         replicas: Sequence[SimulatedReplica] = FLEET,
         settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         usual_ports: Mapping[str, int] = MappingProxyType({}),
+        workers: int = 1,
     ) -> None:
         """A stack that does not run yet.
 
@@ -82,16 +84,20 @@ class Stack:
             settings: sections of the configuration of router and poller, added to those needed
                 here; ``{"route": {"policy": "lmetric"}}``.
             usual_ports: ports to take where they are free, by the names in ``ports``.
+            workers: processes of the router; Envoy lists them all.
         """
         self.directory = directory
         self.replicas = replicas
         wanted = dict.fromkeys((*_OTHER_PORTS, *(one.name for one in replicas)), 0)
         self.ports = pick_ports({**wanted, **usual_ports})
+        if workers > 1:
+            self.ports |= {name: pick_run(workers) for name in ("router", "router-admin")}
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
         self.ready_s = 0.0
         """Seconds it took until the first request could be routed."""
         self._settings = settings
+        self._workers = range(workers)
         self._processes: dict[str, Process] = {}
         self._dismissed: set[str] = set()
 
@@ -109,8 +115,13 @@ class Stack:
 
     @property
     def router_admin(self) -> str:
-        """The router's admin address."""
+        """The router's admin address; its first worker's, where it has several."""
         return self._url("router-admin")
+
+    @property
+    def worker_admins(self) -> list[str]:
+        """The admin address of each worker of the router."""
+        return [f"http://{shift_port(self.address('router-admin'), k)}" for k in self._workers]
 
     @property
     def redis_url(self) -> str:
@@ -258,7 +269,7 @@ class Stack:
         bootstrap = render(
             listen_port=self.ports["envoy"],
             admin_port=self.ports["envoy-admin"],
-            router_ports=[self.ports["router"]],
+            router_ports=[self.ports["router"] + number for number in self._workers],
             replica_addresses=[self.address(one.name) for one in self.replicas],
         )
         envoy_file = self.directory / "envoy.yaml"
@@ -268,7 +279,11 @@ class Stack:
         """What router and poller read."""
         sections: dict[str, dict[str, object]] = {
             "redis": {"url": self.redis_url},
-            "serve": {"listen": self.address("router"), "admin": self.address("router-admin")},
+            "serve": {
+                "listen": self.address("router"),
+                "admin": self.address("router-admin"),
+                "workers": len(self._workers),
+            },
             "route": {"allow_policy_header": True},
             "poll": {"admin": self.address("poller-admin")},
         }
@@ -284,12 +299,15 @@ class Stack:
 
     async def _routes(self, session: aiohttp.ClientSession) -> bool:
         try:
-            return await self._knows_all(session) and await self._envoy_asks(session)
+            for admin in self.worker_admins:
+                if not await self._knows_all(session, admin):
+                    return False
+            return await self._envoy_asks(session)
         except (aiohttp.ClientError, TimeoutError):
             return False
 
-    async def _knows_all(self, session: aiohttp.ClientSession) -> bool:
-        async with session.get(f"{self.router_admin}/fleet") as response:
+    async def _knows_all(self, session: aiohttp.ClientSession, admin: str) -> bool:
+        async with session.get(f"{admin}/fleet") as response:
             fleet = await response.json()
         healthy = {replica["name"] for replica in fleet["replicas"] if replica["healthy"]}
         return healthy == {replica.name for replica in self.replicas}
@@ -297,7 +315,8 @@ class Stack:
     async def _envoy_asks(self, session: aiohttp.ClientSession) -> bool:
         async with session.get(f"{self.envoy_admin}/clusters") as response:
             members = await response.text()
-        return f"router::{self.address('router')}::health_flags::healthy" in members
+        workers = (shift_port(self.address("router"), number) for number in self._workers)
+        return all(f"router::{one}::health_flags::healthy" in members for one in workers)
 
 
 def _flags(options: Mapping[str, object]) -> list[str]:
