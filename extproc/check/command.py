@@ -12,7 +12,8 @@ from extproc.check.envoy_file import EnvoyFile
 from extproc.check.finding import Finding, Level
 from extproc.check.rules import RULES
 from extproc.check.schema import problems
-from extproc.config import Config
+from extproc.check.workers import workers_are_listed
+from extproc.config import Config, ServeSettings
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.state.connection import address, connect
 from extproc.yaml_file import read_yaml
@@ -45,17 +46,17 @@ def run(args: argparse.Namespace) -> int:
         return _wrong([f"request.tokenizers: {error}"])
     if args.envoy is None or args.config or config != Config():
         print(understood(config))
-    return 0 if args.envoy is None else _check(args.envoy)
+    return 0 if args.envoy is None else _check(args.envoy, config.serve.workers)
 
 
-def _check(path: Path) -> int:
+def _check(path: Path, workers: int) -> int:
     try:
         tree = read_yaml(path)
     except OSError as error:
         return _wrong([f"{path}: cannot be read: {error.strerror}"])
     except ValueError as error:
         return _wrong([f"{path}: {error}"])
-    findings = check_envoy(tree)
+    findings = check_envoy(tree, workers)
     print(path)
     for finding in findings:
         print(finding)
@@ -68,11 +69,12 @@ def _wrong(problems: list[str]) -> int:
     return 1
 
 
-def check_envoy(tree: object) -> list[Finding]:
+def check_envoy(tree: object, workers: int = 1) -> list[Finding]:
     """What there is to say about an Envoy file, worst first.
 
     Args:
         tree: what is in it, as :func:`extproc.yaml_file.read_yaml` returns it.
+        workers: how many processes each router is.
     """
     file = EnvoyFile(tree)
     found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
@@ -83,6 +85,7 @@ def check_envoy(tree: object) -> list[Finding]:
     elif not any(problem.level is Level.ERROR for problem in found):
         # The rules judge a file that Envoy would take.
         found += [finding for rule in RULES for finding in rule.apply(file)]
+        found += workers_are_listed(file, workers)
     order = list(Level)
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))
 
@@ -94,9 +97,15 @@ def understood(config: Config) -> str:
         replicas.append(f"those in {config.replicas_file}")
     lines = {
         "pool": f"{config.pool}, shared in {address(connect(config.redis.url))}",
-        "router": f"{config.serve.listen} for Envoy, {config.serve.admin} for people",
+        "router": _router(config.serve),
         "policy": config.route.policy,
         "poller": f"every {config.poll.interval_s:g} s, {config.poll.admin} for people",
         "replicas": ", ".join(replicas) or "none: a poller has nothing to do",
     }
     return "\n".join(f"{name:<8} {text}" for name, text in lines.items())
+
+
+def _router(serve: ServeSettings) -> str:
+    first = f"{serve.listen} for Envoy, {serve.admin} for people"
+    others = serve.workers - 1
+    return f"{first}; {others} more on the next ports" if others else first

@@ -112,8 +112,16 @@ def _items(value: Any, container: type[Any], path: Path) -> list[tuple[object, P
 
 
 def _field_name(cls: type[Any], key: str) -> str | None:
-    name = safe_snake_case(key)
-    return name if name in cls._betterproto.meta_by_field_name else None
+    names = cls._betterproto.meta_by_field_name
+    if (name := safe_snake_case(key)) in names:
+        return name
+    # Its idea of snake case takes consecutive_5xx apart.
+    return next((name for name in names if key in (name, _json_name(name))), None)
+
+
+def _json_name(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(word.capitalize() for word in others)
 
 
 def _any(value: object, path: Path) -> Iterator[Finding]:

@@ -376,6 +376,55 @@ def _camel_case(key: str) -> str:
     return first + "".join(word.capitalize() for word in others)
 
 
+def routers(*addresses: tuple[str, int]) -> Bootstrap:
+    """A good file that lists these routers."""
+    bootstrap = Bootstrap()
+    bootstrap.router["load_assignment"]["endpoints"] = [
+        {
+            "lb_endpoints": [
+                {"endpoint": {"address": {"socket_address": {"address": host, "port_value": port}}}}
+            ]
+        }
+        for host, port in addresses
+    ]
+    return bootstrap
+
+
+def test_workers_that_envoy_does_not_know_are_named() -> None:
+    two_hosts = routers(("a", 1), ("b", 1), ("a", 2))
+    (finding,) = (one for one in check_envoy(two_hosts.tree, 2) if one.level is not Level.OK)
+    assert finding.level is Level.WARNING
+    assert "'router' lists 1 of 2 workers" in finding.text
+    assert "the ports 1 to 2" in finding.text
+    assert finding.where.startswith("static_resources.clusters")
+
+
+@pytest.mark.parametrize(
+    ("bootstrap", "workers", "judged"),
+    [
+        (routers(("a", 1)), 1, False),
+        (routers(("a", 1), ("a", 2), ("b", 1), ("b", 2)), 2, True),
+        (routers(), 2, False),  # members come from elsewhere
+    ],
+)
+def test_workers_that_envoy_knows_are_fine(
+    bootstrap: Bootstrap, workers: int, judged: bool
+) -> None:
+    findings = check_envoy(bootstrap.tree, workers)
+    assert {finding.level for finding in findings} == {Level.OK}
+    assert any(finding.rule == "workers_are_listed" for finding in findings) is judged
+
+
+def test_the_command_knows_how_many_workers_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    envoy = str(ENVOY / "envoy.yaml")
+    assert main(["check", "--serve.workers", "4", "--envoy", envoy]) == 0
+    told = capsys.readouterr().out
+    assert "3 more on the next ports" in told
+    assert "lists 1 of 4 workers" in told
+
+
 def test_the_command_prints_what_it_understood_and_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
