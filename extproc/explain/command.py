@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"show so many of the last decisions (default: {_LAST})",
     )
     parser.add_argument(
-        "--router", metavar="URL", help="admin address of the router (default: serve.admin)"
+        "--router",
+        metavar="URL",
+        help="admin address of one router (default: serve.admin, and those of its workers)",
     )
     parser.add_argument("--json", action="store_true", help="print what the router answers")
     parser.add_argument(
@@ -50,14 +52,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the decisions; 1 where there is no router, or no such request, else 0."""
     try:
-        asker = Asker(args.router or _configured(args.config))
-        answer = asyncio.run(_ask(asker, args))
-        text = json.dumps(answer, indent=2) if args.json else _text(asker, args, answer)
+        askers = [Asker(args.router)] if args.router else _configured(args.config)
+        answer = asyncio.run(_ask_all(askers, args))
+        text = json.dumps(answer, indent=2) if args.json else _text(askers[0], args, answer)
     except (settings.ConfigError, AskError) as error:
         print(f"extproc explain: {error}", file=sys.stderr)
         return 1
     print(text)
     return 0
+
+
+async def _ask_all(askers: list[Asker], args: argparse.Namespace) -> list[Any]:
+    """What the workers that answer know, oldest first; an error where none does."""
+    answers = await asyncio.gather(*(_ask(one, args) for one in askers), return_exceptions=True)
+    errors = [one for one in answers if isinstance(one, BaseException)]
+    if len(errors) == len(answers):
+        raise errors[0] if len(errors) == 1 else AskError("\n".join(map(str, errors)))
+    found = [record for one in answers if not isinstance(one, BaseException) for record in one]
+    if len(askers) > 1:  # the numbers of one worker say nothing of another's
+        found.sort(key=lambda record: record.get("decided_at", 0.0))
+    return found if args.request_id is not None else found[-args.last :]
 
 
 async def _ask(asker: Asker, args: argparse.Namespace) -> list[Any]:
@@ -80,8 +94,10 @@ def _text(asker: Asker, args: argparse.Namespace, answer: list[Any]) -> str:
     return "\n\n\n".join(map(comparison, records))
 
 
-def _configured(file: Path | None) -> str:
-    return settings.load({}, os.environ, file).serve.admin
+def _configured(file: Path | None) -> list[Asker]:
+    """The router's workers."""
+    config = settings.load({}, os.environ, file)
+    return [Asker(config.of_worker(number).serve.admin) for number in range(config.serve.workers)]
 
 
 def _request_id(text: str) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import Config
+from extproc.demo.ports import pick_run
 from extproc.demo.processes import free_port
 from extproc.fleet.view import Excluded
 from extproc.observe.admin import serve_admin
@@ -28,6 +30,10 @@ Explain = Callable[..., Awaitable[list[str]]]
 
 @pytest.fixture
 def services() -> Services:
+    return two_replicas()
+
+
+def two_replicas() -> Services:
     """A router that knows an idle replica of each of two kinds."""
     registry = CollectorRegistry()
     made = build(Config.model_validate({"route": {"seed": 1}}), registry)
@@ -149,6 +155,32 @@ async def test_what_was_left_out_is_shown_with_the_reason(
         "r3             the last poll failed: connection refused",
         "a-longer-name  does not serve llama",
     ]
+
+
+async def test_every_worker_is_asked(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pick_run(3)
+    monkeypatch.setenv("EXTPROC_SERVE__ADMIN", f"127.0.0.1:{first}")
+    monkeypatch.setenv("EXTPROC_SERVE__WORKERS", "3")
+    async with AsyncExitStack() as stack:
+        for number in (0, 1):  # the third is just being started again
+            worker = two_replicas()
+            for count in range(2):
+                decision = worker.router.decide(chat(100))
+                assert decision is not None
+                worker.log.add(f"request-{number}-{count}", 2.0 * count + number, decision)
+            address = f"127.0.0.1:{first + number}"
+            serving = serve_admin(address, CollectorRegistry(), admin_routes(worker))
+            await stack.enter_async_context(serving)
+        records = json.loads("\n".join(await explain("--json", "--last", "3")))
+        assert [one["request_id"] for one in records] == [
+            "request-1-0",
+            "request-0-1",
+            "request-1-1",
+        ]
+        assert (await explain("request-1-0"))[0] == "request   request-1-0"
+        errors = await explain("request-2-0", status=1)
+    assert len(errors) == 3
+    assert "no router answers" in errors[2]
 
 
 async def test_json_is_what_the_router_answers(
