@@ -52,15 +52,7 @@ def _of_a_replica(address: str) -> str:
 def _of_redis(url: str) -> str:
     from extproc.state.connection import connect  # the client: only where one is configured
 
-    try:
-        # Takes the URL apart, and no more.
-        connect(url).connection_pool.make_connection()  # type: ignore[no-untyped-call]
-    except (ValueError, TypeError):
-        # Its own message may quote the password.
-        raise ValueError(
-            "not an address of Redis: write redis://[user:password@]host:port/database, "
-            "rediss:// for TLS, or unix:///path"
-        ) from None
+    connect(url, pool="")  # takes the URL apart and looks at its files, and no more
     return url
 
 
@@ -95,7 +87,7 @@ class RedisSettings(Section):
     """Where replica state is shared."""
 
     url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
-    """``redis://``, ``rediss://`` or ``unix://``."""
+    """``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://`` or ``redis+cluster://``."""
 
     _is_one = field_validator("url")(_of_redis)
 

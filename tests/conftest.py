@@ -86,5 +86,5 @@ async def redis_server(stopped_redis: RedisServer) -> RedisServer:
 
 @pytest.fixture
 async def redis_client(redis_server: RedisServer) -> AsyncIterator[Redis]:
-    async with connect(redis_server.url) as client:
+    async with connect(redis_server.url, "test") as client:
         yield client

@@ -96,7 +96,7 @@ def understood(config: Config) -> str:
     if config.replicas_file:
         replicas.append(f"those in {config.replicas_file}")
     lines = {
-        "pool": f"{config.pool}, shared in {address(connect(config.redis.url))}",
+        "pool": f"{config.pool}, shared in {address(connect(config.redis.url, config.pool))}",
         "router": _router(config.serve),
         "policy": config.route.policy,
         "poller": f"every {config.poll.interval_s:g} s, {config.poll.admin} for people",

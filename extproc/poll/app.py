@@ -44,7 +44,7 @@ async def run_poller(config: Config) -> None:
     metrics = PollMetrics(registry)
     discovery = Discovery(config.replicas, config.replicas_file, settings.resolve_s)
     async with (
-        connect(config.redis.url) as redis,
+        connect(config.redis.url, config.pool) as redis,
         open_session(settings.timeout_s) as session,
         serve_admin(settings.admin, registry) as admin,
     ):

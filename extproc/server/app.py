@@ -102,7 +102,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
 
 async def follow_state(config: Config, fleet: Fleet) -> None:
     """Brings every change that pollers write into the fleet, for ever."""
-    redis = connect(config.redis.url)
+    redis = connect(config.redis.url, config.pool)
     try:
         async with aclosing(StateReader(redis, config.pool, Random()).changes()) as changes:
             async for change in changes:

@@ -5,19 +5,35 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from extproc.state.cluster import Owner
+from extproc.state.located import Fixed, Locate, LocatedConnection, LocatedTlsConnection
+from extproc.state.sentinel import Primary
+from extproc.state.tls import check_files
+from extproc.state.url import parse
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 1.0
 """Redis answers within a millisecond or so: after a second without an answer it counts as gone."""
 
+_ONCE = {
+    "socket_timeout": None,
+    "socket_connect_timeout": TIMEOUT_S,
+    "retry": Retry(NoBackoff(), 0),
+}
 
-def connect(url: str) -> Redis:
-    """Return a client that connects when first used; close it with ``aclose()``.
+
+def connect(url: str, pool: str) -> Redis:
+    """Return a client of the server that holds the pool's keys, in whatever form Redis is run.
+
+    It connects when first used; close it with ``aclose()``. Each new connection asks again where
+    that server is, and a server that may no longer be written to ends its connections: so whoever
+    tries again follows a fail-over.
 
     It tries a command once: what is worth another try is for the caller to say, who knows whether
     the value is still the newest. It waits for an answer as long as it takes: put ``in_time()``
@@ -25,14 +41,26 @@ def connect(url: str) -> Redis:
     then, since it uses ``asyncio.wait_for``, which does so before Python 3.12.)
 
     Raises:
-        ValueError: the URL has no scheme that Redis knows.
+        ValueError: the URL is none of Redis, or names TLS files that cannot be used. The message
+            holds nothing secret.
     """
-    return Redis.from_url(
-        url,
-        socket_timeout=None,
-        socket_connect_timeout=TIMEOUT_S,
-        retry=Retry(NoBackoff(), 0),
-    )
+    parsed = parse(url)
+    options = dict(parsed.options) | _ONCE
+    login = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
+    if parsed.tls:
+        check_files(options)
+    match parsed.form:
+        case "unix":
+            return Redis(unix_socket_path=parsed.path, **options)
+        case "sentinel":
+            asked = options | login | {"db": 0}
+            locate: Locate = Primary(parsed.path, parsed.nodes, parsed.tls, asked)
+        case "cluster":
+            locate = Owner(pool, parsed.nodes, parsed.tls, options)
+        case _:
+            locate = Fixed(parsed.nodes[0])
+    kind = LocatedTlsConnection if parsed.tls else LocatedConnection
+    return Redis.from_pool(ConnectionPool(connection_class=kind, locate=locate, **options))
 
 
 @asynccontextmanager
@@ -52,9 +80,7 @@ async def in_time() -> AsyncIterator[None]:
 def address(redis: Redis) -> str:
     """Return where the client connects to, without its password."""
     options = redis.connection_pool.connection_kwargs
-    if "path" in options:
-        return str(options["path"])
-    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+    return str(options["path"] if "path" in options else options["locate"])
 
 
 class Outage:

@@ -1,6 +1,11 @@
 """Names in Redis. The pool stands in braces: a Redis Cluster keeps all of a pool in one slot."""
 
 
+def slot_key(pool: str) -> str:
+    """A key of the pool, never written: in a Redis Cluster it has the pool's hash slot."""
+    return f"{{{pool}}}:slot"
+
+
 def replica_key(pool: str, replica_id: str) -> str:
     """Key of one replica's state, a JSON ``ReplicaState`` that expires."""
     return f"{{{pool}}}:replica:{replica_id}"

@@ -6,6 +6,7 @@ import pytest
 from extproc import settings
 from extproc.config import Config
 from extproc.settings import ConfigError, load
+from extproc.state.connection import address, connect
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -140,28 +141,69 @@ def test_a_replica_without_host_and_port_is_named(key: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
+    ("url", "reason"),
     [
-        "host:6379",
-        "http://host:6379",
-        "redis://:hunter2@host:port/0",
-        "redis://:hunter2#@host:6379",
-        "redis://host:99999",
-        "redis://[::1:6379",
-        "redis://host?db=hunter2",
-        "redis://:hunter2@host?no_such_option=1",
+        ("host:6379", "write redis://"),
+        ("http://host:6379", "write redis://"),
+        ("redis+ring://host:6379", "write redis://"),
+        ("unix+sentinel:///run/redis", "write redis://"),
+        ("redis://:hunter2@host:port/0", "write redis://"),
+        ("redis://:hunter2#@host:6379", "percent-encode"),
+        ("redis://:hun/hunter2@host:6379", "percent-encode"),
+        ("redis://:hun?hunter2@host:6379", "percent-encode"),
+        ("redis://user?hunter2=1@host:6379", "unknown option"),
+        ("redis://host:99999", "write redis://"),
+        ("redis://[::1:6379", "write redis://"),
+        ("redis://a:1,b:2", "write redis://"),
+        ("redis://host/hunter2", "the database of Redis is a number"),
+        ("redis://host?db=hunter2", "'db' after the '?' must be a number"),
+        ("redis://:hunter2@host?no_such_option=1", "unknown option"),
+        ("rediss://:hunter2@host?ssl_ca_cert=x", "did you mean 'ssl_ca_certs'?"),
+        ("rediss://:hunter2@host?ssl_cert_reqs=maybe", "required, optional or none"),
+        ("rediss://:hunter2@host?ssl_check_hostname=perhaps", "yes or no"),
+        ("rediss://:hunter2@host?ssl_ca_certs=/no/such/ca.pem", "/no/such/ca.pem: No such file"),
+        (f"rediss://:hunter2@host?ssl_ca_certs={__file__}", "holds no certificate"),
+        (f"rediss://:hunter2@host?ssl_certfile={__file__}", "ssl_certfile and ssl_keyfile: "),
+        (f"rediss://:hunter2@host?ssl_keyfile={__file__}", "without ssl_certfile"),
+        ("redis://:hunter2@host?ssl_ca_certs=x", "write rediss"),
+        ("redis://host?sentinel_password=hunter2", "unknown option"),
+        ("redis+sentinel://:hunter2@host:1", "the name of the service"),
+        ("redis+sentinel://:hunter2@host:1/0", "the name of the service"),
+        ("redis+sentinel://:hunter2@host:1,:2/service", "write redis://"),
+        ("redis+cluster://:hunter2@host:1/2", "no database but 0"),
+        ("redis+cluster://:hunter2@/0", "write redis://"),
+        ("unix://", "path of Redis's socket"),
     ],
 )
-def test_an_address_of_redis_that_is_none_is_named_without_its_password(url: str) -> None:
+def test_an_address_of_redis_that_is_none_is_named_without_its_password(
+    url: str, reason: str
+) -> None:
     (problem,) = problems({"redis.url": url})
     assert problem.startswith("flag --redis.url: redis.url: ")
-    assert "redis://" in problem
+    assert reason in problem
     assert "hunter2" not in problem
+    assert "hun/" not in problem
 
 
-@pytest.mark.parametrize("url", ["redis://host", "rediss://user:p@[::1]:1/2", "unix:///run/redis"])
-def test_addresses_of_redis(url: str) -> None:
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://host", "host:6379"),
+        ("rediss://user:p@[::1]:1/2", "[::1]:1"),
+        ("rediss://user:p@[::1]?ssl_cert_reqs=none&protocol=2", "[::1]:6379"),
+        ("unix:///run/redis?db=2&password=p", "/run/redis"),
+        (
+            "redis+sentinel://user:p@a,b:2/main?sentinel_password=q",
+            "main of sentinels a:26379,b:2",
+        ),
+        ("rediss+sentinel://a:1/main/3", "main of sentinels a:1"),
+        ("redis+cluster://user:p@a,[::1]:2/", "cluster a:6379,[::1]:2"),
+        ("rediss+cluster://a:1/0", "cluster a:1"),
+    ],
+)
+def test_addresses_of_redis(url: str, shown: str) -> None:
     assert load({"redis.url": url}, {}).redis.url == url
+    assert address(connect(url, "test")) == shown
 
 
 @pytest.mark.parametrize("key", ["poll.interval_s", "serve.drain_s"])

@@ -64,7 +64,7 @@ class Seen:
 
     async def follow(self, settings: Config) -> None:
         async with (
-            connect(settings.redis.url) as redis,
+            connect(settings.redis.url, settings.pool) as redis,
             aclosing(StateReader(redis, settings.pool, Random(1)).changes()) as changes,
         ):
             async for change in changes:
@@ -147,7 +147,7 @@ async def test_a_restarted_poller_knows_what_the_one_before_it_learned(
     learned = PROFILES["llama-8b-a10"].step.slowed(1.5)
     async with serving() as replica:
         settings = config(redis_server, replica)
-        async with connect(settings.redis.url) as redis:
+        async with connect(settings.redis.url, settings.pool) as redis:
             writer = StateWriter(redis, settings.pool, ttl_s=10)
             await writer.put(
                 [ReplicaState(id=replica.id, profile=DEFAULT_PROFILE, learned=learned, running=7)]
@@ -313,7 +313,7 @@ async def test_replicas_come_and_go_with_the_file(
             await seen.until(
                 lambda states: [state.name for state in states.values()] == ["renamed"]
             )
-        async with connect(redis_server.url) as redis:
+        async with connect(redis_server.url, "default") as redis:
             assert await redis.keys() == [f"{{default}}:replica:{two.id}".encode()]
 
 
@@ -327,7 +327,7 @@ async def test_redis_restarts_empty(redis_server: RedisServer, logged: Logged) -
             await redis_server.start()
             await seen.replica(one, lambda state: state.running == 77)
             await seen.until(lambda states: set(states) == {one.id, two.id})
-        async with connect(redis_server.url) as redis:
+        async with connect(redis_server.url, "default") as redis:
             assert len(await redis.keys()) == 2
     assert len(logged.lines("redis is lost, retrying")) == 2  # one of the reader, one of the poller
     assert len(logged.lines("redis is back")) == 2
@@ -378,7 +378,7 @@ async def test_a_poller_without_replicas_says_so(stopped_redis: RedisServer) -> 
 async def test_a_signal_stops_the_poller_and_leaves_its_states(
     redis_server: RedisServer, number: signal.Signals
 ) -> None:
-    async with serving() as replica, connect(redis_server.url) as redis:
+    async with serving() as replica, connect(redis_server.url, "default") as redis:
         settings = config(redis_server, replica)
         task = asyncio.create_task(run_poller(settings))
         async with asyncio.timeout(10):

@@ -34,7 +34,7 @@ Next = Callable[[], Awaitable[Change]]
 async def reading(url: str, pool: str = "test") -> AsyncIterator[Next]:
     """Yield a function that awaits the reader's next change."""
     async with (
-        connect(url) as redis,
+        connect(url, pool) as redis,
         aclosing(StateReader(redis, pool, Random(1)).changes()) as changes,
     ):
 

@@ -1,0 +1,51 @@
+"""A primary that Sentinels watch."""
+
+from collections.abc import Sequence
+
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.utils import str_if_bytes
+
+from extproc.address import join_address
+from extproc.state.located import first_answer
+from extproc.state.url import Node, Options
+
+
+class Primary:
+    """Finds the present primary of a service: Sentinels promote another when it fails."""
+
+    def __init__(
+        self, service: str, sentinels: Sequence[Node], tls: bool, options: Options
+    ) -> None:
+        """
+        Args:
+            service: what the Sentinels call it.
+            sentinels: some of them; the first that answers is believed.
+            tls: whether they speak TLS.
+            options: redis-py's options of a connection to them.
+        """
+        self._service = service
+        self._sentinels = sentinels
+        self._tls = tls
+        self._options = dict(options)
+
+    def __str__(self) -> str:
+        sentinels = ",".join(join_address(*node) for node in self._sentinels)
+        return f"{self._service} of sentinels {sentinels}"
+
+    async def __call__(self) -> Node:
+        """Ask the Sentinels.
+
+        Raises:
+            RedisConnectionError: none of them answers, or knows the service.
+        """
+        return await first_answer(self._sentinels, self._ask)
+
+    async def _ask(self, sentinel: Node) -> Node:
+        host, port = sentinel
+        async with Redis(host=host, port=port, ssl=self._tls, **self._options) as redis:
+            answer = await redis.sentinel_get_master_addr_by_name(self._service)
+        if answer is None:
+            where = join_address(*sentinel)
+            raise RedisConnectionError(f"sentinel {where} knows no service {self._service!r}")
+        return str_if_bytes(answer[0]), int(answer[1])

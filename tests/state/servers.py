@@ -1,0 +1,170 @@
+"""Redis in the forms people run it: with Sentinels, as a Cluster, behind TLS."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from extproc.demo.processes import Process, free_port, listening, redis_binary
+
+HOST = "127.0.0.1"
+
+
+async def start(directory: Path, port: int, options: Mapping[str, str]) -> Process:
+    """Start a Redis with these settings beside the usual ones."""
+    usual = {"port": str(port), "bind": HOST, "save": "", "appendonly": "no", "dir": str(directory)}
+    words = [word for key, value in (usual | options).items() for word in (f"--{key}", value)]
+    log = directory / f"{port}.log"
+    return await Process.start(
+        f"redis {port}", [redis_binary(), *words], log=log, ready=listening(port)
+    )
+
+
+class Watched:
+    """A primary and a replica of it, watched by a Sentinel that asks for a password."""
+
+    SERVICE = "main"
+    PASSWORD = "sentinel's"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.ports = [free_port(), free_port()]
+        self.sentinel_port = free_port()
+        self.servers: list[Process] = []
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        first = self.ports[0]
+        following = {"replicaof": f"{HOST} {first}", "repl-diskless-sync-delay": "0"}
+        for port, options in zip(self.ports, ({}, following), strict=True):
+            server = await start(self._directory, port, options)
+            self.servers.append(await stack.enter_async_context(server))
+        await stack.enter_async_context(await self._start_sentinel())
+        async with Redis(port=self.ports[1]) as replica:
+            await eventually(partial(replication_is, replica, "master_link_status", "up"))
+        async with Redis(port=self.sentinel_port, password=self.PASSWORD) as sentinel:
+            await eventually(lambda: sentinel.sentinel_slaves(self.SERVICE))
+
+    async def _start_sentinel(self) -> Process:
+        file = self._directory / "sentinel.conf"
+        name, port = self.SERVICE, self.ports[0]
+        file.write_text(
+            f'port {self.sentinel_port}\nbind {HOST}\nrequirepass "{self.PASSWORD}"\n'
+            f"dir {self._directory}\nsentinel monitor {name} {HOST} {port} 1\n"
+            f"sentinel down-after-milliseconds {name} 300\n"
+            f"sentinel failover-timeout {name} 2000\n"
+        )
+        return await Process.start(
+            "sentinel",
+            [redis_binary(), file, "--sentinel"],
+            log=self._directory / "sentinel.log",
+            ready=listening(self.sentinel_port),
+        )
+
+
+@asynccontextmanager
+async def watched(directory: Path) -> AsyncIterator[Watched]:
+    async with AsyncExitStack() as stack:
+        servers = Watched(directory)
+        await servers.start(stack)
+        yield servers
+
+
+class Cluster:
+    """Three primaries; the first holds all slots but two, and has a replica, the fourth."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.ports = [free_cluster_port() for _ in range(4)]
+        self.nodes: list[Process] = []
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        for port in self.ports:
+            options = {
+                "cluster-enabled": "yes",
+                "cluster-config-file": f"nodes-{port}.conf",
+                "cluster-node-timeout": "1000",
+                "repl-diskless-sync-delay": "0",
+            }
+            node = await start(self._directory, port, options)
+            self.nodes.append(await stack.enter_async_context(node))
+        clients = [await stack.enter_async_context(Redis(port=port)) for port in self.ports]
+        for client, slots in zip(clients, ("0 16381", "16382 16382", "16383 16383"), strict=False):
+            await client.execute_command("CLUSTER", "ADDSLOTSRANGE", *slots.split())
+        for epoch, client in enumerate(clients, start=1):
+            await client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", epoch)
+        for client in clients[1:]:
+            await client.execute_command("CLUSTER", "MEET", HOST, self.ports[0])
+        first = str(await clients[0].execute_command("CLUSTER", "MYID"), "ascii")
+        for client in clients:
+            await eventually(partial(_cluster_is, client, "cluster_known_nodes", "4"))
+        await clients[3].execute_command("CLUSTER", "REPLICATE", first)
+        await eventually(partial(replication_is, clients[3], "master_link_status", "up"))
+        for client in clients:
+            await eventually(partial(_cluster_is, client, "cluster_state", "ok"))
+
+
+async def eventually(holds: Callable[[], Awaitable[object]]) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(30):
+        while True:
+            if await holds():
+                return
+            await asyncio.sleep(0.02)
+
+
+async def replication_is(client: Redis, field: str, value: str) -> bool:
+    found: str | None = (await client.info("replication")).get(field)
+    return found == value
+
+
+async def _cluster_is(client: Redis, field: str, value: str) -> bool:
+    info: dict[str, str] = await client.cluster("INFO")
+    return info.get(field) == value
+
+
+def free_cluster_port() -> int:
+    """A port with room for that of the cluster bus, 10,000 higher."""
+    while (port := free_port()) > 55_535:
+        pass
+    return port
+
+
+@asynccontextmanager
+async def cluster(directory: Path) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        servers = Cluster(directory)
+        await servers.start(stack)
+        yield servers
+
+
+@asynccontextmanager
+async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
+    """Serve what is on a port on another one with TLS, which not every Redis is built with."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65_536):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_connection(HOST, port)
+        for one in (forward(reader, back_writer), forward(back_reader, writer)):
+            task = asyncio.create_task(one)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    server = await asyncio.start_server(serve, HOST, 0, ssl=context)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
