@@ -59,7 +59,7 @@ class LocatedConnection(Connection):
         except (ReadOnlyError, MovedError, ClusterDownError) as error:
             await self.disconnect(nowait=True)
             where = join_address(self.host, self.port)
-            raise RedisConnectionError(f"{where} is not the one to write to: {error}") from error
+            raise RedisConnectionError(f"{where} is not the one to write to") from error
 
 
 class LocatedTlsConnection(LocatedConnection, SSLConnection):
