@@ -203,6 +203,8 @@ class Config(Section):
 
     pool: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]+$")
     """Prefix of every Redis key: routers and pollers of one pool share it."""
+    state: Literal["redis", "memory"] = "redis"
+    """``memory``: one router polls the replicas itself and shares nothing; it needs no Redis."""
     replicas: tuple[ReplicaSource, ...] = ()
     """``host:port, …``, or a list of replicas with ``url`` or ``dns``, ``profile`` and ``name``."""
     replicas_file: Path | None = None

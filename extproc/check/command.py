@@ -90,16 +90,26 @@ def check_envoy(tree: object, workers: int = 1) -> list[Finding]:
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))
 
 
+def _kept(config: Config) -> str:
+    if config.state == "memory":
+        return "in the memory of the only router"
+    return f"shared in {address(connect(config.redis.url, config.pool))}"
+
+
+def _poller(config: Config) -> str:
+    return "in the router" if config.state == "memory" else f"{config.poll.admin} for people"
+
+
 def understood(config: Config) -> str:
     """The configuration in a few lines."""
     replicas = [f"{one.url or one.dns} ({one.profile})" for one in config.replicas]
     if config.replicas_file:
         replicas.append(f"those in {config.replicas_file}")
     lines = {
-        "pool": f"{config.pool}, shared in {address(connect(config.redis.url, config.pool))}",
+        "pool": f"{config.pool}, {_kept(config)}",
         "router": _router(config.serve),
         "policy": config.route.policy,
-        "poller": f"every {config.poll.interval_s:g} s, {config.poll.admin} for people",
+        "poller": f"every {config.poll.interval_s:g} s, {_poller(config)}",
         "replicas": ", ".join(replicas) or "none: a poller has nothing to do",
     }
     return "\n".join(f"{name:<8} {text}" for name, text in lines.items())

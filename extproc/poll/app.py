@@ -3,7 +3,10 @@
 import asyncio
 import logging
 import signal
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from random import Random
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from redis.exceptions import RedisError
@@ -14,7 +17,7 @@ from extproc.config import Config
 from extproc.observe.admin import serve_admin
 from extproc.poll.discovery import Discovery, Target
 from extproc.poll.metrics import PollMetrics
-from extproc.poll.poller import Poller
+from extproc.poll.poller import Poller, Sink
 from extproc.poll.publisher import Publisher
 from extproc.poll.scrape import open_session
 from extproc.poll.watch import Watch
@@ -33,44 +36,79 @@ async def run_poller(config: Config) -> None:
 
     Raises:
         OSError: the admin address cannot be served.
+        ValueError: the configuration names no replicas, or keeps state in memory.
+    """
+    if config.state == "memory":
+        raise ValueError(
+            "state is 'memory': the router polls its replicas itself; "
+            "for pollers of their own, or several routers, set it to 'redis'"
+        )
+    check_some(config)
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    random = Random()
+    async with (
+        connect(config.redis.url, config.pool) as redis,
+        serve_admin(config.poll.admin, registry) as admin,
+    ):
+        writer = StateWriter(redis, config.pool, config.poll.ttl_s)
+        backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
+        publisher = Publisher(writer, Outage(redis), backoff)
+        known = await _learned_before(StateReader(redis, config.pool, random))
+        async with polling(config, registry, publisher, random, known) as poller:
+            log.info("poller ready", extra={"pool": config.pool, "admin": admin})
+            await _until_signalled(poller)
+
+
+def check_some(config: Config) -> None:
+    """Look whether there is anything to poll.
+
+    Raises:
         ValueError: the configuration names no replicas.
     """
     if not config.replicas and config.replicas_file is None:
         raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
-    random = Random()
+
+
+@asynccontextmanager
+async def polling(
+    config: Config,
+    registry: CollectorRegistry,
+    sink: Sink,
+    random: Random,
+    known: Mapping[tuple[str, str], StepModel] = MappingProxyType({}),
+) -> AsyncIterator[Poller]:
+    """A poller that brings what it sees into ``sink``.
+
+    Args:
+        config: which replicas, and how they are scraped.
+        registry: where it counts.
+        sink: where states go.
+        random: spreads the scrapes.
+        known: step models to start from, by replica and profile.
+    """
     settings = config.poll
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
     metrics = PollMetrics(registry)
     discovery = Discovery(config.replicas, config.replicas_file, settings.resolve_s)
-    async with (
-        connect(config.redis.url, config.pool) as redis,
-        open_session(settings.timeout_s) as session,
-        serve_admin(settings.admin, registry) as admin,
-    ):
-        writer = StateWriter(redis, config.pool, settings.ttl_s)
-        backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
-        publisher = Publisher(writer, Outage(redis), backoff)
-        typical = Typical()
-        known = await _learned_before(StateReader(redis, config.pool, random))
+    typical = Typical()
+    learned = dict(known)
+    async with open_session(settings.timeout_s) as session:
 
         def watch(target: Target) -> Watch:
             return Watch(
                 target,
                 session,
-                publisher.put,
+                sink.put,
                 metrics,
                 settings,
                 typical,
-                known.pop((target.id, target.profile), None),
+                learned.pop((target.id, target.profile), None),
                 monotonic=monotonic,
                 wall=wall,
                 random=random,
             )
 
-        poller = Poller(discovery, publisher, watch, metrics, settings.resolve_s)
-        log.info("poller ready", extra={"pool": config.pool, "admin": admin})
-        await _until_signalled(poller)
+        yield Poller(discovery, sink, watch, metrics, settings.resolve_s)
 
 
 async def _learned_before(reader: StateReader) -> dict[tuple[str, str], StepModel]:

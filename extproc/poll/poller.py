@@ -3,13 +3,27 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
+from extproc.fleet.state import ReplicaState
 from extproc.poll.discovery import Discovery, Target
 from extproc.poll.metrics import PollMetrics
-from extproc.poll.publisher import Publisher
 from extproc.poll.watch import Watch
 
 log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Where states go: :class:`~extproc.poll.publisher.Publisher`, or the fleet of one router."""
+
+    def put(self, state: ReplicaState) -> None:
+        """A replica's newest state."""
+
+    def remove(self, replica_id: str) -> None:
+        """The replica left the pool."""
+
+    async def run(self) -> None:
+        """What has to go on beside that, until cancelled."""
 
 
 class Poller:
@@ -18,13 +32,13 @@ class Poller:
     def __init__(
         self,
         discovery: Discovery,
-        publisher: Publisher,
+        sink: Sink,
         watch: Callable[[Target], Watch],
         metrics: PollMetrics,
         resolve_s: float,
     ) -> None:
         self._discovery = discovery
-        self._publisher = publisher
+        self._sink = sink
         self._new_watch = watch
         self._resolve_s = resolve_s
         self._watches: dict[Target, tuple[Watch, asyncio.Task[None]]] = {}
@@ -34,9 +48,9 @@ class Poller:
         )
 
     async def run(self) -> None:
-        """Poll until cancelled; the states then live on in Redis for their TTL."""
+        """Poll until cancelled; states in Redis then live on for their TTL."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._publisher.run())
+            tasks.create_task(self._sink.run())
             while True:
                 self._follow(await self._discovery.targets(), tasks)
                 await asyncio.sleep(self._resolve_s)
@@ -48,7 +62,7 @@ class Poller:
             _, task = self._watches.pop(target)
             task.cancel()
             if target.id not in ids:  # else it only has another name or profile now
-                self._publisher.remove(target.id)
+                self._sink.remove(target.id)
                 log.info("replica left", extra={"replica": target.id})
         for target in wanted - self._watches.keys():
             watch = self._new_watch(target)

@@ -17,6 +17,8 @@ from extproc.fleet.fleet import Fleet
 from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
+from extproc.poll.app import check_some
+from extproc.poll.inside import poll_into
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
@@ -46,8 +48,11 @@ async def run_router(
 
     Raises:
         OSError: an address cannot be listened on.
-        ValueError: the configuration names a policy or a tokenizer that does not exist.
+        ValueError: the configuration names a policy or a tokenizer that does not exist, or no
+            replicas where it is the router that polls them.
     """
+    if config.state == "memory":
+        check_some(config)
     registry = CollectorRegistry()
     services = build(config, registry)
     services.metrics.worker.set(worker)
@@ -57,7 +62,7 @@ async def run_router(
     server = GrpcServer(services)
     async with (
         _admin(services, registry) as admin,
-        _background(follow_state(config, services.fleet), stopping) as state,
+        _background(_state(config, services.fleet, registry), stopping) as state,
         _background(_housekeeping(services), stopping) as housekeeping,
     ):
         port = await server.start(config.serve.listen)
@@ -98,6 +103,13 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         wall=wall,
         random=generator,
     )
+
+
+def _state(config: Config, fleet: Fleet, registry: CollectorRegistry) -> Coroutine[Any, Any, None]:
+    """What tells the fleet of the replicas: pollers through Redis, or one in this process."""
+    if config.state == "redis":
+        return follow_state(config, fleet)
+    return poll_into(fleet, config, registry)
 
 
 async def follow_state(config: Config, fleet: Fleet) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from redis.asyncio import Redis
 
@@ -17,7 +18,7 @@ HOST = "127.0.0.1"
 async def start(directory: Path, port: int, options: Mapping[str, str]) -> Process:
     """Start a Redis with these settings beside the usual ones."""
     usual = {"port": str(port), "bind": HOST, "save": "", "appendonly": "no", "dir": str(directory)}
-    words = [word for key, value in (usual | options).items() for word in (f"--{key}", value)]
+    words = [word for key, value in {**usual, **options}.items() for word in (f"--{key}", value)]
     log = directory / f"{port}.log"
     return await Process.start(
         f"redis {port}", [redis_binary(), *words], log=log, ready=listening(port)
@@ -93,15 +94,15 @@ class Cluster:
             self.nodes.append(await stack.enter_async_context(node))
         clients = [await stack.enter_async_context(Redis(port=port)) for port in self.ports]
         for client, slots in zip(clients, ("0 16381", "16382 16382", "16383 16383"), strict=False):
-            await client.execute_command("CLUSTER", "ADDSLOTSRANGE", *slots.split())
+            await command(client, "CLUSTER", "ADDSLOTSRANGE", *slots.split())
         for epoch, client in enumerate(clients, start=1):
-            await client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", epoch)
+            await command(client, "CLUSTER", "SET-CONFIG-EPOCH", epoch)
         for client in clients[1:]:
-            await client.execute_command("CLUSTER", "MEET", HOST, self.ports[0])
-        first = str(await clients[0].execute_command("CLUSTER", "MYID"), "ascii")
+            await command(client, "CLUSTER", "MEET", HOST, self.ports[0])
+        first = str(await command(clients[0], "CLUSTER", "MYID"), "ascii")
         for client in clients:
             await eventually(partial(_cluster_is, client, "cluster_known_nodes", "4"))
-        await clients[3].execute_command("CLUSTER", "REPLICATE", first)
+        await command(clients[3], "CLUSTER", "REPLICATE", first)
         await eventually(partial(replication_is, clients[3], "master_link_status", "up"))
         for client in clients:
             await eventually(partial(_cluster_is, client, "cluster_state", "ok"))
@@ -114,6 +115,10 @@ async def eventually(holds: Callable[[], Awaitable[object]]) -> None:
             if await holds():
                 return
             await asyncio.sleep(0.02)
+
+
+async def command(client: Redis, *words: str | int) -> Any:
+    return await client.execute_command(*words)  # type: ignore[no-untyped-call]
 
 
 async def replication_is(client: Redis, field: str, value: str) -> bool:

@@ -26,6 +26,7 @@ from tests.state.servers import (
     Watched,
     behind_tls,
     cluster,
+    command,
     eventually,
     replication_is,
     start,
@@ -144,7 +145,7 @@ async def test_a_primary_that_becomes_a_replica_is_left(servers: Watched) -> Non
     async with connect(sentinel_url(servers), POOL) as redis:
         await redis.set("{test}:before", 1, px=60_000)
         async with Redis(port=servers.sentinel_port, password=servers.PASSWORD) as sentinel:
-            await sentinel.execute_command("SENTINEL", "FAILOVER", servers.SERVICE)
+            await command(sentinel, "SENTINEL", "FAILOVER", servers.SERVICE)
         async with Redis(port=servers.ports[0]) as demoted:
             await eventually(partial(replication_is, demoted, "role", "slave"))
             await eventually(partial(written, redis, "{test}:after"))
@@ -162,7 +163,7 @@ async def test_a_single_server_that_becomes_a_replica_is_connected_to_anew(tmp_p
         Redis(port=port) as admin,
     ):
         first = await redis.client_id()
-        await admin.execute_command("REPLICAOF", HOST, free_port())
+        await command(admin, "REPLICAOF", HOST, free_port())
         with pytest.raises(RedisError, match="not the one to write to"):
             await redis.set("{test}:key", 1, px=1000)
         assert await redis.client_id() != first
@@ -199,11 +200,11 @@ async def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
             assert await redis.eval("return redis.call('get', KEYS[1])", 1, "{test}:a") == b"1"
             owner, target = (Redis(port=port) for port in nodes.ports[:2])
             async with owner, target:
-                slot = await owner.execute_command("CLUSTER", "KEYSLOT", "{test}")
-                ids = [await one.execute_command("CLUSTER", "MYID") for one in (owner, target)]
+                slot = await command(owner, "CLUSTER", "KEYSLOT", "{test}")
+                ids = [await command(one, "CLUSTER", "MYID") for one in (owner, target)]
                 await owner.delete("{test}:a", "{test}:b")
                 for one in (target, owner):
-                    await one.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+                    await command(one, "CLUSTER", "SETSLOT", slot, "NODE", ids[1])
             with pytest.raises(RedisError, match="not the one to write to"):
                 await redis.set("{test}:a", 3, px=60_000)
             await eventually(partial(written, redis, "{test}:a"))

@@ -1,0 +1,89 @@
+"""A router that polls its replicas itself: no poller, no Redis."""
+
+import sys
+from pathlib import Path
+
+import aiohttp
+import grpc
+import pytest
+
+from extproc.cli import main
+from extproc.demo.processes import Process, answers, free_port
+from tests.poll.replica import Replica, page, serving, text
+from tests.server.envoy_side import CHAT, EnvoySide, destination
+from tests.state.servers import eventually
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def ports() -> tuple[int, int]:
+    return free_port(), free_port()
+
+
+def router(directory: Path, ports: tuple[int, int], *replicas: Replica) -> list[str]:
+    file = directory / "replicas.yaml"
+    file.write_text(str([replica.id for replica in replicas]))
+    listen, admin = (f"127.0.0.1:{port}" for port in ports)
+    serve = [sys.executable, "-m", "extproc", "serve", "--state", "memory", "--redis.url"]
+    where = ["--serve.listen", listen, "--serve.admin", admin, "--replicas_file", str(file)]
+    return [*serve, "redis://127.0.0.1:1", *where, "--poll.resolve_s", "0.1"]
+
+
+async def test_one_process_routes_to_replicas_that_come_and_go(
+    tmp_path: Path, ports: tuple[int, int]
+) -> None:
+    admin = f"http://127.0.0.1:{ports[1]}"
+    async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
+        argv = router(tmp_path, ports, one)
+        log = tmp_path / "router.log"
+        ready = answers(f"{admin}/healthz")
+
+        async def known() -> dict[str, int]:
+            async with session.get(f"{admin}/fleet") as response:
+                replicas = (await response.json())["replicas"]
+            return {state["id"]: state["running"] for state in replicas if state["healthy"]}
+
+        async def are(expected: dict[str, int]) -> bool:
+            return await known() == expected
+
+        async with await Process.start("router", argv, log=log, ready=ready) as process:
+            await eventually(lambda: are({one.id: 2}))
+            async with (
+                grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
+                EnvoySide(channel).stream() as stream,
+            ):
+                await stream.request_headers()
+                reply = await stream.request_body(CHAT | {"model": "tiny"})
+                assert destination(reply) == [one.id]
+            router(tmp_path, ports, one, two)
+            one.answers["/metrics"] = text(page(running=77))
+            await eventually(lambda: are({one.id: 77, two.id: 2}))
+            router(tmp_path, ports, two)
+            await eventually(lambda: are({two.id: 2}))
+            async with session.get(f"{admin}/metrics") as response:
+                metrics = await response.text()
+            assert "extproc_poll_replicas 1.0" in metrics
+            assert "extproc_decisions_total{" in metrics
+            await process.stop()
+        assert process.returncode == 0
+        assert "redis" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["poll", "--replicas", "127.0.0.1:1"], "the router polls its replicas itself"),
+        (["serve"], "no replicas to poll"),
+    ],
+)
+def test_what_memory_does_not_go_with(
+    argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*argv, "--state", "memory"]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_check_says_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--state", "memory", "--replicas", "127.0.0.1:1"]) == 0
+    assert "in the memory of the only router" in capsys.readouterr().out
