@@ -6,12 +6,11 @@ that node can do everything, pipelines, transactions, scripts, scans and pub/sub
 
 from collections.abc import Sequence
 
-from redis.asyncio import Redis
 from redis.exceptions import MovedError
 
 from extproc.address import join_address
 from extproc.state.keys import slot_key
-from extproc.state.located import first_answer
+from extproc.state.located import ask, first_answer
 from extproc.state.url import Node, Options
 
 
@@ -44,10 +43,8 @@ class Owner:
 
     async def _ask(self, node: Node) -> Node:
         """Ask for a key of the pool: a node that does not serve its slot says which one does."""
-        host, port = node
         try:
-            async with Redis(host=host, port=port, ssl=self._tls, **self._options) as redis:
-                await redis.exists(self._key)
+            await ask(node, self._tls, self._options, "EXISTS", self._key)
         except MovedError as moved:
-            return moved.host or host, moved.port  # no host: the same one
+            return moved.host or node[0], moved.port  # no host: the same one
         return node

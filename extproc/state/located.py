@@ -9,7 +9,7 @@ from redis.exceptions import ClusterDownError, MovedError, ReadOnlyError, RedisE
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from extproc.address import join_address
-from extproc.state.url import Node
+from extproc.state.url import Node, Options
 
 
 class Locate(Protocol):
@@ -66,14 +66,30 @@ class LocatedTlsConnection(LocatedConnection, SSLConnection):
     """The same over TLS."""
 
 
-async def first_answer(nodes: Iterable[Node], ask: Callable[[Node], Awaitable[Node]]) -> Node:
+async def ask(node: Node, tls: bool, options: Options, *command: str) -> Any:
+    """Connect to a node, send it one command, and return what it replies, as redis-py reads it.
+
+    Raises:
+        RedisError: it refuses, or cannot be reached.
+    """
+    host, port = node
+    connection = (SSLConnection if tls else Connection)(host=host, port=port, **options)
+    try:
+        await connection.connect()  # type: ignore[no-untyped-call]
+        await connection.send_command(*command)
+        return await connection.read_response()
+    finally:
+        await connection.disconnect(nowait=True)  # at once, however often this is cancelled
+
+
+async def first_answer(nodes: Iterable[Node], find: Callable[[Node], Awaitable[Node]]) -> Node:
     """Ask all nodes at once and return what the first of them answers: some may hang.
 
     Raises:
         RedisConnectionError: none answers.
     """
     problems = []
-    tasks = [asyncio.ensure_future(ask(node)) for node in nodes]
+    tasks = [asyncio.ensure_future(find(node)) for node in nodes]
     try:
         for answer in asyncio.as_completed(tasks):
             try:

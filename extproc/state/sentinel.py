@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
 from extproc.address import join_address
-from extproc.state.located import first_answer
+from extproc.state.located import ask, first_answer
 from extproc.state.url import Node, Options
 
 
@@ -42,10 +41,10 @@ class Primary:
         return await first_answer(self._sentinels, self._ask)
 
     async def _ask(self, sentinel: Node) -> Node:
-        host, port = sentinel
-        async with Redis(host=host, port=port, ssl=self._tls, **self._options) as redis:
-            answer = await redis.sentinel_get_master_addr_by_name(self._service)
+        command = ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._service)
+        answer = await ask(sentinel, self._tls, self._options, *command)
         if answer is None:
             where = join_address(*sentinel)
             raise RedisConnectionError(f"sentinel {where} knows no service {self._service!r}")
-        return str_if_bytes(answer[0]), int(answer[1])
+        host, port = map(str_if_bytes, answer)
+        return host, int(port)

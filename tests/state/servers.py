@@ -6,11 +6,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from redis.asyncio import Redis
 
+from extproc.backoff import Backoff
 from extproc.demo.processes import Process, free_port, listening, redis_binary
+from extproc.poll.publisher import Publisher
+from extproc.state.connection import Outage, connect
+from extproc.state.store import StateWriter
 
 HOST = "127.0.0.1"
 
@@ -173,3 +178,16 @@ async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def publishing(url: str, pool: str = "test") -> AsyncIterator[Publisher]:
+    async with connect(url, pool) as redis:
+        writer = StateWriter(redis, pool, ttl_s=60)
+        publisher = Publisher(writer, Outage(redis), Backoff(0.05, 0.5, Random(1)))
+        task = asyncio.create_task(publisher.run())
+        try:
+            yield publisher
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -6,19 +6,16 @@ import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from random import Random
 
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from extproc.backoff import Backoff
 from extproc.demo.processes import free_port
-from extproc.poll.publisher import Publisher
-from extproc.state.connection import Outage, connect
+from extproc.state.connection import connect
 from extproc.state.store import Put, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.state.servers import (
@@ -28,6 +25,7 @@ from tests.state.servers import (
     cluster,
     command,
     eventually,
+    publishing,
     replication_is,
     start,
     watched,
@@ -37,19 +35,6 @@ from tests.state.test_store import A, B, reading, until
 pytestmark = pytest.mark.process
 
 POOL = "test"
-
-
-@asynccontextmanager
-async def publishing(url: str) -> AsyncIterator[Publisher]:
-    async with connect(url, POOL) as redis:
-        writer = StateWriter(redis, POOL, ttl_s=60)
-        publisher = Publisher(writer, Outage(redis), Backoff(0.05, 0.5, Random(1)))
-        task = asyncio.create_task(publisher.run())
-        try:
-            yield publisher
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
 
 async def share_through(url: str) -> None:
@@ -208,13 +193,6 @@ async def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
             with pytest.raises(RedisError, match="not the one to write to"):
                 await redis.set("{test}:a", 3, px=60_000)
             await eventually(partial(written, redis, "{test}:a"))
-
-
-ACL = (
-    "on >secret resetkeys resetchannels nocommands ~{test}:* &{test}:* "
-    "+get +mget +set +del +scan +exists +publish +subscribe +unsubscribe +ping +client|setinfo "
-    "+hello +select +multi +exec"
-)
 
 
 def sentinel_url(servers: Watched, before: str = "") -> str:
