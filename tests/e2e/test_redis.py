@@ -14,7 +14,7 @@ LARGEST = 8192
 
 async def test_every_key_ends_by_itself_and_is_small(stack: Stack, client: Client) -> None:
     for _ in range(8):
-        await client.chat("How long does what you know live?", max_tokens=8)
+        assert (await client.chat()).status == 200
     async with Redis.from_url(stack.redis_url) as redis:
         keys = await redis.keys()
         lives = {key: await redis.pttl(key) for key in keys}
@@ -23,4 +23,3 @@ async def test_every_key_ends_by_itself_and_is_small(stack: Stack, client: Clien
     # One that just ended has none either, which pttl tells apart.
     assert not [key for key, life in lives.items() if life == -1]
     assert not [key for key, size in sizes.items() if size is not None and size > LARGEST]
-    print({key.decode(): (lives[key], sizes[key]) for key in sorted(keys)})

@@ -1,6 +1,5 @@
 """What is written to Redis stays small, and a Redis that is full or strict breaks nothing."""
 
-
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
