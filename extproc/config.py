@@ -226,6 +226,15 @@ class Config(Section):
             return [{"url": item} if isinstance(item, str) else item for item in value]
         return value
 
+    @model_validator(mode="after")
+    def _share_what_they_do(self) -> "Config":
+        if self.state == "memory" and self.serve.workers > 1:
+            raise ValueError(
+                f"serve.workers is {self.serve.workers}, and workers share through Redis what they "
+                "do: with state 'memory' there can be one. Set the one to 'redis' or the other to 1"
+            )
+        return self
+
     def of_worker(self, number: int) -> "Config":
         """What one worker process of a router runs with: ports and seed of its own."""
         listen, admin = self.serve.listen, self.serve.admin

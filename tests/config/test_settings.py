@@ -293,3 +293,8 @@ def test_flags_reach_the_configuration() -> None:
     config = load(settings.flags_of(args), {}, args.config)
     assert config.poll.interval_s == 0.5
     assert config.route.allow_policy_header is True
+
+
+def test_workers_need_redis_to_share_what_they_do() -> None:
+    with pytest.raises(ConfigError, match=r"serve\.workers is 2.*state 'memory'"):
+        load({"state": "memory", "serve.workers": "2"}, {})
