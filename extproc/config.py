@@ -135,6 +135,9 @@ class RouteSettings(Section):
     """Request header that names another policy for one request."""
     allow_policy_header: bool = False
     """Whether clients may use it."""
+    max_ttft_s: float | None = Field(default=None, gt=0)
+    """A request whose first token would come later than this, by prediction and on every replica,
+    is refused with 429; null: none is."""
     seed: int | None = None
     """Seed of the generator that breaks ties; None: from the system."""
 

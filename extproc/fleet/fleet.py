@@ -53,7 +53,7 @@ class Fleet:
         self._requests = Requests()
         self._progress = Progress(self._replicas, self._requests, lengths, clock())
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
-        self._candidates: dict[str, _Candidates] = {}
+        self._candidates: dict[tuple[str, frozenset[str] | None], _Candidates] = {}
         self._stalls = Stalls()
         self._stalled: dict[str, str] = {}
         self._stalls_looked_at = clock()
@@ -245,15 +245,15 @@ class Fleet:
 
     # -- what policies see ------------------------------------------------------------------
 
-    def view(self, model: str) -> FleetView:
-        """The healthy replicas that serve ``model``, as of now.
+    def view(self, model: str, among: frozenset[str] | None = None) -> FleetView:
+        """The healthy replicas that serve ``model``, as of now; of those ``among`` a few, if given.
 
         Where none says it serves it, every healthy one is in: an adapter may have been loaded
         since the poller asked, and a replica knows best what it does not serve.
         """
         self._progress.advance(self._clock())
         self._progress.refresh()
-        candidates = self._find(model)
+        candidates = self._find(model, among)
         replicas, rows = self._replicas.first(IN_VIEW), candidates.rows
         all_are = len(rows) == len(self._replicas)
         (
@@ -315,19 +315,21 @@ class Fleet:
             on, figures = np.concatenate([on, theirs]), np.hstack([figures, others])
         return Sequences(on, *figures)
 
-    def _find(self, model: str) -> _Candidates:
+    def _find(self, model: str, among: frozenset[str] | None) -> _Candidates:
         if self.health.changed():
             self._candidates.clear()
-        found = self._candidates.get(model)
+        found = self._candidates.get((model, among))
         if found is None:
             if len(self._candidates) >= _MODELS_REMEMBERED:
                 self._candidates.clear()
-            found = self._candidates[model] = self._choose_candidates(model)
+            found = self._choose_candidates(model, among)
+            self._candidates[model, among] = found
         return found
 
-    def _choose_candidates(self, model: str) -> _Candidates:
+    def _choose_candidates(self, model: str, among: frozenset[str] | None) -> _Candidates:
         """The healthy ones, without those that should not be used, unless that is all of them."""
-        members = sorted(self._rows.values())
+        rows = self._rows
+        members = sorted(rows[name] for name in (rows if among is None else rows.keys() & among))
         left_out = self._unhealthy(members)
         usable = [row for row in members if row not in left_out]
         for reject in (partial(self._not_serving, model), self._stalled_among, self._failing):

@@ -1,16 +1,21 @@
-"""What a client is told when no replica could serve its request."""
+"""What a client is told when its request is not served."""
 
 from pydantic_core import to_json
 
 
-class BadRequest(Exception):  # noqa: N818 - the name of the HTTP status it stands for
-    """A body that no replica could serve, whatever its model: answered with HTTP 400.
+class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it stands for
+    """A request that is answered here, and sent to no replica.
 
     Args:
         message: what is wrong, for the person who sent it.
         param: the field at fault, if it is one.
         code: machine-readable reason, as OpenAI's API uses it.
     """
+
+    status = 500
+    """Of the HTTP answer."""
+    kind = "internal_error"
+    """``type`` of the error in its body."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -19,13 +24,34 @@ class BadRequest(Exception):  # noqa: N818 - the name of the HTTP status it stan
         self.code = code
 
 
-def error_body(error: BadRequest) -> bytes:
-    """The JSON body of the 400 answer, in the form of OpenAI's API."""
+class BadRequest(Refusal):
+    """A body that no replica could serve, whatever its model."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class NoReplica(Refusal):
+    """None of the replicas that may serve it is ready."""
+
+    status = 503
+    kind = "service_unavailable_error"
+
+
+class Saturated(Refusal):
+    """Every replica is so busy that its first token would come too late."""
+
+    status = 429
+    kind = "rate_limit_error"
+
+
+def error_body(error: Refusal) -> bytes:
+    """The JSON body of the answer, in the form of OpenAI's API."""
     return to_json(
         {
             "error": {
                 "message": error.message,
-                "type": "invalid_request_error",
+                "type": error.kind,
                 "param": error.param,
                 "code": error.code,
             }

@@ -42,3 +42,7 @@ class RequestProfile:
     ignored, as load generators ask."""
     tenant: str = ""
     """On whose behalf it is made, where a header says so."""
+
+
+NO_WORK = RequestProfile(Endpoint.EMBEDDINGS, "", 0, 0, 0, sequences=0)
+"""What makes a replica compute nothing: a list of its models, say."""

@@ -80,15 +80,18 @@ class Router:
         self._random = random
         self._policies: dict[str, Policy] = {policy: find_policy(policy, POLICIES)}
 
-    def decide(self, profile: RequestProfile, policy: str = "") -> Decision | None:
+    def decide(
+        self, profile: RequestProfile, policy: str = "", among: frozenset[str] | None = None
+    ) -> Decision | None:
         """The decision for a request; None where no healthy replica is known.
 
         Args:
             profile: the request.
             policy: name of a policy for this request alone; one that does not exist is passed over.
+            among: the only replicas that may be chosen, ``ip:port``; None: all.
         """
         fleet = self.fleet
-        view = fleet.view(profile.model)
+        view = fleet.view(profile.model, among)
         if not len(view):
             return None
         expected, p90 = self._output(profile)

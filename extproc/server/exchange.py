@@ -1,29 +1,32 @@
 """One HTTP request, from its headers to the end of its response."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from extproc.clock import Clock
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.fleet.view import least
 from extproc.observe.decisions import DecisionLog, DecisionRecord
 from extproc.observe.metrics import RouterMetrics
-from extproc.request.errors import BadRequest, error_body
+from extproc.request.errors import BadRequest, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import endpoint_of, inspect
 from extproc.request.large import LARGE_BODY, of_length
-from extproc.request.profile import RequestProfile
+from extproc.request.profile import NO_WORK, RequestProfile
 from extproc.request.tokens import TokenCounter
 from extproc.request.usage import UsageReader
 from extproc.route.router import Decision, Router
 from extproc.server import messages
 from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 
-_BAD_REQUEST = 400
 _LONGEST_ID = 128
 """Characters of a request id: one is kept with every decision."""
 _DIGITS = 15
 """Of a content-length: a petabyte."""
+_NONE_READY = "no replica is ready to serve this request"
+_RETRY_AFTER_S = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +64,19 @@ class Exchange:
         "_decided",
         "_ended",
         "_first_chunk",
+        "_held",
+        "_held_bytes",
         "_large_for",
         "_path",
         "_policy",
         "_record",
+        "_refused",
         "_request_id",
         "_response_body_mode",
         "_served_by",
         "_services",
         "_status",
+        "_subset",
         "_tenant",
         "_ticket",
         "_usage",
@@ -85,7 +92,13 @@ class Exchange:
         self._content_length: int | None = None
         self._body_mode = messages.BUFFERED
         self._response_body_mode = messages.NONE
+        self._subset: frozenset[str] | None = None
+        """The only endpoints that may be chosen, where a gateway says so."""
+        self._held: list[HttpBody] | None = None
+        """Chunks of the body that came while the headers are held back for it."""
+        self._held_bytes = 0
         self._asked = False
+        self._refused = False
         self._large_for: str | None = None
         """The only model there is, where the body is too large to be looked at."""
         self._ticket: Ticket | None = None
@@ -97,31 +110,45 @@ class Exchange:
         self._first_chunk: float | None = None
         self._ended = False
 
-    def answer(self, request: ProcessingRequest) -> bytes:
-        """The reply to one message of the stream, as bytes."""
+    def answer(self, request: ProcessingRequest) -> Sequence[bytes]:
+        """The replies to one message of the stream, in their order, as bytes.
+
+        Mostly it is one. In full duplex the headers wait for the body, and all of it is answered at
+        once.
+        """
         if request.HasField("protocol_config"):
             self._body_mode = request.protocol_config.request_body_mode
             self._response_body_mode = request.protocol_config.response_body_mode
         match request.WhichOneof("request"):
             case "request_headers":
+                self._subset = messages.subset_of(request)
                 return self._on_request_headers(request.request_headers)
             case "request_body":
                 return self._on_request_body(request.request_body)
+            case "request_trailers":
+                return [*self._let_go(complete=True), messages.proceed("request_trailers")]
             case "response_headers":
-                return self._on_response_headers(request)
+                return [self._on_response_headers(request)]
             case "response_body":
-                return self._on_response_body(request.response_body)
+                return [self._on_response_body(request.response_body)]
             case phase:
-                return messages.proceed(phase or "")
+                return [messages.proceed(phase or "")]
+
+    @property
+    def _gateway(self) -> bool:
+        """Whether it is a gateway that asks for an endpoint, and has no choice of its own.
+
+        Only the endpoint picker protocol (Gateway API Inference Extension) has full duplex.
+        """
+        return self._body_mode == messages.FULL_DUPLEX_STREAMED
 
     # -- the request ------------------------------------------------------------------------
 
-    def _on_request_headers(self, message: HttpHeaders) -> bytes:
+    def _on_request_headers(self, message: HttpHeaders) -> Sequence[bytes]:
         headers = messages.headers_of(message)
         path = headers.get(":path", "")
         if endpoint_of(path) is None or headers.get(":method") != "POST":
-            self._services.metrics.requests.labels("passed").inc()
-            return messages.LEAVE_ALONE
+            return [self._pass_on()]
         self._path = path
         self._request_id = headers.get("x-request-id", "")[:_LONGEST_ID]
         route = self._services.config.route
@@ -132,24 +159,56 @@ class Exchange:
         length = headers.get("content-length", "")
         self._content_length = int(length[:_DIGITS]) if length.isdecimal() else None
         if message.end_of_stream:
-            return self._route("request_headers", b"", partial=False)
-        if headers.get("content-encoding", "identity") != "identity":
-            self._body_mode = messages.NONE
-        if self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
+            return [self._route("request_headers", b"", partial=False)]
+        readable = headers.get("content-encoding", "identity") == "identity"
+        if readable and self._gateway:
+            self._held = []
+            return []
+        if readable and self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
             if (self._content_length or 0) <= LARGE_BODY:
-                return messages.proceed("request_headers")
+                return [messages.proceed("request_headers")]
             self._large_for = self._services.fleet.only_model
             if self._large_for is None:
-                return messages.proceed("request_headers")
+                return [messages.proceed("request_headers")]
         # The headers leave before the body is seen, so its length must do.
-        return self._route("request_headers", b"", partial=True)
+        return [self._route("request_headers", b"", partial=True)]
 
-    def _on_request_body(self, message: HttpBody) -> bytes:
+    def _pass_on(self) -> bytes:
+        """What is no inference goes wherever Envoy sends it; a gateway has to be told where."""
+        self._services.metrics.requests.labels("passed").inc()
+        if not self._gateway:
+            return messages.LEAVE_ALONE
+        decision = self._services.router.decide(NO_WORK, among=self._subset)
+        if decision is None:
+            return _refuse(NoReplica(_NONE_READY))
+        return self._send_to("request_headers", decision)
+
+    def _on_request_body(self, message: HttpBody) -> Sequence[bytes]:
+        if self._held is not None:
+            self._held.append(message)
+            self._held_bytes += len(message.body)
+            if not message.end_of_stream and self._held_bytes < LARGE_BODY:
+                return []
+            return self._let_go(message.end_of_stream)
         if self._body_mode == messages.FULL_DUPLEX_STREAMED:
-            return messages.pass_chunk("request_body", message.body, message.end_of_stream)
+            return [messages.pass_chunk("request_body", message.body, message.end_of_stream)]
         if not self._path or self._asked:
-            return messages.proceed("request_body")
-        return self._route("request_body", message.body, partial=not message.end_of_stream)
+            return [messages.proceed("request_body")]
+        return [self._route("request_body", message.body, partial=not message.end_of_stream)]
+
+    def _let_go(self, complete: bool) -> Sequence[bytes]:
+        """The headers that were held back, with a destination now, and after them the body."""
+        held, self._held = self._held, None
+        if held is None:
+            return []
+        body = b"".join(chunk.body for chunk in held)
+        reply = self._route("request_headers", body, partial=not complete)
+        if self._refused:
+            return [reply]
+        chunks = [
+            messages.pass_chunk("request_body", chunk.body, chunk.end_of_stream) for chunk in held
+        ]
+        return [reply, *chunks]
 
     def _profile(self, body: bytes, partial: bool) -> RequestProfile:
         profile = self._inspect(body, partial)
@@ -172,20 +231,41 @@ class Exchange:
         self._asked = True
         started = services.clock()
         try:
-            decision = services.router.decide(self._profile(body, partial), self._policy)
-        except BadRequest as error:
+            decision = self._decide(self._profile(body, partial))
+        except Refusal as error:
+            self._refused = True
             services.metrics.requests.labels("refused").inc()
-            return messages.refuse(_BAD_REQUEST, error_body(error))
+            return _refuse(error)
         if decision is None:
             services.metrics.requests.labels("unrouted").inc()
             return messages.proceed(phase)
         self._take(decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
-        destination = ",".join(filter(None, (decision.replica, decision.second)))
+        return self._send_to(phase, decision)
+
+    def _decide(self, profile: RequestProfile) -> Decision | None:
+        """None where Envoy is to choose.
+
+        Raises:
+            Refusal: it is not to be served.
+        """
+        decision = self._services.router.decide(profile, self._policy, self._subset)
+        if decision is None:
+            if self._gateway or self._subset is not None:
+                raise NoReplica(_NONE_READY)
+            return None
+        longest = self._services.config.route.max_ttft_s
+        soonest = least(decision.prediction.ttft)
+        if longest is not None and soonest > longest:
+            message = f"every replica is busy: the first token would come in {soonest:.0f} s"
+            raise Saturated(message, code="saturated")
+        return decision
+
+    def _send_to(self, phase: str, decision: Decision) -> bytes:
         return messages.send_to(
             phase,
-            destination,
-            clear_route_cache=services.config.serve.clear_route_cache,
+            ",".join(filter(None, (decision.replica, decision.second))),
+            clear_route_cache=self._services.config.serve.clear_route_cache,
             leave_body=self._large_for is not None,
         )
 
@@ -207,10 +287,12 @@ class Exchange:
         status = headers.get(":status", "")
         self._status = int(status) if status.isdecimal() else None
         self._ended = request.response_headers.end_of_stream
-        self._served(messages.attributes_of(request).get("upstream.address", ""))
+        self._served(messages.served_by(request))
         if self._ended or not self._worth_reading(headers.get("content-type", "")):
             return messages.proceed("response_headers")
         self._usage = UsageReader()
+        if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
+            return messages.proceed("response_headers")  # it comes anyway
         return messages.watch_response()
 
     def _served(self, upstream: str) -> None:
@@ -307,3 +389,8 @@ class Exchange:
         metrics.completion_seconds.observe(actual)
         if actual > 0:
             metrics.prediction_error.observe(abs(predicted - actual) / actual)
+
+
+def _refuse(error: Refusal) -> bytes:
+    retry_after = 0 if isinstance(error, BadRequest) else _RETRY_AFTER_S
+    return messages.refuse(error.status, error_body(error), retry_after)

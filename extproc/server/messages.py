@@ -4,8 +4,6 @@ The upb classes of ``proto/ext_proc.proto`` parse and build a message in a few m
 hundredth of what typed Python classes take.
 """
 
-from collections.abc import Mapping
-
 from extproc.server.proto.ext_proc_pb2 import (
     HeadersResponse,
     HeaderValue,
@@ -17,7 +15,13 @@ from extproc.server.proto.ext_proc_pb2 import (
 DESTINATION = "x-gateway-destination-endpoint"
 """Header, and metadata key, of the chosen endpoint: ``ip:port[,ip:port]``
 (Gateway API Inference Extension, endpoint picker protocol)."""
+SERVED = "x-gateway-destination-endpoint-served"
+"""Metadata key of the endpoint that served, as gateways tell it with the response's headers."""
+SUBSET = "x-gateway-destination-endpoint-subset"
+"""Metadata key of the only endpoints that may be chosen."""
 METADATA_NAMESPACE = "envoy.lb"
+_SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+_CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
 
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED = range(5)
@@ -51,12 +55,16 @@ def proceed(phase: str) -> bytes:
 
 def _not_this_request() -> bytes:
     reply = ProcessingResponse(request_headers=HeadersResponse())
+    reply.request_headers.response.header_mutation.remove_headers.extend(_CONTROL_HEADERS)
     reply.mode_override.response_header_mode = _SKIP
     return reply.SerializeToString()
 
 
 LEAVE_ALONE: bytes = _not_this_request()
-"""Reply to request headers: send neither this request's body nor anything of its response."""
+"""Reply to request headers: send neither this request's body nor anything of its response.
+
+What a client says of its destination is taken out; so it is where a destination is set.
+"""
 
 
 def watch_response() -> bytes:
@@ -82,6 +90,7 @@ def send_to(
     option.header.key = DESTINATION
     option.header.raw_value = destination.encode()
     option.append_action = _OVERWRITE_OR_ADD
+    common.header_mutation.remove_headers.extend((SUBSET, SERVED))
     common.clear_route_cache = clear_route_cache
     metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
     metadata.fields[DESTINATION].string_value = destination
@@ -97,15 +106,25 @@ def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
     return reply.SerializeToString()
 
 
-def refuse(status: int, body: bytes) -> bytes:
-    """Answers the request in Envoy: ``status`` and a JSON body."""
+def refuse(status: int, body: bytes, retry_after: int = 0) -> bytes:
+    """Answers the request in Envoy: ``status`` and a JSON body.
+
+    Args:
+        status: HTTP status.
+        body: JSON.
+        retry_after: seconds after which the client may try again; 0: it is not said.
+    """
     reply = ProcessingResponse()
     reply.immediate_response.status.code = status
     reply.immediate_response.body = body
-    header = reply.immediate_response.headers.set_headers.add()
-    header.header.key = "content-type"
-    header.header.raw_value = b"application/json"
-    header.append_action = _OVERWRITE_OR_ADD
+    headers = {"content-type": "application/json"}
+    if retry_after:
+        headers["retry-after"] = str(retry_after)
+    for name, value in headers.items():
+        option = reply.immediate_response.headers.set_headers.add()
+        option.header.key = name
+        option.header.raw_value = value.encode()
+        option.append_action = _OVERWRITE_OR_ADD
     return reply.SerializeToString()
 
 
@@ -118,9 +137,23 @@ def _value(header: HeaderValue) -> str:
     return header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
 
 
-def attributes_of(message: ProcessingRequest) -> Mapping[str, str]:
-    """The attributes Envoy was configured to send: ``upstream.address`` and the like."""
-    if _ATTRIBUTES not in message.attributes:
-        return {}
-    fields = message.attributes[_ATTRIBUTES].fields
-    return {name: value.string_value or f"{value.number_value:g}" for name, value in fields.items()}
+def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
+    """The only endpoints that may be chosen, ``ip:port``; None where the gateway names none."""
+    namespaces = message.metadata_context.filter_metadata
+    if _SUBSET_NAMESPACE not in namespaces or SUBSET not in namespaces[_SUBSET_NAMESPACE].fields:
+        return None
+    hint = namespaces[_SUBSET_NAMESPACE].fields[SUBSET]
+    listed = [value.string_value for value in hint.list_value.values]
+    return frozenset(name.strip() for name in listed or hint.string_value.split(",") if name)
+
+
+def served_by(message: ProcessingRequest) -> str:
+    """The endpoint whose response this is, ``ip:port``; empty where Envoy does not tell."""
+    if _ATTRIBUTES in message.attributes:
+        address = message.attributes[_ATTRIBUTES].fields["upstream.address"].string_value
+        if address:
+            return address
+    namespaces = message.metadata_context.filter_metadata
+    if METADATA_NAMESPACE not in namespaces:
+        return ""
+    return namespaces[METADATA_NAMESPACE].fields[SERVED].string_value

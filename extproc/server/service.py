@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 
+_HEALTH_NAMES = ("", SERVICE, "liveness", "readiness")
+"""Envoy asks for the first or second, gateways for the others."""
 _LARGEST_MESSAGE = 128 * 2**20
 """Bytes: a buffered body comes in one message, and requests carry images."""
 
@@ -52,7 +54,8 @@ class ExternalProcessor:
         open_streams.inc()
         try:
             async for raw in requests:
-                yield exchange.answer(ProcessingRequest.FromString(raw))
+                for reply in exchange.answer(ProcessingRequest.FromString(raw)):
+                    yield reply
         except DecodeError:
             logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
@@ -105,5 +108,5 @@ class GrpcServer:
         await self._server.stop(drain_s)
 
     async def _report(self, status: int) -> None:
-        for service in ("", SERVICE):
+        for service in _HEALTH_NAMES:
             await self._health.set(service, status)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue
+from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode as BodyMode,
 )
@@ -18,9 +18,9 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
     ProcessingResponse,
     ProtocolConfiguration,
 )
-from envoy_data_plane.google.protobuf import Struct, Value
+from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
-from extproc.server.messages import DESTINATION
+from extproc.server.messages import DESTINATION, SUBSET
 from extproc.server.service import SERVICE
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50}]}
@@ -46,7 +46,12 @@ class Stream:
         assert reply is not grpc.aio.EOF
         return ProcessingResponse.parse(reply)
 
-    async def request_headers(
+    async def request_headers(self, *arguments: Any, **named: Any) -> ProcessingResponse:
+        """Sends the request's headers, as below, and returns the reply."""
+        await self.write_headers(*arguments, **named)
+        return await self.read()
+
+    async def write_headers(
         self,
         path: str = "/v1/chat/completions",
         method: str = "POST",
@@ -54,14 +59,27 @@ class Stream:
         body_mode: BodyMode = BodyMode.BUFFERED,
         response_mode: BodyMode = BodyMode.NONE,
         headers: dict[str, str] | None = None,
-    ) -> ProcessingResponse:
-        return await self.send(
-            request_headers=_headers(
-                {":path": path, ":method": method} | (headers or {}), end_of_stream=end_of_stream
-            ),
-            protocol_config=ProtocolConfiguration(
-                request_body_mode=body_mode, response_body_mode=response_mode
-            ),
+        subset: list[str] | None = None,
+    ) -> None:
+        """Sends the request's headers; in full duplex the reply waits for the body."""
+        hint = None if subset is None else {"envoy.lb.subset_hint": _listed(SUBSET, subset)}
+        await self.write(
+            ProcessingRequest(
+                request_headers=headers_message(
+                    {":path": path, ":method": method} | (headers or {}),
+                    end_of_stream=end_of_stream,
+                ),
+                protocol_config=ProtocolConfiguration(
+                    request_body_mode=body_mode, response_body_mode=response_mode
+                ),
+                metadata_context=None if hint is None else Metadata(filter_metadata=hint),
+            )
+        )
+
+    async def write_body(self, body: bytes, end_of_stream: bool = True) -> None:
+        """Sends a chunk of the request's body."""
+        await self.write(
+            ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=end_of_stream))
         )
 
     async def request_body(
@@ -79,7 +97,7 @@ class Stream:
     ) -> ProcessingResponse:
         fields = {"upstream.address": Value(string_value=upstream)} if upstream else {}
         return await self.send(
-            response_headers=_headers(
+            response_headers=headers_message(
                 {":status": str(status), "content-type": content_type},
                 end_of_stream=end_of_stream,
             ),
@@ -137,6 +155,11 @@ def destination(reply: ProcessingResponse) -> list[str]:
     return []
 
 
-def _headers(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders:
+def headers_message(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders:
     items = [HeaderValue(key=key, raw_value=value.encode()) for key, value in headers.items()]
     return HttpHeaders(headers=HeaderMap(headers=items), end_of_stream=end_of_stream)
+
+
+def _listed(key: str, names: list[str]) -> Struct:
+    values = [Value(string_value=name) for name in names]
+    return Struct(fields={key: Value(list_value=ListValue(values=values))})

@@ -12,7 +12,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeHeaderSendMode as HeaderMode,
 )
 from envoy_data_plane.envoy.service.ext_proc import v3 as envoy
-from envoy_data_plane.google.protobuf import Struct, Value
+from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
 from extproc.server import messages
 from extproc.server.proto import ext_proc_pb2
@@ -157,16 +157,38 @@ def test_trailers_are_read(phase: str) -> None:
     assert getattr(ours, phase).trailers.headers[0].key == "t"
 
 
-def test_attributes_are_read() -> None:
-    fields = {
-        "upstream.address": Value(string_value="10.0.0.2:8000"),
-        "response.code": Value(number_value=200.0),
-    }
-    theirs = envoy.ProcessingRequest(
-        response_headers=envoy.HttpHeaders(),
-        attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
+def received(**fields: Any) -> ext_proc_pb2.ProcessingRequest:
+    """What Envoy sends, read with our codec."""
+    return ext_proc_pb2.ProcessingRequest.FromString(bytes(envoy.ProcessingRequest(**fields)))
+
+
+def told(namespace: str, **fields: Value) -> Metadata:
+    named = {name.replace("_", "-"): value for name, value in fields.items()}
+    return Metadata(filter_metadata={namespace: Struct(fields=named)})
+
+
+def test_who_served_is_read_from_attribute_or_metadata() -> None:
+    attribute = {"upstream.address": Value(string_value="10.0.0.2:8000")}
+    metadata = told(
+        "envoy.lb", x_gateway_destination_endpoint_served=Value(string_value="10.0.0.3:8000")
     )
-    ours = ext_proc_pb2.ProcessingRequest.FromString(bytes(theirs))
-    attributes = messages.attributes_of(ours)
-    assert attributes == {"upstream.address": "10.0.0.2:8000", "response.code": "200"}
-    assert messages.attributes_of(ext_proc_pb2.ProcessingRequest()) == {}
+    attributes = {"envoy.filters.http.ext_proc": Struct(fields=attribute)}
+    assert messages.served_by(received(attributes=attributes)) == "10.0.0.2:8000"
+    assert messages.served_by(received(metadata_context=metadata)) == "10.0.0.3:8000"
+    both = received(attributes=attributes, metadata_context=metadata)
+    assert messages.served_by(both) == "10.0.0.2:8000"
+    assert messages.served_by(received()) == ""
+
+
+def test_a_subset_is_read_as_list_or_text() -> None:
+    def subset(value: Value) -> frozenset[str] | None:
+        metadata = told("envoy.lb.subset_hint", x_gateway_destination_endpoint_subset=value)
+        return messages.subset_of(received(metadata_context=metadata))
+
+    names = [Value(string_value="10.0.0.1:8000"), Value(string_value="10.0.0.2:8000")]
+    both = frozenset({"10.0.0.1:8000", "10.0.0.2:8000"})
+    assert subset(Value(list_value=ListValue(values=names))) == both
+    assert subset(Value(string_value="10.0.0.1:8000, 10.0.0.2:8000")) == both
+    assert subset(Value(list_value=ListValue(values=[]))) == frozenset()
+    assert messages.subset_of(received()) is None
+    assert messages.subset_of(received(metadata_context=told("envoy.lb.subset_hint"))) is None

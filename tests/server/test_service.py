@@ -220,23 +220,6 @@ async def test_where_headers_leave_first_the_length_decides(
         assert (await stream.request_body(b"{}")).request_body is not None
 
 
-async def test_in_full_duplex_the_body_goes_back(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.request_headers(
-            body_mode=BodyMode.FULL_DUPLEX_STREAMED, headers={"content-length": "10"}
-        )
-        assert set(destination(reply)) == MEMBERS
-        for chunk, last in ((b'{"model', False), (b'": 1}', True)):
-            reply = await stream.request_body(chunk, last)
-            assert reply.request_body is not None
-            assert reply.request_body.response is not None
-            mutation = reply.request_body.response.body_mutation
-            assert mutation is not None
-            assert mutation.streamed_response is not None
-            assert mutation.streamed_response.body == chunk
-            assert mutation.streamed_response.end_of_stream is last
-
-
 async def test_a_compressed_body_is_routed_on_its_length(
     envoy: EnvoySide, services: Services
 ) -> None:
@@ -348,23 +331,6 @@ async def test_a_response_broken_off_is_no_completion(envoy: EnvoySide, services
     (record,) = services.log.of_request("broken")
     assert record.outcome.status == 200
     assert record.outcome.completion_s is None
-
-
-async def test_in_full_duplex_the_response_goes_back(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers(
-            body_mode=BodyMode.FULL_DUPLEX_STREAMED, response_mode=BodyMode.FULL_DUPLEX_STREAMED
-        )
-        await stream.request_body(CHAT)
-        await stream.response_headers()
-        reply = await stream.response_body(b"\x00chunk")
-        assert reply.response_body is not None
-        assert reply.response_body.response is not None
-        mutation = reply.response_body.response.body_mutation
-        assert mutation is not None
-        assert mutation.streamed_response is not None
-        assert mutation.streamed_response.body == b"\x00chunk"
-        assert mutation.streamed_response.end_of_stream
 
 
 async def test_a_choice_that_envoy_passed_over_is_left_out(
