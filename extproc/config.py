@@ -105,6 +105,9 @@ class ServeSettings(Section):
     """On SIGTERM, open streams have this many seconds to end."""
     clear_route_cache: bool = False
     """Set it only where an Envoy route matches on the destination header."""
+    second_choice: bool = True
+    """Name a second replica after the first, for retries: a list, as only Envoy's override_host
+    policy takes it."""
     stream_sample: float = Field(default=0.1, ge=0, le=1)
     """Share of streamed responses whose chunks the router reads, for token timing and usage."""
     decisions_kept: int = Field(default=1000, ge=0)

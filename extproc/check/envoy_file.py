@@ -24,6 +24,14 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 
 
 from extproc.check.schema import message
 from extproc.check.tree import Node, Path, nodes, snake, written
+from extproc.check.ways import (
+    by_header,
+    follows_header,
+    is_destination,
+    is_subset,
+    reads_header,
+    reads_metadata,
+)
 
 _OVERRIDABLE = (
     "processing_mode",
@@ -93,8 +101,34 @@ class EnvoyFile:
 
     @property
     def replica_clusters(self) -> list[Part[Cluster]]:
-        """Clusters that obey the router's choice."""
-        return [part for part in self.all(Cluster) if self.all(OverrideHost, within=part)]
+        """Clusters that obey the router's choice, in one of the :mod:`~extproc.check.ways`."""
+        named = by_header(part.message for part in self.all(RouteAction))
+        routers = {router_cluster(part.message) for part in self.all(ExternalProcessor)}
+        return [
+            part
+            for part in self.all(Cluster)
+            if self.all(OverrideHost, within=part)
+            or is_subset(part.message)
+            or is_destination(part.message)
+            or (named and part.message.name not in routers)
+        ]
+
+    @property
+    def reads_header(self) -> bool:
+        """Whether a cluster or route goes by the header, which a client could set as well."""
+        return (
+            any(reads_header(part.message) for part in self.all(OverrideHost))
+            or any(follows_header(part.message) for part in self.all(Cluster))
+            or by_header(part.message for part in self.all(RouteAction))
+        )
+
+    @property
+    def reads_metadata(self) -> bool:
+        """Whether a cluster goes by the metadata that the router sets."""
+        clusters = [part.message for part in self.all(Cluster)]
+        return any(reads_metadata(part.message) for part in self.all(OverrideHost)) or any(
+            is_subset(one) or (is_destination(one) and not follows_header(one)) for one in clusters
+        )
 
     @property
     def replica_routes(self) -> list[Part[RouteAction]]:

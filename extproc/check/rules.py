@@ -22,9 +22,14 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOpti
 
 from extproc.check.envoy_file import EnvoyFile, Part, clusters_of, router_cluster
 from extproc.check.finding import Finding, Level
-
-DESTINATION = "x-gateway-destination-endpoint"
-NAMESPACE = "envoy.lb"
+from extproc.check.ways import (
+    DESTINATION,
+    NAMESPACE,
+    follows_header,
+    is_destination,
+    reads_header,
+    reads_metadata,
+)
 
 _ATTRIBUTES = ("upstream.address", "response.code", "response.flags")
 _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}
@@ -279,7 +284,8 @@ def response_attributes_are_sent(part: Part[ExternalProcessor], file: EnvoyFile)
 @_rule(Level.WARNING, _filters)
 def allows_sampling(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router may read a sample of the streamed responses, and learn from them."""
-    if part.message.allow_mode_override:
+    whole = _mode(part).response_body_mode is ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+    if part.message.allow_mode_override or whole:
         return None
     return (
         "allow_mode_override is false: the router cannot learn token timing and usage from "
@@ -310,7 +316,7 @@ def waits_briefly(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, _filters)
+@_rule(Level.ERROR, lambda file: _filters(file) if _header_matters(file) else [])
 def forged_header_is_removed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Clients cannot choose a replica: their destination header is removed before ext_proc."""
     if file.removes_before(part, DESTINATION):
@@ -324,27 +330,43 @@ def forged_header_is_removed(part: Part[ExternalProcessor], file: EnvoyFile) -> 
 
 @_rule(Level.ERROR, _candidates)
 def replicas_obey(part: Part[Cluster], file: EnvoyFile) -> str | None:
-    """Requests go where the router says: the replicas' cluster has the policy override_host."""
-    if file.all(OverrideHost, within=part):
+    """Requests go where the router says: the replicas' cluster obeys it."""
+    if part.path in {obeying.path for obeying in file.replica_clusters}:
         return None
-    cluster = f"cluster {part.message.name!r}"
-    if part.message.type is ClusterDiscoveryType.ORIGINAL_DST:
-        return (
-            f"{cluster} is ORIGINAL_DST: it answers 503 while the router is down, and a header can "
-            "send requests to any address. Write type: STRICT_DNS (or STATIC, EDS) and "
-            "load_balancing_policy: override_host"
-        )
     return (
-        f"{cluster} ignores the router's choice. Write load_balancing_policy: override_host with "
+        f"cluster {part.message.name!r} ignores the router's choice. Write "
+        "load_balancing_policy: override_host with "
         f"override_host_sources: [{{header: {DESTINATION}}}]"
+    )
+
+
+@_rule(Level.ERROR, _candidates)
+def no_header_chooses_any_address(part: Part[Cluster], file: EnvoyFile) -> str | None:
+    """No header of a client can send a request to any address."""
+    if not follows_header(part.message):
+        return None
+    return (
+        f"cluster {part.message.name!r} goes wherever a header says (use_http_header). Write "
+        f"metadata_key: {{key: {NAMESPACE}, path: [{{key: {DESTINATION}}}]}}, which no client sets"
+    )
+
+
+@_rule(Level.WARNING, _candidates)
+def goes_on_without_router(part: Part[Cluster], file: EnvoyFile) -> str | None:
+    """Requests are served while the router is down: the cluster has members of its own."""
+    if not is_destination(part.message) or follows_header(part.message):
+        return None
+    return (
+        f"cluster {part.message.name!r} is ORIGINAL_DST: it answers 503 while the router is down. "
+        "Where the replicas' addresses are known, write type: STRICT_DNS (or STATIC, EDS) and "
+        "load_balancing_policy: override_host"
     )
 
 
 @_rule(Level.ERROR, _policies)
 def source_is_known(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
     """The policy override_host reads what the router sets."""
-    sources = part.message.override_host_sources
-    if any(source.header.lower() == DESTINATION for source in sources) or _reads_metadata(part):
+    if reads_header(part.message) or reads_metadata(part.message):
         return None
     return (
         "override_host_sources names nothing that the router sets. "
@@ -357,7 +379,7 @@ def metadata_is_received(part: Part[ExternalProcessor], file: EnvoyFile) -> str 
     """Metadata that the router sets is taken, where a cluster reads it."""
     options = part.message.metadata_options
     taken = options.receiving_namespaces.untyped if options and options.receiving_namespaces else []
-    if NAMESPACE in taken or not any(_reads_metadata(policy) for policy in _policies(file)):
+    if NAMESPACE in taken or not file.reads_metadata:
         return None
     return (
         f"a cluster reads the metadata {NAMESPACE!r}, but this filter takes none from the router. "
@@ -380,7 +402,7 @@ def has_fallback(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
 def members_are_addresses(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """Every replica is a member of its cluster under its own ip:port."""
     kind = part.message.type
-    if kind not in _NO_ADDRESS:
+    if kind not in _NO_ADDRESS or is_destination(part.message):
         return None
     return (
         f"cluster {part.message.name!r} is {kind.name}: the ip:port that the router names is no "
@@ -483,7 +505,7 @@ def first_tokens_may_wait(
     )
 
 
-@_rule(Level.WARNING, lambda file: file.replica_routes)
+@_rule(Level.WARNING, lambda file: [one for one in file.replica_routes if _has_second(one, file)])
 def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """A request to a replica that just died is tried again on the second choice."""
     policy = part.message.retry_policy
@@ -511,8 +533,17 @@ def _may_lead_to(route: Part[RouteAction], clusters: set[str]) -> bool:
     return not named or bool(named & clusters)
 
 
-def _reads_metadata(part: Part[OverrideHost]) -> bool:
-    return any(
-        source.metadata and source.metadata.key == NAMESPACE
-        for source in part.message.override_host_sources
-    )
+def _header_matters(file: EnvoyFile) -> bool:
+    """Whether the header decides anything, or may do so in a file that is not seen here."""
+    return file.reads_header or not file.replica_clusters
+
+
+def _has_second(route: Part[RouteAction], file: EnvoyFile) -> bool:
+    """Whether a second choice can be used: the policy override_host takes a list."""
+    named = clusters_of(route.message)
+    others = {
+        part.message.name
+        for part in file.replica_clusters
+        if not file.all(OverrideHost, within=part)
+    }
+    return not route.message.cluster_header and not named & others

@@ -266,14 +266,16 @@ class Stack:
     def _write_configurations(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.config_file.write_text(yaml.safe_dump(self._configuration(), sort_keys=False))
-        bootstrap = render(
+        envoy_file = self.directory / "envoy.yaml"
+        envoy_file.write_text(add_access_log(self._bootstrap(), self.access_log))
+
+    def _bootstrap(self) -> str:
+        return render(
             listen_port=self.ports["envoy"],
             admin_port=self.ports["envoy-admin"],
             router_ports=[self.ports["router"] + number for number in self._workers],
             replica_addresses=[self.address(one.name) for one in self.replicas],
         )
-        envoy_file = self.directory / "envoy.yaml"
-        envoy_file.write_text(add_access_log(bootstrap, self.access_log))
 
     def _configuration(self) -> dict[str, Any]:
         """What router and poller read."""

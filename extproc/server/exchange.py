@@ -262,10 +262,13 @@ class Exchange:
         return decision
 
     def _send_to(self, phase: str, decision: Decision) -> bytes:
+        serve, destination = self._services.config.serve, decision.replica
+        if serve.second_choice and decision.second is not None:
+            destination += f",{decision.second}"
         return messages.send_to(
             phase,
-            ",".join(filter(None, (decision.replica, decision.second))),
-            clear_route_cache=self._services.config.serve.clear_route_cache,
+            destination,
+            clear_route_cache=serve.clear_route_cache,
             leave_body=self._large_for is not None,
         )
 

@@ -17,6 +17,7 @@ from extproc.yaml_file import read_yaml
 ENVOY = Path(__file__).parents[2] / "envoy"
 GOOD = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
 
+DESTINATION = "x-gateway-destination-endpoint"
 OF_WHOLE_FILES = {"router_cluster_exists", "route_cluster_exists"}
 
 Breakage = Callable[["Bootstrap"], object]
@@ -52,8 +53,14 @@ class Bootstrap:
         self.clusters.append({"name": name})
         return self
 
+    def original_dst(self, **config: object) -> None:
+        del self.replicas["load_balancing_policy"], self.replicas["load_assignment"]
+        self.replicas.update(
+            type="ORIGINAL_DST", lb_policy="CLUSTER_PROVIDED", original_dst_lb_config=config
+        )
+
     def use_metadata(self) -> Self:
-        path = [{"key": "x-gateway-destination-endpoint"}]
+        path = [{"key": DESTINATION}]
         self.override["override_host_sources"] = [{"metadata": {"key": "envoy.lb", "path": path}}]
         return self
 
@@ -94,6 +101,18 @@ def test_our_own_files_pass_every_rule(name: str) -> None:
     assert {finding.level for finding in findings} == {Level.OK}
 
 
+@pytest.mark.parametrize("name", ["endpoint_picker", "cluster_header", "subset"])
+def test_other_ways_to_follow_the_choice_are_right(name: str) -> None:
+    findings = check_envoy(read_yaml(ENVOY / f"{name}.yaml"))
+    assert {finding.level for finding in findings} == {Level.OK}
+
+
+def test_a_cluster_without_members_is_right_but_for_the_lack_of_a_fallback() -> None:
+    findings = check_envoy(read_yaml(ENVOY / "original_dst.yaml"))
+    (finding,) = [one for one in findings if one.level is not Level.OK]
+    assert finding.rule == "goes_on_without_router"
+
+
 BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
     ("request_headers_are_sent", Level.ERROR, "SEND",
      lambda b: b.mode.update(request_header_mode="SKIP")),
@@ -116,8 +135,12 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
      lambda b: b.filters.insert(1, b.filters.pop(0))),
     ("replicas_obey", Level.ERROR, "'replicas' ignores",
      lambda b: b.replicas.pop("load_balancing_policy")),
-    ("replicas_obey", Level.ERROR, "any address",
+    ("replicas_obey", Level.ERROR, "ignores",
      lambda b: (b.replicas.pop("load_balancing_policy"), b.replicas.update(type="ORIGINAL_DST"))),
+    ("no_header_chooses_any_address", Level.ERROR, "use_http_header",
+     lambda b: b.original_dst(use_http_header=True, http_header_name=DESTINATION)),
+    ("goes_on_without_router", Level.WARNING, "503",
+     lambda b: b.original_dst(metadata_key={"key": "envoy.lb", "path": [{"key": DESTINATION}]})),
     ("source_is_known", Level.ERROR, "names nothing",
      lambda b: b.override.update(override_host_sources=[{"header": "x-other"}])),
     ("metadata_is_received", Level.ERROR, "envoy.lb",

@@ -1,0 +1,170 @@
+"""Every way to point Envoy at a replica: the files in envoy/ as they stand, but for the ports."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import pytest_asyncio
+
+from extproc.demo.envoy_config import TEMPLATE
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests.e2e.client import CHAT, MESSAGES, Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+FAST = "llama-8b-h100"
+REPLICAS = (SimulatedReplica("one", FAST), SimulatedReplica("two", "llama-8b-a10"))
+ONE_CHOICE: dict[str, object] = {"second_choice": False}
+EXAMPLES: dict[str, dict[str, object]] = {
+    "endpoint_picker": {},
+    "original_dst": ONE_CHOICE,
+    "cluster_header": ONE_CHOICE | {"clear_route_cache": True},
+    "subset": ONE_CHOICE,
+}
+"""What each asks of the router's settings."""
+NO_FALLBACK = {"original_dst"}
+
+
+class Example(Stack):
+    """The stack behind another Envoy file."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        serve = {"stream_sample": 1.0, "drain_s": 5.0} | EXAMPLES[name]
+        super().__init__(directory, REPLICAS, settings={"serve": serve})
+        self.name = name
+
+    def _bootstrap(self) -> str:
+        ports = {
+            8080: "envoy", 9901: "envoy-admin", 50051: "router", 8001: "one", 8002: "two",
+        }  # fmt: skip
+        text = (TEMPLATE.parent / f"{self.name}.yaml").read_text(encoding="utf-8")
+        for number, name in ports.items():
+            text = text.replace(f"port_value: {number}}}", f"port_value: {self.ports[name]}}}")
+            text = text.replace(f"127.0.0.1:{number}", self.address(name))
+        return text
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=EXAMPLES)
+async def stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Example]:
+    async with Example(request.param, tmp_path_factory.mktemp("example")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(stack: Example) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield Client(stack, session)
+
+
+async def test_the_replica_chosen_serves(client: Client, stack: Example) -> None:
+    for _ in range(3):
+        answer = await client.chat(tokens=5)
+        assert answer.status == 200
+        assert answer.decision["outcome"]["served_by"] == stack.address("one")  # the fast one
+        assert answer.decision["outcome"]["output_tokens"] == 5
+
+
+async def test_it_follows_the_choice_to_either(client: Client, stack: Example) -> None:
+    """Among replicas as good as equal for what generates nothing much, both come up in time."""
+    served: set[str] = set()
+    try:
+        await client.simulate("one", slow=20.0)
+        async with asyncio.timeout(20):
+            while len(served) < 2:
+                answers = await asyncio.gather(*(client.chat(tokens=30) for _ in range(8)))
+                assert {answer.status for answer in answers} == {200}
+                for answer in answers:
+                    outcome = answer.decision["outcome"]
+                    assert outcome["served_by"] == answer.decision["replica"]
+                    served.add(outcome["served_by"])
+    finally:
+        await client.simulate("one", slow=1.0)
+    assert served == {stack.address("one"), stack.address("two")}
+
+
+async def test_the_openai_client_and_streams_work(stack: Example) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
+        whole = await sdk.chat.completions.create(model=MODEL, messages=messages, max_tokens=5)
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 5
+        stream = await sdk.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=5, stream=True
+        )
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        assert text == whole.choices[0].message.content
+
+
+async def test_what_is_no_inference_is_answered(client: Client, stack: Example) -> None:
+    if stack.name in NO_FALLBACK:
+        pytest.skip("without a choice by the router there is no address")
+    answer = await client.request("GET", "/v1/models")
+    assert answer.status == 200
+    assert MODEL.encode() in answer.body
+
+
+async def test_curl_works(stack: Example) -> None:
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 3})
+    curl = await asyncio.create_subprocess_exec(
+        "curl", "-sS", "--fail-with-body", stack.url + CHAT, "-d", body,
+        "-H", "content-type: application/json",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    output, _ = await curl.communicate()
+    assert curl.returncode == 0, output
+    assert json.loads(output)["usage"]["completion_tokens"] == 3
+
+
+async def test_a_body_of_32_mb_arrives_whole(client: Client, stack: Example) -> None:
+    """The replica parses it and counts its prompt: a byte lost would be an error."""
+    words = "sea " * (8 * 2**20)
+    body = {"model": MODEL, "prompt": words, "max_tokens": 1, "truncate_prompt_tokens": 100}
+    answer = await client.request(
+        "POST",
+        "/v1/completions",
+        io.BytesIO(json.dumps(body).encode()),
+        {"content-type": "application/json"},
+    )
+    assert answer.status in (200, 400), answer.body[:300]
+    assert b"JSON" not in answer.body, answer.body[:300]
+
+
+async def test_chunks_of_an_upload_arrive_whole(client: Client) -> None:
+    body = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 2}).encode()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 7):
+            yield body[start : start + 7]
+            await asyncio.sleep(0)
+
+    answer = await client.request("POST", CHAT, pieces(), {"content-type": "application/json"})
+    assert answer.status == 200, answer.body
+
+
+async def test_forged_headers_change_nothing_with_the_router_down(
+    client: Client, stack: Example
+) -> None:
+    forged = {
+        "x-gateway-destination-endpoint": stack.address("router-admin"),
+        "x-gateway-destination-endpoint-subset": stack.address("router-admin"),
+    }
+    await stack.kill("router")
+    try:
+        for _ in range(4):
+            answer = await client.request("GET", "/v1/models", headers=forged)
+            if stack.name in NO_FALLBACK:
+                assert answer.status == 503
+            else:
+                assert answer.status == 200
+                assert MODEL.encode() in answer.body
+    finally:
+        await stack.start("router")
+        await stack.wait_routing()
