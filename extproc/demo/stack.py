@@ -17,7 +17,7 @@ import yaml
 from extproc.address import shift_port
 from extproc.demo.access_log import add_access_log
 from extproc.demo.envoy_config import render
-from extproc.demo.ports import pick_ports, pick_run
+from extproc.demo.ports import pick_ports
 from extproc.demo.processes import (
     Check,
     Process,
@@ -89,9 +89,8 @@ class Stack:
         self.directory = directory
         self.replicas = replicas
         wanted = dict.fromkeys((*_OTHER_PORTS, *(one.name for one in replicas)), 0)
-        self.ports = pick_ports({**wanted, **usual_ports})
-        if workers > 1:
-            self.ports |= {name: pick_run(workers) for name in ("router", "router-admin")}
+        in_a_row = dict.fromkeys(("router", "router-admin"), workers)
+        self.ports = pick_ports({**wanted, **usual_ports}, in_a_row)
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
         self.ready_s = 0.0
@@ -118,10 +117,10 @@ class Stack:
         """The router's admin address; its first worker's, where it has several."""
         return self._url("router-admin")
 
-    @property
-    def worker_admins(self) -> list[str]:
-        """The admin address of each worker of the router."""
-        return [f"http://{shift_port(self.address('router-admin'), k)}" for k in self._workers]
+    def worker_admins(self, router: str = "router") -> list[str]:
+        """The admin address of each worker of a router."""
+        first = self.address(f"{router}-admin")
+        return [f"http://{shift_port(first, number)}" for number in self._workers]
 
     @property
     def redis_url(self) -> str:
@@ -301,7 +300,7 @@ class Stack:
 
     async def _routes(self, session: aiohttp.ClientSession) -> bool:
         try:
-            for admin in self.worker_admins:
+            for admin in self.worker_admins():
                 if not await self._knows_all(session, admin):
                     return False
             return await self._envoy_asks(session)

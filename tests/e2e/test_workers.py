@@ -74,7 +74,7 @@ async def routed(session: aiohttp.ClientSession, admin: str) -> float:
 
 
 async def shares(stack: Stack, session: aiohttp.ClientSession) -> list[float]:
-    return [await routed(session, admin) for admin in stack.worker_admins]
+    return [await routed(session, admin) for admin in stack.worker_admins()]
 
 
 async def test_each_worker_gets_a_fair_share(stack: Stack, session: aiohttp.ClientSession) -> None:
@@ -98,7 +98,7 @@ async def test_a_worker_killed_under_load_costs_no_request_and_is_used_again(
             while True:
                 await more(statuses, 10)
                 try:
-                    if await routed(session, stack.worker_admins[2]) > 5:
+                    if await routed(session, stack.worker_admins()[2]) > 5:
                         break
                 except aiohttp.ClientConnectionError:
                     continue

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import Config
-from extproc.demo.ports import pick_run
+from extproc.demo.ports import pick_ports
 from extproc.demo.processes import free_port
 from extproc.fleet.view import Excluded
 from extproc.observe.admin import serve_admin
@@ -158,7 +158,7 @@ async def test_what_was_left_out_is_shown_with_the_reason(
 
 
 async def test_every_worker_is_asked(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = pick_run(3)
+    first = pick_ports({"admin": 0}, {"admin": 3})["admin"]
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", f"127.0.0.1:{first}")
     monkeypatch.setenv("EXTPROC_SERVE__WORKERS", "3")
     async with AsyncExitStack() as stack:

@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from extproc.config import Config
-from extproc.demo.ports import pick_run
+from extproc.demo.ports import pick_ports
 from tests.children import worker_pid
 
 
@@ -88,11 +88,17 @@ class Supervisor:
         return self.process.stderr.read()
 
 
+def two_runs() -> tuple[int, int]:
+    """Ports for two workers each, to listen on and for people."""
+    ports = pick_ports({"listen": 0, "admin": 0}, {"listen": 2, "admin": 2})
+    return ports["listen"], ports["admin"]
+
+
 @contextmanager
 def supervised() -> Iterator[tuple[Supervisor, int]]:
     """Two workers that serve, and the first one's admin port."""
-    admin = pick_run(2)
-    supervisor = Supervisor(pick_run(2), admin)
+    listen, admin = two_runs()
+    supervisor = Supervisor(listen, admin)
     with supervisor.process as process:
         try:
             supervisor.line("workers ready")
@@ -155,9 +161,9 @@ def test_no_worker_outlives_a_killed_supervisor() -> None:
 
 @pytest.mark.process
 def test_a_worker_that_cannot_start_ends_them_all() -> None:
-    listen = pick_run(2)
+    listen, admin = two_runs()
     with socket.create_server(("127.0.0.1", listen + 1)):
-        supervisor = Supervisor(listen, pick_run(2))
+        supervisor = Supervisor(listen, admin)
         with supervisor.process as process:
             *_, last = supervisor.rest().splitlines()
     assert process.returncode == 1
