@@ -25,11 +25,11 @@ def check_files(options: Options) -> None:
     except ssl.SSLError:
         raise ValueError(f"ssl_ca_certs: {authority} holds no certificate (PEM)") from None
     try:
-        if certificate:  # never asks for a password: an empty one fails
-            context.load_cert_chain(certificate, key, options.get("ssl_password", ""))
+        if certificate:  # with a password, though a wrong one: else it would ask on the terminal
+            context.load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         files = f"{certificate} and {key or certificate}"
-        reason = error.reason or "wrong or missing ssl_password"
+        reason = error.reason or "a key with a password cannot be used"
         raise ValueError(f"ssl_certfile and ssl_keyfile: {files}: {reason}") from None
 
 

@@ -59,6 +59,8 @@ def parse(url: str) -> RedisUrl:
     path, database = _path(form, unquote(parts.path))
     options = _login(parts) | ({"db": database} if database else {})
     options |= dict(_option(name, text, form, tls) for name, text in given)
+    if tls:  # redis-py did not look at the name until its version 6
+        options.setdefault("ssl_check_hostname", options.get("ssl_cert_reqs") != "none")
     return RedisUrl(form, tls, path, nodes, options)
 
 
@@ -143,10 +145,8 @@ _OPTIONS: dict[str, Callable[[str], object]] = {
     "client_name": str,
     "protocol": _number,
     "ssl_ca_certs": str,
-    "ssl_ca_path": str,
     "ssl_certfile": str,
     "ssl_keyfile": str,
-    "ssl_password": str,
     "ssl_cert_reqs": _requirement,
     "ssl_check_hostname": _yes_or_no,
     "ssl_ciphers": str,

@@ -31,10 +31,14 @@ async def start(directory: Path, port: int, options: Mapping[str, str]) -> Proce
 
 
 class Watched:
-    """A primary and a replica of it, watched by a Sentinel that asks for a password."""
+    """A primary and a replica of it, watched by a Sentinel that asks for a password.
+
+    Its user ``USER`` has the rights that docs/operations.md tells.
+    """
 
     SERVICE = "main"
-    PASSWORD = "sentinel's"
+    USER = "router"
+    PASSWORD = "of-sentinels"
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -62,6 +66,7 @@ class Watched:
             f"dir {self._directory}\nsentinel monitor {name} {HOST} {port} 1\n"
             f"sentinel down-after-milliseconds {name} 300\n"
             f"sentinel failover-timeout {name} 2000\n"
+            f"user {self.USER} on >{self.PASSWORD} +sentinel|get-master-addr-by-name +@connection\n"
         )
         return await Process.start(
             "sentinel",

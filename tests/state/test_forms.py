@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from extproc.demo.processes import free_port
+from extproc.fleet.state import ReplicaState
 from extproc.state.connection import connect
 from extproc.state.store import Put, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer
@@ -30,7 +31,7 @@ from tests.state.servers import (
     start,
     watched,
 )
-from tests.state.test_store import A, B, reading, until
+from tests.state.test_store import A, B, Next, reading, until
 
 pytestmark = pytest.mark.process
 
@@ -48,6 +49,14 @@ async def share_through(url: str) -> None:
             assert [await following(), await following()] == [Put(A), Put(B)]
         await writer.remove(A.id)
         await writer.remove(B.id)
+
+
+async def until_known(following: Next, state: ReplicaState) -> None:
+    """Until it is pushed, or found."""
+    while True:
+        change = await following()
+        if change == Put(state) or (isinstance(change, Snapshot) and state in change.states):
+            return
 
 
 async def lost(url: str, logged: Logged) -> dict[str, object]:
@@ -118,16 +127,15 @@ async def test_fail_over_by_a_sentinel_is_followed(servers: Watched) -> None:
         await until(following, Put(A))
         await servers.servers[0].kill()
         publisher.put(B)
-        while True:  # a snapshot of the new primary, or B pushed by it
-            change = await following()
-            if change == Put(B) or (isinstance(change, Snapshot) and B in change.states):
-                break
+        await until_known(following, B)
         async with Redis(port=servers.ports[1]) as promoted:
             assert (await promoted.info("replication"))["role"] == "master"
 
 
 async def test_a_primary_that_becomes_a_replica_is_left(servers: Watched) -> None:
-    async with connect(sentinel_url(servers), POOL) as redis:
+    url = sentinel_url(servers)
+    async with connect(url, POOL) as redis, reading(url, POOL) as following:
+        assert await following() == Snapshot(())
         await redis.set("{test}:before", 1, px=60_000)
         async with Redis(port=servers.sentinel_port, password=servers.PASSWORD) as sentinel:
             await command(sentinel, "SENTINEL", "FAILOVER", servers.SERVICE)
@@ -137,6 +145,8 @@ async def test_a_primary_that_becomes_a_replica_is_left(servers: Watched) -> Non
         assert await redis.get("{test}:before") == b"1"
         async with Redis(port=servers.ports[1]) as promoted:
             assert await promoted.exists("{test}:after")
+        await StateWriter(redis, POOL, ttl_s=60).put([A])
+        await until_known(following, A)
 
 
 async def test_a_single_server_that_becomes_a_replica_is_connected_to_anew(tmp_path: Path) -> None:
@@ -165,12 +175,7 @@ async def test_a_cluster_and_its_fail_over(tmp_path: Path) -> None:
             await until(following, Put(A))
             await nodes.nodes[0].kill()
             publisher.put(A.model_copy(update={"running": 77}))
-            while True:
-                match await following():
-                    case Put(state) if state.running == 77:
-                        break
-                    case Snapshot(states) if any(state.running == 77 for state in states):
-                        break
+            await until_known(following, A.model_copy(update={"running": 77}))
 
 
 async def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
@@ -198,7 +203,7 @@ async def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
 def sentinel_url(servers: Watched, before: str = "") -> str:
     return (
         f"redis+sentinel://{before}{HOST}:{servers.sentinel_port}/{servers.SERVICE}"
-        f"?sentinel_password={servers.PASSWORD}"
+        f"?sentinel_username={servers.USER}&sentinel_password={servers.PASSWORD}"
     )
 
 
