@@ -159,7 +159,7 @@ async def cluster(directory: Path) -> AsyncIterator[Cluster]:
 @asynccontextmanager
 async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
     """Serve what is on a port on another one with TLS, which not every Redis is built with."""
-    tasks: set[asyncio.Task[None]] = set()
+    writers: list[asyncio.StreamWriter] = []
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
@@ -170,19 +170,16 @@ async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         back_reader, back_writer = await asyncio.open_connection(HOST, port)
-        for one in (forward(reader, back_writer), forward(back_reader, writer)):
-            task = asyncio.create_task(one)
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        writers.extend((writer, back_writer))
+        await asyncio.gather(forward(reader, back_writer), forward(back_reader, writer))
 
     server = await asyncio.start_server(serve, HOST, 0, ssl=context)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for writer in writers:
+            writer.transport.abort()
 
 
 @asynccontextmanager
