@@ -59,17 +59,7 @@ def parse(url: str) -> RedisUrl:
     path, database = _path(form, unquote(parts.path))
     options = _login(parts) | ({"db": database} if database else {})
     options |= dict(_option(name, text, form, tls) for name, text in given)
-    if tls:
-        options = _tls_defaults(options) | options
     return RedisUrl(form, tls, path, nodes, options)
-
-
-def _tls_defaults(options: Options) -> dict[str, Any]:
-    """What not every version of redis-py takes for granted."""
-    defaults: dict[str, Any] = {"ssl_check_hostname": options.get("ssl_cert_reqs") != "none"}
-    if "ssl_certfile" in options:
-        defaults["ssl_keyfile"] = options["ssl_certfile"]
-    return defaults
 
 
 def _login(parts: SplitResult) -> dict[str, Any]:
