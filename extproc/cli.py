@@ -103,6 +103,12 @@ def _load_explain() -> tuple[_Add, _Run]:
     return command.add_arguments, command.run
 
 
+def _load_replicas() -> tuple[_Add, _Run]:
+    from extproc.replicas import command
+
+    return command.add_arguments, command.run
+
+
 def _load_demo() -> tuple[_Add, _Run]:
     try:
         from extproc.demo import command
@@ -118,6 +124,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[], tuple[_Add, _Run]]]] = {
     "replica": ("Runs a simulated vLLM replica.", _load_replica),
     "check": ("Says what is wrong with a configuration or an Envoy file.", _load_check),
     "explain": ("Shows what a running router decided, and why.", _load_explain),
+    "replicas": ("Lists, adds, drains and removes replicas while requests run.", _load_replicas),
     "demo": ("Runs Envoy, Redis, four simulated replicas, poller and router.", _load_demo),
 }
 

@@ -332,7 +332,13 @@ class Fleet:
         members = sorted(rows[name] for name in (rows if among is None else rows.keys() & among))
         left_out = self._unhealthy(members)
         usable = [row for row in members if row not in left_out]
-        for reject in (partial(self._not_serving, model), self._stalled_among, self._failing):
+        reasons = (
+            partial(self._not_serving, model),
+            self._stalled_among,
+            self._failing,
+            self._draining,  # last: those draining serve rather than one that is failing
+        )
+        for reject in reasons:
             rejected = reject(usable)
             if len(rejected) < len(usable):
                 left_out |= rejected
@@ -365,10 +371,13 @@ class Fleet:
         ids = {row: self._states[row].id for row in rows}
         return {row: self._stalled[name] for row, name in ids.items() if name in self._stalled}
 
+    def _draining(self, rows: list[int]) -> dict[int, str]:
+        return {row: "draining" for row in rows if self._states[row].draining}
+
     def _excluded(self, row: int, why: str) -> Excluded:
         state = self._states[row]
         return Excluded(state.id, state.name or state.id, why)
 
 
 def _seen_by_policies(state: ReplicaState) -> tuple[object, ...]:
-    return state.healthy, state.problem, state.models, state.name
+    return state.healthy, state.problem, state.models, state.name, state.draining

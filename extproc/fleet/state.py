@@ -20,7 +20,9 @@ class ReplicaState(BaseModel):
     profile: str = ""
     """Name of its hardware profile; empty: the router's default."""
     learned: StepModel | None = None
-    """Its step-time model as learned from its counters; None: not enough was seen yet."""
+    """Its step-time model as learned from its counters; None: the profile's."""
+    measured: bool = False
+    """Whether that comes of its own work; until then it is its profile, put right by the others."""
     models: tuple[str, ...] = ()
     """Model names it serves, LoRA adapters included; empty: not known."""
     max_model_len: int | None = None
@@ -29,6 +31,8 @@ class ReplicaState(BaseModel):
     """False: the last scrape found it dead, hung or failing."""
     problem: str = ""
     """Why it is not healthy, in a few words."""
+    draining: bool = False
+    """It is to get nothing new: somebody wants to take it away."""
 
     engines: int = 1
     """How many a data-parallel server has; each has a batch and a KV cache of its own."""

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from random import Random
 from types import MappingProxyType
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from redis.exceptions import RedisError
@@ -16,6 +17,7 @@ from extproc.clock import monotonic, wall
 from extproc.config import Config
 from extproc.observe.admin import serve_admin
 from extproc.poll.discovery import Discovery, Target
+from extproc.poll.members import Membership
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.poller import Poller, Sink
 from extproc.poll.publisher import Publisher
@@ -24,6 +26,7 @@ from extproc.poll.watch import Watch
 from extproc.predict.step import StepModel
 from extproc.predict.typical import Typical
 from extproc.state.connection import Outage, connect
+from extproc.state.members import MemberStore
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateReader, StateWriter
 
 log = logging.getLogger(__name__)
@@ -36,14 +39,15 @@ async def run_poller(config: Config) -> None:
 
     Raises:
         OSError: the admin address cannot be served.
-        ValueError: the configuration names no replicas, or keeps state in memory.
+        ValueError: the configuration keeps state in memory.
     """
     if config.state == "memory":
         raise ValueError(
             "state is 'memory': the router polls its replicas itself; "
             "for pollers of their own, or several routers, set it to 'redis'"
         )
-    check_some(config)
+    if not config.replicas and config.replicas_file is None:
+        log.warning("no replicas are configured: only those of 'extproc replicas add' are polled")
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     random = Random()
@@ -54,10 +58,12 @@ async def run_poller(config: Config) -> None:
         writer = StateWriter(redis, config.pool, config.poll.ttl_s)
         backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
         publisher = Publisher(writer, Outage(redis), backoff)
+        members, membership = MemberStore(redis, config.pool), Membership()
+        await membership.look(members, monotonic())
         known = await _learned_before(StateReader(redis, config.pool, random))
-        async with polling(config, registry, publisher, random, known) as poller:
+        async with polling(config, registry, publisher, random, known, membership) as poller:
             log.info("poller ready", extra={"pool": config.pool, "admin": admin})
-            await _until_signalled(poller)
+            await _until_signalled(poller.run(), membership.follow(members, monotonic))
 
 
 def check_some(config: Config) -> None:
@@ -77,6 +83,7 @@ async def polling(
     sink: Sink,
     random: Random,
     known: Mapping[tuple[str, str], StepModel] = MappingProxyType({}),
+    membership: Membership | None = None,
 ) -> AsyncIterator[Poller]:
     """A poller that brings what it sees into ``sink``.
 
@@ -86,10 +93,14 @@ async def polling(
         sink: where states go.
         random: spreads the scrapes.
         known: step models to start from, by replica and profile.
+        membership: what commands asked for; None: there are none.
     """
     settings = config.poll
     metrics = PollMetrics(registry)
-    discovery = Discovery(config.replicas, config.replicas_file, settings.resolve_s)
+    membership = membership or Membership()
+    discovery = Discovery(
+        config.replicas, config.replicas_file, settings.resolve_s, membership=membership
+    )
     typical = Typical()
     learned = dict(known)
     async with open_session(settings.timeout_s) as session:
@@ -98,7 +109,7 @@ async def polling(
             return Watch(
                 target,
                 session,
-                sink.put,
+                lambda state: sink.put(membership.marked(state)),
                 metrics,
                 settings,
                 typical,
@@ -118,20 +129,21 @@ async def _learned_before(reader: StateReader) -> dict[tuple[str, str], StepMode
         states = await reader.states()
     except (RedisError, OSError):  # the publisher will say so
         return {}
-    learned = ((state.id, state.profile, state.learned) for state in states)
+    learned = ((state.id, state.profile, state.learned) for state in states if state.measured)
     return {(id_, profile): model for id_, profile, model in learned if model is not None}
 
 
-async def _until_signalled(poller: Poller) -> None:
+async def _until_signalled(*parts: Coroutine[Any, Any, None]) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, stop.set)
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(poller.run())
+            running = [tasks.create_task(part) for part in parts]
             await stop.wait()
-            running.cancel()
+            for part in running:
+                part.cancel()
     finally:
         for number in _STOP_SIGNALS:
             loop.remove_signal_handler(number)

@@ -1,4 +1,5 @@
-"""Which replicas there are: addresses from the configuration, DNS names and a watched file."""
+"""Which replicas there are: addresses from the configuration, DNS names, a watched file, and what
+commands added and removed."""
 
 import asyncio
 import ipaddress
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 
 from extproc.address import join_address
 from extproc.config import Config, ReplicaSource
+from extproc.poll.members import Membership
 from extproc.poll.resolve import Lookups, Resolve, resolve_host
 from extproc.yaml_file import read_yaml
 
@@ -36,19 +38,30 @@ class Discovery:
         file: Path | None,
         timeout_s: float,
         resolve: Resolve = resolve_host,
+        membership: Membership | None = None,
     ) -> None:
         self._sources = tuple(sources)
         self._file = None if file is None else ReplicasFile(file)
         self._lookups = Lookups(resolve, timeout_s)
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._unresolved: set[str] = set()
+        self._membership = membership or Membership()
+
+    async def wait(self, seconds: float) -> None:
+        """Returns when it is time to look again: after so many seconds, at a command at once."""
+        await self._membership.wait(seconds)
 
     async def targets(self) -> tuple[Target, ...]:
         """Return the replicas as of now; an address named twice counts once, the first."""
-        sources = self._sources + (self._file.sources() if self._file else ())
+        listed = self._file.sources() if self._file else ()
+        sources = (*self._sources, *listed, *self._membership.added)
         await self._look_up({source.host_and_port[0] for source in sources})
-        found = (target for source in sources for target in self._targets_of(source))
-        return tuple({target.id: target for target in reversed(list(found))}.values())[::-1]
+        found: dict[str, Target] = {}
+        for source in sources:
+            for target in self._targets_of(source):
+                found.setdefault(target.id, target)
+        removed = self._membership.removed_of(found)
+        return tuple(target for id_, target in found.items() if id_ not in removed)
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:
         host, port = source.host_and_port
@@ -79,7 +92,7 @@ class Discovery:
         if host in self._unresolved:
             self._unresolved.discard(host)
             log.warning("replica's host resolves again", extra={"host": host})
-        self._addresses[host] = _one_family(addresses)
+        self._addresses[host] = one_family(addresses)
 
 
 class ReplicasFile:
@@ -143,7 +156,7 @@ def _is_ip(host: str) -> bool:
     return True
 
 
-def _one_family(addresses: Iterable[str]) -> tuple[str, ...]:
+def one_family(addresses: Iterable[str]) -> tuple[str, ...]:
     """Sort the addresses; of a replica that has both IPv4 and IPv6 it keeps one, IPv4."""
     ips = sorted({ipaddress.ip_address(address) for address in addresses}, key=_order)
     return tuple(str(ip) for ip in ips if ip.version == ips[0].version)

@@ -53,7 +53,7 @@ class Poller:
             tasks.create_task(self._sink.run())
             while True:
                 self._follow(await self._discovery.targets(), tasks)
-                await asyncio.sleep(self._resolve_s)
+                await self._discovery.wait(self._resolve_s)
 
     def _follow(self, targets: Iterable[Target], tasks: asyncio.TaskGroup) -> None:
         wanted = set(targets)

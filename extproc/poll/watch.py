@@ -103,7 +103,11 @@ class Watch:
         self._metrics.good.inc()
         self._metrics.seconds.observe(seconds)
         self._figures = figures
-        values = asdict(figures) | self._served() | {"learned": self._calibration.model}
+        learned = {
+            "learned": self._calibration.model,
+            "measured": self._calibration.ratio is not None,
+        }
+        values = asdict(figures) | self._served() | learned
         self._publish(self._blank(**values, scraped_at=scraped_at, scrape_seconds=seconds))
 
     def _calibrate(self, figures: EngineFigures, at: float) -> None:

@@ -16,6 +16,11 @@ def replica_pattern(pool: str) -> str:
     return replica_key(pool, "*")
 
 
+def members_key(pool: str) -> str:
+    """Key of a hash, replica → JSON ``Member``: what commands asked of the pool's membership."""
+    return f"{{{pool}}}:members"
+
+
 def changes_channel(pool: str) -> str:
     """Pub/sub channel that carries every change together with the new value."""
     return f"{{{pool}}}:changes"

@@ -159,6 +159,17 @@ class StateReader:
         states = (self._state(key, value) for key, value in found if value is not None)
         return tuple(state for state in states if state is not None)
 
+    async def state(self, replica_id: str) -> ReplicaState | None:
+        """One replica's state in Redis now; None where there is none.
+
+        Raises:
+            RedisError: Redis did not tell.
+        """
+        key = replica_key(self._pool, replica_id)
+        async with in_time():
+            value = await self._redis.get(key)
+        return None if value is None else self._state(key, value)
+
     async def _keys(self) -> set[bytes | str]:
         keys: set[bytes | str] = set()
         cursor = 0

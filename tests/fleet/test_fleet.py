@@ -522,3 +522,28 @@ def test_where_all_replicas_fail_all_are_used() -> None:
         for _ in range(3):
             fleet.failed(replica(number))
     assert fleet.view(MODEL).ids == [replica(1), replica(2)]
+
+
+def test_a_draining_replica_gets_nothing_new_and_keeps_what_it_has() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.dispatch(replica(1), chat(100, 100))
+    fleet.put(state(1, A10, clock, draining=True))
+    assert fleet.view(MODEL).ids == [replica(2)]
+    assert excluded(fleet) == {replica(1): "draining"}
+    assert fleet.in_flight_on(replica(1)) == 1
+    fleet.put(state(1, A10, clock))
+    assert len(fleet.view(MODEL)) == 2
+
+
+def test_draining_replicas_serve_where_no_other_could() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.put(state(1, A10, clock, draining=True))
+    fleet.put(state(2, A10, clock, healthy=False, problem="gone"))
+    assert fleet.view(MODEL).ids == [replica(1)]
+    fleet.put(state(2, A10, clock))
+    assert fleet.view(MODEL).ids == [replica(2)]
+    for _ in range(3):
+        fleet.failed(replica(2))
+    assert fleet.view(MODEL).ids == [replica(1)]

@@ -11,12 +11,12 @@ from extproc.demo.processes import free_port
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def page(*, running: int = 2, steps: int = 100, model: str = "tiny") -> str:
+def page(*, running: int = 2, waiting: int = 1, steps: int = 100, model: str = "tiny") -> str:
     """A short ``/metrics`` page."""
     labels = f'{{engine="0",model_name="{model}"}}'
     return (
         f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{labels} {running}.0\n"
-        f"vllm:num_requests_waiting{labels} 1.0\nvllm:kv_cache_usage_perc{labels} 0.5\n"
+        f"vllm:num_requests_waiting{labels} {waiting}.0\nvllm:kv_cache_usage_perc{labels} 0.5\n"
         f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="100"}} 1.0\n'
         f"vllm:iteration_tokens_total_count{labels} {steps}.0\n"
     )

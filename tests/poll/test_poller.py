@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from extproc.cli import main
 from extproc.config import Config
 from extproc.demo.processes import answers, free_port
 from extproc.fleet.state import ReplicaState
@@ -125,6 +126,8 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
                 "max_model_len": 4096,
                 "healthy": True,
                 "problem": "",
+                "draining": False,
+                "measured": False,
                 "running": 2,
                 "waiting": 1,
                 "kv_usage": 0.5,
@@ -150,7 +153,15 @@ async def test_a_restarted_poller_knows_what_the_one_before_it_learned(
         async with connect(settings.redis.url, settings.pool) as redis:
             writer = StateWriter(redis, settings.pool, ttl_s=10)
             await writer.put(
-                [ReplicaState(id=replica.id, profile=DEFAULT_PROFILE, learned=learned, running=7)]
+                [
+                    ReplicaState(
+                        id=replica.id,
+                        profile=DEFAULT_PROFILE,
+                        learned=learned,
+                        measured=True,
+                        running=7,
+                    )
+                ]
             )
         async with watching(settings) as seen:
             state = await seen.replica(replica, lambda state: state.running == 2)
@@ -369,9 +380,15 @@ async def test_the_poller_runs_without_redis_and_tells_of_itself(
     assert "extproc_poll_scrape_seconds_count" in metrics
 
 
-async def test_a_poller_without_replicas_says_so(stopped_redis: RedisServer) -> None:
-    with pytest.raises(ValueError, match="no replicas to poll"):
-        await run_poller(config(stopped_redis))
+async def test_a_poller_without_replicas_waits_for_some(
+    redis_server: RedisServer, logged: Logged
+) -> None:
+    async with serving() as one, watching(config(redis_server)) as seen:
+        await logged.line(
+            "no replicas are configured: only those of 'extproc replicas add' are polled"
+        )
+        await asyncio.to_thread(main, ["replicas", "add", one.id, "--redis.url", redis_server.url])
+        await seen.replica(one, healthy)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,0 +1,1 @@
+"""``extproc replicas``: what is in a pool, and who joins and leaves it by command."""

@@ -1,0 +1,120 @@
+"""``add``, ``drain`` and ``remove``: what they ask of the pollers."""
+
+import asyncio
+import ipaddress
+
+from pydantic import ValidationError
+
+from extproc.address import join_address
+from extproc.config import ReplicaSource
+from extproc.poll.discovery import one_family
+from extproc.poll.resolve import resolve_host
+from extproc.replicas.pool import Pool, Replica, ReplicaError
+from extproc.state.members import Member, Wish
+
+_RESOLVE_S = 5.0
+
+
+async def add(pool: Pool, address: str, profile: str | None, name: str | None) -> str:
+    """Have a replica polled, or take back that it drains or was removed; returns what was done.
+
+    Args:
+        pool: where.
+        address: ``host:port``; of a host name, the address it has now.
+        profile: hardware profile; None: the default, or the one it has.
+        name: for people; None: the host name, or the one it has.
+
+    Raises:
+        ReplicaError: the address or the profile is wrong, or not for a command to say.
+        RedisError: Redis did not take it.
+    """
+    given = _source(address, profile, name)
+    id_ = await _resolved(given)
+    known = {replica.id: replica for replica in await pool.replicas()}.get(id_)
+    before = known.member.source if known and known.member else None
+    elsewhere = known is not None and known.state is not None and before is None
+    if known and elsewhere and known.wish == "drain" and not (profile or name):
+        await _ask(pool, known, "serve")
+        return f"{known.title} takes requests again"
+    if known and elsewhere and known.wish != "remove":
+        if profile or name:
+            raise ReplicaError(
+                f"{known.title} is in the pool by configuration, file or DNS: "
+                "its profile and name are set there"
+            )
+        return f"{known.title} is in the pool already"
+    source = ReplicaSource(
+        url=id_,
+        profile=given.profile if profile or before is None else before.profile,
+        name=name or (before.name if before else "") or _host_name(given, id_),
+    )
+    member = Member(wish="serve", source=source)
+    await pool.members.write({id_: member})
+    return f"{Replica(id_, None, member).title} is added"
+
+
+async def drain(pool: Pool, word: str) -> Replica:
+    """Have nothing new sent to a replica; returns it as it was.
+
+    Raises:
+        ReplicaError: no replica is called that.
+        RedisError: Redis did not take it.
+    """
+    replica = await pool.find(word)
+    await _ask(pool, replica, "drain")
+    return replica
+
+
+async def remove(pool: Pool, word: str) -> str:
+    """Have a replica polled no more, whoever names it; returns what was done.
+
+    Raises:
+        ReplicaError: no replica is called that.
+        RedisError: Redis did not take it.
+    """
+    replica = await pool.find(word)
+    await _ask(pool, replica, "remove")
+    state = replica.state
+    in_flight = state.running + state.waiting if state and state.healthy else 0
+    rest = f"; {in_flight} requests there go on" if in_flight else ""
+    return f"{replica.title} is removed{rest}"
+
+
+async def _ask(pool: Pool, replica: Replica, wish: Wish) -> None:
+    source = replica.member.source if replica.member else None
+    await pool.members.write({replica.id: Member(wish=wish, source=source)})
+
+
+def _source(address: str, profile: str | None, name: str | None) -> ReplicaSource:
+    fields = {"url": address, "profile": profile, "name": name}
+    try:
+        return ReplicaSource.model_validate({key: text for key, text in fields.items() if text})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ReplicaError(first["msg"].removeprefix("Value error, ")) from None
+
+
+async def _resolved(source: ReplicaSource) -> str:
+    """``ip:port``: Envoy knows its members by nothing else."""
+    host, port = source.host_and_port
+    try:
+        return join_address(str(ipaddress.ip_address(host)), port)
+    except ValueError:
+        pass
+    try:
+        async with asyncio.timeout(_RESOLVE_S):
+            addresses = one_family(await resolve_host(host))
+    except (OSError, UnicodeError) as error:
+        reason = str(error) or f"no answer within {_RESOLVE_S:g} s"
+        raise ReplicaError(f"the host {host!r} does not resolve: {reason}") from None
+    if len(addresses) > 1:
+        raise ReplicaError(
+            f"{host!r} has {len(addresses)} addresses: add each, or write "
+            f"{{dns: '{join_address(host, port)}'}} into the replicas of the configuration"
+        )
+    return join_address(addresses[0], port)
+
+
+def _host_name(source: ReplicaSource, id_: str) -> str:
+    given = join_address(*source.host_and_port)
+    return "" if given == id_ else given

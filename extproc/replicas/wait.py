@@ -1,0 +1,51 @@
+"""Waits until a replica that drains has nothing left."""
+
+import asyncio
+
+from extproc.clock import Clock
+from extproc.fleet.state import ReplicaState
+from extproc.replicas.pool import Pool, Replica, ReplicaError
+
+_LOOK_EVERY = 0.1
+"""Seconds; scrapes come every ``poll.interval_s``."""
+_IN_A_ROW = 2
+"""Scrapes that must find it empty: a request may have been on its way at the first."""
+
+
+async def until_empty(pool: Pool, replica: Replica, seconds: float, clock: Clock) -> str:
+    """Returns what to tell once nothing runs or waits on the replica, by its own metrics.
+
+    Raises:
+        ReplicaError: there was still something, or it did not answer, after so many seconds.
+        RedisError: Redis did not tell.
+    """
+    started = clock()
+    empty: set[float] = set()
+    while True:
+        state = await pool.states.state(replica.id)
+        if state is None:
+            return f"{replica.title} has left the pool"
+        if state.draining and state.healthy and not state.running + state.waiting:
+            empty.add(state.scraped_at)
+        else:
+            empty.clear()
+        if len(empty) == _IN_A_ROW:
+            return f"{replica.title} is empty after {clock() - started:.1f} s"
+        if clock() - started >= seconds:
+            raise ReplicaError(
+                f"{replica.title} {_left(state)} after {seconds:g} s; it goes on draining"
+            )
+        await asyncio.sleep(_LOOK_EVERY)
+
+
+def left(state: ReplicaState) -> str:
+    """What is still there."""
+    return f"{state.running} running and {state.waiting} waiting"
+
+
+def _left(state: ReplicaState) -> str:
+    if not state.healthy:
+        return f"does not answer ({state.problem}); it was last seen with {left(state)}"
+    if not state.draining:
+        return "was not taken up by a poller (does one run?)"
+    return f"has {left(state)}"

@@ -1,0 +1,259 @@
+"""The command against a real Redis and real pollers."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli import main
+from extproc.poll.members import Membership
+from extproc.state.connection import connect
+from extproc.state.members import Member, MemberStore
+from tests.conftest import Logged, RedisServer
+from tests.fakes import ManualClock
+from tests.poll.replica import Replica, page, serving, text
+from tests.poll.test_poller import config, polling, watching
+
+pytestmark = pytest.mark.process
+
+Run = Callable[..., Coroutine[Any, Any, str]]
+
+
+@pytest.fixture
+def run(stopped_redis: RedisServer, capsys: pytest.CaptureFixture[str]) -> Run:
+    async def run(*arguments: str, status: int = 0) -> str:
+        """What it prints; on standard error where it fails."""
+        argv = ["replicas", *arguments, "--redis.url", stopped_redis.url]
+        capsys.readouterr()
+        assert await asyncio.to_thread(main, argv) == status
+        output = capsys.readouterr()
+        if status:
+            return output.err
+        assert output.err == ""
+        return output.out
+
+    return run
+
+
+async def listed(run: Run) -> dict[str, dict[str, Any]]:
+    return {one["id"]: one for one in json.loads(await run("list", "--json"))}
+
+
+def empty(**figures: Any) -> Any:
+    return text(page(running=0, waiting=0, **figures))
+
+
+async def test_a_replica_is_added_and_removed(redis_server: RedisServer, run: Run) -> None:
+    async with serving() as one, serving() as two, watching(config(redis_server, one)) as seen:
+        await seen.until(lambda states: set(states) == {one.id})
+        assert await run("add", two.id, "--name", "two", "--profile", "llama-8b-a10") == (
+            f"two ({two.id}) is added\n"
+        )
+        await seen.until(lambda states: set(states) == {one.id, two.id})
+        assert (seen.states[two.id].name, seen.states[two.id].profile) == ("two", "llama-8b-a10")
+        assert await run("remove", "two") == f"two ({two.id}) is removed; 3 requests there go on\n"
+        await seen.until(lambda states: set(states) == {one.id})
+
+
+async def test_one_that_the_file_names_is_removed_and_taken_back(
+    redis_server: RedisServer, run: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "replicas.yaml"
+    async with serving() as one, serving() as two:
+        file.write_text(f"[{{url: '{one.id}', name: first}}, '{two.id}']")
+        settings = config(redis_server, replicas_file=file)
+        async with watching(settings) as seen:
+            await seen.until(lambda states: len(states) == 2)
+            await run("remove", "first")
+            await seen.until(lambda states: set(states) == {two.id})
+            assert (await listed(run))[one.id]["state"] == "removed"
+        async with watching(settings) as seen:  # a poller that starts knows it from the beginning
+            await seen.until(lambda states: set(states) == {two.id})
+            assert one.id not in seen.states
+            await run("add", one.id)
+            await seen.until(lambda states: set(states) == {one.id, two.id})
+            assert seen.states[one.id].name == "first"
+
+
+async def test_draining_is_told_and_taken_back(redis_server: RedisServer, run: Run) -> None:
+    async with serving() as one, serving() as two, watching(config(redis_server, one, two)) as seen:
+        await seen.until(lambda states: len(states) == 2)
+        assert await run("drain", one.id) == f"{one.id} is draining: 2 running and 1 waiting\n"
+        await seen.replica(one, lambda state: state.draining)
+        assert not seen.states[two.id].draining
+        assert (await listed(run))[one.id]["state"] == "draining"
+        assert await run("add", one.id) == f"{one.id} takes requests again\n"
+        await seen.replica(one, lambda state: not state.draining)
+        assert not (await listed(run))[one.id]["added_by_command"]
+
+
+async def test_drain_waits_until_nothing_is_left(redis_server: RedisServer, run: Run) -> None:
+    async with serving() as one, serving() as two, watching(config(redis_server, one, two)) as seen:
+        await seen.until(lambda states: len(states) == 2)
+        waiting = asyncio.create_task(run("drain", one.id, "--wait", "60"))
+        await seen.replica(one, lambda state: state.draining)
+        one.answers["/metrics"] = text(page(running=0, waiting=1))
+        await seen.replica(one, lambda state: not state.running)
+        one.answers["/metrics"] = empty()
+        first, last = (await waiting).splitlines()
+        assert first == f"{one.id} is draining: 2 running and 1 waiting"
+        assert last.startswith(f"{one.id} is empty after ")
+        assert await run("drain", two.id, "--wait", "0.3", status=1) == (
+            f"extproc replicas: {two.id} has 2 running and 1 waiting after 0.3 s; "
+            "it goes on draining\n"
+        )
+
+
+async def test_the_last_replica_of_a_model_is_warned_of(
+    redis_server: RedisServer, run: Run
+) -> None:
+    async with serving() as one, watching(config(redis_server, one)) as seen:
+        await seen.replica(one, lambda state: state.models == ("tiny", "adapter"))
+        assert "no other replica could serve its requests" in await run("drain", one.id)
+
+
+async def test_waiting_for_a_replica_that_died_says_so(redis_server: RedisServer, run: Run) -> None:
+    dead = Replica()
+    async with watching(config(redis_server, dead)) as seen:
+        await seen.until(lambda states: dead.id in states)
+        error = await run("drain", dead.id, "--wait", "0.2", status=1)
+    assert "does not answer (cannot connect: connection refused)" in error
+
+
+async def test_without_a_poller_drain_says_so(redis_server: RedisServer, run: Run) -> None:
+    async with serving() as one:
+        async with watching(config(redis_server, one)) as seen:
+            await seen.until(lambda states: one.id in states)
+        error = await run("drain", one.id, "--wait", "0.2", status=1)
+    assert "was not taken up by a poller" in error
+
+
+async def test_a_redis_that_comes_back_empty_is_filled_again(
+    redis_server: RedisServer, run: Run, logged: Logged
+) -> None:
+    async with serving() as one, serving() as two, serving() as three:
+        settings = config(redis_server, one, two)
+        async with watching(settings) as seen, polling(config(redis_server, one, two)):
+            await run("add", three.id)
+            await seen.until(lambda states: len(states) == 3)
+            await run("drain", one.id)
+            await seen.replica(one, lambda state: state.draining)
+            await run("remove", two.id)
+            await seen.until(lambda states: len(states) == 2)
+            await redis_server.kill()
+            await logged.line("redis is lost, retrying")
+            await redis_server.start()
+
+            async with connect(redis_server.url) as redis, asyncio.timeout(10):
+                store = MemberStore(redis, settings.pool)
+                members: dict[str, Member] = {}
+                while len(members) < 3:
+                    members = await store.read()
+                    await asyncio.sleep(0.02)
+                assert await redis.ttl("{default}:members") > 3600
+            await seen.until(lambda states: set(states) == {one.id, three.id})
+    assert {id_: member.wish for id_, member in members.items()} == {
+        one.id: "drain", two.id: "remove", three.id: "serve",
+    }  # fmt: skip
+
+
+async def test_what_concerns_no_replica_is_forgotten_after_an_hour(
+    redis_server: RedisServer,
+) -> None:
+    here, gone, clock = "10.0.0.1:80", "10.0.0.2:80", ManualClock()
+    async with connect(redis_server.url) as redis:
+        store, membership = MemberStore(redis, "default"), Membership()
+        await store.write({here: Member(wish="remove"), gone: Member(wish="remove")})
+        for _ in range(3):
+            await membership.look(store, clock())
+            clock.advance(3601)
+        assert len(await store.read()) == 2  # nobody has looked yet which there are
+        for _ in range(2):
+            assert membership.removed_of([here]) == {here}
+            await membership.look(store, clock())
+            clock.advance(3601)
+        assert set(await store.read()) == {here}
+
+
+async def test_garbage_in_redis_is_passed_over(
+    redis_server: RedisServer, run: Run, logged: Logged
+) -> None:
+    async with connect(redis_server.url) as redis:
+        await redis.hset("{default}:members", mapping={"10.0.0.1:80": "{", "10.0.0.2:80": "{}"})
+    async with serving() as one, watching(config(redis_server)) as seen:
+        await run("add", one.id)
+        await seen.until(lambda states: set(states) == {one.id})
+    assert {line["source"] for line in logged.lines("skipped garbage in redis")} == {
+        "10.0.0.1:80", "10.0.0.2:80",
+    }  # fmt: skip
+
+
+async def test_the_list(redis_server: RedisServer, run: Run) -> None:
+    assert "nothing is known of a replica in the pool 'default'" in await run("list")
+    dead = Replica()
+    async with serving() as one, watching(config(redis_server, one, dead)) as seen:
+        await seen.until(lambda states: len(states) == 2)
+        header, *rows = (await run("list")).splitlines()
+    assert header.split("  ")[0] == "name"
+    row = next(row for row in rows if one.id in row)
+    assert row.split()[:9] == [one.id, one.id, "healthy", "2", "1", "50%", "-", "-", row.split()[8]]
+    assert "cannot connect: connection refused" in next(row for row in rows if dead.id in row)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["add", "gpu"], "'gpu' is not an address of the form host:port"),
+        (["add", "https://gpu:80"], "not an address"),
+        (["add", "10.0.0.1:80", "--profile", "llama-8b-h10"], "llama-8b-h100"),
+        (["add", "no-such-host.invalid:80"], "the host 'no-such-host.invalid' does not resolve"),
+        (["drain", "10.0.0.1:80"], "'10.0.0.1:80' is not in the pool 'default'"),
+        (["remove", "10.0.0.1:80"], "does a poller run?"),
+    ],
+)
+async def test_what_cannot_be_done_is_one_line(
+    redis_server: RedisServer, run: Run, arguments: list[str], problem: str
+) -> None:
+    (line,) = (await run(*arguments, status=1)).splitlines()
+    assert line.startswith("extproc replicas: ")
+    assert problem in line
+
+
+async def test_an_unknown_replica_is_answered_with_the_nearest(
+    redis_server: RedisServer, run: Run
+) -> None:
+    await run("add", "10.0.0.1:8000", "--name", "gpu-1")
+    assert "'gpu-2' is not in the pool 'default'; did you mean 'gpu-1'?" in await run(
+        "remove", "gpu-2", status=1
+    )
+    await run("add", "10.0.0.2:8000", "--name", "gpu-1")
+    error = await run("drain", "gpu-1", status=1)
+    assert "2 replicas are called 'gpu-1': say which of 10.0.0.1:8000, 10.0.0.2:8000" in error
+
+
+async def test_one_that_the_configuration_names_keeps_its_profile(
+    redis_server: RedisServer, run: Run
+) -> None:
+    async with serving() as one, watching(config(redis_server, one)) as seen:
+        await seen.until(lambda states: one.id in states)
+        assert await run("add", one.id) == f"{one.id} is in the pool already\n"
+        error = await run("add", one.id, "--profile", "llama-8b-a10", status=1)
+    assert "its profile and name are set there" in error
+
+
+async def test_without_redis_it_is_one_line(stopped_redis: RedisServer, run: Run) -> None:
+    (line,) = (await run("list", status=1)).splitlines()
+    assert line.startswith(f"extproc replicas: Redis at 127.0.0.1:{stopped_redis.port} (redis.url)")
+
+
+def test_wrongly_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["drian"], ["drain"], ["drain", "x", "--wait", "soon"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["replicas", *arguments])
+        assert caught.value.code == 2
+    assert "'soon' is not a number of seconds" in capsys.readouterr().err
+    assert main(["replicas", "list", "--redis.url", "nonsense"]) == 1
+    assert "not an address of Redis" in capsys.readouterr().err
