@@ -273,5 +273,6 @@ class Simulation:
 
     def _watch(self, machine: Machine, typical: Typical) -> Watch:
         known = "coefficients" in self.know
-        believed = None if known else machine.profile.step.slowed(self.profile_error)
+        profile = self.fleet_file.believed[machine.name]
+        believed = None if known else profile.step.slowed(self.profile_error)
         return Watch(machine, believed, typical, self.poll_interval, Random(self.seed))

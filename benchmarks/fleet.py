@@ -28,12 +28,14 @@ class ReplicaGroup(_Part):
     name: str
     profile: str
     count: int = Field(default=1, ge=1)
+    believed: str | None = None
+    """The profile that the configuration says they have; by default the true one."""
 
-    @field_validator("profile")
+    @field_validator("profile", "believed")
     @classmethod
-    def _exists(cls, name: str) -> str:
+    def _exists(cls, name: str | None) -> str | None:
         try:
-            return hardware_profile(name).name
+            return name and hardware_profile(name).name
         except KeyError as error:
             raise ValueError(error.args[0]) from None
 
@@ -91,6 +93,15 @@ class FleetFile(_Part):
                 known = ", ".join(self.members)
                 raise ValueError(f"no replica is called {event.replica!r}; there are: {known}")
         return self
+
+    @property
+    def believed(self) -> dict[str, HardwareProfile]:
+        """The profile each is taken to have, by name."""
+        return {
+            f"{group.name}-{number}": hardware_profile(group.believed or group.profile)
+            for group in self.replicas
+            for number in range(group.count)
+        }
 
     @property
     def members(self) -> dict[str, HardwareProfile]:

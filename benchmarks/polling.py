@@ -71,6 +71,7 @@ class Watch:
         return self._blank.model_copy(
             update={
                 "learned": self._learn(now),
+                "measured": self._calibration is None or self._calibration.ratio is not None,
                 "running": engine.running,
                 "waiting": engine.waiting,
                 "kv_usage": engine.kv_usage,

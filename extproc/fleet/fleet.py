@@ -1,6 +1,6 @@
 """Every replica in memory: what polls said, what this router sent, and how far it has come."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from extproc.clock import Clock, monotonic
 from extproc.fleet.health import Health
 from extproc.fleet.ledger import UNBOUNDED, Ledger, Ticket
+from extproc.fleet.newcomers import Newcomers
 from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.progress import Progress
 from extproc.fleet.stalls import Stalls
@@ -55,6 +56,7 @@ class Fleet:
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[tuple[str, frozenset[str] | None], _Candidates] = {}
         self._stalls = Stalls()
+        self._newcomers = Newcomers()
         self._stalled: dict[str, str] = {}
         self._stalls_looked_at = clock()
         self._corrections: dict[str, Correction] = {}
@@ -98,6 +100,7 @@ class Fleet:
         self._replicas.stretch[row] = self._corrections[state.id].ratio(now)
         self._replicas.heard_at[row] = now
         self._stalls.heard(state, now)
+        self._newcomers.heard(state)
         self._look_for_stalls(now)
         set_hardware(self._replicas, row, state, before)
         self._learn_lengths(state, before)
@@ -121,6 +124,7 @@ class Fleet:
         self._rows.pop(replica, None)
         self.health.forget(replica)
         self._stalls.forget(replica)
+        self._newcomers.forget(replica)
         self._corrections.pop(replica, None)
         self._candidates.clear()
 
@@ -220,7 +224,9 @@ class Fleet:
             prefilled: its prompt is known to be prefilled, and so are those queued before it.
         """
         self._progress.advance(self._clock())
-        self._ledger.release(ticket, prefilled)
+        row = self._ledger.release(ticket, prefilled)
+        if row is not None:
+            self._newcomers.ended(self._states[row].id)
 
     def decoded(self, replica: str, predicted: float, actual: float) -> None:
         """A request there took ``actual`` seconds from its first token to its last.
@@ -254,6 +260,8 @@ class Fleet:
         self._progress.advance(self._clock())
         self._progress.refresh()
         candidates = self._find(model, among)
+        if self._newcomers:
+            candidates = self._without_full(candidates)
         replicas, rows = self._replicas.first(IN_VIEW), candidates.rows
         all_are = len(rows) == len(self._replicas)
         (
@@ -273,7 +281,7 @@ class Fleet:
             stretch,
             *costs,
         ) = replicas.copy() if all_are else replicas.take(rows, axis=1)
-        return FleetView(
+        view = FleetView(
             rows,
             candidates.ids,
             candidates.names,
@@ -291,6 +299,9 @@ class Fleet:
             stretch,
             candidates.excluded,
         )
+        if self._newcomers:
+            self._newcomers.favour_idle(view)
+        return view
 
     def sequences(self, view: FleetView) -> Sequences:
         """What is in flight on the candidates of a view; good until the fleet changes.
@@ -343,6 +354,9 @@ class Fleet:
             if len(rejected) < len(usable):
                 left_out |= rejected
                 usable = [row for row in usable if row not in rejected]
+        return self._candidates_of(usable, left_out)
+
+    def _candidates_of(self, usable: list[int], left_out: dict[int, str]) -> _Candidates:
         states = [self._states[row] for row in usable]
         return _Candidates(
             rows=np.array(usable, dtype=np.intp),
@@ -350,6 +364,19 @@ class Fleet:
             names=[state.name or state.id for state in states],
             excluded=tuple(self._excluded(row, left_out[row]) for row in sorted(left_out)),
         )
+
+    def _without_full(self, candidates: _Candidates) -> _Candidates:
+        """Without newcomers that may have no more requests for now, unless that is all of them."""
+        requests = self._replicas.requests + self._replicas.foreign
+        rows = candidates.rows.tolist()
+        found = (
+            (row, self._newcomers.too_much(self._states[row].id, requests[row])) for row in rows
+        )
+        full = {row: why for row, why in found if why is not None}
+        if not full or len(full) == len(rows):
+            return candidates
+        admitted = self._candidates_of([row for row in rows if row not in full], full)
+        return replace(admitted, excluded=candidates.excluded + admitted.excluded)
 
     def _unhealthy(self, rows: list[int]) -> dict[int, str]:
         states = {row: self._states[row] for row in rows}

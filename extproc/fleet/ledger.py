@@ -78,20 +78,22 @@ class Ledger:
         """Its prompt is prefilled, and so are all that were queued before it."""
         self._prefilled(self._row[ticket.number])
 
-    def release(self, ticket: Ticket, prefilled: bool) -> None:
-        """Lets a request go; a second time does nothing."""
+    def release(self, ticket: Ticket, prefilled: bool) -> int | None:
+        """Lets a request go and returns its replica; a second time does nothing."""
         row = self._row.pop(ticket.number, None)
         if row is None:
-            return
+            return None
         if prefilled:
             self._prefilled(row)
         else:
             self._dequeue(row)
         requests = self._requests
         count(self._replicas, requests, row, -1)
+        replica = int(requests.replica[row])
         if requests.drop(row) != row:
             self._row[int(requests.ticket[row])] = row
         self._progress.changed()
+        return replica
 
     def _enqueue(self, replica: int, tokens: float) -> float:
         replicas = self._replicas

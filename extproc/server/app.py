@@ -128,8 +128,9 @@ def apply(change: Change, fleet: Fleet) -> None:
     match change:
         case Snapshot(states):
             # A Redis that was just started holds few of them yet: what is missing is dropped
-            # only when it stays silent.
-            for state in states:
+            # only when it stays silent. Those not measured first: at a router's start they are no
+            # newcomers among the others.
+            for state in sorted(states, key=lambda state: state.measured):
                 fleet.put(state, age=max(wall() - state.scraped_at, 0.0))
         case Put(state):
             # Pushed at once; the clocks of two machines may differ by more than that took.

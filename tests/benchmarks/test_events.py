@@ -128,3 +128,18 @@ def test_with_no_replica_left_requests_fail() -> None:
     simulation, served = play(two(*downs), every(1, 20, output=5))
     assert all(one.traced.at < 10 for one in served)
     assert len(simulation.failed) >= 10
+
+
+def test_a_newcomer_with_a_profile_far_too_fast_is_not_flooded() -> None:
+    groups = [
+        {"name": "a", "profile": "llama-8b-a10", "count": 8},
+        {"name": "new", "profile": "llama-8b-a10", "believed": "llama-8b-h100"},
+    ]
+    down, up = ({"at": at, "replica": "new-0", "do": do} for at, do in ((0, "down"), (10, "up")))
+    file = FleetFile.model_validate({"replicas": groups, "events": [down, up]})
+    simulation = Simulation(file, "completion")
+    requests = [TracedRequest(0.05 * n, 1000, 100, None) for n in range(1, 320)]
+    served = list(simulation.run(requests))
+    first = [one for one in served if one.replica == "new-0" and one.traced.at < 11]
+    assert 2 <= len(first) <= 4
+    assert "new-0" in on(served, 12)

@@ -1,0 +1,117 @@
+"""Slow start of a replica whose speed nobody has measured."""
+
+import pytest
+
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import Ticket
+from extproc.predict.lengths import OutputLengths
+from extproc.server.app import apply
+from extproc.state.store import Snapshot
+from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+
+A10, H100 = "llama-8b-a10", "llama-8b-h100"
+NEW = replica(3)
+
+
+def joined(clock: ManualClock, profile: str) -> Fleet:
+    """Two replicas that are measured, and a third that has just joined them."""
+    fleet = Fleet(OutputLengths(), clock)
+    for number in (1, 2):
+        fleet.put(state(number, A10, clock, measured=True))
+    fleet.put(state(3, profile, clock))
+    return fleet
+
+
+def fill(fleet: Fleet) -> list[Ticket]:
+    """Sends requests to the newcomer for as long as it is a candidate."""
+    tickets: list[Ticket] = []
+    while NEW in fleet.view(MODEL).ids:
+        tickets.append(fleet.dispatch(NEW, chat(10, 10)))
+    return tickets
+
+
+def test_a_newcomer_is_not_flooded() -> None:
+    fleet = joined(ManualClock(), H100)
+    tickets = fill(fleet)
+    assert len(tickets) == 4
+    (left_out,) = fleet.view(MODEL).excluded
+    assert (left_out.id, left_out.name) == (NEW, "r3")
+    assert left_out.why == "new, and its speed not measured yet: at most 4 requests at a time"
+
+
+def test_each_request_that_ended_there_allows_one_more() -> None:
+    fleet = joined(ManualClock(), H100)
+    for ticket in fill(fleet):
+        fleet.release(ticket)
+    assert len(fill(fleet)) == 8
+
+
+def test_it_is_a_replica_like_others_once_it_is_measured() -> None:
+    clock = ManualClock()
+    fleet = joined(clock, H100)
+    fill(fleet)
+    fleet.put(state(3, H100, clock, measured=True))
+    for _ in range(20):
+        assert NEW in fleet.view(MODEL).ids
+        fleet.dispatch(NEW, chat(10, 10))
+    fleet.put(state(3, H100, clock, measured=False))  # idle for so long that it is forgotten
+    assert NEW in fleet.view(MODEL).ids
+
+
+def test_one_that_others_send_to_is_full_as_well() -> None:
+    clock = ManualClock()
+    fleet = joined(clock, H100)
+    for _ in range(2):
+        clock.advance(0.2)
+        fleet.put(state(3, H100, clock, running=4))
+    assert NEW not in fleet.view(MODEL).ids
+
+
+def test_at_the_start_of_a_pool_nothing_is_held_back() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10, A10)
+    fleet.put(state(1, A10, clock, measured=True))
+    for _ in range(20):
+        assert len(fleet.view(MODEL)) == 3
+        fleet.dispatch(NEW, chat(10, 10))
+
+
+def test_at_the_start_of_a_router_nothing_is_held_back() -> None:
+    clock = ManualClock()
+    fleet = Fleet(OutputLengths(), clock)
+    apply(Snapshot((state(1, A10, clock, measured=True), state(3, A10, clock))), fleet)
+    for _ in range(20):
+        assert NEW in fleet.view(MODEL).ids
+        fleet.dispatch(NEW, chat(10, 10))
+
+
+def test_where_all_are_new_all_serve() -> None:
+    fleet = joined(ManualClock(), A10)
+    fill(fleet)
+    for number in (1, 2):
+        fleet.remove(replica(number))
+    assert fleet.view(MODEL).ids == [NEW]
+
+
+def test_one_that_starts_late_is_new_when_it_is_healthy() -> None:
+    clock = ManualClock()
+    fleet = Fleet(OutputLengths(), clock)
+    fleet.put(state(3, H100, clock, healthy=False))
+    fleet.put(state(1, A10, clock, measured=True))
+    fleet.put(state(3, H100, clock))
+    assert len(fill(fleet)) == 4
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_an_idle_one_is_tried_though_its_profile_is_slow(in_flight: int) -> None:
+    clock = ManualClock()
+    fleet = Fleet(OutputLengths(), clock)
+    for number in (1, 2):
+        fleet.put(state(number, H100, clock, measured=True))
+    fleet.put(state(3, A10, clock))
+    for _ in range(in_flight):
+        fleet.dispatch(NEW, chat(10, 10))
+    view = fleet.view(MODEL)
+    slow = [column[2] > column[0] for column in (view.costs.c_prefill, view.costs.c0)]
+    assert slow == [in_flight > 0] * 2
+    assert (view.decode_step[2] > view.decode_step[0]) == (in_flight > 0)
