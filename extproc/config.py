@@ -1,7 +1,7 @@
 """Every setting, in one model. ``extproc/settings.py`` fills it from file, environment, flags."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
@@ -204,23 +204,16 @@ class LogSettings(Section):
     """text or json."""
 
 
-class Config(Section):
-    """The whole configuration of a router and a poller."""
+PoolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
-    pool: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]+$")
-    """Prefix of every Redis key: routers and pollers of one pool share it."""
-    state: Literal["redis", "memory"] = "redis"
-    """``memory``: one router polls the replicas itself and shares nothing; it needs no Redis."""
+
+class PoolReplicas(Section):
+    """Which replicas a pool has."""
+
     replicas: tuple[ReplicaSource, ...] = ()
     """``host:port, …``, or a list of replicas with ``url`` or ``dns``, ``profile`` and ``name``."""
     replicas_file: Path | None = None
     """YAML list in the form of ``replicas``; watched."""
-    redis: RedisSettings = RedisSettings()
-    serve: ServeSettings = ServeSettings()
-    route: RouteSettings = RouteSettings()
-    request: RequestSettings = RequestSettings()
-    poll: PollSettings = PollSettings()
-    log: LogSettings = LogSettings()
 
     @field_validator("replicas", mode="before")
     @classmethod
@@ -232,6 +225,33 @@ class Config(Section):
             return [{"url": item} if isinstance(item, str) else item for item in value]
         return value
 
+
+class Config(PoolReplicas):
+    """The whole configuration of a router and a poller."""
+
+    pool: PoolName = "default"
+    """Prefix of every Redis key: routers and pollers of one pool share it."""
+    pools: dict[PoolName, PoolReplicas] = Field(default_factory=dict)
+    """Name → ``replicas`` and ``replicas_file`` of a further pool; an Envoy route says which."""
+    state: Literal["redis", "memory"] = "redis"
+    """``memory``: one router polls the replicas itself and shares nothing; it needs no Redis."""
+    redis: RedisSettings = RedisSettings()
+    serve: ServeSettings = ServeSettings()
+    route: RouteSettings = RouteSettings()
+    request: RequestSettings = RequestSettings()
+    poll: PollSettings = PollSettings()
+    log: LogSettings = LogSettings()
+
+    @field_validator("pools")
+    @classmethod
+    def _not_twice(
+        cls, pools: dict[str, PoolReplicas], info: ValidationInfo
+    ) -> dict[str, PoolReplicas]:
+        own = info.data.get("pool")
+        if own in pools:
+            raise ValueError(f"{own!r} is the name of the pool itself (key 'pool'): take another")
+        return pools
+
     @model_validator(mode="after")
     def _share_what_they_do(self) -> "Config":
         if self.state == "memory" and self.serve.workers > 1:
@@ -240,6 +260,15 @@ class Config(Section):
                 "do: with state 'memory' there can be one. Set the one to 'redis' or the other to 1"
             )
         return self
+
+    @property
+    def each_pool(self) -> "tuple[Config, ...]":
+        """A configuration for each pool, as if it were the only one; first its own."""
+        others = (
+            self.model_copy(update={**dict(replicas), "pool": name, "pools": {}})
+            for name, replicas in self.pools.items()
+        )
+        return self, *others
 
     def of_worker(self, number: int) -> "Config":
         """What one worker process of a router runs with: ports and seed of its own."""

@@ -13,7 +13,7 @@ from extproc.check.finding import Finding, Level
 from extproc.check.rules import RULES
 from extproc.check.schema import problems
 from extproc.check.workers import workers_are_listed
-from extproc.config import Config, ServeSettings
+from extproc.config import Config, PoolReplicas, ServeSettings
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.state.connection import address, connect
 from extproc.yaml_file import read_yaml
@@ -102,17 +102,22 @@ def _poller(config: Config) -> str:
 
 def understood(config: Config) -> str:
     """The configuration in a few lines."""
-    replicas = [f"{one.url or one.dns} ({one.profile})" for one in config.replicas]
-    if config.replicas_file:
-        replicas.append(f"those in {config.replicas_file}")
     lines = {
         "pool": f"{config.pool}, {_kept(config)}",
         "router": _router(config.serve),
         "policy": config.route.policy,
         "poller": f"every {config.poll.interval_s:g} s, {_poller(config)}",
-        "replicas": ", ".join(replicas) or "none: a poller has nothing to do",
+        "replicas": _replicas(config) or "none: a poller has nothing to do",
     }
-    return "\n".join(f"{name:<8} {text}" for name, text in lines.items())
+    others = [f"pool {name}: {_replicas(pool) or 'none'}" for name, pool in config.pools.items()]
+    return "\n".join([*(f"{name:<8} {text}" for name, text in lines.items()), *others])
+
+
+def _replicas(pool: PoolReplicas) -> str:
+    replicas = [f"{one.url or one.dns} ({one.profile})" for one in pool.replicas]
+    if pool.replicas_file:
+        replicas.append(f"those in {pool.replicas_file}")
+    return ", ".join(replicas)
 
 
 def _router(serve: ServeSettings) -> str:

@@ -36,6 +36,7 @@ class DecisionRecord:
     decided_at: float
     """Seconds since the epoch."""
     decision: Decision
+    pool: str = ""
     outcome: Outcome = field(default_factory=Outcome)
 
     @property
@@ -49,6 +50,7 @@ class DecisionRecord:
         return {
             "number": self.number,
             "request_id": self.request_id,
+            "pool": self.pool,
             "decided_at": self.decided_at,
             "policy": decision.policy,
             "endpoint": str(profile.endpoint),
@@ -124,9 +126,11 @@ class DecisionLog:
         self._candidates = 0
         self._numbers = itertools.count(1)
 
-    def add(self, request_id: str, decided_at: float, decision: Decision) -> DecisionRecord:
+    def add(
+        self, request_id: str, decided_at: float, decision: Decision, pool: str = ""
+    ) -> DecisionRecord:
         """Keeps a decision; its outcome is filled in later."""
-        record = DecisionRecord(next(self._numbers), request_id, decided_at, decision)
+        record = DecisionRecord(next(self._numbers), request_id, decided_at, decision, pool)
         self._candidates += record.candidates
         while self._records and (
             self._candidates > _MOST_CANDIDATES or len(self._records) == self._records.maxlen

@@ -46,24 +46,33 @@ async def run_poller(config: Config) -> None:
             "state is 'memory': the router polls its replicas itself; "
             "for pollers of their own, or several routers, set it to 'redis'"
         )
-    if not config.replicas and config.replicas_file is None:
+    if not _names_some(config):
         log.warning("no replicas are configured: only those of 'extproc replicas add' are polled")
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
+    metrics = PollMetrics(registry)
+    async with serve_admin(config.poll.admin, registry) as admin:
+        names = ", ".join(pool.pool for pool in config.each_pool)
+        log.info("poller ready", extra={"pool": names, "admin": admin})
+        await _until_signalled(*(_share(pool, metrics) for pool in config.each_pool))
+
+
+async def _share(config: Config, metrics: PollMetrics) -> None:
+    """Brings what is seen of one pool's replicas into Redis."""
     random = Random()
-    async with (
-        connect(config.redis.url, config.pool) as redis,
-        serve_admin(config.poll.admin, registry) as admin,
-    ):
+    async with connect(config.redis.url, config.pool) as redis:
         writer = StateWriter(redis, config.pool, config.poll.ttl_s)
         backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
         publisher = Publisher(writer, Outage(redis), backoff)
         members, membership = MemberStore(redis, config.pool), Membership()
         await membership.look(members, monotonic())
         known = await _learned_before(StateReader(redis, config.pool, random))
-        async with polling(config, registry, publisher, random, known, membership) as poller:
-            log.info("poller ready", extra={"pool": config.pool, "admin": admin})
-            await _until_signalled(poller.run(), membership.follow(members, monotonic))
+        async with (
+            polling(config, metrics, publisher, random, known, membership) as poller,
+            asyncio.TaskGroup() as tasks,
+        ):
+            tasks.create_task(poller.run())
+            tasks.create_task(membership.follow(members, monotonic))
 
 
 def check_some(config: Config) -> None:
@@ -72,31 +81,35 @@ def check_some(config: Config) -> None:
     Raises:
         ValueError: the configuration names no replicas.
     """
-    if not config.replicas and config.replicas_file is None:
+    if not _names_some(config):
         raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
+
+
+def _names_some(config: Config) -> bool:
+    return any(pool.replicas or pool.replicas_file for pool in config.each_pool)
 
 
 @asynccontextmanager
 async def polling(
     config: Config,
-    registry: CollectorRegistry,
+    metrics: PollMetrics,
     sink: Sink,
     random: Random,
     known: Mapping[tuple[str, str], StepModel] = MappingProxyType({}),
     membership: Membership | None = None,
 ) -> AsyncIterator[Poller]:
-    """A poller that brings what it sees into ``sink``.
+    """A poller of one pool that brings what it sees into ``sink``.
 
     Args:
         config: which replicas, and how they are scraped.
-        registry: where it counts.
+        metrics: where it counts.
         sink: where states go.
         random: spreads the scrapes.
         known: step models to start from, by replica and profile.
         membership: what commands asked for; None: there are none.
     """
     settings = config.poll
-    metrics = PollMetrics(registry)
+    metrics = metrics.of(config.pool)
     membership = membership or Membership()
     discovery = Discovery(
         config.replicas, config.replicas_file, settings.resolve_s, membership=membership

@@ -2,12 +2,11 @@
 
 from random import Random
 
-from prometheus_client import CollectorRegistry
-
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.state import ReplicaState
 from extproc.poll.app import polling
+from extproc.poll.metrics import PollMetrics
 
 
 class IntoFleet:
@@ -28,7 +27,7 @@ class IntoFleet:
         """There is nothing to do later."""
 
 
-async def poll_into(fleet: Fleet, config: Config, registry: CollectorRegistry) -> None:
+async def poll_into(fleet: Fleet, config: Config, metrics: PollMetrics) -> None:
     """Scrape the configured replicas into ``fleet`` for ever."""
-    async with polling(config, registry, IntoFleet(fleet), Random()) as poller:
+    async with polling(config, metrics, IntoFleet(fleet), Random()) as poller:
         await poller.run()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from random import Random
 from typing import Any
@@ -19,6 +19,7 @@ from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
 from extproc.poll.app import check_some
 from extproc.poll.inside import poll_into
+from extproc.poll.metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
@@ -56,20 +57,23 @@ async def run_router(
     registry = CollectorRegistry()
     services = build(config, registry)
     services.metrics.worker.set(worker)
+    others = {one.pool: services.of_pool(one) for one in config.each_pool[1:]}
+    pools = (services, *others.values())
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    server = GrpcServer(services)
+    server = GrpcServer(services, others)
     async with (
-        _admin(services, registry) as admin,
-        _background(_state(config, services.fleet, registry), stopping) as state,
-        _background(_housekeeping(services), stopping) as housekeeping,
+        _admin(pools, registry) as admin,
+        _background(_states(pools, registry), stopping) as state,
+        _background(_housekeeping(pools), stopping) as housekeeping,
     ):
         port = await server.start(config.serve.listen)
-        logger.info("router ready", extra={"port": port, "admin": admin, "pool": config.pool})
+        names = ", ".join(one.config.pool for one in pools)
+        logger.info("router ready", extra={"port": port, "admin": admin, "pool": names})
         ready()
         await stopping.wait()
-        logger.info("stopping", extra={"in_flight": services.fleet.in_flight})
+        logger.info("stopping", extra={"in_flight": sum(one.fleet.in_flight for one in pools)})
         await server.stop(config.serve.drain_s)
     for part in (state, housekeeping):
         if part.done() and not part.cancelled():
@@ -77,11 +81,11 @@ async def run_router(
 
 
 @asynccontextmanager
-async def _admin(services: Services, registry: CollectorRegistry) -> AsyncIterator[str]:
-    address = services.config.serve.admin
+async def _admin(pools: Sequence[Services], registry: CollectorRegistry) -> AsyncIterator[str]:
+    address = pools[0].config.serve.admin
     async with AsyncExitStack() as stack:
         try:
-            serving = serve_admin(address, registry, admin_routes(services))
+            serving = serve_admin(address, registry, admin_routes(*pools))
             bound = await stack.enter_async_context(serving)
         except OSError as error:
             reason = f"cannot listen on {address} (serve.admin): {error.strerror}"
@@ -105,11 +109,14 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
     )
 
 
-def _state(config: Config, fleet: Fleet, registry: CollectorRegistry) -> Coroutine[Any, Any, None]:
-    """What tells the fleet of the replicas: pollers through Redis, or one in this process."""
-    if config.state == "redis":
-        return follow_state(config, fleet)
-    return poll_into(fleet, config, registry)
+async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> None:
+    """What tells the fleets of the replicas: pollers through Redis, or some in this process."""
+    if pools[0].config.state == "redis":
+        parts = [follow_state(one.config, one.fleet) for one in pools]
+    else:
+        metrics = PollMetrics(registry)
+        parts = [poll_into(one.fleet, one.config, metrics) for one in pools]
+    await asyncio.gather(*parts)
 
 
 async def follow_state(config: Config, fleet: Fleet) -> None:
@@ -139,8 +146,9 @@ def apply(change: Change, fleet: Fleet) -> None:
             fleet.remove(replica)
 
 
-def admin_routes(services: Services) -> list[web.RouteDef]:
+def admin_routes(*pools: Services) -> list[web.RouteDef]:
     """What the admin address serves beside metrics and health."""
+    services = pools[0]  # decisions of all pools are in one log
 
     async def decisions(request: web.Request) -> web.Response:
         if "request_id" in request.query:
@@ -156,12 +164,14 @@ def admin_routes(services: Services) -> list[web.RouteDef]:
         return web.json_response(shown)
 
     async def fleet(_: web.Request) -> web.Response:
-        members = services.fleet
         replicas = [
-            state.model_dump() | {"in_flight": members.in_flight_on(state.id)}
-            for state in members.states
+            state.model_dump()
+            | {"in_flight": one.fleet.in_flight_on(state.id), "pool": one.config.pool}
+            for one in pools
+            for state in one.fleet.states
         ]
-        return web.json_response({"in_flight": members.in_flight, "replicas": replicas})
+        in_flight = sum(one.fleet.in_flight for one in pools)
+        return web.json_response({"in_flight": in_flight, "replicas": replicas})
 
     return [web.get("/decisions", decisions), web.get("/fleet", fleet)]
 
@@ -172,15 +182,19 @@ def _number(text: str) -> int:
     return int(text)
 
 
-async def _housekeeping(services: Services) -> None:
-    metrics, fleet = services.metrics, services.fleet
+async def _housekeeping(pools: Sequence[Services]) -> None:
+    metrics, clock, fleets = pools[0].metrics, pools[0].clock, [one.fleet for one in pools]
     while True:
-        fleet.drop_silent(services.config.poll.ttl_s)
-        healthy = sum(state.healthy for state in fleet.states)
+        for one in pools:
+            one.fleet.drop_silent(one.config.poll.ttl_s)
+        states = [state for fleet in fleets for state in fleet.states]
+        healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
-        metrics.replicas.labels("unhealthy").set(len(fleet.states) - healthy)
-        metrics.in_flight.set(fleet.in_flight)
-        metrics.state_age.set(services.clock() - fleet.heard_at)
+        metrics.replicas.labels("unhealthy").set(len(states) - healthy)
+        metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
+        # Of a pool that never had a replica there is no news.
+        oldest = min((fleet.heard_at for fleet in fleets if fleet.states), default=None)
+        metrics.state_age.set(clock() - (fleets[0].heard_at if oldest is None else oldest))
         await asyncio.sleep(_HOUSEKEEPING_EVERY)
 
 

@@ -11,6 +11,7 @@ from extproc.fleet.ledger import Ticket
 from extproc.fleet.view import least
 from extproc.observe.decisions import DecisionLog, DecisionRecord
 from extproc.observe.metrics import RouterMetrics
+from extproc.predict.lengths import OutputLengths
 from extproc.request.errors import BadRequest, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import endpoint_of, inspect
 from extproc.request.large import LARGE_BODY, of_length
@@ -46,6 +47,11 @@ class Services:
     def fleet(self) -> Fleet:
         """The router's fleet."""
         return self.router.fleet
+
+    def of_pool(self, config: Config) -> "Services":
+        """The same for a pool of its own, with an empty fleet."""
+        router = Router(Fleet(OutputLengths()), config.route.policy, self.random)
+        return replace(self, config=config, router=router)
 
 
 class Exchange:
@@ -277,7 +283,9 @@ class Exchange:
         self._decided = services.clock()
         self._served_by = decision.replica
         self._ticket = services.fleet.dispatch(decision.replica, decision.profile)
-        self._record = services.log.add(self._request_id, services.wall(), decision)
+        self._record = services.log.add(
+            self._request_id, services.wall(), decision, services.config.pool
+        )
         services.metrics.requests.labels("routed").inc()
         services.metrics.decisions.labels(decision.policy, decision.replica).inc()
 

@@ -1,7 +1,8 @@
 """The ext_proc gRPC server."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from types import MappingProxyType
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -13,6 +14,10 @@ from extproc.server.proto.ext_proc_pb2 import ProcessingRequest
 logger = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+POOL = "x-extproc-pool"
+"""Metadata of the gRPC stream: the pool that a request is for."""
+_UNKNOWN_REMEMBERED = 100
+_NO_OTHERS: Mapping[str, Services] = MappingProxyType({})
 
 _HEALTH_NAMES = ("", SERVICE, "liveness", "readiness")
 """Envoy asks for the first or second, gateways for the others."""
@@ -39,8 +44,13 @@ class ExternalProcessor:
     Handlers take and give raw bytes, so that no message is parsed twice.
     """
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, pools: Mapping[str, Services] = _NO_OTHERS) -> None:
+        """Takes the services of the configuration's own pool, and those of others by name."""
         self._services = services
+        self._pools = {services.config.pool: services, **pools}
+        self._of_none = services.of_pool(services.config)
+        """For pools that do not exist: without replicas, so that Envoy's fallback policy serves."""
+        self._unknown: set[str] = set()
 
     async def process(
         self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
@@ -49,7 +59,7 @@ class ExternalProcessor:
 
         An error here ends the stream, and Envoy goes on without the router.
         """
-        exchange = Exchange(self._services)
+        exchange = Exchange(self._asked_for(context))
         open_streams = self._services.metrics.open_streams
         open_streams.inc()
         try:
@@ -66,6 +76,23 @@ class ExternalProcessor:
             open_streams.dec()
             exchange.close()
 
+    def _asked_for(self, context: grpc.aio.ServicerContext) -> Services:
+        """The pool that Envoy's route names in the stream's metadata, which no client can set."""
+        metadata = context.invocation_metadata() or ()
+        pool = next((value for key, value in reversed(metadata) if key == POOL), None)
+        if pool is None:
+            return self._services
+        if pool in self._pools:
+            return self._pools[pool]
+        if pool not in self._unknown and len(self._unknown) < _UNKNOWN_REMEMBERED:
+            self._unknown.add(pool)
+            known = ", ".join(self._pools)
+            logger.error(
+                "an Envoy route names a pool that is not configured, so Envoy's fallback serves",
+                extra={"pool": pool, "configured": known} | _peer(context),
+            )
+        return self._of_none
+
     def handler(self) -> grpc.GenericRpcHandler:
         """The handler to add to a gRPC server."""
         process = grpc.stream_stream_rpc_method_handler(self.process)
@@ -79,11 +106,12 @@ def _peer(context: grpc.aio.ServicerContext) -> dict[str, str]:
 class GrpcServer:
     """The gRPC server with its health service."""
 
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, pools: Mapping[str, Services] = _NO_OTHERS) -> None:
+        """Takes the services of the configuration's own pool, and those of others by name."""
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._server.add_generic_rpc_handlers((ExternalProcessor(services).handler(),))
+        self._server.add_generic_rpc_handlers((ExternalProcessor(services, pools).handler(),))
 
     async def start(self, address: str) -> int:
         """Listens on ``host:port`` and returns the port (of use where it was 0).

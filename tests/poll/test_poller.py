@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -117,7 +118,10 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
             state = await seen.replica(replica, lambda state: state.max_model_len is not None)
             assert state.scrape_seconds > 0
             assert state.scraped_at > 1.7e9
-            assert state.learned == PROFILES["llama-8b-a10"].step  # nothing is known better yet
+            assert state.learned is not None
+            assert asdict(state.learned) == pytest.approx(  # nothing is known better yet
+                asdict(PROFILES["llama-8b-a10"].step)
+            )
             assert state.model_dump(exclude={"scraped_at", "scrape_seconds", "learned"}) == {
                 "id": replica.id,
                 "name": "one",
@@ -374,10 +378,25 @@ async def test_the_poller_runs_without_redis_and_tells_of_itself(
             assert await answers(f"http://{ready['admin']}/healthz")()
             async with session.get(f"http://{ready['admin']}/metrics") as response:
                 metrics = await response.text()
-    assert "extproc_poll_replicas 2.0" in metrics
-    assert "extproc_poll_replicas_healthy 1.0" in metrics
+    assert 'extproc_poll_replicas{pool="default"} 2.0' in metrics
+    assert 'extproc_poll_replicas_healthy{pool="default"} 1.0' in metrics
     assert 'extproc_poll_scrapes_total{result="failed"}' in metrics
     assert "extproc_poll_scrape_seconds_count" in metrics
+
+
+async def test_every_pool_of_the_configuration_is_polled(redis_server: RedisServer) -> None:
+    async with serving() as one, serving() as two:
+        settings = config(redis_server, one, pools={"second": {"replicas": [two.id]}})
+        async with watching(settings) as seen:
+            await seen.until(lambda states: set(states) == {one.id})
+            async with connect(redis_server.url) as redis, asyncio.timeout(10):
+                while len(await redis.keys("*:replica:*")) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+                keys = await redis.keys("*:replica:*")
+    assert sorted(keys) == [
+        f"{{default}}:replica:{one.id}".encode(),
+        f"{{second}}:replica:{two.id}".encode(),
+    ]
 
 
 async def test_a_poller_without_replicas_waits_for_some(

@@ -1,0 +1,126 @@
+"""Several pools in one deployment: by model within one, and by what Envoy's routes say."""
+
+from collections.abc import AsyncIterator
+from copy import deepcopy
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import yaml
+
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests.e2e.client import Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+A10 = "llama-8b-a10"
+OTHER = "qwen-7b"
+FLEET = (
+    SimulatedReplica("llama", A10),
+    SimulatedReplica("qwen", A10, ("--model", OTHER)),
+    SimulatedReplica("second-1", A10),
+    SimulatedReplica("second-2", A10),
+)
+
+
+class Pools(Stack):
+    """Two replicas of different models in the pool that is the default, two in another, and a
+    route to a pool that does not exist; the host says which."""
+
+    def _configuration(self) -> dict[str, Any]:
+        whole = super()._configuration()
+        own, second = whole["replicas"][:2], whole["replicas"][2:]
+        return {**whole, "replicas": own, "pools": {"second": {"replicas": second}}}
+
+    def _write_configurations(self) -> None:
+        super()._write_configurations()
+        file = self.directory / "envoy.yaml"
+        bootstrap = yaml.safe_load(file.read_text())
+        resources = bootstrap["static_resources"]
+        cluster = next(one for one in resources["clusters"] if one["name"] == "replicas")
+        members = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        other = deepcopy(cluster) | {"name": "second"}
+        other["load_assignment"] |= {"endpoints": [{"lb_endpoints": members[2:]}]}
+        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": members[:2]}]
+        resources["clusters"].append(other)
+        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        hosts = manager["route_config"]["virtual_hosts"]
+        hosts += [_host(hosts[0], "second", "second"), _host(hosts[0], "lost", "second")]
+        file.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
+
+
+def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:
+    host = deepcopy(pattern) | {"name": pool, "domains": [f"{pool}.example"]}
+    (route,) = host["routes"]
+    route["route"]["cluster"] = cluster
+    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
+    metadata = [{"key": "x-extproc-pool", "value": pool}]
+    overrides = {"@type": kind, "overrides": {"grpc_initial_metadata": metadata}}
+    route["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": overrides}
+    return host
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Pools(tmp_path_factory.mktemp("pools"), FLEET) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield Client(stack, session)
+
+
+@pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
+async def test_each_model_goes_to_the_replicas_that_serve_it(
+    client: Client, model: str, replica: str
+) -> None:
+    async def known() -> bool:
+        return model in (await client.replica(replica))["models"]
+
+    await client.until(known)
+    for _ in range(4):
+        answer = await client.chat(model=model)
+        assert answer.status == 200
+        assert (answer.decision["pool"], answer.decision["replica_name"]) == ("default", replica)
+        (left_out,) = answer.decision["excluded"]
+        assert left_out["why"] == f"does not serve {model!r}"
+
+
+async def test_a_route_says_which_pool_serves(client: Client) -> None:
+    for _ in range(4):
+        answer = await client.chat(headers={"host": "second.example"})
+        assert answer.status == 200
+        decision = answer.decision
+        assert decision["pool"] == "second"
+        assert decision["outcome"]["served_by"] == decision["replica"]
+        assert {one["name"] for one in decision["candidates"]} == {"second-1", "second-2"}
+
+
+async def test_no_client_chooses_the_pool(client: Client) -> None:
+    answer = await client.chat(headers={"x-extproc-pool": "second"})
+    assert answer.decision["pool"] == "default"
+    answer = await client.chat(headers={"host": "second.example", "x-extproc-pool": "default"})
+    assert answer.decision["pool"] == "second"
+
+
+async def test_a_pool_that_does_not_exist_is_told_once_and_served(
+    client: Client, stack: Stack
+) -> None:
+    for _ in range(3):
+        answer = await client.chat(headers={"host": "lost.example"})
+        assert (answer.status, answer.decisions) == (200, [])
+    log = stack.process("router").log.read_text()
+    (line,) = (line for line in log.splitlines() if "names a pool that is not configured" in line)
+    assert "lost" in line
+    assert "default, second" in line
+
+
+async def test_the_fleet_of_every_pool_is_shown(client: Client) -> None:
+    await client.ledger_empty()
+    shown = {one["name"]: one["pool"] for one in (await client.fleet())["replicas"]}
+    assert shown == {
+        "llama": "default", "qwen": "default", "second-1": "second", "second-2": "second",
+    }  # fmt: skip
