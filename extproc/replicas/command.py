@@ -110,7 +110,7 @@ def _served_without(replica: Replica, replicas: list[Replica]) -> bool:
         if one.state and one.id != replica.id and one.state.healthy and one.wish == "serve"
     ]
     models = replica.state.models if replica.state else ()
-    return all(any(model in state.models for state in others) for model in models)
+    return bool(others) and all(any(model in state.models for state in others) for model in models)
 
 
 def _seconds(text: str) -> float:

@@ -132,6 +132,7 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
                 "problem": "",
                 "draining": False,
                 "measured": False,
+                "engines": 1,
                 "running": 2,
                 "waiting": 1,
                 "kv_usage": 0.5,
