@@ -72,14 +72,14 @@ def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = N
     return config
 
 
-def add_arguments(parser: argparse.ArgumentParser, keys: str | tuple[str, ...] = "") -> None:
+def add_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> None:
     """Adds ``--config`` and a flag for every key that begins so, grouped by section."""
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"YAML file (or the variable {ENV_FILE})"
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
     for key, field in LEAVES.items():
-        if not key.startswith(keys):
+        if not key.startswith(prefix):
             continue
         section = key.rpartition(".")[0]
         if section not in groups:

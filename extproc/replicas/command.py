@@ -18,8 +18,6 @@ from extproc.replicas.show import as_json, as_table
 from extproc.replicas.wait import left, until_empty
 from extproc.state.connection import address, connect
 
-_KEYS = ("pool", "redis.")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the four commands and their flags."""
@@ -27,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     def command(name: str, does: str) -> argparse.ArgumentParser:
         one = commands.add_parser(name, help=does, description=does, allow_abbrev=False)
-        settings.add_arguments(one, _KEYS)
+        settings.add_arguments(one, "redis.")
+        one.add_argument("--pool", metavar="NAME", help="the pool it is about (default: key pool)")
         return one
 
     one = command("add", "Adds a replica, or takes back that it drains or was removed.")
@@ -51,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Does it and prints what was done; 1 where that was not possible, else 0."""
     try:
-        config = settings.load(settings.flags_of(args), os.environ, args.config)
+        flags = {key: text for key, text in settings.flags_of(args).items() if key != "pool"}
+        config = settings.load(flags, os.environ, args.config)
         print(asyncio.run(_run(args, config)))
     except settings.ConfigError as error:
         print(error, file=sys.stderr)
@@ -65,11 +65,18 @@ def run(args: argparse.Namespace) -> int:
 async def _run(args: argparse.Namespace, config: Config) -> str:
     async with connect(config.redis.url) as redis:
         try:
-            return await _do(args, Pool(redis, config.pool))
+            return await _do(args, Pool(redis, _pool(args.pool, config)))
         except (RedisError, OSError) as error:
             raise ReplicaError(
                 f"Redis at {address(redis)} (redis.url) does not answer: {error}"
             ) from None
+
+
+def _pool(name: str | None, config: Config) -> str:
+    known = [one.pool for one in config.each_pool]
+    if name and config.pools and name not in known:
+        raise ReplicaError(f"no pool is configured as {name!r}{settings.nearest(name, known)}")
+    return name or config.pool
 
 
 async def _do(args: argparse.Namespace, pool: Pool) -> str:

@@ -298,3 +298,29 @@ def test_flags_reach_the_configuration() -> None:
 def test_workers_need_redis_to_share_what_they_do() -> None:
     with pytest.raises(ConfigError, match=r"serve\.workers is 2.*state 'memory'"):
         load({"state": "memory", "serve.workers": "2"}, {})
+
+
+def test_every_pool_is_a_configuration_of_its_own(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "replicas: [a:1]\npools:\n  batch: {replicas: [b:1, 'b:2']}\n  new: {replicas_file: /f}\n",
+    )
+    own, batch, new = load({"poll.interval_s": "0.5"}, {}, file).each_pool
+    assert (own.pool, [one.url for one in own.replicas]) == ("default", ["a:1"])
+    assert (batch.pool, [one.url for one in batch.replicas]) == ("batch", ["b:1", "b:2"])
+    assert (new.pool, new.replicas, new.replicas_file) == ("new", (), Path("/f"))
+    assert {one.poll.interval_s for one in (own, batch, new)} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("pools", "problem"),
+    [
+        ("{default: {}}", "'default' is the name of the pool itself"),
+        ("{a b: {}}", "pools.a b"),
+        ("{batch: {replica: [a:1]}}", "unknown key 'pools.batch.replica'"),
+        ("{batch: {replicas: [a]}}", "'a' is not an address"),
+    ],
+)
+def test_a_wrong_pool_is_one_line(tmp_path: Path, pools: str, problem: str) -> None:
+    (line,) = problems(file=write(tmp_path, f"pools: {pools}"))
+    assert problem in line

@@ -1,5 +1,7 @@
 """Several pools in one deployment: by model within one, and by what Envoy's routes say."""
 
+import asyncio
+import json
 from collections.abc import AsyncIterator
 from copy import deepcopy
 from typing import Any
@@ -9,6 +11,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from extproc.cli import main
 from extproc.demo.stack import MODEL, SimulatedReplica, Stack
 from tests.e2e.client import Client
 
@@ -124,3 +127,17 @@ async def test_the_fleet_of_every_pool_is_shown(client: Client) -> None:
     assert shown == {
         "llama": "default", "qwen": "default", "second-1": "second", "second-2": "second",
     }  # fmt: skip
+
+
+async def test_the_command_is_about_one_pool(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def replicas(*arguments: str) -> int:
+        argv = ["replicas", "list", "--config", str(stack.config_file), *arguments]
+        return await asyncio.to_thread(main, argv)
+
+    assert await replicas("--pool", "second", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in listed] == ["second-1", "second-2"]
+    assert await replicas("--pool", "secnd") == 1
+    assert "no pool is configured as 'secnd'; did you mean 'second'?" in capsys.readouterr().err

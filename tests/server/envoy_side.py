@@ -133,8 +133,8 @@ class EnvoySide:
         self._process = channel.stream_stream(f"/{SERVICE}/Process")
 
     @asynccontextmanager
-    async def stream(self) -> AsyncIterator[Stream]:
-        call = self._process()
+    async def stream(self, pool: str = "") -> AsyncIterator[Stream]:
+        call = self._process(metadata=[("x-extproc-pool", pool)] if pool else [])
         try:
             yield Stream(call)
         finally:

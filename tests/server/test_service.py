@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from extproc.server.exchange import Services
 from extproc.server.service import SERVICE, GrpcServer
+from tests.conftest import Logged
 from tests.fakes import ManualClock, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 
@@ -391,3 +392,24 @@ async def test_a_large_body_is_read_where_replicas_serve_different_models(
         reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
         assert destination(reply) == []
         assert destination(await stream.request_body(CHAT | {"model": "other"})) == [replica(2)]
+
+
+async def test_the_streams_metadata_says_which_pool(services: Services, logged: Logged) -> None:
+    second = services.of_pool(services.config.model_copy(update={"pool": "second"}))
+    second.fleet.put(state(7, "llama-8b-a10", ManualClock(services.wall())))
+    server = GrpcServer(services, {"second": second})
+    port = await server.start("127.0.0.1:0")
+    sent = {}
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for pool in ("", "default", "second", "lost", "lost"):
+            async with EnvoySide(channel).stream(pool) as stream:
+                await stream.request_headers()
+                sent[pool] = set(destination(await stream.request_body(CHAT)))
+                await stream.response_headers()
+                await stream.end()
+    await server.stop(0)
+    assert sent == {"": MEMBERS, "default": MEMBERS, "second": {replica(7)}, "lost": set()}
+    assert [record.pool for record in services.log.last(9)] == ["default", "default", "second"]
+    assert (services.fleet.in_flight, second.fleet.in_flight) == (0, 0)
+    (line,) = logged.lines()
+    assert (line["pool"], line["configured"]) == ("lost", "default, second")
