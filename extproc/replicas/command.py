@@ -63,9 +63,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace, config: Config) -> str:
-    async with connect(config.redis.url) as redis:
+    if config.state == "memory":
+        raise ReplicaError("state is 'memory': the router's own configuration says which there are")
+    pool = _pool(args.pool, config)
+    async with connect(config.redis.url, pool) as redis:
         try:
-            return await _do(args, Pool(redis, _pool(args.pool, config)))
+            return await _do(args, Pool(redis, pool))
         except (RedisError, OSError) as error:
             raise ReplicaError(
                 f"Redis at {address(redis)} (redis.url) does not answer: {error}"

@@ -390,7 +390,7 @@ async def test_every_pool_of_the_configuration_is_polled(redis_server: RedisServ
         settings = config(redis_server, one, pools={"second": {"replicas": [two.id]}})
         async with watching(settings) as seen:
             await seen.until(lambda states: set(states) == {one.id})
-            async with connect(redis_server.url) as redis, asyncio.timeout(10):
+            async with connect(redis_server.url, "default") as redis, asyncio.timeout(10):
                 while len(await redis.keys("*:replica:*")) < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
                 keys = await redis.keys("*:replica:*")

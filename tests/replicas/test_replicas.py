@@ -147,7 +147,7 @@ async def test_a_redis_that_comes_back_empty_is_filled_again(
             await logged.line("redis is lost, retrying")
             await redis_server.start()
 
-            async with connect(redis_server.url) as redis, asyncio.timeout(10):
+            async with connect(redis_server.url, "default") as redis, asyncio.timeout(10):
                 store = MemberStore(redis, settings.pool)
                 members: dict[str, Member] = {}
                 while len(members) < 3:
@@ -164,7 +164,7 @@ async def test_what_concerns_no_replica_is_forgotten_after_an_hour(
     redis_server: RedisServer,
 ) -> None:
     here, gone, clock = "10.0.0.1:80", "10.0.0.2:80", ManualClock()
-    async with connect(redis_server.url) as redis:
+    async with connect(redis_server.url, "default") as redis:
         store, membership = MemberStore(redis, "default"), Membership()
         await store.write({here: Member(wish="remove"), gone: Member(wish="remove")})
         for _ in range(3):
@@ -181,7 +181,7 @@ async def test_what_concerns_no_replica_is_forgotten_after_an_hour(
 async def test_garbage_in_redis_is_passed_over(
     redis_server: RedisServer, run: Run, logged: Logged
 ) -> None:
-    async with connect(redis_server.url) as redis:
+    async with connect(redis_server.url, "default") as redis:
         await redis.hset("{default}:members", mapping={"10.0.0.1:80": "{", "10.0.0.2:80": "{}"})
     async with serving() as one, watching(config(redis_server)) as seen:
         await run("add", one.id)
@@ -247,6 +247,14 @@ async def test_one_that_the_configuration_names_keeps_its_profile(
 async def test_without_redis_it_is_one_line(stopped_redis: RedisServer, run: Run) -> None:
     (line,) = (await run("list", status=1)).splitlines()
     assert line.startswith(f"extproc replicas: Redis at 127.0.0.1:{stopped_redis.port} (redis.url)")
+
+
+def test_a_router_without_redis_takes_no_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXTPROC_STATE", "memory")
+    assert main(["replicas", "list"]) == 1
+    assert "state is 'memory'" in capsys.readouterr().err
 
 
 def test_wrongly_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ async def test_one_process_routes_to_replicas_that_come_and_go(
             await eventually(lambda: are({two.id: 2}))
             async with session.get(f"{admin}/metrics") as response:
                 metrics = await response.text()
-            assert "extproc_poll_replicas 1.0" in metrics
+            assert 'extproc_poll_replicas{pool="default"} 1.0' in metrics
             assert "extproc_decisions_total{" in metrics
             await process.stop()
         assert process.returncode == 0
