@@ -1,5 +1,6 @@
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -8,6 +9,9 @@ from redis.asyncio import Redis
 
 from extproc.demo.processes import Process, free_port, start_redis
 from extproc.state.connection import connect
+
+# Tests with gRPC threads start processes: gRPC's own handlers around a fork may abort the child.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 
 class Logged(logging.Handler):
