@@ -32,6 +32,12 @@ _KNOWN = 1.0
 """Weight of what was known before a restart, in windows of the longest kind."""
 _MOST_SCALE = 10.0
 """The speed as a whole stays within a factor of this of the coefficients."""
+_MUCH = 3.0
+"""A stretch that was expected to take more than this many times as long as it took counts with the
+inverse fourth power of the excess: however wrong a reading, it cannot weigh much. (Where all are,
+the profile is wrong, and their weights are alike.)"""
+_NONSENSE = 1000.0
+"""No profile expects work to take so many times as long as it takes."""
 _ROUNDS = 4
 """Of coordinate descent at each poll; it starts from the last solution."""
 
@@ -94,13 +100,18 @@ class Calibration:
         elapsed = 0.0 if self._polled_at is None else counts.at - self._polled_at
         self._polled_at = counts.at
         self._forget(elapsed, idle=counts.in_flight == 0)
-        if stretches := self._windows.poll(counts):
+        if (stretches := self._windows.poll(counts)) and self._sensible(stretches[0]):
             latest, *windows = stretches
             keep = exp(-latest.seconds / _REACTION)
             self._recent = self._recent.times(keep).plus(latest)
             if windows:
                 self._learn(windows)
         self._solve(typical)
+
+    def _sensible(self, work: Work) -> bool:
+        """Whether any engine could have done it: a counter may show nonsense for one poll."""
+        expected: float = sum(map(mul, work.terms, self._unit))
+        return expected <= _NONSENSE * work.seconds
 
     @property
     def _scale(self) -> float:
@@ -122,13 +133,21 @@ class Calibration:
         stretches = np.array([(*work.terms, work.seconds) for work in windows])
         seconds = stretches[:, 4:]
         relative = stretches * self._units / seconds
-        weight = seconds * (trust / SECONDS[-1])
+        # So does work that should have taken far longer: one reading of a counter may be wrong.
+        expected = relative[:, :4] @ np.maximum(self._solution, self._overall())[:, None]
+        doubt = (np.maximum(expected, _MUCH) / _MUCH) ** 4
+        weight = seconds * (trust / SECONDS[-1]) / doubt
         self._equations += (relative[:, :4] * weight).T @ relative
 
     def _totals(self) -> tuple[float, float]:
         """Weight of all that was seen, and the same as long as it took."""
         *seen, took = self._equations.sum(axis=0).tolist()
         return sum(seen), took
+
+    def _overall(self) -> float:
+        """How long work takes on the whole, against what it takes by the start."""
+        seen, took = self._totals()
+        return took / seen if seen > 0.0 else 1.0
 
     def _solve(self, typical: float) -> None:
         """Coordinate descent towards the non-negative least squares solution."""

@@ -11,6 +11,9 @@ SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 exact."""
 _SHORTEST, _LONGEST = 0.8, 1.3
 """A window may be shorter or longer than it should by this factor."""
+_FALLEN = 0.9
+"""Computed tokens below this fraction of what they were: a counter showed nonsense. (They may dip a
+little where cached tokens are counted before the prompt they belong to.)"""
 _DECODING = 0.95
 """Share of the tokens that a batch without prefill would have generated, from which on there was
 none: a sequence in prefill generates nothing."""
@@ -110,9 +113,11 @@ class Windows:
 
 
 def _paused(last: EngineCounts, counts: EngineCounts) -> bool:
-    """Whether the engine restarted, was idle, or may have been in between."""
+    """Whether the engine restarted, was idle, or may have been in between, or a counter fell."""
     return (
         counts.steps < last.steps
+        or counts.generated_tokens < last.generated_tokens
+        or counts.computed_tokens < last.computed_tokens * _FALLEN
         or counts.in_flight == 0
         or counts.finished - last.finished >= last.in_flight
     )

@@ -1,5 +1,5 @@
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -206,4 +206,15 @@ def test_a_restart_does_not_disturb_what_was_learned() -> None:
     for _ in range(2):
         for poll in simulated(A10, 100):
             calibration.poll(poll)
+    assert_like(calibration.model, A10)
+
+
+@pytest.mark.parametrize("counter", ["steps", "computed_tokens", "generated_tokens", "finished"])
+@pytest.mark.parametrize("value", [0.0, 1e7, 2.0**53])
+def test_one_reading_that_is_nonsense_is_forgotten(counter: str, value: float) -> None:
+    calibration = Calibration(A10)
+    polls = simulated(A10, 400)
+    for number, poll in enumerate(polls):
+        wrong = {counter: value} if number == 200 else {}
+        calibration.poll(EngineCounts(**{**asdict(poll), **wrong}))
     assert_like(calibration.model, A10)
