@@ -1,0 +1,204 @@
+"""What scraping costs: CPU time per metrics page, and of a whole poller.
+
+    python -m benchmarks.scrape --replicas 100 --interval 0.2
+
+First a page of a real vLLM is read again and again. Then a poller, a process of its own with a
+Redis of its own, scrapes a server that answers on as many loopback addresses as there are replicas
+(Linux), with a page of 60 kB whose counters move.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter, process_time
+
+import aiohttp
+
+from extproc.demo.processes import Process, answers, free_port, listening, start_redis
+from extproc.poll.metrics_text import read_metrics
+
+PAGE = Path(__file__).parent.parent / "tests" / "data" / "vllm" / "metrics-busy.txt"
+_MOVING = {
+    b"iteration_tokens_total_count": 50,
+    b"prompt_tokens_total": 2000,
+    b"generation_tokens_total": 200,
+}
+"""Counters, and what a second adds to them."""
+_READS = 2000
+_WARM_UP_S = 3.0
+_MODELS = b'{"data":[{"id":"tiny","max_model_len":4096}]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What the poller took."""
+
+    page_bytes: int
+    page_us: float
+    """Microseconds of CPU to read one page."""
+    replicas: int
+    scrapes_per_s: float
+    core: float
+    """CPU seconds per second, of the whole poller."""
+    scrape_us: float
+    """The same per scrape: HTTP, page, calibration, JSON and Redis."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scrape", description=__doc__.partition("\n")[0])
+    parser.add_argument("--replicas", type=int, default=100, help="250 at most")
+    parser.add_argument("--interval", type=float, default=0.2, help="seconds between two scrapes")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.serve:
+        asyncio.run(_serve(args.serve))
+        return 0
+    cost = asyncio.run(measure(args.replicas, args.interval, args.seconds))
+    print(f"a page of {cost.page_bytes / 1000:.0f} kB: {cost.page_us:.0f} µs of CPU to read")
+    print(
+        f"{cost.replicas} replicas, {cost.scrapes_per_s:.0f} scrapes/s: {cost.core:.1%} of a core, "
+        f"{cost.scrape_us:.0f} µs a scrape"
+    )
+    if args.json:
+        args.json.write_text(json.dumps(asdict(cost), indent=2) + "\n")
+    return 0
+
+
+async def measure(replicas: int, interval_s: float, seconds: float) -> Cost:
+    """Runs the poller against the server and reads its own account of CPU time."""
+    page = PAGE.read_bytes()
+    port, admin = free_port(), free_port()
+    with TemporaryDirectory() as directory:
+        work = Path(directory)
+        redis_port = free_port()
+        argv = [sys.executable, "-m", "benchmarks.scrape", "--serve", str(port)]
+        config = {
+            "replicas": [f"127.0.0.{number}:{port}" for number in range(1, replicas + 1)],
+            "redis": {"url": f"redis://127.0.0.1:{redis_port}/0"},
+            "poll": {"interval_s": interval_s, "admin": f"127.0.0.1:{admin}"},
+        }
+        (work / "extproc.yaml").write_text(json.dumps(config))
+        poll: list[str | Path] = [
+            sys.executable,
+            "-m",
+            "extproc",
+            "poll",
+            "--config",
+            work / "extproc.yaml",
+        ]
+        ready = answers(f"http://127.0.0.1:{admin}/healthz")
+        async with (
+            await start_redis(work / "redis", redis_port),
+            await Process.start("server", argv, log=work / "server.log", ready=listening(port)),
+            await Process.start("poller", poll, log=work / "poller.log", ready=ready),
+        ):
+            await asyncio.sleep(_WARM_UP_S)
+            before, began = await _account(admin), perf_counter()
+            await asyncio.sleep(seconds)
+            after, took = await _account(admin), perf_counter() - began
+    cpu, scrapes = after.cpu_s - before.cpu_s, after.scrapes - before.scrapes
+    if after.healthy < replicas:
+        raise SystemExit(f"only {after.healthy:.0f} of {replicas} replicas were scraped well")
+    return Cost(
+        page_bytes=len(page),
+        page_us=_page_us(page),
+        replicas=replicas,
+        scrapes_per_s=scrapes / took,
+        core=cpu / took,
+        scrape_us=cpu / scrapes * 1e6,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Account:
+    cpu_s: float
+    scrapes: float
+    healthy: float
+
+
+async def _account(admin: int) -> _Account:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://127.0.0.1:{admin}/metrics") as response,
+    ):
+        lines = (await response.text()).splitlines()
+    values = dict(line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
+    return _Account(
+        float(values["process_cpu_seconds_total"]),
+        float(values['extproc_poll_scrapes_total{result="ok"}']),
+        float(values["extproc_poll_replicas_healthy"]),
+    )
+
+
+def _page_us(page: bytes) -> float:
+    """The median of some batches: other processes of the machine disturb single ones."""
+    batches = []
+    for _ in range(10):
+        began = process_time()
+        for _ in range(_READS // 10):
+            read_metrics(page)
+        batches.append((process_time() - began) / (_READS // 10))
+    return median(batches) * 1e6
+
+
+class _Replicas(asyncio.Protocol):
+    """A replica on whatever address it is asked, at the least cost to the machine it shares."""
+
+    def __init__(self, pages: "_Pages") -> None:
+        self._pages = pages
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        path = data.split(maxsplit=2)[1]
+        assert self._transport is not None
+        if path == b"/metrics":
+            page = self._pages.next()  # in one chunk, as vLLM's server sends it
+            chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(page), page)
+            self._transport.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk)
+        else:
+            body = _MODELS if path == b"/v1/models" else b""
+            head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+            self._transport.write(head + body)
+
+
+class _Pages:
+    """The sample page, its counters moving on."""
+
+    def __init__(self, page: bytes) -> None:
+        for name in _MOVING:
+            begin = page.index(b"\nvllm:" + name + b"{")
+            value = page.index(b"} ", begin) + 2
+            end = page.index(b"\n", value)
+            page = page[:value] + b"\0" + name + b"\0" + page[end:]
+        self._parts = page.split(b"\0")
+        self._began = perf_counter()
+
+    def next(self) -> bytes:
+        seconds = perf_counter() - self._began
+        return b"".join(
+            b"%d.0" % (_MOVING[part] * seconds) if part in _MOVING else part for part in self._parts
+        )
+
+
+async def _serve(port: int) -> None:
+    pages = _Pages(PAGE.read_bytes())
+    server = await asyncio.get_running_loop().create_server(
+        lambda: _Replicas(pages), "0.0.0.0", port
+    )
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
