@@ -31,10 +31,10 @@ class Logged(logging.Handler):
         """Fields of the lines with this message; of all lines without one."""
         return [vars(line) for line in self._records if message in ("", line.getMessage())]
 
-    async def line(self, message: str) -> dict[str, object]:
-        """Wait for the first line with this message."""
+    async def line(self, message: str, times: int = 1) -> dict[str, object]:
+        """Wait until this message was logged so many times; returns the first."""
         async with asyncio.timeout(10):
-            while not self.lines(message):
+            while len(self.lines(message)) < times:
                 self._more.clear()
                 await self._more.wait()
         return self.lines(message)[0]

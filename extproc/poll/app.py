@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Mapping
+import socket
+from collections.abc import AsyncIterator, Collection, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from random import Random
-from types import MappingProxyType
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -15,17 +17,18 @@ from redis.exceptions import RedisError
 from extproc.backoff import Backoff
 from extproc.clock import monotonic, wall
 from extproc.config import Config
+from extproc.fleet.state import ReplicaState
 from extproc.observe.admin import serve_admin
 from extproc.poll.discovery import Discovery, Target
 from extproc.poll.members import Membership
 from extproc.poll.metrics import PollMetrics
-from extproc.poll.poller import Poller, Sink
+from extproc.poll.poller import Known, Poller, Shares, Sink
 from extproc.poll.publisher import Publisher
 from extproc.poll.scrape import open_session
 from extproc.poll.watch import Watch
-from extproc.predict.step import StepModel
 from extproc.predict.typical import Typical
 from extproc.state.connection import Outage, connect
+from extproc.state.leases import Leases
 from extproc.state.members import MemberStore
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateReader, StateWriter
 
@@ -35,7 +38,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def run_poller(config: Config) -> None:
-    """Scrape the configured replicas into Redis until cancelled, SIGTERM or SIGINT.
+    """Scrape a share of the configured replicas into Redis until cancelled, SIGTERM or SIGINT.
 
     Raises:
         OSError: the admin address cannot be served.
@@ -60,15 +63,19 @@ async def run_poller(config: Config) -> None:
 async def _share(config: Config, metrics: PollMetrics) -> None:
     """Brings what is seen of one pool's replicas into Redis."""
     random = Random()
-    async with connect(config.redis.url, config.pool) as redis:
-        writer = StateWriter(redis, config.pool, config.poll.ttl_s)
+    pool = config.pool
+    name = f"{socket.gethostname()}:{os.getpid()}:{random.getrandbits(32):08x}"
+    async with connect(config.redis.url, pool) as redis:
+        outage = Outage(redis)
+        writer = StateWriter(redis, pool, config.poll.ttl_s, name)
         backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
-        publisher = Publisher(writer, Outage(redis), backoff)
-        members, membership = MemberStore(redis, config.pool), Membership()
+        publisher = Publisher(writer, outage, backoff)
+        leases = Leases(redis, pool, name, outage, monotonic)
+        members, membership = MemberStore(redis, pool), Membership()
         await membership.look(members, monotonic())
-        known = await _learned_before(StateReader(redis, config.pool, random))
+        known = partial(_known, StateReader(redis, pool, random))
         async with (
-            polling(config, metrics, publisher, random, known, membership) as poller,
+            polling(config, metrics, publisher, leases, known, random, membership) as poller,
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(poller.run())
@@ -94,8 +101,9 @@ async def polling(
     config: Config,
     metrics: PollMetrics,
     sink: Sink,
+    shares: Shares,
+    known: Known,
     random: Random,
-    known: Mapping[tuple[str, str], StepModel] = MappingProxyType({}),
     membership: Membership | None = None,
 ) -> AsyncIterator[Poller]:
     """A poller of one pool that brings what it sees into ``sink``.
@@ -104,8 +112,9 @@ async def polling(
         config: which replicas, and how they are scraped.
         metrics: where it counts.
         sink: where states go.
+        shares: which of them are this poller's.
+        known: what the pollers before saw of replicas.
         random: spreads the scrapes.
-        known: step models to start from, by replica and profile.
         membership: what commands asked for; None: there are none.
     """
     settings = config.poll
@@ -115,10 +124,9 @@ async def polling(
         config.replicas, config.replicas_file, settings.resolve_s, membership=membership
     )
     typical = Typical()
-    learned = dict(known)
     async with open_session(settings.timeout_s) as session:
 
-        def watch(target: Target) -> Watch:
+        def watch(target: Target, known: ReplicaState | None) -> Watch:
             return Watch(
                 target,
                 session,
@@ -126,24 +134,21 @@ async def polling(
                 metrics,
                 settings,
                 typical,
-                learned.pop((target.id, target.profile), None),
+                known,
                 monotonic=monotonic,
                 wall=wall,
                 random=random,
             )
 
-        yield Poller(discovery, sink, watch, metrics, settings.resolve_s)
+        yield Poller(discovery, shares, known, sink, watch, metrics, settings.resolve_s)
 
 
-async def _learned_before(reader: StateReader) -> dict[tuple[str, str], StepModel]:
-    """Step models in Redis, from the poller before, by replica and profile; none where Redis is not
-    there yet."""
+async def _known(reader: StateReader, replicas: Collection[str]) -> dict[str, ReplicaState]:
+    """What the pollers before wrote of these replicas; nothing where Redis does not tell."""
     try:
-        states = await reader.states()
+        return {state.id: state for state in await reader.states_of(replicas)}
     except (RedisError, OSError):  # the publisher will say so
         return {}
-    learned = ((state.id, state.profile, state.learned) for state in states if state.measured)
-    return {(id_, profile): model for id_, profile, model in learned if model is not None}
 
 
 async def _until_signalled(*parts: Coroutine[Any, Any, None]) -> None:

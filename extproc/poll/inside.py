@@ -1,5 +1,6 @@
 """The poller inside a router that is the only one: nothing is shared, so nothing needs Redis."""
 
+from collections.abc import Collection
 from random import Random
 
 from extproc.config import Config
@@ -7,6 +8,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.state import ReplicaState
 from extproc.poll.app import polling
 from extproc.poll.metrics import PollMetrics
+from extproc.state.leases import Held
 
 
 class IntoFleet:
@@ -19,6 +21,12 @@ class IntoFleet:
         """The fleet knows it at once."""
         self._fleet.put(state)
 
+    def put_again(self, replica_id: str) -> None:
+        """A fleet forgets nothing."""
+
+    def forget(self, replica_id: str) -> None:
+        """No other poller takes anything."""
+
     def remove(self, replica_id: str) -> None:
         """The replica left the pool."""
         self._fleet.remove(replica_id)
@@ -27,7 +35,23 @@ class IntoFleet:
         """There is nothing to do later."""
 
 
+class Everything:
+    """All replicas are this one poller's, and nobody knew them before."""
+
+    async def tend(self, replicas: Collection[str]) -> Held:
+        """All of them."""
+        return Held(frozenset(replicas))
+
+    async def release(self) -> None:
+        """There is nobody to take them."""
+
+
+async def _nothing(_: Collection[str]) -> dict[str, ReplicaState]:
+    return {}
+
+
 async def poll_into(fleet: Fleet, config: Config, metrics: PollMetrics) -> None:
     """Scrape the configured replicas into ``fleet`` for ever."""
-    async with polling(config, metrics, IntoFleet(fleet), Random()) as poller:
+    sink = IntoFleet(fleet)
+    async with polling(config, metrics, sink, Everything(), _nothing, Random()) as poller:
         await poller.run()

@@ -19,12 +19,17 @@ class Models:
         ask: asks the replica.
         changed: called when the list is another than before.
         who: the replica's name in the log.
+        listed: what another poller was told before.
     """
 
     def __init__(
-        self, ask: Callable[[], Awaitable[ModelList]], changed: Callable[[], None], who: str
+        self,
+        ask: Callable[[], Awaitable[ModelList]],
+        changed: Callable[[], None],
+        who: str,
+        listed: ModelList | None = None,
     ) -> None:
-        self.listed: ModelList | None = None
+        self.listed = listed
         self._ask = ask
         self._changed = changed
         self._who = who

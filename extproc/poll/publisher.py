@@ -9,11 +9,15 @@ from extproc.fleet.state import ReplicaState
 from extproc.state.connection import Outage
 from extproc.state.store import StateWriter
 
+_GATHER_S = 0.02
+"""Seconds to wait for more to write: a round trip costs as much as ten states."""
+
 
 class Publisher:
     """Writes each replica's newest state as soon as Redis takes it.
 
-    A Redis that was away may have come back empty, so then everything is written again.
+    A Redis that was away may have come back empty, so then everything is written again. What is
+    written while its lease is lost, Redis leaves out.
     """
 
     def __init__(self, writer: StateWriter, outage: Outage, backoff: Backoff) -> None:
@@ -30,6 +34,16 @@ class Publisher:
         self._pending[state.id] = state
         self._some.set()
 
+    def put_again(self, replica_id: str) -> None:
+        """Have the newest state written once more, if there is one."""
+        if replica_id in self._current:
+            self.put(self._current[replica_id])
+
+    def forget(self, replica_id: str) -> None:
+        """Another poller has the replica now."""
+        self._current.pop(replica_id, None)
+        self._pending.pop(replica_id, None)
+
     def remove(self, replica_id: str) -> None:
         """Have the replica's state deleted."""
         self._current.pop(replica_id, None)
@@ -40,6 +54,7 @@ class Publisher:
         """Write until cancelled."""
         while True:
             await self._some.wait()
+            await asyncio.sleep(_GATHER_S)
             self._some.clear()
             batch, self._pending = self._pending, {}
             try:

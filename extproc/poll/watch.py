@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
+from math import inf
 from random import Random
 from typing import Any
 
@@ -17,7 +18,7 @@ from extproc.poll.discovery import Target
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.models import Models
-from extproc.poll.scrape import ScrapeError, read_models, scrape
+from extproc.poll.scrape import Model, ModelList, ScrapeError, read_models, scrape
 from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import hardware_profile
 from extproc.predict.step import StepModel
@@ -25,6 +26,9 @@ from extproc.predict.typical import Typical
 from extproc.predict.windows import EngineCounts
 
 log = logging.getLogger(__name__)
+
+HEALTH_EVERY_S = 2.0
+"""Seconds between two looks at a healthy replica's ``/health``."""
 
 
 class Watch:
@@ -38,7 +42,7 @@ class Watch:
         metrics: PollMetrics,
         settings: PollSettings,
         typical: Typical,
-        known: StepModel | None = None,
+        known: ReplicaState | None = None,
         *,
         monotonic: Clock,
         wall: Clock,
@@ -53,13 +57,24 @@ class Watch:
         self._wall = wall
         self._random = random
         self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
-        self._state: ReplicaState | None = None
+        self._identity = asdict(target)
+        self._state = None if known is None else known.model_copy(update=self._identity)
         self._figures: EngineFigures | None = None
+        self._health_asked_at = -inf
         self._typical = typical
-        self._calibration = Calibration(hardware_profile(target.profile).step, known)
+        self._start = hardware_profile(target.profile).step
+        self._calibration = Calibration(self._start, _learned(known, target.profile))
         self._models = Models(
-            lambda: read_models(session, target.id), self._models_changed, self._who
+            lambda: read_models(session, target.id),
+            self._models_changed,
+            self._who,
+            _listed(known),
         )
+
+    @property
+    def state(self) -> ReplicaState | None:
+        """What was published last, at first by whoever had the replica before."""
+        return self._state
 
     @property
     def healthy(self) -> bool:
@@ -69,9 +84,12 @@ class Watch:
     async def run(self) -> None:
         """Scrape until cancelled."""
         try:
+            # Many watches may begin at once: their second scrapes are spread over an interval.
+            share_of_wait = self._random.random()
             while True:
                 wait_s = await self._scrape_once()
-                await asyncio.sleep(wait_s)
+                await asyncio.sleep(wait_s * share_of_wait)
+                share_of_wait = 1.0
         finally:
             self._models.forget()
             self._typical.report(self._target.id, None)
@@ -80,19 +98,27 @@ class Watch:
         """Scrape, learn, publish, and return the seconds to wait before the next scrape."""
         started = self._monotonic()
         try:
-            figures = await scrape(self._session, self._target.id)
+            figures = await scrape(self._session, self._target.id, self._asks_health(started))
         except ScrapeError as error:
             self._failed(str(error))
             return self._backoff.next()
         seconds = self._monotonic() - started
-        if self._figures is not None and figures.models != self._figures.models:
-            self._calibration = Calibration(hardware_profile(self._target.profile).step)
+        if self._another_model(figures):
+            self._calibration = Calibration(self._start)
         self._calibrate(figures, started + seconds / 2)
         self._succeeded(figures, self._wall(), seconds)
         self._models.refresh(started)
         spread = self._random.uniform(-self._settings.jitter, self._settings.jitter)
         spent = self._monotonic() - started
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
+
+    def _asks_health(self, now: float) -> bool:
+        """An answered ``/metrics`` proves the server alive. ``/health`` tells of a dead engine
+        behind it, and is asked less often, unless the last scrape failed."""
+        asks = not self.healthy or now - self._health_asked_at >= HEALTH_EVERY_S
+        if asks:
+            self._health_asked_at = now
+        return asks
 
     def _succeeded(self, figures: EngineFigures, scraped_at: float, seconds: float) -> None:
         if self._restarted(figures):
@@ -107,7 +133,7 @@ class Watch:
             "learned": self._calibration.model,
             "measured": self._calibration.ratio is not None,
         }
-        values = asdict(figures) | self._served() | learned
+        values = figures.fields() | self._served() | learned
         self._publish(self._blank(**values, scraped_at=scraped_at, scrape_seconds=seconds))
 
     def _calibrate(self, figures: EngineFigures, at: float) -> None:
@@ -149,19 +175,40 @@ class Watch:
 
     def _restarted(self, figures: EngineFigures) -> bool:
         """Whether another process answers now."""
-        last = self._figures
+        last = self._figures or self._state
         return last is not None and (
-            figures.models != last.models
+            self._another_model(figures)
             or figures.steps < last.steps
             or figures.prompt_tokens < last.prompt_tokens
             or figures.generated_tokens < last.generated_tokens
         )
 
+    def _another_model(self, figures: EngineFigures) -> bool:
+        if self._figures is not None:
+            return figures.models != self._figures.models
+        known = self._state.models if self._state else ()
+        return bool(known) and not {*figures.models} <= {*known}
+
     def _blank(self, **values: Any) -> ReplicaState:
-        target = self._target
-        return ReplicaState(id=target.id, name=target.name, profile=target.profile, **values)
+        return ReplicaState(**self._identity, **values)
 
     @property
     def _who(self) -> str:
         target = self._target
         return target.id if target.name == target.id else f"{target.name} ({target.id})"
+
+
+def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
+    """What the counters taught a poller before, under the same profile."""
+    if known is None or not known.measured or known.profile != profile:
+        return None
+    return known.learned
+
+
+def _listed(known: ReplicaState | None) -> ModelList | None:
+    """The models that a poller before was told of."""
+    if known is None:
+        return None
+    return ModelList(
+        data=tuple(Model(id=name, max_model_len=known.max_model_len) for name in known.models)
+    )

@@ -24,3 +24,13 @@ def members_key(pool: str) -> str:
 def changes_channel(pool: str) -> str:
     """Pub/sub channel that carries every change together with the new value."""
     return f"{{{pool}}}:changes"
+
+
+def lease_key(pool: str, replica_id: str) -> str:
+    """Key that names the poller that scrapes a replica; it expires unless renewed."""
+    return f"{{{pool}}}:lease:{replica_id}"
+
+
+def pollers_key(pool: str) -> str:
+    """Key of the pool's live pollers: a sorted set, by the millisecond until which each counts."""
+    return f"{{{pool}}}:pollers"

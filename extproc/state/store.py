@@ -5,7 +5,7 @@ A state is a value, not an event: the last one wins, and a lost one is repaired 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
@@ -21,7 +21,7 @@ from redis.utils import str_if_bytes
 from extproc.backoff import Backoff
 from extproc.fleet.state import ReplicaState
 from extproc.state.connection import TIMEOUT_S, Outage, in_time
-from extproc.state.keys import changes_channel, replica_key, replica_pattern
+from extproc.state.keys import changes_channel, lease_key, replica_key, replica_pattern
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +71,34 @@ class _Message(BaseModel):
         return None if self.removed is None else Removed(self.removed)
 
 
-class StateWriter:
-    """Writes replica states and tells the pool's routers."""
+# KEYS: of each state its lease and its own. ARGV: the poller that must hold the lease (empty:
+# nobody must), TTL in ms, channel, values. Whoever lost a lease has seen less than its new holder.
+_PUT = """
+for i = 1, #KEYS / 2 do
+  if ARGV[1] == '' or redis.call('GET', KEYS[2 * i - 1]) == ARGV[1] then
+    local value = ARGV[3 + i]
+    redis.call('SET', KEYS[2 * i], value, 'PX', ARGV[2])
+    redis.call('PUBLISH', ARGV[3], '{"put":' .. value .. '}')
+  end
+end
+"""
 
-    def __init__(self, redis: Redis, pool: str, ttl_s: float) -> None:
+
+class StateWriter:
+    """Writes replica states and tells the pool's routers.
+
+    Args:
+        redis: where to.
+        pool: the replicas' pool.
+        ttl_s: life of a state, in seconds.
+        poller: only what this poller holds the lease on is written; empty: everything.
+    """
+
+    def __init__(self, redis: Redis, pool: str, ttl_s: float, poller: str = "") -> None:
         self._redis = redis
         self._pool = pool
         self._ttl_ms = max(1, round(ttl_s * 1000))
+        self._poller = poller
 
     async def put(self, states: Sequence[ReplicaState]) -> None:
         """Write and announce the states in one round trip; each lives for the TTL.
@@ -85,12 +106,14 @@ class StateWriter:
         Raises:
             RedisError: Redis did not take them; some may be written.
         """
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            for state in states:
-                value = state.model_dump_json()
-                pipe.set(replica_key(self._pool, state.id), value, px=self._ttl_ms)
-                pipe.publish(changes_channel(self._pool), f'{{"put":{value}}}')
-            await pipe.execute()
+        if not states:
+            return
+        pool = self._pool
+        keys = [key(pool, state.id) for state in states for key in (lease_key, replica_key)]
+        values = [state.model_dump_json() for state in states]
+        options = (self._poller, self._ttl_ms, changes_channel(pool))
+        async with in_time():
+            await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
 
     async def remove(self, replica_id: str) -> None:
         """Delete a state and announce it in one round trip.
@@ -152,7 +175,17 @@ class StateReader:
         Raises:
             RedisError: Redis did not tell.
         """
-        keys = list(await self._keys())
+        return await self._states(list(await self._keys()))
+
+    async def states_of(self, replicas: Iterable[str]) -> tuple[ReplicaState, ...]:
+        """The states of these replicas, as far as they are in Redis now.
+
+        Raises:
+            RedisError: Redis did not tell.
+        """
+        return await self._states([replica_key(self._pool, replica) for replica in replicas])
+
+    async def _states(self, keys: Sequence[bytes | str]) -> tuple[ReplicaState, ...]:
         async with in_time():
             values = await self._redis.mget(keys) if keys else []
         found = zip(keys, values, strict=True)

@@ -51,6 +51,15 @@ async def endless(request: web.Request) -> web.StreamResponse:
         await response.write(page().encode() * 1000)
 
 
+async def drip(request: web.Request) -> web.StreamResponse:
+    """Never ends, a line at a time."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    while True:
+        await response.write(b"vllm:num_requests_running 1.0\n")
+        await asyncio.sleep(0.01)
+
+
 async def huge(request: web.Request) -> web.StreamResponse:
     """Announces 200 MB and sends them."""
     response = web.StreamResponse(headers={"Content-Length": str(200 * 10**6)})
@@ -82,6 +91,7 @@ class Replica:
             "/v1/models": models("tiny", "adapter"),
         }
         self.asked: list[str] = []
+        self._asked = asyncio.Event()
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -95,8 +105,16 @@ class Replica:
         if self._runner is not None:
             await self._runner.cleanup()
 
+    async def asked_for(self, path: str, times: int) -> None:
+        """Wait until it was asked so often."""
+        async with asyncio.timeout(10):
+            while self.asked.count(path) < times:
+                self._asked.clear()
+                await self._asked.wait()
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(request.path)
+        self._asked.set()
         return await self.answers[request.path](request)
 
 

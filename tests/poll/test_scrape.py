@@ -8,6 +8,7 @@ from extproc.poll.scrape import ScrapeError, open_session, read_models, scrape
 from tests.poll.replica import (
     Handler,
     disconnect,
+    drip,
     endless,
     hang,
     huge,
@@ -39,9 +40,10 @@ async def test_a_scrape_reads_health_and_metrics() -> None:
     ("path", "answer", "problem"),
     [
         ("/health", text("", 503), "/health answered 503"),
-        ("/health", hang, "/health did not answer in 0.2 s"),
+        ("/health", hang, "/health did not answer in full in 0.2 s"),
         ("/metrics", text(page(), 500), "/metrics answered 500"),
-        ("/metrics", hang, "/metrics did not answer in 0.2 s"),
+        ("/metrics", hang, "/metrics did not answer in full in 0.2 s"),
+        ("/metrics", drip, "/metrics did not answer in full in 0.2 s"),
         ("/metrics", text("<html></html>"), "is this vLLM"),
         ("/metrics", text(b"\xff\x00" * 1000), "is this vLLM"),
         ("/metrics", compressed, "is this vLLM"),

@@ -14,8 +14,8 @@ from extproc.state.connection import connect
 from extproc.state.members import Member, MemberStore
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
+from tests.poll.polling import config, polling, watching
 from tests.poll.replica import Replica, page, serving, text
-from tests.poll.test_poller import config, polling, watching
 
 pytestmark = pytest.mark.process
 

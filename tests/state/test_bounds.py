@@ -15,7 +15,8 @@ from tests.state.test_store import BACK, LOST, A, B, Next, reading, until
 pytestmark = pytest.mark.process
 
 ACL = (
-    "~{test}:* &{test}:* +@read +@write +@pubsub +@connection +@scripting +@transaction -@dangerous"
+    "~{test}:* &{test}:* +@read +@write +@pubsub +@connection +@scripting +@transaction +time "
+    "-@dangerous"
 )
 """The rule in docs/operations.md, for the pool ``test``."""
 

@@ -1,0 +1,101 @@
+"""Pollers, and what a router sees of their work."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from extproc.config import Config
+from extproc.demo.processes import free_port
+from extproc.fleet.state import ReplicaState
+from extproc.poll.app import run_poller
+from extproc.state.connection import connect
+from extproc.state.store import Put, Removed, Snapshot, StateReader
+from tests.conftest import RedisServer
+from tests.poll.replica import Replica
+
+PATIENT = {"timeout_s": 60, "ttl_s": 100}
+"""Waits for an answer longer than any test does."""
+
+
+def config(
+    redis: RedisServer, *replicas: Replica, poll: Mapping[str, float] | None = None, **more: Any
+) -> Config:
+    quick = {"interval_s": 0.02, "timeout_s": 0.3, "backoff_max_s": 0.05, "resolve_s": 0.05}
+    return Config.model_validate(
+        {
+            "replicas": [replica.id for replica in replicas],
+            "redis": {"url": redis.url},
+            "poll": {**quick, **(poll or {}), "admin": f"127.0.0.1:{free_port()}"},
+            **more,
+        }
+    )
+
+
+@asynccontextmanager
+async def polling(settings: Config) -> AsyncIterator[None]:
+    task = asyncio.create_task(run_poller(settings))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+class Seen:
+    """The states a router would hold now."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, ReplicaState] = {}
+        self.history: list[ReplicaState] = []
+        """All that were pushed."""
+        self._changed = asyncio.Event()
+
+    async def follow(self, settings: Config) -> None:
+        async with (
+            connect(settings.redis.url, settings.pool) as redis,
+            aclosing(StateReader(redis, settings.pool, Random(1)).changes()) as changes,
+        ):
+            async for change in changes:
+                match change:
+                    case Snapshot(states):
+                        self.states = {state.id: state for state in states}
+                    case Put(state):
+                        self.states[state.id] = state
+                        self.history.append(state)
+                    case Removed(replica_id):
+                        self.states.pop(replica_id, None)
+                self._changed.set()
+
+    async def until(self, holds: Callable[[dict[str, ReplicaState]], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds(self.states):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def replica(
+        self, replica: Replica, holds: Callable[[ReplicaState], bool]
+    ) -> ReplicaState:
+        await self.until(lambda states: replica.id in states and holds(states[replica.id]))
+        return self.states[replica.id]
+
+
+@asynccontextmanager
+async def watching(settings: Config) -> AsyncIterator[Seen]:
+    seen = Seen()
+    async with polling(settings), asyncio.TaskGroup() as tasks:
+        following = tasks.create_task(seen.follow(settings))
+        yield seen
+        following.cancel()
+
+
+def healthy(state: ReplicaState) -> bool:
+    return state.healthy
+
+
+def unhealthy(state: ReplicaState) -> bool:
+    return not state.healthy
