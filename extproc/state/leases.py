@@ -23,21 +23,22 @@ _RENEWED, _RECLAIMED, _TAKEN = 1, 2, 3  # and 0: another's, or nobody's
 # again. It takes what nobody holds, or one who holds more than a fair share, up to a fair share: so
 # nothing is ever given up before somebody has it, and a balance once reached stays. A poller that
 # was forgotten takes nothing: Redis may be empty, and the others are yet to claim what they held.
+# A full Redis refuses what is new, and still renews.
 _TEND = """
 local me, life, held = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-local forgotten = redis.call('ZADD', KEYS[1], now + life, me) == 1 and ARGV[4] == '1'
+local forgotten = redis.pcall('ZADD', KEYS[1], now + life, me) == 1 and ARGV[4] == '1'
 local takes = ARGV[5] == '1' and not forgotten
 redis.call('PEXPIRE', KEYS[1], life)
-local share = math.ceil((#KEYS - 1) / redis.call('ZCARD', KEYS[1]))
+local share = math.ceil((#KEYS - 1) / math.max(redis.call('ZCARD', KEYS[1]), 1))
 local owners, holds, answers = {}, {[me] = 0}, {}
 local function hold(i, answer)
   if owners[i] == me then
     redis.call('PEXPIRE', KEYS[i], life)
-  else
-    redis.call('SET', KEYS[i], me, 'PX', life)
+  elseif redis.pcall('SET', KEYS[i], me, 'PX', life).err then
+    return
   end
   answers[i - 1] = answer
   holds[me] = holds[me] + 1

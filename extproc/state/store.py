@@ -73,14 +73,18 @@ class _Message(BaseModel):
 
 # KEYS: of each state its lease and its own. ARGV: the poller that must hold the lease (empty:
 # nobody must), TTL in ms, channel, values. Whoever lost a lease has seen less than its new holder.
+# A full Redis refuses values, and still passes them on.
 _PUT = """
+local refused
 for i = 1, #KEYS / 2 do
   if ARGV[1] == '' or redis.call('GET', KEYS[2 * i - 1]) == ARGV[1] then
     local value = ARGV[3 + i]
-    redis.call('SET', KEYS[2 * i], value, 'PX', ARGV[2])
+    local set = redis.pcall('SET', KEYS[2 * i], value, 'PX', ARGV[2])
+    if set.err then refused = set end
     redis.call('PUBLISH', ARGV[3], '{"put":' .. value .. '}')
   end
 end
+return refused
 """
 
 
