@@ -49,7 +49,7 @@ class Simulation:
     """How many times as long as in truth a step takes by the profile the router starts from."""
     routers: int = 1
     share_lag: float | None = None
-    """Seconds until a router hears what another one does; None: never."""
+    """Seconds that a router's digest takes to the others; None: it never arrives."""
     weight: float = 1.0
     """The oracle's, of the cost to others."""
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -119,7 +119,6 @@ class Simulation:
                 self._give_up_on_hung()
             if now > last + _LONGEST_DRAIN:
                 raise RuntimeError(f"{len(self._open)} requests do not end")
-        self._deciding.deliver(inf)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -193,12 +192,12 @@ class Simulation:
         served.answered = True
         replica, chosen = served.replica, served.decision.replica
         if replica != chosen:
-            self._tell(served, lambda node: node.answered(chosen, well=False), private=True)
+            self._tell(served, lambda node: node.answered(chosen, well=False))
             self._tell(served, lambda node: node.moved(served.number, replica))
-        self._tell(served, lambda node: node.answered(replica, well), private=True)
+        self._tell(served, lambda node: node.answered(replica, well))
 
-    def _tell(self, served: Served, news: News, private: bool = False) -> None:
-        self._deciding.tell(served.number, news, private)
+    def _tell(self, served: Served, news: News) -> None:
+        self._deciding.tell(served.number, news)
 
     def _give_up_on_hung(self) -> None:
         """The last requests wait for replicas that never come back."""
@@ -269,7 +268,7 @@ class Simulation:
 
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)
-        return Node(Fleet(OutputLengths(), self.clock), self.policy, random)
+        return Node(Fleet(OutputLengths(), self.clock, self.clock), self.policy, random)
 
     def _watch(self, machine: Machine, typical: Typical) -> Watch:
         known = "coefficients" in self.know

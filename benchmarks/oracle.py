@@ -71,7 +71,7 @@ class Oracle:
         choice = self._policy.choose(situation, self._random)
         return Decision("oracle", situation, choice, self._policy, output)
 
-    def tell(self, number: int, news: News, private: bool = False) -> None:
+    def tell(self, number: int, news: News) -> None:
         """Nothing it does not know."""
 
     def learn(

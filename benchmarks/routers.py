@@ -1,11 +1,14 @@
-"""Routers of the simulation, each with its own ledger, told of requests as in production."""
+"""Routers of the simulation, each with its own ledger, that share digests as in production."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import cycle
+from math import inf
 from random import Random
 from typing import Protocol
 
 from benchmarks.clock import VirtualClock
+from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.state import ReplicaState
@@ -60,8 +63,8 @@ class Deciding(Protocol):
         """
         ...
 
-    def tell(self, number: int, news: News, private: bool = False) -> None:
-        """Tells the router of a request, and the others in time, unless it is ``private``."""
+    def tell(self, number: int, news: News) -> None:
+        """Tells the router of a request."""
         ...
 
     def learn(
@@ -81,23 +84,25 @@ class Deciding(Protocol):
         ...
 
     def deliver(self, until: float) -> None:
-        """Lets arrive what was under way between routers, each at its time."""
+        """Lets routers send and hear digests, each at its time."""
         ...
 
 
 class Routers:
-    """Routers that share polls, and with a lag what they do; requests are dealt at random."""
+    """Routers that share polls, and digests with a lag; requests are dealt at random."""
 
     def __init__(
         self, nodes: Sequence[Node], share_lag: float | None, clock: VirtualClock, random: Random
     ) -> None:
-        """``share_lag``: seconds until the others hear what one does; None: never."""
+        """``share_lag``: seconds that a digest takes to the others; None: it never arrives."""
         self.nodes = nodes
-        self._share_lag = share_lag
+        self._share_lag = None if len(nodes) == 1 else share_lag
+        self._next = cycle(nodes)
+        self._due_at = 0.0
         self._clock = clock
         self._random = random
         self._owner: dict[int, Node] = {}
-        self._under_way: deque[tuple[float, Node, News]] = deque()
+        self._under_way: deque[tuple[float, Digest]] = deque()
 
     def decide(
         self, number: int, profile: RequestProfile, prefix: Sequence[int]
@@ -106,13 +111,9 @@ class Routers:
         owner = self._owner[number] = self._random.choice(self.nodes)
         return owner.router.decide(profile)
 
-    def tell(self, number: int, news: News, private: bool = False) -> None:
+    def tell(self, number: int, news: News) -> None:
         """Tells the router of a request at once."""
-        owner = self._owner[number]
-        news(owner)
-        if self._share_lag is not None and not private:
-            at = self._clock() + self._share_lag
-            self._under_way += [(at, node, news) for node in self.nodes if node is not owner]
+        news(self._owner[number])
 
     def learn(
         self,
@@ -132,7 +133,22 @@ class Routers:
             node.fleet.put(state)
 
     def deliver(self, until: float) -> None:
-        """In the order it was sent: it all takes equally long."""
-        while self._under_way and self._under_way[0][0] <= until:
-            self._clock.time, node, news = self._under_way.popleft()
-            news(node)
+        """Each router's turn comes as often as in production; all digests take equally long."""
+        if self._share_lag is None:
+            return
+        while True:
+            arrives_at = self._under_way[0][0] if self._under_way else inf
+            at = min(arrives_at, self._due_at)
+            if at > until:
+                return
+            self._clock.time = at
+            if at == arrives_at:
+                _, digest = self._under_way.popleft()
+                for node in self.nodes:
+                    node.fleet.hear(digest)
+            else:
+                self._due_at += EVERY_S / len(self.nodes)
+                digest_due = next(self._next).fleet.digests.due(at)
+                if digest_due is not None:
+                    sent = decode(digest_due.encode())
+                    self._under_way.append((at + self._share_lag, sent))

@@ -172,7 +172,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--share-lag",
         type=_time,
         metavar="S",
-        help="seconds until a router hears what the others do (default: it hears nothing)",
+        help="seconds that digests take to the other routers (default: they never arrive)",
     )
     add("--poll-interval", type=_positive, default=0.2, metavar="S")
     add(

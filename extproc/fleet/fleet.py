@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from uuid import uuid4
 
 import numpy as np
 
-from extproc.clock import Clock, monotonic
+from extproc.clock import Clock, monotonic, wall
+from extproc.fleet.digest import Digest, Kind
+from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.health import Health
 from extproc.fleet.ledger import UNBOUNDED, Ledger, Ticket
 from extproc.fleet.newcomers import Newcomers
+from extproc.fleet.others import Others
 from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.progress import Progress
 from extproc.fleet.stalls import Stalls
@@ -37,13 +41,17 @@ class _Candidates:
 
 
 class Fleet:
-    """The replicas of a pool and this router's requests on them.
+    """The replicas of a pool, this router's requests on them, and what others tell of theirs.
 
     Between polls the fleet moves itself forward (:class:`~extproc.fleet.progress.Progress`). A poll
     corrects the count of steps, the end of a response corrects the prefill.
     """
 
-    def __init__(self, lengths: OutputLengths, clock: Clock = monotonic) -> None:
+    def __init__(
+        self, lengths: OutputLengths, clock: Clock = monotonic, wall: Clock = wall
+    ) -> None:
+        self.router = uuid4().hex[:16]
+        """Names this router among others, from its start to its end."""
         self.lengths = lengths
         self.health = Health(clock)
         self._clock = clock
@@ -52,7 +60,11 @@ class Fleet:
         """By row of the table; those of replicas that left stay until the row is used again."""
         self._replicas = Replicas()
         self._requests = Requests()
-        self._progress = Progress(self._replicas, self._requests, lengths, clock())
+        self.others = Others(self.router, self._replicas, self._rows, clock, wall)
+        self._progress = Progress(self._replicas, self._requests, self.others, lengths, clock())
+        self.digests = DigestSource(
+            self.router, self._replicas, self._requests, self._progress, self._states, wall
+        )
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[tuple[str, frozenset[str] | None], _Candidates] = {}
         self._stalls = Stalls()
@@ -173,6 +185,7 @@ class Fleet:
         self._replicas.write(
             row, steps=state.steps, polled_steps=state.steps, chunk=1.0, stretch=1.0
         )
+        self.others.clear(row)
         set_hardware(self._replicas, row, state, None)
         self._replicas.decode_step[row] = self._replicas.c0[row]
         self._rows[state.id] = row
@@ -249,6 +262,15 @@ class Fleet:
         """A request sent there was answered."""
         self.health.answered(replica)
 
+    # -- what other routers tell ------------------------------------------------------------
+
+    def hear(self, digest: Digest, age: float = 0.0) -> None:
+        """A router's digest came, that Redis has had for ``age`` seconds."""
+        if digest.replicas or digest.kind is not Kind.CHANGES:
+            self._progress.advance(self._clock())
+            self._progress.changed()
+        self.others.hear(digest, age)
+
     # -- what policies see ------------------------------------------------------------------
 
     def view(self, model: str, among: frozenset[str] | None = None) -> FleetView:
@@ -257,7 +279,10 @@ class Fleet:
         Where none says it serves it, every healthy one is in: an adapter may have been loaded
         since the poller asked, and a replica knows best what it does not serve.
         """
-        self._progress.advance(self._clock())
+        now = self._clock()
+        if self.others.look(now):
+            self._progress.changed()
+        self._progress.advance(now)
         self._progress.refresh()
         candidates = self._find(model, among)
         if self._newcomers:
@@ -281,6 +306,12 @@ class Fleet:
             stretch,
             *costs,
         ) = replicas.copy() if all_are else replicas.take(rows, axis=1)
+        if self.others.counted:
+            theirs = self._replicas.others
+            theirs = theirs if all_are else theirs.take(rows, axis=1)
+            requests += theirs[0]
+            queued += theirs[1]
+            enqueued += theirs[3]
         view = FleetView(
             rows,
             candidates.ids,
@@ -306,10 +337,13 @@ class Fleet:
     def sequences(self, view: FleetView) -> Sequences:
         """What is in flight on the candidates of a view; good until the fleet changes.
 
-        The ledger's sequences and, as one entry a replica, those of others.
+        The ledger's sequences, those other routers tell of, and those only polls saw, as one entry
+        a replica.
         """
         self._progress.look_ahead()
         on, figures, rows = self._requests.replica, self._requests.first(SEEN), view.rows
+        if self.others.counted:
+            on, figures = self.others.beside(on, figures)
         if len(rows) < len(self._replicas):
             candidate = np.full(len(self._replicas), -1, dtype=np.intp)
             candidate[rows] = np.arange(len(rows))

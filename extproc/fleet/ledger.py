@@ -99,7 +99,7 @@ class Ledger:
         replicas = self._replicas
         mark = float(replicas.enqueued[replica]) + tokens
         replicas.enqueued[replica] = mark
-        backlog = mark - replicas.prefilled[replica]
+        backlog = mark - replicas.prefilled[replica] + replicas.others_backlog[replica]
         replicas.chunk[replica] = max(min(backlog, replicas.token_budget[replica]), 1.0)
         return mark
 

@@ -82,7 +82,11 @@ def correct(
     then = mine[requests.sent_at[mine] <= sampled_at]
     weight = requests.weight[then]
     own = sum(np.maximum(weight, 1.0).tolist())
-    beyond = max(state.running + state.waiting - own, 0.0)
+    others = max(
+        replicas.others_decoding.item(row) + replicas.others_joining.item(row),
+        replicas.others_requests.item(row),
+    )
+    beyond = max(state.running + state.waiting - own - others, 0.0)
     # A request that ended between the scrape and now is seen by one poll only.
     replicas.foreign[row] = min(beyond, replicas.beyond[row])
     replicas.beyond[row] = beyond
@@ -90,7 +94,8 @@ def correct(
     started = requests.before[then] < inf
     own_kv = requests.prompt[then] + weight * requests.generated[then]
     used = state.kv_usage * replicas.kv_capacity[row]
-    replicas.kv_beyond[row] = used - float(own_kv @ started)
+    known_kv = float(own_kv @ started) + replicas.others_kv.item(row)
+    replicas.kv_beyond[row] = used - known_kv
     replicas.sampled_at[row] = sampled_at
 
 

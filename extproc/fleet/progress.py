@@ -4,6 +4,7 @@ from math import inf
 
 import numpy as np
 
+from extproc.fleet.others import Others
 from extproc.fleet.polls import fade
 from extproc.fleet.tables import Replicas, Requests, count
 from extproc.fleet.view import Floats
@@ -27,10 +28,16 @@ class Progress:
     """
 
     def __init__(
-        self, replicas: Replicas, requests: Requests, lengths: OutputLengths, now: float
+        self,
+        replicas: Replicas,
+        requests: Requests,
+        others: Others,
+        lengths: OutputLengths,
+        now: float,
     ) -> None:
         self._replicas = replicas
         self._requests = requests
+        self._others = others
         self._lengths = lengths
         self._as_of = now
         self._refreshed_at = now
@@ -82,25 +89,36 @@ class Progress:
         )
 
     def _move(self, elapsed: float) -> None:
-        replicas = self._replicas
+        replicas, others = self._replicas, self._others
         decoding: Floats | float = elapsed
-        if len((replicas.enqueued - replicas.prefilled > _ROUNDING).nonzero()[0]):
-            decoding = elapsed - self._prefill(elapsed)
+        part: Floats | float = 0.0
+        queue = replicas.enqueued - replicas.prefilled
+        if others.counted:
+            queue += replicas.others_backlog
+        before = replicas.steps.copy() if others.counted else replicas.steps
+        if len((queue > _ROUNDING).nonzero()[0]):
+            taken, part = self._prefill(elapsed, queue)
+            decoding = elapsed - taken
         replicas.steps += decoding / replicas.decode_step * (replicas.batch > 0)
+        if others.counted:
+            others.move(part, replicas.steps - before)
 
-    def _prefill(self, elapsed: float) -> Floats:
-        """Prefills the backlogs; returns the seconds that took."""
+    def _prefill(self, elapsed: float, queue: Floats) -> tuple[Floats, Floats]:
+        """Prefills the queues; returns the seconds that took, and the part of them that is done.
+
+        Where others' prompts are queued too, each router's are taken to advance alike: in which
+        order they came is not known, only how many tokens there are.
+        """
         replicas = self._replicas
         chunk = replicas.chunk
         rate = chunk / (replicas.decode_step + replicas.c_prefill * chunk)
-        prefilled = np.minimum(replicas.prefilled + elapsed * rate, replicas.enqueued)
-        done = prefilled - replicas.prefilled
-        replicas.prefilled[:] = prefilled
+        done = np.minimum(elapsed * rate, queue)
+        part = done / np.maximum(queue, _ROUNDING)
+        replicas.prefilled += (replicas.enqueued - replicas.prefilled) * part
         replicas.steps += done / chunk
         if self._start_decoding():
             self._sum_up()
-        taken: Floats = done / rate
-        return taken
+        return done / rate, part
 
     def _start_decoding(self) -> bool:
         """Those whose prompt is prefilled have their first token; returns whether any has."""
@@ -126,7 +144,10 @@ class Progress:
 
         fade(replicas, self._as_of)
         np.add(replicas.decoding, replicas.foreign, out=replicas.batch)
-        decoded = np.bincount(on, requests.weight * generated, minlength=len(replicas))
-        np.maximum(decoded + replicas.held + replicas.kv_beyond, 0.0, out=replicas.kv_used)
+        kv = np.bincount(on, requests.weight * generated, len(replicas)) + replicas.held
+        if self._others.counted:
+            replicas.batch += replicas.others_decoding
+            kv += replicas.others_kv
+        np.maximum(kv + replicas.kv_beyond, 0.0, out=replicas.kv_used)
         loaded = replicas.c_batch * replicas.batch + replicas.c_kv * replicas.kv_used
         np.add(replicas.c0, loaded, out=replicas.decode_step)

@@ -2,6 +2,7 @@
 
 from math import inf
 
+from extproc.fleet.digest import FIGURES
 from extproc.fleet.table import Table
 from extproc.fleet.view import Floats, Indices
 
@@ -16,7 +17,7 @@ class Replicas(Table):
     queued: Floats  # of these, without a token yet
     enqueued: Floats  # prompt tokens sent, in all
     prefilled: Floats  # of these, prefilled
-    foreign: Floats  # sequences that two polls in a row saw beyond the router's own: others'
+    foreign: Floats  # sequences that two polls in a row saw and no router told of
     polled_waiting: Floats  # requests in the replica's queue
     batch: Floats  # sequences decoding
     kv_used: Floats  # KV tokens of the sequences decoding
@@ -37,10 +38,22 @@ class Replicas(Table):
     chunk: Floats  # prompt tokens in the prefill step in progress
     decoding: Floats  # sequences of the router's own that decode
     held: Floats  # their prompt tokens
-    beyond: Floats  # sequences the last poll saw beyond the router's own
-    kv_beyond: Floats  # KV tokens beyond the router's own estimate; may be negative
+    beyond: Floats  # sequences the last poll saw beyond the router's own and others' digests
+    kv_beyond: Floats  # KV tokens beyond the estimate by the same; may be negative
     sampled_at: Floats  # when the last poll's figures were taken
     heard_at: Floats  # when the last poll's news came
+    # What other routers have there, by their digests and while these count:
+    others_requests: Floats
+    others_queued: Floats
+    others_joining: Floats
+    others_backlog: Floats
+    others_decoding: Floats
+    others_kv: Floats
+
+    @property
+    def others(self) -> Floats:
+        """The columns of other routers, as the rows of one array."""
+        return self._floats[-len(FIGURES) :, : self._length]
 
 
 IN_VIEW = [*Replicas.__annotations__].index("steps")

@@ -65,6 +65,8 @@ class DecisionRecord:
             "replica_name": decision.situation.view.names[decision.choice.first],
             "second": decision.second,
             "why": decision.why,
+            "fallback": decision.fallback,
+            "others_age_s": _short(decision.news_age),
             "predicted_ttft_s": _short(decision.predicted_ttft),
             "predicted_completion_s": _short(decision.predicted_completion),
             "candidates": list(self._candidates()),

@@ -7,6 +7,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import UNBOUNDED
 from extproc.predict.completion import Prediction, predict
 from extproc.request.profile import RequestProfile
+from extproc.route.comparison import seconds
 from extproc.route.policies import POLICIES
 from extproc.route.policy import Choice, Policy, Situation, find_policy
 
@@ -25,11 +26,23 @@ class Decision:
     made_by: Policy
     p90_output_tokens: float
     """Tokens that nine of ten sequences like its own do not exceed."""
+    news_age: float | None = None
+    """Seconds since the newest news of other routers was sent; None where there are no others."""
+    alone: bool = False
+    """That was too long ago: what they told does not count, only what polls saw."""
+
+    @property
+    def fallback(self) -> str:
+        """Why others' requests did not count, in a few words; empty where they did."""
+        if not self.alone or self.news_age is None:
+            return ""
+        return f"news of other routers is {seconds(self.news_age)} old and does not count"
 
     @property
     def why(self) -> str:
         """The reason for people, in words and figures; worked out anew each time."""
-        return self.made_by.why(self.situation, self.choice)
+        reason = self.made_by.why(self.situation, self.choice)
+        return f"{self.fallback}: {reason}" if self.alone else reason
 
     @property
     def replica(self) -> str:
@@ -102,7 +115,9 @@ class Router:
             self._policies[name] = find_policy(name, POLICIES)
         chosen_by = self._policies[name]
         choice = chosen_by.choose(situation, self._random)
-        return Decision(name, situation, choice, chosen_by, p90)
+        return Decision(
+            name, situation, choice, chosen_by, p90, fleet.others.news_age, fleet.others.alone
+        )
 
     def learn(
         self,

@@ -339,3 +339,20 @@ def per_token(decision: Decision, number: int) -> str:
 
 def longer(term: Floats, there: int, here: int) -> str:
     return f"{term[there - 1] - term[here - 1]:.2f} s"
+
+
+def test_a_decision_says_that_news_of_other_routers_was_too_old() -> None:
+    clock = ManualClock()
+    fleet, other = fleet_of(clock, A10, A10), fleet_of(clock, A10, A10)
+    other.dispatch(replica(1), chat(1000, 100))
+    digest = other.digests.due(clock())
+    assert digest is not None
+    fleet.hear(digest)
+    clock.advance(0.05)
+    fresh = decide(fleet, "completion", chat(100, 50))
+    assert (fresh.replica, fresh.fallback) == (replica(2), "")
+    assert fresh.news_age == pytest.approx(0.05)
+    clock.advance(0.3)
+    late = decide(fleet, "completion", chat(100, 50))
+    assert late.fallback == "news of other routers is 0.35 s old and does not count"
+    assert late.why.startswith(f"{late.fallback}: r")

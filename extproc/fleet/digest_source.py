@@ -1,0 +1,135 @@
+"""The router's own digest, taken from its tables when it is due."""
+
+from collections.abc import Sequence
+from math import inf
+
+import numpy as np
+
+from extproc.clock import Clock
+from extproc.fleet.digest import (
+    ALIVE_S,
+    EVERY_S,
+    NOTHING,
+    WHOLE_EVERY_S,
+    Digest,
+    Kind,
+)
+from extproc.fleet.progress import Progress
+from extproc.fleet.state import ReplicaState
+from extproc.fleet.tables import Replicas, Requests
+from extproc.fleet.view import Floats, Indices
+
+_SOON = EVERY_S / 2
+"""Seconds: what is due before the next time it is asked is due."""
+_BARS = 18
+"""Bars of a histogram, one a doubling of the remaining length: up to 131,072 tokens and more."""
+
+
+class DigestSource:
+    """Makes digests: of what changed, now and then a whole one, and at times an empty one.
+
+    Requests that go on as was to be expected change nothing: who hears of them moves them forward.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        replicas: Replicas,
+        requests: Requests,
+        progress: Progress,
+        states: Sequence[ReplicaState],
+        wall: Clock,
+    ) -> None:
+        self._router = router
+        self._replicas = replicas
+        self._requests = requests
+        self._progress = progress
+        self._states = states
+        self._wall = wall
+        self._number = 0
+        self._told = np.zeros((3, 0))
+        self._sent_at = -inf
+        self._whole_at = -inf
+
+    def due(self, now: float) -> Digest | None:
+        """The digest to send now; None where none is. To be asked every ``EVERY_S``."""
+        replicas = self._replicas
+        current = self._changing()
+        overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
+        whole = overdue or current.shape != self._told.shape
+        if whole:
+            rows = replicas.requests.nonzero()[0]
+        else:
+            rows = (current != self._told).any(axis=0).nonzero()[0]
+            silent = now - self._sent_at
+            if not len(rows) and not (len(self._requests) and silent > ALIVE_S - _SOON):
+                return None
+        digest = self._digest(Kind.WHOLE if whole else Kind.CHANGES, rows, now)
+        self._told, self._sent_at = self._changing(), now
+        if whole:
+            self._whole_at = now
+        return digest
+
+    def _changing(self) -> Floats:
+        """What every event changes, for each replica."""
+        replicas = self._replicas
+        return np.array([replicas.requests, replicas.queued, replicas.enqueued])
+
+    def repeat(self) -> None:
+        """The last one may not have arrived: the next is a whole one."""
+        self._whole_at = -inf
+
+    def farewell(self) -> Digest:
+        """The last one, of a router that stops."""
+        return self._digest(Kind.FAREWELL, np.zeros(0, dtype=np.intp), self._sent_at)
+
+    def _digest(self, kind: Kind, rows: Indices, now: float) -> Digest:
+        self._number += 1
+        figures, on, sequences = NOTHING
+        if len(rows):
+            self._progress.advance(now)
+            self._progress.refresh()
+            self._progress.look_ahead()
+            figures = self._figures()[:, rows]
+            on, sequences = self._histogram(rows)
+        ids = tuple(self._states[row].id for row in rows)
+        return Digest(self._router, self._number, self._wall(), kind, ids, figures, on, sequences)
+
+    def _figures(self) -> Floats:
+        replicas, requests = self._replicas, self._requests
+        on, count = requests.replica, len(replicas)
+        joining = np.bincount(on, requests.weight * (requests.before == inf), count)
+        generated = np.bincount(on, requests.weight * requests.generated, count)
+        backlog = np.maximum(replicas.enqueued - replicas.prefilled, 0.0)
+        return np.array(
+            [
+                replicas.requests,
+                replicas.queued,
+                joining,
+                backlog,
+                np.maximum(replicas.decoding, 0.0),
+                np.maximum(replicas.held + generated, 0.0),
+            ]
+        )
+
+    def _histogram(self, rows: Indices) -> tuple[Indices, Floats]:
+        """Remaining lengths of the sequences on these replicas: which of them, and the bars."""
+        requests = self._requests
+        place = np.full(len(self._replicas), -1, dtype=np.intp)
+        place[rows] = np.arange(len(rows))
+        on = place[requests.replica]
+        here = ((on >= 0) & (requests.weight > 0.0)).nonzero()[0]
+        weight, remaining = requests.weight[here], requests.remaining[here]
+        doublings = np.log2(np.maximum(remaining, 1.0)).astype(np.intp)
+        bars, bar = np.unique(
+            on[here] * _BARS + np.minimum(doublings, _BARS - 1), return_inverse=True
+        )
+        together = np.bincount(bar, weight, len(bars))
+        sequences = np.array(
+            [
+                together,
+                np.bincount(bar, weight * requests.context[here], len(bars)) / together,
+                np.bincount(bar, weight * remaining, len(bars)) / together,
+            ]
+        )
+        return bars // _BARS, sequences

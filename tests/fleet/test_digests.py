@@ -1,0 +1,401 @@
+"""What routers tell each other, and what each makes of it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from extproc.fleet.digest import EVERY_S, NOTHING, Digest, Kind, decode
+from extproc.fleet.fleet import Fleet
+from extproc.predict.lengths import OutputLengths
+from tests.fakes import MODEL, ManualClock, chat, embedding, replica, state
+
+A10 = "llama-8b-a10"
+
+
+def routers(clock: ManualClock, count: int, replicas: int = 2) -> list[Fleet]:
+    fleets = [Fleet(OutputLengths(), clock, clock) for _ in range(count)]
+    for fleet in fleets:
+        for number in range(1, replicas + 1):
+            fleet.put(state(number, A10, clock))
+    return fleets
+
+
+def tell(teller: Fleet, *hearers: Fleet, clock: ManualClock) -> Digest | None:
+    """Sends what is due, as bytes; None where nothing is."""
+    digest = teller.digests.due(clock())
+    if digest is not None:
+        for hearer in hearers:
+            hearer.hear(decode(digest.encode()))
+    return digest
+
+
+def seen(fleet: Fleet, *columns: str) -> list[list[float]]:
+    view = fleet.view(MODEL)
+    return [getattr(view, column).tolist() for column in columns]
+
+
+# -- the encoding ---------------------------------------------------------------------------
+
+
+def test_a_digest_is_decoded_as_it_was_encoded() -> None:
+    clock = ManualClock()
+    (fleet,) = routers(clock, 1)
+    for size in (10, 1000, 3000):
+        fleet.dispatch(replica(1), chat(size, 200, sequences=2))
+    fleet.dispatch(replica(2), embedding(50))
+    clock.advance(0.5)
+    sent = fleet.digests.due(clock())
+    assert sent is not None
+    data = sent.encode()
+    got = decode(data)
+    assert (got.router, got.number, got.sent_at) == (fleet.router, sent.number, clock())
+    assert got.kind is Kind.WHOLE
+    assert got.replicas == (replica(1), replica(2))
+    np.testing.assert_allclose(got.figures, sent.figures, rtol=1e-6)
+    np.testing.assert_allclose(got.sequences, sent.sequences, rtol=1e-6)
+    assert got.on.tolist() == sent.on.tolist()
+    assert len(data) < 44 + 2 * 40 + 12 * len(sent.on)
+
+
+def test_remaining_lengths_are_told_as_a_histogram() -> None:
+    clock = ManualClock()
+    (fleet,) = routers(clock, 1)
+    for bound in (2, 2, 40, 45, 50):
+        fleet.dispatch(replica(1), chat(100, bound))
+    digest = fleet.digests.due(clock())
+    assert digest is not None
+    weight, context, remaining = digest.sequences
+    own = fleet.sequences(fleet.view(MODEL))
+    assert weight.sum() == 5
+    assert len(weight) < 5
+    assert context.tolist() == [100] * len(weight)
+    assert weight @ remaining == pytest.approx(own.remaining.sum())
+
+
+@pytest.mark.parametrize("cut", [0, 1, 10, 43, 60, -1])
+def test_a_digest_that_is_cut_short_is_refused(cut: int) -> None:
+    clock = ManualClock()
+    (fleet,) = routers(clock, 1)
+    fleet.dispatch(replica(1), chat(10))
+    digest = fleet.digests.due(clock())
+    assert digest is not None
+    with pytest.raises(ValueError, match="digest"):
+        decode(digest.encode()[:cut])
+
+
+def test_what_is_no_digest_is_refused() -> None:
+    clock = ManualClock()
+    (fleet,) = routers(clock, 1)
+    fleet.dispatch(replica(1), chat(10))
+    digest = fleet.digests.due(clock())
+    assert digest is not None
+    data = digest.encode()
+    with pytest.raises(ValueError, match="version"):
+        decode(bytes([data[0] + 1]) + data[1:])
+    with pytest.raises(ValueError, match="figures"):
+        decode(replace(digest, figures=digest.figures * np.nan).encode())
+    with pytest.raises(ValueError, match="figures"):
+        decode(replace(digest, sequences=-digest.sequences).encode())
+    with pytest.raises(ValueError, match="figures"):
+        decode(replace(digest, sent_at=float("inf")).encode())
+    random = np.random.default_rng(1)
+    for _ in range(2000):
+        garbage = bytearray(data)
+        for at in random.integers(0, len(data), 3):
+            garbage[at] = random.integers(0, 256)
+        try:
+            decode(bytes(garbage))
+        except ValueError:
+            continue
+
+
+# -- when there is something to tell --------------------------------------------------------
+
+
+def test_a_router_speaks_when_something_changed_and_now_and_then_else() -> None:
+    clock = ManualClock()
+    (fleet,) = routers(clock, 1)
+
+    def kinds(seconds: float) -> list[tuple[str, int]]:
+        said = []
+        for _ in range(round(seconds / EVERY_S)):
+            clock.advance(EVERY_S)
+            digest = fleet.digests.due(clock())
+            if digest is not None:
+                said.append((digest.kind.name, len(digest.replicas)))
+        return said
+
+    assert kinds(0.02) == [("WHOLE", 0)]
+    assert kinds(2.0) == [("WHOLE", 0)] * 4, "idle: it is alive, and no more"
+    ticket = fleet.dispatch(replica(1), embedding(0))
+    assert kinds(0.06)[0] == ("CHANGES", 1)
+    busy = kinds(0.4)
+    assert set(busy) == {("CHANGES", 0)}
+    assert len(busy) == 10, "nothing changed, and nobody takes it for dead"
+    fleet.release(ticket)
+    assert kinds(0.02) == [("CHANGES", 1)]
+    assert ("CHANGES", 0) not in kinds(0.2), "idle again"
+
+
+def test_what_was_not_sent_is_repeated_as_a_whole() -> None:
+    clock = ManualClock()
+    (fleet,) = routers(clock, 1)
+    fleet.dispatch(replica(1), chat(10))
+    fleet.digests.due(clock())
+    fleet.digests.repeat()
+    digest = fleet.digests.due(clock())
+    assert digest is not None
+    assert (digest.kind, digest.replicas) == (Kind.WHOLE, (replica(1),))
+
+
+# -- what others make of it -----------------------------------------------------------------
+
+
+def test_others_requests_count_and_go_as_they_do() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    ticket = one.dispatch(replica(1), chat(1000, 100, sequences=3))
+    tell(one, two, clock=clock)
+    columns = ("requests", "waiting", "backlog", "batch", "kv_used")
+    assert seen(two, *columns) == seen(one, *columns)
+    assert seen(two, "requests", "backlog") == [[1, 0], [1000, 0]]
+    ours, theirs = (fleet.sequences(fleet.view(MODEL)) for fleet in (one, two))
+    assert ours.weight @ ours.remaining == pytest.approx(theirs.weight @ theirs.remaining)
+    clock.advance(EVERY_S)
+    one.release(ticket)
+    tell(one, two, clock=clock)
+    assert seen(two, *columns) == [[0, 0]] * 5
+
+
+def test_others_requests_move_forward_between_digests() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    for _ in range(3):
+        one.dispatch(replica(1), chat(1000, 500))
+    tell(one, two, clock=clock)
+    for _ in range(40):
+        clock.advance(0.02)
+        for fleet in (one, two):
+            fleet.view(MODEL)
+        (ours,), (theirs,) = ([seen(fleet, "backlog")[0][0]] for fleet in (one, two))
+        assert theirs == pytest.approx(ours, rel=0.02, abs=1)
+        two.hear(_still(one, clock))
+    for _ in range(25):
+        clock.advance(0.02)
+        for fleet in (one, two):
+            fleet.view(MODEL)
+        two.hear(_still(one, clock))
+    assert seen(two, "batch")[0][0] == pytest.approx(3, abs=0.01)
+    assert seen(two, "waiting")[0][0] == pytest.approx(0, abs=0.01)
+    kv, expected = (seen(fleet, "kv_used")[0][0] for fleet in (two, one))
+    assert kv == pytest.approx(expected, rel=0.02)
+    before = two.sequences(two.view(MODEL)).context[0]
+    clock.advance(0.05)
+    assert two.sequences(two.view(MODEL)).context[0] > before
+
+
+def _still(fleet: Fleet, clock: ManualClock) -> Digest:
+    """A sign of life, and no more."""
+    number = round(clock() * 1000)
+    return Digest(fleet.router, number, clock(), Kind.CHANGES, (), *NOTHING)
+
+
+def test_a_prompt_takes_longer_beside_others() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    one.dispatch(replica(1), chat(3000, 100))
+    two.dispatch(replica(1), chat(1000, 100))
+    tell(one, two, clock=clock)
+    clock.advance(0.5)
+    two.hear(_still(one, clock))
+    assert 0 < seen(two, "backlog")[0][0] < 4000
+    clock.advance(1.0)
+    two.hear(_still(one, clock))
+    assert seen(two, "backlog", "batch") == [[0, 0], [2, 0]]
+
+
+def test_the_first_digest_takes_others_out_of_what_polls_saw() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    for _ in range(4):
+        one.dispatch(replica(1), chat(100, 1000))
+    clock.advance(0.5)
+    for _ in range(2):
+        clock.advance(0.2)
+        for fleet in (one, two):
+            fleet.put(state(1, A10, clock, running=6, kv_usage=0.05))
+    assert seen(two, "requests")[0][0] == 6
+    tell(one, two, clock=clock)
+    assert seen(two, "requests", "batch") == [[6, 0], [6, 0]]
+    clock.advance(0.05)
+    tell(one, two, clock=clock)
+    two.put(state(1, A10, clock, running=6, kv_usage=0.05))
+    assert seen(two, "requests", "batch") == [[6, 0], [6, 0]]
+    assert seen(two, "kv_used")[0][0] == pytest.approx(0.05 * 42_000, rel=0.1)
+
+
+def test_a_router_that_says_farewell_is_gone_at_once() -> None:
+    clock = ManualClock()
+    one, two, three = routers(clock, 3)
+    one.dispatch(replica(1), chat(100, 1000))
+    three.dispatch(replica(2), chat(100, 1000))
+    for fleet in (one, three):
+        tell(fleet, two, clock=clock)
+    two.hear(decode(one.digests.farewell().encode()))
+    assert seen(two, "requests") == [[0, 1]]
+    assert len(two.others) == 1
+
+
+def test_a_router_that_dies_takes_its_load_with_it() -> None:
+    clock = ManualClock()
+    one, two, three = routers(clock, 3)
+    one.dispatch(replica(1), chat(100, 1000))
+    tell(one, two, clock=clock)
+    for _ in range(100):
+        clock.advance(EVERY_S)
+        tell(three, two, clock=clock)
+    assert seen(two, "requests") == [[0, 0]]
+    assert len(two.others) == 1
+
+
+def test_what_comes_late_or_twice_changes_nothing() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    ticket = one.dispatch(replica(1), chat(100, 1000))
+    early = one.digests.due(clock())
+    assert early is not None
+    one.release(ticket)
+    clock.advance(EVERY_S)
+    tell(one, two, clock=clock)
+    two.hear(early)
+    assert seen(two, "requests") == [[0, 0]]
+
+
+def test_replicas_that_are_not_known_yet_are_passed_over() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    one.put(state(3, A10, clock))
+    one.dispatch(replica(3), chat(100, 1000))
+    one.dispatch(replica(2), chat(100, 1000))
+    tell(one, two, clock=clock)
+    assert seen(two, "requests") == [[0, 1]]
+    assert len(two.sequences(two.view(MODEL)).weight) == 1
+    two.put(state(3, A10, clock))
+    clock.advance(0.6)
+    tell(one, two, clock=clock)
+    assert seen(two, "requests") == [[0, 1, 1]]
+
+
+def test_a_new_replica_does_not_inherit_others_requests() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    one.dispatch(replica(1), chat(100, 1000))
+    tell(one, two, clock=clock)
+    two.remove(replica(1))
+    two.put(state(7, A10, clock))
+    assert seen(two, "requests") == [[0, 0]]
+    assert len(two.sequences(two.view(MODEL)).weight) == 0
+
+
+# -- how fresh it is ------------------------------------------------------------------------
+
+
+def test_news_that_is_old_does_not_count_until_there_is_new() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    one.dispatch(replica(1), chat(100, 1000))
+    two.dispatch(replica(2), chat(100, 1000))
+    tell(one, two, clock=clock)
+    clock.advance(0.09)
+    assert seen(two, "requests") == [[1, 1]]
+    assert not two.others.alone
+    clock.advance(0.02)
+    assert seen(two, "requests", "backlog") == [[0, 1], [0, 0]]
+    assert len(two.sequences(two.view(MODEL)).weight) == 1
+    assert two.others.alone
+    assert two.others.news_age == pytest.approx(0.11)
+    tell(one, two, clock=clock)
+    assert seen(two, "requests") == [[1, 1]]
+    assert not two.others.alone
+
+
+def test_a_router_without_requests_may_be_silent_for_longer() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    for _ in range(200):
+        clock.advance(EVERY_S)
+        tell(one, two, clock=clock)
+        two.view(MODEL)
+        assert not two.others.alone
+    clock.advance(1.0)
+    two.view(MODEL)
+    assert two.others.alone
+
+
+def test_one_dead_router_does_not_make_the_others_old_news() -> None:
+    clock = ManualClock()
+    one, two, three = routers(clock, 3)
+    for fleet in (one, three):
+        fleet.dispatch(replica(1), chat(100, 1000))
+        tell(fleet, two, clock=clock)
+    for _ in range(50):
+        clock.advance(EVERY_S)
+        tell(three, two, clock=clock)
+        two.view(MODEL)
+        assert not two.others.alone
+
+
+def test_the_time_digests_are_under_way_is_part_of_their_age() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    for lag, alone in ((0.05, False), (0.5, True), (0.05, False)):
+        one.dispatch(replica(1), chat(100, 1000))
+        theirs, own = (fleet.digests.due(clock()) for fleet in (one, two))
+        assert theirs is not None
+        assert own is not None
+        clock.advance(lag)
+        for digest in (theirs, own):
+            two.hear(digest)
+        two.view(MODEL)
+        assert two.others.alone is alone
+        clock.advance(1.0 - lag)
+
+
+def test_the_clocks_of_two_machines_may_differ() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    one.dispatch(replica(1), chat(100, 1000))
+    digest = one.digests.due(clock())
+    assert digest is not None
+    two.hear(replace(digest, sent_at=clock() - 3600))
+    assert seen(two, "requests") == [[1, 0]]
+
+
+def test_a_router_that_is_cut_off_knows_that_others_are_still_there() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    two.others.cut_off()
+    two.view(MODEL)
+    assert not two.others.alone, "there was nobody"
+    two.others.connected()
+    one.dispatch(replica(1), chat(100, 1000))
+    tell(one, two, clock=clock)
+    two.others.cut_off()
+    for _ in range(10):
+        clock.advance(1.0)
+        assert seen(two, "requests") == [[0, 0]]
+        assert two.others.alone
+    two.others.connected()
+    tell(one, two, clock=clock)
+    assert seen(two, "requests") == [[1, 0]]
+    assert not two.others.alone
+
+
+def test_a_router_alone_has_nobody_to_wait_for() -> None:
+    clock = ManualClock()
+    (fleet,) = routers(clock, 1)
+    tell(fleet, fleet, clock=clock)
+    clock.advance(10)
+    fleet.view(MODEL)
+    assert (fleet.others.alone, fleet.others.news_age, len(fleet.others)) == (False, None, 0)
