@@ -61,6 +61,19 @@ class RouterMetrics:
         self.worker = Gauge(
             "extproc_worker", "Number of this worker process, from 0.", registry=registry
         )
+        self.other_routers = Gauge(
+            "extproc_other_routers",
+            "Other routers of the pool that are heard of.",
+            registry=registry,
+        )
+        self.digest_age = Histogram(
+            "extproc_digest_age_seconds",
+            "Age of other routers' digests when they arrive: this machine's time less the sender's "
+            "when it was sent. A difference between two machines' clocks is in it, and nothing is "
+            "below zero; decisions do not depend on it.",
+            buckets=(1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
+            registry=registry,
+        )
         self.open_streams = Gauge(
             "extproc_open_streams", "ext_proc streams open now.", registry=registry
         )

@@ -25,6 +25,7 @@ from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
 from extproc.server.exchange import Services
 from extproc.server.service import GrpcServer
+from extproc.server.sharing import share
 from extproc.state.connection import connect
 from extproc.state.store import Change, Put, Removed, Snapshot, StateReader
 
@@ -110,9 +111,10 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
 
 
 async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> None:
-    """What tells the fleets of the replicas: pollers through Redis, or some in this process."""
+    """What tells the fleets of replicas and other routers: Redis, or pollers in this process."""
     if pools[0].config.state == "redis":
         parts = [follow_state(one.config, one.fleet) for one in pools]
+        parts += [share(one.config, one.fleet, one.metrics) for one in pools]
     else:
         metrics = PollMetrics(registry)
         parts = [poll_into(one.fleet, one.config, metrics) for one in pools]
@@ -192,6 +194,7 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
+        metrics.other_routers.set(max(len(fleet.others) for fleet in fleets))
         # Of a pool that never had a replica there is no news.
         oldest = min((fleet.heard_at for fleet in fleets if fleet.states), default=None)
         metrics.state_age.set(clock() - (fleets[0].heard_at if oldest is None else oldest))

@@ -34,3 +34,18 @@ def lease_key(pool: str, replica_id: str) -> str:
 def pollers_key(pool: str) -> str:
     """Key of the pool's live pollers: a sorted set, by the millisecond until which each counts."""
     return f"{{{pool}}}:pollers"
+
+
+def router_key(pool: str, router: str) -> str:
+    """Key of one router's digest, as :mod:`extproc.fleet.digest` encodes it; it expires."""
+    return f"{{{pool}}}:router:{router}"
+
+
+def router_pattern(pool: str) -> str:
+    """Glob that matches the keys of all the pool's routers."""
+    return router_key(pool, "*")
+
+
+def digests_channel(pool: str) -> str:
+    """Pub/sub channel that carries every digest."""
+    return f"{{{pool}}}:digests"

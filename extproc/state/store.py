@@ -9,27 +9,23 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from redis.asyncio import Redis
-from redis.asyncio.client import PubSub
-from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.backoff import Backoff
 from extproc.fleet.state import ReplicaState
-from extproc.state.connection import TIMEOUT_S, Outage, in_time
+from extproc.state.connection import Outage, in_time
 from extproc.state.keys import changes_channel, lease_key, replica_key, replica_pattern
+from extproc.state.read import keys_like, messages_of
 
 log = logging.getLogger(__name__)
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 0.5
 """Half of the second within which a router is to be full again after Redis is back."""
-
-_SCAN_PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +155,7 @@ class StateReader:
 
     async def _connected(self) -> AsyncGenerator[Change]:
         channel = changes_channel(self._pool)
-        async with self._redis.pubsub() as pubsub, aclosing(_messages(pubsub)) as messages:
+        async with self._redis.pubsub() as pubsub, aclosing(messages_of(pubsub)) as messages:
             async with in_time():
                 await pubsub.subscribe(channel)
             async for message in messages:
@@ -208,16 +204,7 @@ class StateReader:
         return None if value is None else self._state(key, value)
 
     async def _keys(self) -> set[bytes | str]:
-        keys: set[bytes | str] = set()
-        cursor = 0
-        while True:
-            async with in_time():
-                cursor, page = await self._redis.scan(
-                    cursor, match=replica_pattern(self._pool), count=_SCAN_PAGE
-                )
-            keys.update(page)
-            if cursor == 0:
-                return keys
+        return await keys_like(self._redis, replica_pattern(self._pool))
 
     def _state(self, key: bytes | str, value: bytes | str) -> ReplicaState | None:
         try:
@@ -240,23 +227,3 @@ class StateReader:
         self._warned.add(source)
         what = error.errors(include_url=False, include_input=False)[0]["msg"]
         log.warning("skipped garbage in redis", extra={"source": source, "error": what})
-
-
-async def _messages(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
-    """Yield what arrives; ping when nothing does, so that a dead connection is noticed.
-
-    Raises:
-        RedisConnectionError: nothing came for ``TIMEOUT_S`` after a ping, or the connection ended.
-    """
-    pinged = False
-    while True:
-        message = await pubsub.get_message(timeout=TIMEOUT_S)
-        if message is not None:
-            pinged = False
-            yield message
-        elif pinged:
-            raise RedisConnectionError(f"no answer within {TIMEOUT_S:g} s")
-        else:
-            async with in_time():
-                await pubsub.ping()
-            pinged = True

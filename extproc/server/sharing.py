@@ -1,0 +1,64 @@
+"""The router among others: it tells what it has in flight, and hears what they have."""
+
+import asyncio
+from contextlib import aclosing, suppress
+from random import Random
+
+from redis.exceptions import RedisError
+
+from extproc.backoff import Backoff
+from extproc.clock import Clock, monotonic, wall
+from extproc.config import Config
+from extproc.fleet.digest import EVERY_S
+from extproc.fleet.fleet import Fleet
+from extproc.observe.metrics import RouterMetrics
+from extproc.state.connection import connect
+from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
+from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
+
+
+async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
+    """Tells and hears, for ever; says farewell when it is cancelled."""
+    async with connect(config.redis.url, config.pool) as redis, asyncio.TaskGroup() as tasks:
+        tasks.create_task(tell(DigestWriter(redis, config.pool), fleet))
+        tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
+
+
+async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> None:
+    """Sends each digest when it is due, for ever; the last one when it is cancelled."""
+    backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, Random())
+    try:
+        while True:
+            started = clock()
+            digest = fleet.digests.due(started)
+            try:
+                if digest is not None:
+                    await writer.send(digest)
+                    backoff.reset()
+            except (RedisError, OSError):
+                fleet.digests.repeat()
+                await asyncio.sleep(backoff.next())
+            await asyncio.sleep(max(EVERY_S - (clock() - started), 0.0))
+    finally:
+        with suppress(RedisError, OSError):
+            await writer.send(fleet.digests.farewell())
+
+
+async def hear(reader: DigestReader, fleet: Fleet, metrics: RouterMetrics) -> None:
+    """Brings every router's digests into the fleet, for ever."""
+    async with aclosing(reader.news()) as news:
+        async for one in news:
+            take(one, fleet, metrics)
+
+
+def take(news: News, fleet: Fleet, metrics: RouterMetrics) -> None:
+    """What was heard, brought into the fleet."""
+    match news:
+        case Heard(digest, age):
+            if digest.router != fleet.router and not age:
+                metrics.digest_age.observe(max(wall() - digest.sent_at, 0.0))
+            fleet.hear(digest, age)
+        case Connected():
+            fleet.others.connected()
+        case CutOff():
+            fleet.others.cut_off()

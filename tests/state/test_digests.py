@@ -1,0 +1,153 @@
+"""Routers' digests through a real Redis, which is killed and fed garbage."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from random import Random
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from extproc.config import Config
+from extproc.fleet.digest import Digest
+from extproc.fleet.fleet import Fleet
+from extproc.observe.metrics import RouterMetrics
+from extproc.predict.lengths import OutputLengths
+from extproc.server.sharing import share
+from extproc.state.connection import connect
+from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
+from extproc.state.keys import digests_channel, router_key
+from tests.conftest import Logged, RedisServer
+from tests.fakes import MODEL, ManualClock, chat, replica, state
+
+pytestmark = pytest.mark.process
+
+Next = Callable[[], Awaitable[News]]
+A10 = "llama-8b-a10"
+
+
+@asynccontextmanager
+async def reading(url: str) -> AsyncIterator[Next]:
+    """Yield a function that awaits the reader's next news."""
+    async with (
+        connect(url, "test") as redis,
+        aclosing(DigestReader(redis, "test", Random(1)).news()) as news,
+    ):
+
+        async def following() -> News:
+            async with asyncio.timeout(10):
+                return await anext(news)
+
+        yield following
+
+
+def router() -> Fleet:
+    """A router with a request in flight."""
+    clock = ManualClock()
+    fleet = Fleet(OutputLengths(), clock, clock)
+    fleet.put(state(1, A10, clock))
+    fleet.dispatch(replica(1), chat(100))
+    return fleet
+
+
+def due(fleet: Fleet) -> Digest:
+    fleet.digests.repeat()
+    digest = fleet.digests.due(0.0)
+    assert digest is not None
+    return digest
+
+
+async def heard(following: Next) -> Digest:
+    news = await following()
+    assert isinstance(news, Heard)
+    return news.digest
+
+
+async def test_a_reader_hears_what_is_there_and_then_what_comes(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    fleet, writer = router(), DigestWriter(redis_client, "test")
+    first = due(fleet)
+    await writer.send(first)
+    assert 0 < await redis_client.pttl(router_key("test", fleet.router)) <= 2000
+    async with reading(redis_server.url) as following:
+        assert await following() == Connected()
+        found = await following()
+        assert isinstance(found, Heard)
+        assert found.digest.encode() == first.encode()
+        assert 0 <= found.age <= 2
+        await writer.send(second := due(fleet))
+        assert (await heard(following)).encode() == second.encode()
+        await writer.send(last := fleet.digests.farewell())
+        assert (await heard(following)).encode() == last.encode()
+        assert not await redis_client.exists(router_key("test", fleet.router))
+
+
+async def test_garbage_is_skipped_with_one_line(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    fleet, writer = router(), DigestWriter(redis_client, "test")
+    await redis_client.set(router_key("test", "garbage"), b"\x63 a later version")
+    await redis_client.hset(router_key("test", "hash"), "field", "value")
+    async with reading(redis_server.url) as following:
+        assert await following() == Connected()
+        for _ in range(3):
+            await redis_client.publish(digests_channel("test"), b"\x63 a later version")
+            await redis_client.publish(digests_channel("test"), b"\x01 and what is none")
+        await writer.send(first := due(fleet))
+        assert (await heard(following)).encode() == first.encode()
+    assert [line["source"] for line in logged.lines()] == [
+        router_key("test", "garbage"),
+        digests_channel("test"),
+    ]
+
+
+async def test_redis_that_is_killed_and_comes_back_empty(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    fleet, writer = router(), DigestWriter(redis_client, "test")
+    async with reading(redis_server.url) as following:
+        assert await following() == Connected()
+        await redis_server.kill()
+        assert await following() == CutOff()
+        await redis_server.start()
+        while await following() != Connected():
+            pass
+        await writer.send(first := due(fleet))
+        assert (await heard(following)).encode() == first.encode()
+
+
+async def test_routers_count_each_others_requests_until_one_stops(
+    redis_server: RedisServer,
+) -> None:
+    config = Config.model_validate({"pool": "test", "redis": {"url": redis_server.url}})
+    fleets = [Fleet(OutputLengths()) for _ in range(2)]
+    sharing = []
+    for fleet in fleets:
+        fleet.put(state(1, A10, ManualClock()))
+        metrics = RouterMetrics(CollectorRegistry())
+        sharing.append(asyncio.create_task(share(config, fleet, metrics)))
+    one, two = fleets
+    one.dispatch(replica(1), chat(100))
+    try:
+        await _sees(two, 1)
+        await redis_server.kill()
+        await _sees(two, 0)
+        assert two.others.alone
+        await redis_server.start()
+        await _sees(two, 1)
+        sharing[0].cancel()
+        await _sees(two, 0)
+        assert len(two.others) == 0
+    finally:
+        for task in sharing:
+            task.cancel()
+        ended = await asyncio.gather(*sharing, return_exceptions=True)
+    assert all(isinstance(error, asyncio.CancelledError) for error in ended)
+
+
+async def _sees(fleet: Fleet, requests: int) -> None:
+    async with asyncio.timeout(10):
+        while fleet.view(MODEL).requests[0] != requests:  # noqa: ASYNC110 - no event is there
+            await asyncio.sleep(0.01)
