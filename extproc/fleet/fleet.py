@@ -402,6 +402,8 @@ class Fleet:
     def _without_full(self, candidates: _Candidates) -> _Candidates:
         """Without newcomers that may have no more requests for now, unless that is all of them."""
         requests = self._replicas.requests + self._replicas.foreign
+        if self.others.counted:
+            requests += self._replicas.others_requests
         rows = candidates.rows.tolist()
         found = (
             (row, self._newcomers.too_much(self._states[row].id, requests[row])) for row in rows
