@@ -20,6 +20,8 @@ _FORMAT = {
     "path": "%PATH(NQ)%",
     "status": "%RESPONSE_CODE%",
     "upstream": "%UPSTREAM_HOST%",
+    "destination": "%REQ(X-GATEWAY-DESTINATION-ENDPOINT)%",
+    "flags": "%RESPONSE_FLAGS%",
     "duration_ms": "%DURATION%",
 } | {name: f"%FILTER_STATE(envoy.filters.http.ext_proc:FIELD:{name})%" for name in _ADDED}
 
@@ -37,6 +39,10 @@ class Access:
     duration_s: float
     added_ms: float | None
     """Milliseconds it waited for the router before it left; None where that did not answer."""
+    destination: str = ""
+    """What the router set: its choice, and a second one; empty: it was not asked."""
+    flags: str = ""
+    """Envoy's response flags: why a request failed."""
 
 
 def add_access_log(bootstrap: str, path: Path) -> str:
@@ -94,6 +100,8 @@ def _access(record: dict[str, Any]) -> Access:
         upstream=record["upstream"] or "",
         duration_s=record["duration_ms"] / 1000,
         added_ms=None if None in waits else sum(filter(None, waits)) / 1000,
+        destination=record["destination"] or "",
+        flags=record["flags"] or "",
     )
 
 

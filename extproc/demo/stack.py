@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -14,7 +15,7 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
-from extproc.address import shift_port
+from extproc.address import shift_port, split_address
 from extproc.demo.access_log import add_access_log
 from extproc.demo.envoy_config import render
 from extproc.demo.ports import pick_ports
@@ -44,6 +45,8 @@ class SimulatedReplica:
     """Hardware profile it has, and is known to the router to have."""
     arguments: tuple[str, ...] = ()
     """Further ones of ``extproc replica``."""
+    program: tuple[str, ...] = ("extproc", "replica")
+    """What ``python -m`` runs: another program may take the same arguments."""
 
 
 FLEET = (
@@ -58,14 +61,15 @@ USUAL_PORTS: Mapping[str, int] = MappingProxyType(
 )
 """Ports that people know; the demo takes them where they are free."""
 
-_OTHER_PORTS = ("envoy", "envoy-admin", "router", "router-admin", "poller-admin", "redis")
+_OTHER_PORTS = ("envoy", "envoy-admin", "redis")
 
 
 class Stack:
     """Runs the system within an ``async with`` block, and stops every process at its end.
 
     Processes are called ``redis``, ``poller``, ``router``, ``envoy``, and by the names of the
-    replicas. Each may be killed and started again; it keeps its ports.
+    replicas; further pollers and routers ``poller-2``, ``router-2`` and so on. Each may be killed
+    and started again; it keeps its ports.
     """
 
     def __init__(
@@ -75,6 +79,8 @@ class Stack:
         settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         usual_ports: Mapping[str, int] = MappingProxyType({}),
         workers: int = 1,
+        routers: int = 1,
+        pollers: int = 1,
     ) -> None:
         """A stack that does not run yet.
 
@@ -84,12 +90,17 @@ class Stack:
             settings: sections of the configuration of router and poller, added to those needed
                 here; ``{"route": {"policy": "lmetric"}}``.
             usual_ports: ports to take where they are free, by the names in ``ports``.
-            workers: processes of the router; Envoy lists them all.
+            workers: processes of each router; Envoy lists them all.
+            routers: how many.
+            pollers: how many.
         """
         self.directory = directory
         self.replicas = replicas
-        wanted = dict.fromkeys((*_OTHER_PORTS, *(one.name for one in replicas)), 0)
-        in_a_row = dict.fromkeys(("router", "router-admin"), workers)
+        self.routers = _names("router", routers)
+        self.pollers = _names("poller", pollers)
+        own = [*self.routers, *(f"{name}-admin" for name in (*self.routers, *self.pollers))]
+        wanted = dict.fromkeys((*_OTHER_PORTS, *own, *(one.name for one in replicas)), 0)
+        in_a_row = {name: workers for name in wanted if name.startswith("router")}
         self.ports = pick_ports({**wanted, **usual_ports}, in_a_row)
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
@@ -115,7 +126,7 @@ class Stack:
     @property
     def router_admin(self) -> str:
         """The router's admin address; its first worker's, where it has several."""
-        return self._url("router-admin")
+        return self.admin("router")
 
     def worker_admins(self, router: str = "router") -> list[str]:
         """The admin address of each worker of a router."""
@@ -130,12 +141,16 @@ class Stack:
     @property
     def router_command(self) -> str:
         """The shell command that runs this stack's router."""
-        return shlex.join(self._command("serve", "--config", self.config_file))
+        return shlex.join(self._serve("router"))
 
     @property
     def explain_command(self) -> str:
         """The shell command that shows this router's decisions."""
         return shlex.join(self._command("explain", "--router", self.address("router-admin")))
+
+    def admin(self, name: str) -> str:
+        """Admin address of a router or a poller."""
+        return self._url(f"{name}-admin")
 
     def address(self, name: str) -> str:
         """``ip:port`` of a replica, or of one of the other ports."""
@@ -175,7 +190,8 @@ class Stack:
         """
         started = time.monotonic()
         self._write_configurations()
-        names = [*(one.name for one in self.replicas), "router", "poller", "redis", "envoy"]
+        replicas = [one.name for one in self.replicas]
+        names = [*replicas, *self.routers, *self.pollers, "redis", "envoy"]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for name in names:
@@ -218,7 +234,7 @@ class Stack:
         await self._processes[name].stop()
 
     async def wait_routing(self) -> None:
-        """Return when the router knows every replica, and Envoy uses the router.
+        """Return when every router knows every replica, and Envoy uses every router.
 
         Raises:
             ProcessError: that was not so after half a minute, or the router ended.
@@ -236,22 +252,29 @@ class Stack:
     # -- what runs --------------------------------------------------------------------------
 
     def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
-        match name:
-            case "router":
-                argv = self._command("serve", "--config", self.config_file)
-                return [*argv], answers(f"{self.router_admin}/healthz")
-            case "poller":
-                argv = self._command("poll", "--config", self.config_file)
-                return [*argv], answers(f"{self._url('poller-admin')}/healthz")
-            case "envoy":
-                return self._envoy_command(), answers(f"{self.envoy_admin}/ready")
+        if name == "envoy":
+            return self._envoy_command(), answers(f"{self.envoy_admin}/ready")
+        if name in self.routers:
+            return [*self._serve(name)], answers(f"{self.admin(name)}/healthz")
+        if name in self.pollers:
+            return [*self._poll(name)], answers(f"{self.admin(name)}/healthz")
         replica = next(one for one in self.replicas if one.name == name)
         options = {"port": self.ports[name], "model": MODEL, "profile": replica.profile}
-        argv = self._command("replica", *_flags(options), *replica.arguments)
+        argv = self._command(*replica.program, *_flags(options), *replica.arguments)
         return [*argv], answers(f"{self._url(name)}/health")
 
-    def _command(self, *arguments: str | Path) -> list[str]:
-        return [sys.executable, "-m", "extproc", *map(str, arguments)]
+    def _serve(self, name: str) -> list[str]:
+        own = {"serve.listen": self.address(name), "serve.admin": self.address(f"{name}-admin")}
+        shared = self._command("extproc", "serve", "--config", self.config_file)
+        return shared if name == "router" else [*shared, *_flags(own)]
+
+    def _poll(self, name: str) -> list[str]:
+        own = {"poll.admin": self.address(f"{name}-admin")}
+        shared = self._command("extproc", "poll", "--config", self.config_file)
+        return shared if name == "poller" else [*shared, *_flags(own)]
+
+    def _command(self, *program: str | Path) -> list[str]:
+        return [sys.executable, "-m", *map(str, program)]
 
     def _envoy_command(self) -> list[str | Path]:
         options = {
@@ -272,9 +295,15 @@ class Stack:
         return render(
             listen_port=self.ports["envoy"],
             admin_port=self.ports["envoy-admin"],
-            router_ports=[self.ports["router"] + number for number in self._workers],
+            router_ports=[split_address(address)[1] for address in self._listening],
             replica_addresses=[self.address(one.name) for one in self.replicas],
         )
+
+    @property
+    def _listening(self) -> list[str]:
+        """Address of each process that Envoy asks."""
+        first = map(self.address, self.routers)
+        return [shift_port(one, number) for one in first for number in self._workers]
 
     def _configuration(self) -> dict[str, Any]:
         """What router and poller read."""
@@ -300,7 +329,7 @@ class Stack:
 
     async def _routes(self, session: aiohttp.ClientSession) -> bool:
         try:
-            for admin in self.worker_admins():
+            for admin in chain.from_iterable(map(self.worker_admins, self.routers)):
                 if not await self._knows_all(session, admin):
                     return False
             return await self._envoy_asks(session)
@@ -316,8 +345,11 @@ class Stack:
     async def _envoy_asks(self, session: aiohttp.ClientSession) -> bool:
         async with session.get(f"{self.envoy_admin}/clusters") as response:
             members = await response.text()
-        workers = (shift_port(self.address("router"), number) for number in self._workers)
-        return all(f"router::{one}::health_flags::healthy" in members for one in workers)
+        return all(f"router::{one}::health_flags::healthy" in members for one in self._listening)
+
+
+def _names(first: str, count: int) -> tuple[str, ...]:
+    return (first, *(f"{first}-{number}" for number in range(2, count + 1)))
 
 
 def _flags(options: Mapping[str, object]) -> list[str]:

@@ -1,0 +1,82 @@
+"""A simulated replica whose ``/metrics`` page misbehaves on command.
+
+``python -m tests.chaos.replica`` takes the arguments of ``extproc replica``; a POST to
+``/misbehave?metrics=…`` names what is wrong from then on, one of :class:`Page`.
+"""
+
+import argparse
+import asyncio
+from enum import StrEnum
+
+import uvloop
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from extproc.simulator import command
+from extproc.simulator.replica import Replica, ReplicaSettings
+from extproc.simulator.server import ReplicaServer
+
+_CHUNK = b"vllm:num_requests_running{} 1\n" * 2000
+_HUGE = 200 * 2**20
+_GARBAGE = b"\x00\xff<html>{}vllm:num_requests_running NaN\n" * 1500
+_PAUSE_S = 0.05
+
+
+class Page(StrEnum):
+    """What ``/metrics`` answers."""
+
+    GOOD = "good"
+    GARBAGE = "garbage"
+    HUGE = "huge"
+    """200 MB, as fast as they are taken."""
+    ENDLESS = "endless"
+    """A line now and then, for ever."""
+
+
+class MisbehavingServer(ReplicaServer):
+    """Answers as a replica does, but for its metrics."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica)
+        self._page = Page.GOOD
+
+    def app(self) -> web.Application:
+        app = super().app()
+        app.router.add_post("/misbehave", self._misbehave)
+        app.middlewares.append(self._metrics_page)
+        return app
+
+    async def _misbehave(self, request: web.Request) -> web.Response:
+        self._page = Page(request.query["metrics"])
+        return web.Response()
+
+    @web.middleware
+    async def _metrics_page(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path != "/metrics" or self._page is Page.GOOD:
+            return await handler(request)
+        if self._page is Page.GARBAGE:
+            return web.Response(body=_GARBAGE)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        if self._page is Page.HUGE:
+            for _ in range(_HUGE // len(_CHUNK)):
+                await response.write(_CHUNK)
+            return response
+        while True:
+            await response.write(b"vllm:num_requests_running{} 1\n")
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    settings = ReplicaSettings(model=args.model, profile=args.profile, speed=args.speed)
+    server = MisbehavingServer(Replica(settings))
+    runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, args.host, args.port).start()
+    await server.engine
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    uvloop.run(_serve(parser.parse_args()))

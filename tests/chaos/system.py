@@ -1,0 +1,79 @@
+"""The running system under load, and what its parts say of it."""
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+
+from extproc.demo.access_log import Access, AccessLog
+from extproc.demo.stack import SimulatedReplica, Stack
+from tests.chaos.load import Load
+
+PROGRAM = ("tests.chaos.replica",)
+REPLICAS = tuple(
+    SimulatedReplica(f"r{number}", "llama-8b-h100", program=PROGRAM) for number in range(1, 5)
+)
+
+
+class System:
+    """Asks admin addresses and reads Envoy's access log."""
+
+    def __init__(self, stack: Stack, load: Load, session: aiohttp.ClientSession) -> None:
+        self.stack = stack
+        self.load = load
+        self._session = session
+        self._log = AccessLog(stack.access_log)
+        self._accesses: dict[str, Access] = {}
+
+    @property
+    def accesses(self) -> dict[str, Access]:
+        """The requests that ended, by their ids, as Envoy saw them."""
+        self._accesses |= {access.request_id: access for access in self._log.new()}
+        return self._accesses
+
+    async def settled(self) -> None:
+        """Returns when Envoy has written the end of every request; its log lags a little."""
+        async with asyncio.timeout(10):
+            while not self.load.sent.keys() <= self.accesses.keys():  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+
+    def served_by(self, replica: str, since: float) -> bool:
+        """Whether a request sent since then was answered by that replica."""
+        address, sent = self.stack.address(replica), self.load.sent
+        return any(
+            access.upstream == address and access.status == 200 and sent[name] > since
+            for name, access in self.accesses.items()
+        )
+
+    async def routed_by(self, router: str, since: float) -> bool:
+        """Whether a request sent since then was routed by that router."""
+        decisions = await self._get(router, "/decisions")
+        return any(self.load.sent[one["request_id"]] > since for one in decisions)
+
+    async def scraped(self, since: float) -> bool:
+        """Whether every router has figures of every replica taken since then."""
+        began = time.time() - (time.monotonic() - since)
+        states = [
+            state
+            for router in self.stack.routers
+            for state in (await self._get(router, "/fleet"))["replicas"]
+        ]
+        return all(state["scraped_at"] > began for state in states)
+
+    async def ledgers(self) -> dict[str, int]:
+        """Requests in flight in the ledger of each router."""
+        return {
+            router: (await self._get(router, "/fleet"))["in_flight"]
+            for router in self.stack.routers
+        }
+
+    async def post(self, replica: str, path: str, **content: Any) -> None:
+        """Asks a replica itself, not through Envoy."""
+        url = f"http://{self.stack.address(replica)}{path}"
+        async with self._session.post(url, **content) as response:
+            response.raise_for_status()
+
+    async def _get(self, name: str, path: str) -> Any:
+        async with self._session.get(self.stack.admin(name) + path) as response:
+            return await response.json()
