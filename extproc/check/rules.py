@@ -35,6 +35,10 @@ _ATTRIBUTES = ("upstream.address", "response.code", "response.flags")
 _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}
 """Circuit breakers and their defaults."""
 _RETRY_LIMIT = {"max_retries": 3}
+_RETRY_POLICY = (
+    '{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
+    "retriable_status_codes: [500, 502, 503], num_retries: 1}"
+)
 _DEFAULT_BUFFER = 1024 * 1024
 _LONG_MESSAGE = timedelta(seconds=1)
 _SHORT_ROUTE = timedelta(minutes=10)
@@ -518,8 +522,23 @@ def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | Non
         return None
     return (
         "no retry on connect-failure: requests to a replica that just died fail, though the router "
-        "names a second choice. Write retry_policy: "
-        '{retry_on: "connect-failure,refused-stream,reset", num_retries: 1}'
+        f"names a second choice. Write retry_policy: {_RETRY_POLICY}"
+    )
+
+
+@_rule(Level.WARNING, lambda file: file.replica_routes)
+def failures_are_retried(part: Part[RouteAction], file: EnvoyFile) -> str | None:
+    """A request that a broken replica answers with 500 is tried again on the second choice."""
+    policy = part.message.retry_policy
+    if policy is None or policy.num_retries == 0:
+        return None  # nothing is retried: second_choice_is_used says so
+    conditions = {one.strip() for one in policy.retry_on.split(",")}
+    listed = "retriable-status-codes" in conditions and 500 in policy.retriable_status_codes
+    if "5xx" in conditions or listed:
+        return None
+    return (
+        "no retry on status 500: until the router has left out a replica that fails, its failures "
+        f"reach clients. Write retry_policy: {_RETRY_POLICY}"
     )
 
 

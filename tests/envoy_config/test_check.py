@@ -204,6 +204,10 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
      lambda b: b.filters.insert(0, b.filters.pop())),
     ("second_choice_is_used", Level.WARNING, "num_retries: 1",
      lambda b: b.route["retry_policy"].update(num_retries=0)),
+    ("failures_are_retried", Level.WARNING, "[500, 502, 503]",
+     lambda b: b.route["retry_policy"].update(retry_on="connect-failure,reset")),
+    ("failures_are_retried", Level.WARNING, "no retry on status 500",
+     lambda b: b.route["retry_policy"].update(retriable_status_codes=[503])),
     ("first_tokens_may_wait", Level.ERROR, "stream_idle_timeout is 1 s",
      lambda b: b.manager.update(stream_idle_timeout="1s")),
     ("first_tokens_may_wait", Level.ERROR, "idle_timeout is 0.5 s",
@@ -255,6 +259,7 @@ ALLOWED: list[Breakage] = [
     lambda b: (b.manager.update(stream_idle_timeout="0s"), b.route.update(idle_timeout="120s")),
     lambda b: (b.manager.update(stream_idle_timeout="1s"), b.route.update(idle_timeout="0s")),
     lambda b: b.route["retry_policy"].pop("num_retries"),
+    lambda b: b.route["retry_policy"].update(retry_on="connect-failure,5xx"),
     lambda b: b.routes[0].update(override(processing_mode=WHOLE_BODY)),
     lambda b: b.routes[0].update(override(failure_mode_allow=True)),
     lambda b: (
