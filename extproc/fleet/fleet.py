@@ -210,6 +210,7 @@ class Fleet:
             KeyError: the replica is not a member.
         """
         row = self._rows[replica]
+        self.health.sent(replica)
         now = self._clock()
         self._progress.advance(now)
         return self._ledger.take(row, profile, now, self._states[row].max_model_len)

@@ -15,14 +15,17 @@ _MOST_DOUBLINGS = 5
 class Health:
     """Failures in a row per replica, as this router saw them.
 
-    A replica that fails several requests in a row is left out for a pause. After it requests
-    may try again, and the first outcome decides.
+    A replica that fails several requests in a row is left out for a pause. After it one request
+    tries again, and its outcome decides: Envoy may answer a request that failed there from
+    another replica, and long after, so many would try before the first is heard of.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._failures: dict[str, int] = {}
         self._paused_until: dict[str, float] = {}
+        self._tried: set[str] = set()
+        """Those to which a request was sent after a pause, whose outcome is not known yet."""
         self._changed = False
         self._next_end = inf
         """When the next pause ends."""
@@ -41,20 +44,24 @@ class Health:
         until = self._paused_until.get(replica)
         return until is None or self._clock() >= until
 
+    def sent(self, replica: str) -> None:
+        """A request was sent to it: after a pause that is enough until its outcome is known, or
+        was not for as long as the pause."""
+        if replica in self._paused_until and self.usable(replica):
+            self._tried.add(replica)
+            self._pause(replica)
+
     def failed(self, replica: str) -> None:
         """A request sent to it was answered with a 5xx, or had to be served by another.
 
         Those that were sent before a pause and fail during it do not count again.
         """
-        if not self.usable(replica):
+        if not self.usable(replica) and replica not in self._tried:
             return
-        failures = self._failures.get(replica, 0) + 1
-        self._failures[replica] = failures
-        if failures >= _TOLERATED:
-            doublings = min(failures - _TOLERATED, _MOST_DOUBLINGS)
-            pause = min(_FIRST_PAUSE * 2.0**doublings, _LONGEST_PAUSE)
-            self._paused_until[replica] = self._clock() + pause
-            self._changed = True
+        self._tried.discard(replica)
+        self._failures[replica] = self._failures.get(replica, 0) + 1
+        if self._failures[replica] >= _TOLERATED:
+            self._pause(replica)
 
     def answered(self, replica: str) -> None:
         """A request sent to it was answered."""
@@ -63,5 +70,12 @@ class Health:
     def forget(self, replica: str) -> None:
         """Nothing is held against it any more."""
         self._failures.pop(replica, None)
+        self._tried.discard(replica)
         if self._paused_until.pop(replica, None) is not None:
             self._changed = True
+
+    def _pause(self, replica: str) -> None:
+        doublings = min(self._failures[replica] - _TOLERATED, _MOST_DOUBLINGS)
+        pause = min(_FIRST_PAUSE * 2.0**doublings, _LONGEST_PAUSE)
+        self._paused_until[replica] = self._clock() + pause
+        self._changed = True

@@ -346,6 +346,41 @@ def test_failures_at_once_count_for_one_pause() -> None:
     assert len(fleet.view(MODEL)) == 2
 
 
+def test_after_a_pause_one_request_tries_and_its_outcome_decides() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(3):
+        fleet.failed(replica(1))
+    clock.advance(1.1)
+    assert len(fleet.view(MODEL)) == 2
+    fleet.dispatch(replica(1), chat(100, 500))
+    assert fleet.view(MODEL).ids == [replica(2)]
+    fleet.answered(replica(1))
+    assert len(fleet.view(MODEL)) == 2
+
+    for _ in range(3):
+        fleet.failed(replica(1))
+    clock.advance(1.1)
+    fleet.dispatch(replica(1), chat(100, 500))
+    clock.advance(0.5)
+    fleet.failed(replica(1))
+    clock.advance(1.9)
+    assert fleet.view(MODEL).ids == [replica(2)]
+    clock.advance(0.2)
+    assert len(fleet.view(MODEL)) == 2
+
+
+def test_a_try_whose_outcome_is_never_heard_of_is_followed_by_another() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(3):
+        fleet.failed(replica(1))
+    clock.advance(1.1)
+    fleet.dispatch(replica(1), chat(100, 500))
+    clock.advance(1.1)
+    assert len(fleet.view(MODEL)) == 2
+
+
 def test_a_replica_whose_steps_seem_to_cost_nothing_is_still_predicted() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
