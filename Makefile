@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test check lock proto clean
+.PHONY: venv demo test chaos check lock proto clean
 
 venv: $(VENV)/.installed
 
@@ -17,6 +17,9 @@ demo: venv
 
 test: venv check
 	$(BIN)/pytest -q -m "" $(ARGS)
+
+chaos: venv
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 check: venv
 	$(BIN)/ruff check .

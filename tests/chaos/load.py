@@ -14,7 +14,7 @@ from extproc.demo.stack import MODEL
 _GIVE_UP_S = 60.0
 _STREAMED = 0.7
 _PROMPT_WORDS = (20, 200)
-_OUTPUT_TOKENS = (4, 32)
+_OUTPUT_TOKENS = (8, 64)
 
 
 @dataclass(frozen=True, slots=True)
