@@ -2,7 +2,7 @@
 
 A real Envoy with two routers, two pollers, a Redis and four simulated replicas. Prints figures of
 each scene; exits with 1 where a request failed that should not have, a failing replica went on
-getting traffic, or where a router's ledger is not empty at the end.
+getting traffic, what is known of the others grew old, or a router's ledger is not empty at the end.
 """
 
 import argparse
@@ -76,10 +76,12 @@ async def run(scenes: Sequence[Scene], directory: Path, console: Console) -> lis
         played = []
         load = Load(stack.url, RATE, Random(1))
         system = System(stack, load, session)
+        watching = asyncio.create_task(system.watch_ages())
         async with load:
             for scene in scenes:
                 console.print(f"{scene.name} …")
                 played.append((scene, await play(scene, system)))
+        watching.cancel()
         await system.settled()
         ledgers = await _ledgers(system)
         figures = [
@@ -89,6 +91,7 @@ async def run(scenes: Sequence[Scene], directory: Path, console: Console) -> lis
                 load.answers,
                 system.accesses,
                 stack.address(scene.victim) if scene.victim else "",
+                system.oldest(times.began, times.ended, scene.victim),
             )
             for scene, times in played
         ]
@@ -108,6 +111,9 @@ def _show(figures: Sequence[Figures], names: dict[str, str], console: Console) -
     for one in figures:
         table.add_row(*one.row())
     console.print(table)
+    total = sum(len(one.requests) for one in figures)
+    failed = sum(len(one.failed) for one in figures)
+    console.print(f"{total} requests, {failed} failed")
     for one in figures:
         for what, count in one.failures(names).items():
             console.print(f"{one.scene.name}: {count} {what}", markup=False, soft_wrap=True)

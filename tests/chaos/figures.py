@@ -48,10 +48,21 @@ class Figures:
         answers: Sequence[Answer],
         accesses: Mapping[str, Access],
         victim: str,
+        oldest_s: float,
     ) -> None:
-        """``victim`` is the ``ip:port`` of the replica that failed, empty where none did."""
+        """The figures.
+
+        Args:
+            scene: what was played.
+            times: when.
+            answers: of this scene and others.
+            accesses: the same as Envoy saw them, by request id.
+            victim: ``ip:port`` of the replica that failed, empty where none did.
+            oldest_s: age of the oldest figures that a router had of another replica.
+        """
         self.scene = scene
         self.times = times
+        self.oldest_s = oldest_s
         self._victim = victim
         self.requests = [
             Request(answer, accesses[answer.request_id])
@@ -97,6 +108,8 @@ class Figures:
             found.append(f"the failing replica still got {self.share:.1%} of the traffic")
         if self.recovery_s is None:
             found.append("it did not recover")
+        if self.oldest_s > self.scene.most_age_s:
+            found.append(f"figures of other replicas were {self.oldest_s:.1f} s old")
         return found
 
     def row(self) -> list[str]:
@@ -111,6 +124,7 @@ class Figures:
             *(_seconds(values, at) for values in (ttft, completion) for at in (0.5, 0.99)),
             "" if self.share is None else f"{self.share:.1%}",
             "never" if self.recovery_s is None else f"{self.recovery_s:.1f}",
+            f"{self.oldest_s:.1f}",
         ]
 
     def failures(self, names: Mapping[str, str]) -> Counter[str]:
@@ -134,6 +148,7 @@ HEADINGS = (
     "p99",
     "share after 2 s",
     "recovery s",
+    "oldest state s",
 )
 
 

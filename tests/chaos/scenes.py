@@ -31,6 +31,9 @@ class Scene:
     """Whether the answers it was giving when it failed may be lost."""
     tidy: Act = _nothing
     """Once it is over."""
+    most_age_s: float = 2.0
+    """Seconds: routers have no older figures of the other replicas. A poller that dies is replaced
+    within these."""
 
 
 def _kill(name: str) -> Act:
@@ -72,7 +75,7 @@ async def _fresh(system: System, since: float) -> bool:
 
 
 SCENES = (
-    Scene("redis-killed", _kill("redis"), 10.0, _start("redis"), _fresh),
+    Scene("redis-killed", _kill("redis"), 10.0, _start("redis"), _fresh, most_age_s=12.0),
     Scene("router-killed", _kill("router-2"), 5.0, _start("router-2"), _routes("router-2")),
     Scene("poller-killed", _kill("poller"), 0.0, _nothing, _fresh, tidy=_start("poller")),
     Scene(

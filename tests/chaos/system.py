@@ -2,6 +2,8 @@
 
 import asyncio
 import time
+from contextlib import suppress
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -9,6 +11,8 @@ import aiohttp
 from extproc.demo.access_log import Access, AccessLog
 from extproc.demo.stack import SimulatedReplica, Stack
 from tests.chaos.load import Load
+
+_LOOK_AT_AGES_S = 0.2
 
 PROGRAM = ("tests.chaos.replica",)
 REPLICAS = tuple(
@@ -25,6 +29,7 @@ class System:
         self._session = session
         self._log = AccessLog(stack.access_log)
         self._accesses: dict[str, Access] = {}
+        self._ages: list[tuple[float, str, float]] = []
 
     @property
     def accesses(self) -> dict[str, Access]:
@@ -60,6 +65,25 @@ class System:
             for state in (await self._get(router, "/fleet"))["replicas"]
         ]
         return all(state["scraped_at"] > began for state in states)
+
+    async def watch_ages(self) -> None:
+        """Notes how old each router's figures of replicas are, for ever."""
+        while True:
+            for router in self.stack.routers:
+                with suppress(aiohttp.ClientError, TimeoutError):  # it is dead or stopped
+                    states = (await self._get(router, "/fleet"))["replicas"]
+                    now, seen = time.monotonic(), time.time()
+                    self._ages += [
+                        (now, state["name"], seen - state["scraped_at"]) for state in states
+                    ]
+            await asyncio.sleep(_LOOK_AT_AGES_S)
+
+    def oldest(self, began: float, ended: float, without: str) -> float:
+        """Seconds: age of the oldest figures of a replica, ``without`` left out, in that time."""
+        return max(
+            (age for at, name, age in self._ages if began <= at < ended and name != without),
+            default=inf,
+        )
 
     async def ledgers(self) -> dict[str, int]:
         """Requests in flight in the ledger of each router."""
