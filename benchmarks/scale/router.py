@@ -1,0 +1,110 @@
+"""A router without Envoy: its fleet, shared as in production, under a load it makes itself.
+
+Run by :mod:`benchmarks.scale`; prints its figures as JSON at the end.
+"""
+
+import asyncio
+import json
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from random import Random
+
+import numpy as np
+import uvloop
+from prometheus_client import CollectorRegistry
+
+from benchmarks.scale.writer import MODEL
+from extproc.config import Config, RedisSettings
+from extproc.request.profile import Endpoint, RequestProfile
+from extproc.server.app import build, follow_state
+from extproc.server.exchange import Services
+
+_READY_S = 60.0
+_LOOK_EVERY_S = 0.05
+_ANSWER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFigures:
+    """What a router saw and took."""
+
+    replicas: int
+    cpu: float
+    """Cores."""
+    decisions: int
+    """Each second."""
+    age_p50_s: float
+    """Of what it knows of a replica; half an interval, were nothing late."""
+    age_p99_s: float
+    late_p50_ms: float
+    """How long a timer waits for whatever is running."""
+    late_p99_ms: float
+    memory_mb: float
+
+
+async def route(url: str, pool: str, replicas: int, rate: float, seconds: float) -> RouterFigures:
+    """Follow the pool's state and decide ``rate`` requests a second; figures of ``seconds``."""
+    config = Config(pool=pool, redis=RedisSettings(url=url))
+    services = build(config, CollectorRegistry())
+    tasks = [asyncio.create_task(follow_state(config, services.fleet))]
+    async with asyncio.timeout(_READY_S):
+        while len(services.fleet.states) < replicas:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(_LOOK_EVERY_S)
+    made: list[float] = []
+    if rate:
+        tasks.append(asyncio.create_task(_decide(services, rate, made)))
+    await asyncio.sleep(_ANSWER_S)
+    cpu, began, ages, late = _cpu(), time.monotonic(), [], []
+    before = len(made)
+    while (now := time.monotonic()) - began < seconds:
+        ages += [time.time() - state.scraped_at for state in services.fleet.states]
+        await asyncio.sleep(_LOOK_EVERY_S)
+        late.append(time.monotonic() - now - _LOOK_EVERY_S)
+    took = time.monotonic() - began
+    for task in tasks:
+        task.cancel()
+    return RouterFigures(
+        replicas=len(services.fleet.states),
+        cpu=(_cpu() - cpu) / took,
+        decisions=round((len(made) - before) / took),
+        age_p50_s=float(np.quantile(ages, 0.5)),
+        age_p99_s=float(np.quantile(ages, 0.99)),
+        late_p50_ms=1e3 * float(np.quantile(late, 0.5)),
+        late_p99_ms=1e3 * float(np.quantile(late, 0.99)),
+        memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    )
+
+
+async def _decide(services: Services, rate: float, made: list[float]) -> None:
+    random, loop = Random(), asyncio.get_running_loop()
+    at = loop.time()
+    while True:
+        at += random.expovariate(rate)
+        await asyncio.sleep(at - loop.time())
+        profile = RequestProfile(
+            endpoint=Endpoint.CHAT,
+            model=MODEL,
+            prompt_tokens=round(random.lognormvariate(6.0, 0.8)),
+            prompt_bytes=0,
+            output_bound=None,
+            stream=True,
+        )
+        decision = services.router.decide(profile)
+        if decision is None:
+            continue
+        ticket = services.fleet.dispatch(decision.replica, profile)
+        loop.call_later(random.uniform(0.0, 2 * _ANSWER_S), services.fleet.release, ticket)
+        made.append(loop.time())
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    _, url, pool, replicas, rate, seconds = sys.argv
+    figures = uvloop.run(route(url, pool, int(replicas), float(rate), float(seconds)))
+    print(json.dumps(asdict(figures)))

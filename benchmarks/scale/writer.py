@@ -1,0 +1,76 @@
+"""Stands for the pollers: writes the states of many replicas, each as often as it would be scraped.
+
+Run by :mod:`benchmarks.scale`; every state is new, as those of busy replicas are.
+"""
+
+import asyncio
+import sys
+import time
+from random import Random
+
+from extproc.fleet.state import ReplicaState
+from extproc.predict.step import StepModel
+from extproc.state.connection import connect
+from extproc.state.store import StateWriter
+
+MODEL = "model"
+PROFILE = "llama-8b-h100"
+_TTL_S = 10.0
+_TICK_S = 0.02
+"""Pollers write what came in meanwhile in one go; so does this."""
+_STEPS_A_SECOND = 100.0
+_ANSWERS_A_SECOND = 2.0
+_EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
+"""Of vLLM's histogram of output lengths, those with an answer in between."""
+
+
+def address(number: int) -> str:
+    """``ip:port`` of a replica that does not exist."""
+    return f"10.{number // 65536}.{number // 256 % 256}.{number % 256}:8000"
+
+
+def state(number: int, at: float, random: Random) -> ReplicaState:
+    """What a scrape of a busy replica would see; ``at``: seconds since it started."""
+    running = random.randint(4, 20)
+    steps, answers = _STEPS_A_SECOND * at, int(_ANSWERS_A_SECOND * at)
+    return ReplicaState(
+        id=address(number),
+        name=f"replica-{number}",
+        profile=PROFILE,
+        learned=StepModel(0.0065, 38e-6, 20e-6, 0.047e-6),
+        models=(MODEL,),
+        max_model_len=131072,
+        running=running,
+        kv_usage=running * 400 / 400_000,
+        kv_tokens=400_000,
+        steps=steps,
+        prompt_tokens=steps * 15,
+        cached_tokens=steps * 5,
+        generated_tokens=steps * 10,
+        output_lengths=tuple(
+            (edge, float((answers + bar) // len(_EDGES))) for bar, edge in enumerate(_EDGES)
+        ),
+        scraped_at=time.time(),
+        scrape_seconds=0.005,
+    )
+
+
+async def write(url: str, pool: str, replicas: int, interval_s: float) -> None:
+    """Write until cancelled: each replica once an interval, evenly spread."""
+    random = Random(1)
+    started = time.monotonic()
+    written = 0
+    async with connect(url) as redis:
+        writer = StateWriter(redis, pool, _TTL_S)
+        while True:
+            at = time.monotonic() - started
+            due = int(at / interval_s * replicas) - written
+            for first in range(0, due, replicas):
+                batch = range(written + first, written + min(first + replicas, due))
+                await writer.put([state(one % replicas, at + 1.0, random) for one in batch])
+            written += due
+            await asyncio.sleep(_TICK_S)
+
+
+if __name__ == "__main__":
+    asyncio.run(write(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
