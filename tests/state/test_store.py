@@ -206,6 +206,16 @@ async def test_garbage_is_skipped_with_one_line(
     ]
 
 
+async def test_many_states_written_at_once_arrive_one_by_one_in_order(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    states = [ReplicaState(id=f"10.0.0.1:{port}") for port in range(100)]
+    async with reading(redis_server.url) as following:
+        assert await following() == Snapshot(())
+        await StateWriter(redis_client, "test", ttl_s=60).put(states)
+        assert [await following() for _ in states] == [Put(state) for state in states]
+
+
 async def test_a_message_of_a_later_version_is_passed_over(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
@@ -213,7 +223,7 @@ async def test_a_message_of_a_later_version_is_passed_over(
         assert await following() == Snapshot(())
         await redis_client.publish(changes_channel("test"), b'{"digest": {"router": "r1"}}')
         await redis_client.publish(
-            changes_channel("test"), b'{"put": {"id": "10.0.0.9:80", "colour": "blue"}}'
+            changes_channel("test"), b'{"put": [{"id": "10.0.0.9:80", "colour": "blue"}]}'
         )
         assert await following() == Put(ReplicaState(id="10.0.0.9:80"))
     assert not logged.lines()
