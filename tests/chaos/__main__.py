@@ -80,7 +80,11 @@ async def run(scenes: Sequence[Scene], directory: Path, console: Console) -> lis
         async with load:
             for scene in scenes:
                 console.print(f"{scene.name} …")
-                played.append((scene, await play(scene, system)))
+                times = await play(scene, system)
+                played.append((scene, times))
+                if times.over is None and scene.victim:
+                    for line in await system.account(scene.victim):
+                        console.print(line, markup=False, soft_wrap=True)
         watching.cancel()
         await system.settled()
         ledgers = await _ledgers(system)

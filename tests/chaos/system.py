@@ -92,6 +92,15 @@ class System:
             for router in self.stack.routers
         }
 
+    async def account(self, replica: str) -> list[str]:
+        """What each router makes of a replica in its last decision."""
+        accounts = []
+        for router in self.stack.routers:
+            decisions = await self._get(router, "/decisions")
+            seen = [*decisions[-1]["excluded"], *decisions[-1]["candidates"]] if decisions else []
+            accounts += [f"{router}: {one}" for one in seen if one["name"] == replica]
+        return accounts
+
     async def post(self, replica: str, path: str, **content: Any) -> None:
         """Asks a replica itself, not through Envoy."""
         url = f"http://{self.stack.address(replica)}{path}"
