@@ -62,6 +62,8 @@ class Watch:
         return self._state
 
     def _fail(self, now: float) -> ReplicaState:
+        if self._calibration is not None:
+            self._calibration.interrupted()
         self._due = now + self._backoff.next()
         return self._state.model_copy(update={"healthy": False})
 

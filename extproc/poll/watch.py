@@ -154,6 +154,7 @@ class Watch:
             extra = {"replica": self._who, "problem": problem}
             log.warning("replica is not healthy", extra=extra)
         self._metrics.failed.inc()
+        self._calibration.interrupted()
         self._models.forget()  # it may come back as another model
         last = self._state or self._blank()
         self._publish(last.model_copy(update={"healthy": False, "problem": problem}))

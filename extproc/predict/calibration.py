@@ -108,6 +108,10 @@ class Calibration:
                 self._learn(windows)
         self._solve(typical)
 
+    def interrupted(self) -> None:
+        """A poll failed: until the next one the engine may have hung, which is no work."""
+        self._windows.interrupted()
+
     def _sensible(self, work: Work) -> bool:
         """Whether any engine could have done it: a counter may show nonsense for one poll."""
         expected: float = sum(map(mul, work.terms, self._unit))

@@ -90,6 +90,10 @@ class Windows:
         self._settled.append((counts.at, self._now))
         return found
 
+    def interrupted(self) -> None:
+        """A poll failed: nothing is known of the time from the last one to the next."""
+        self._last = None
+
     def _stretches(self, end: float) -> list[Work]:
         while self._settled and end - self._settled[0][0] > SECONDS[-1] * _LONGEST:
             self._settled.popleft()

@@ -123,6 +123,18 @@ def test_idle_time_does_not_make_an_engine_look_slow() -> None:
     assert_like(calibration.model, A10)
 
 
+def test_neither_does_a_hang_that_polls_noticed() -> None:
+    calibration = Calibration(A10)
+    polls = simulated(A10, 300)
+    later = replace(polls[-1], at=polls[-1].at + 10.0)
+    for poll in polls:
+        calibration.poll(poll)
+    calibration.interrupted()
+    for poll in simulated(A10, 20, start=later):
+        calibration.poll(poll)
+    assert_like(calibration.model, A10)
+
+
 def test_pauses_between_two_polls_do_not_either() -> None:
     """One request at a time, of 5 steps in 150 ms, every 200 ms; each poll finds one running."""
     calibration = Calibration(A10)
