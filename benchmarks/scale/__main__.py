@@ -64,7 +64,7 @@ async def measure(
     """Run the parts for a while, and return what they took."""
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    async with await start_redis(directory, port) as server, connect(url) as redis:
+    async with await start_redis(directory, port) as server, connect(url, _POOL) as redis:
         empty = (await redis.info("memory"))["used_memory"]
         arguments = [url, _POOL, str(replicas), str(interval_s)]
         writing = await _start("writer", arguments, directory)

@@ -60,7 +60,7 @@ async def write(url: str, pool: str, replicas: int, interval_s: float) -> None:
     random = Random(1)
     started = time.monotonic()
     written = 0
-    async with connect(url) as redis:
+    async with connect(url, pool) as redis:
         writer = StateWriter(redis, pool, _TTL_S)
         while True:
             at = time.monotonic() - started

@@ -526,7 +526,7 @@ def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | Non
     )
 
 
-@_rule(Level.WARNING, lambda file: file.replica_routes)
+@_rule(Level.WARNING, lambda file: [one for one in file.replica_routes if _has_second(one, file)])
 def failures_are_retried(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """A request that a broken replica answers with 500 is tried again on the second choice."""
     policy = part.message.retry_policy

@@ -146,7 +146,9 @@ class Stack:
     @property
     def explain_command(self) -> str:
         """The shell command that shows this router's decisions."""
-        return shlex.join(self._command("explain", "--router", self.address("router-admin")))
+        return shlex.join(
+            self._command("extproc", "explain", "--router", self.address("router-admin"))
+        )
 
     def admin(self, name: str) -> str:
         """Admin address of a router or a poller."""

@@ -1,0 +1,20 @@
+"""``python -m benchmarks.scale``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.scale.__main__ import main
+
+
+@pytest.mark.process
+def test_routers_hear_of_every_replica_and_redis_tells_what_it_did(tmp_path: Path) -> None:
+    file = tmp_path / "scale.json"
+    arguments = ["--replicas", "3", "--routers", "2", "--seconds", "1", "--json", str(file)]
+    assert main(arguments) == 0
+    (run,) = json.loads(file.read_text())["runs"]
+    assert [router["replicas"] for router in run["each"]] == [3, 3]
+    assert all(router["decisions"] > 0 for router in run["each"])
+    assert run["redis"]["commands"] > 0
+    assert run["redis"]["bytes_out"] > 0
