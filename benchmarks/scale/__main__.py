@@ -133,7 +133,8 @@ def _cpu(pid: int) -> float:
 
 
 _HEADINGS = (
-    "replicas routers interval requests/s | router cores age p50 p99 s late p99 ms MB | "
+    "replicas routers interval requests/s | router cores age p50 p99 s late p99 ms "
+    "digests/s age ms MB | "
     "Redis cores commands/s MB/s in MB/s out MB held | writer cores"
 )
 
@@ -144,6 +145,7 @@ def _line(run: Run) -> str:
         f"{run.replicas:8} {run.routers:7} {run.interval_s:6.2f} s {run.rate:10.0f} | "
         f"{mean(one.cpu for one in each):12.3f} {mean(one.age_p50_s for one in each):7.3f} "
         f"{max(one.age_p99_s for one in each):5.3f} {max(one.late_p99_ms for one in each):11.1f} "
+        f"{mean(one.digests for one in each):9.0f} {mean(one.digest_age_ms for one in each):6.1f} "
         f"{mean(one.memory_mb for one in each):4.0f} | {redis.cpu:11.3f} {redis.commands:10} "
         f"{redis.bytes_in / 1e6:7.2f} {redis.bytes_out / 1e6:8.2f} {redis.memory / 1e6:7.2f} | "
         f"{run.writer_cpu:.3f}"

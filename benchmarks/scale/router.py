@@ -13,6 +13,7 @@ from random import Random
 
 import numpy as np
 import uvloop
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from benchmarks.scale.writer import MODEL
@@ -20,6 +21,7 @@ from extproc.config import Config, RedisSettings
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.server.app import build, follow_state
 from extproc.server.exchange import Services
+from extproc.server.sharing import share
 
 _READY_S = 60.0
 _LOOK_EVERY_S = 0.05
@@ -41,14 +43,22 @@ class RouterFigures:
     late_p50_ms: float
     """How long a timer waits for whatever is running."""
     late_p99_ms: float
+    digests: float
+    """Of other routers, heard each second."""
+    digest_age_ms: float
+    """When they arrive; mean."""
     memory_mb: float
 
 
 async def route(url: str, pool: str, replicas: int, rate: float, seconds: float) -> RouterFigures:
     """Follow the pool's state and decide ``rate`` requests a second; figures of ``seconds``."""
     config = Config(pool=pool, redis=RedisSettings(url=url))
-    services = build(config, CollectorRegistry())
-    tasks = [asyncio.create_task(follow_state(config, services.fleet))]
+    registry = CollectorRegistry()
+    services = build(config, registry)
+    tasks = [
+        asyncio.create_task(follow_state(config, services.fleet)),
+        asyncio.create_task(share(config, services.fleet, services.metrics)),
+    ]
     async with asyncio.timeout(_READY_S):
         while len(services.fleet.states) < replicas:  # noqa: ASYNC110 - another process
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -57,12 +67,13 @@ async def route(url: str, pool: str, replicas: int, rate: float, seconds: float)
         tasks.append(asyncio.create_task(_decide(services, rate, made)))
     await asyncio.sleep(_ANSWER_S)
     cpu, began, ages, late = _cpu(), time.monotonic(), [], []
-    before = len(made)
+    before, heard = len(made), _heard(registry)
     while (now := time.monotonic()) - began < seconds:
         ages += [time.time() - state.scraped_at for state in services.fleet.states]
         await asyncio.sleep(_LOOK_EVERY_S)
         late.append(time.monotonic() - now - _LOOK_EVERY_S)
     took = time.monotonic() - began
+    heard -= _heard(registry)
     for task in tasks:
         task.cancel()
     return RouterFigures(
@@ -73,6 +84,8 @@ async def route(url: str, pool: str, replicas: int, rate: float, seconds: float)
         age_p99_s=float(np.quantile(ages, 0.99)),
         late_p50_ms=1e3 * float(np.quantile(late, 0.5)),
         late_p99_ms=1e3 * float(np.quantile(late, 0.99)),
+        digests=-heard[0] / took,
+        digest_age_ms=1e3 * heard[1] / min(heard[0], -1.0),
         memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
 
@@ -97,6 +110,12 @@ async def _decide(services: Services, rate: float, made: list[float]) -> None:
         ticket = services.fleet.dispatch(decision.replica, profile)
         loop.call_later(random.uniform(0.0, 2 * _ANSWER_S), services.fleet.release, ticket)
         made.append(loop.time())
+
+
+def _heard(registry: CollectorRegistry) -> NDArray[np.float64]:
+    """Digests that came from others so far, and the sum of their ages in seconds."""
+    names = [f"extproc_digest_age_seconds_{part}" for part in ("count", "sum")]
+    return np.array([registry.get_sample_value(name) for name in names])
 
 
 def _cpu() -> float:
