@@ -61,7 +61,7 @@ def _unknown_argument(parser: argparse.ArgumentParser, given: str) -> str:
 
 
 def _load_serve() -> tuple[_Add, _Run]:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's C core would log beside our own lines
+    _keep_grpc_quiet()
     from extproc.server.serve import serve
 
     add_arguments, run = _service("serve", serve)
@@ -83,6 +83,13 @@ def _load_poll() -> tuple[_Add, _Run]:
     from extproc.poll.app import run_poller
 
     return _service("poll", run_poller)
+
+
+def _load_xds() -> tuple[_Add, _Run]:
+    _keep_grpc_quiet()
+    from extproc.xds.app import run_xds
+
+    return _service("xds", run_xds)
 
 
 def _load_replica() -> tuple[_Add, _Run]:
@@ -121,12 +128,17 @@ def _load_demo() -> tuple[_Add, _Run]:
 _COMMANDS: dict[str, tuple[str, Callable[[], tuple[_Add, _Run]]]] = {
     "serve": ("Runs a router: the ext_proc server that Envoy asks.", _load_serve),
     "poll": ("Runs a poller: scrapes the replicas and shares what they do.", _load_poll),
+    "xds": ("Runs a control plane: Envoy takes the replicas, or everything, from it.", _load_xds),
     "replica": ("Runs a simulated vLLM replica.", _load_replica),
     "check": ("Says what is wrong with a configuration or an Envoy file.", _load_check),
     "explain": ("Shows what a running router decided, and why.", _load_explain),
     "replicas": ("Lists, adds, drains and removes replicas while requests run.", _load_replicas),
     "demo": ("Runs Envoy, Redis, four simulated replicas, poller and router.", _load_demo),
 }
+
+
+def _keep_grpc_quiet() -> None:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would log beside our own lines
 
 
 def _service(

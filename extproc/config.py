@@ -195,6 +195,17 @@ class PollSettings(Section):
         return ttl_s
 
 
+class XdsSettings(Section):
+    """The control plane for Envoy."""
+
+    listen: str = "127.0.0.1:18000"
+    """gRPC address that Envoy takes its configuration from."""
+    envoy_file: Path | None = None
+    """Bootstrap whose listeners, routes and clusters are served too; watched. None: only EDS."""
+
+    _address = field_validator("listen")(_host_and_port)
+
+
 class LogSettings(Section):
     """Logs go to standard error, one JSON object or one line of text each."""
 
@@ -240,6 +251,7 @@ class Config(PoolReplicas):
     route: RouteSettings = RouteSettings()
     request: RequestSettings = RequestSettings()
     poll: PollSettings = PollSettings()
+    xds: XdsSettings = XdsSettings()
     log: LogSettings = LogSettings()
 
     @field_validator("pools")

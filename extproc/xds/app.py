@@ -1,0 +1,117 @@
+"""``extproc xds``: the control plane's parts, put together and run."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Coroutine, Mapping
+from contextlib import aclosing
+from random import Random
+from typing import Any
+
+from extproc.config import Config
+from extproc.state.connection import connect
+from extproc.state.store import StateReader
+from extproc.xds.catalog import ENDPOINTS, Catalog
+from extproc.xds.endpoints import load_assignment
+from extproc.xds.envoy_file import Resources, WatchedEnvoyFile
+from extproc.xds.members import Members
+from extproc.xds.server import XdsServer
+
+logger = logging.getLogger(__name__)
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SETTLE_S = 0.05
+"""Changes that come together are told together."""
+_LOOK_EVERY = 1.0
+"""Seconds between two looks for silent replicas, and at the Envoy file."""
+
+
+async def run_xds(config: Config) -> None:
+    """Serves until SIGTERM or SIGINT.
+
+    Raises:
+        OSError: the address cannot be listened on, or the Envoy file cannot be read.
+        ValueError: the Envoy file is not valid.
+    """
+    catalog, changed = Catalog(), asyncio.Event()
+    configs = config.each_pool
+    pools = {one.pool: Members() for one in configs}
+    catalog.replace(ENDPOINTS, dict.fromkeys(pools))
+    parts: list[Coroutine[Any, Any, None]] = []
+    if config.xds.envoy_file is not None:
+        file = WatchedEnvoyFile(config.xds.envoy_file, config.pool)
+        _serve_file(file.read(), catalog)
+        parts.append(_follow_file(file, catalog))
+    parts += [_follow(one, pools[one.pool], changed) for one in configs]
+    parts += [
+        _drop_silent(pools, config.poll.ttl_s, changed),
+        _serve_endpoints(pools, catalog, changed),
+    ]
+    server = XdsServer(catalog)
+    port = await server.start(config.xds.listen)
+    logger.info("xds ready", extra={"port": port, "pool": ", ".join(pools)})
+    try:
+        await _until_signalled(parts)
+    finally:
+        await server.stop()
+
+
+async def _follow(config: Config, members: Members, changed: asyncio.Event) -> None:
+    """Brings every change that pollers write to a pool into its members, for ever."""
+    async with (
+        connect(config.redis.url) as redis,
+        aclosing(StateReader(redis, config.pool, Random()).changes()) as changes,
+    ):
+        async for change in changes:
+            if members.apply(change):
+                changed.set()
+
+
+async def _drop_silent(pools: Mapping[str, Members], ttl_s: float, changed: asyncio.Event) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_EVERY)
+        for pool, members in pools.items():
+            if silent := members.drop_silent(ttl_s):
+                extra = {"replicas": ", ".join(silent), "pool": pool}
+                logger.info("replicas left: nothing was heard of them", extra=extra)
+                changed.set()
+
+
+async def _serve_endpoints(
+    pools: Mapping[str, Members], catalog: Catalog, changed: asyncio.Event
+) -> None:
+    while True:
+        await changed.wait()
+        await asyncio.sleep(_SETTLE_S)
+        changed.clear()
+        lists = {pool: members.current for pool, members in pools.items()}
+        catalog.replace(
+            ENDPOINTS,
+            {
+                pool: None if members is None else load_assignment(pool, members)
+                for pool, members in lists.items()
+            },
+        )
+
+
+def _serve_file(resources: Resources, catalog: Catalog) -> None:
+    for type_url, named in resources.items():
+        catalog.replace(type_url, named)
+
+
+async def _follow_file(file: WatchedEnvoyFile, catalog: Catalog) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_EVERY)
+        if (resources := file.news()) is not None:
+            _serve_file(resources, catalog)
+
+
+async def _until_signalled(parts: list[Coroutine[Any, Any, None]]) -> None:
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    for number in _STOP_SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(part) for part in parts]
+        await stop.wait()
+        for part in running:
+            part.cancel()

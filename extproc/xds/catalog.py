@@ -1,0 +1,78 @@
+"""What is served: encoded resources by type and name."""
+
+import hashlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+_TYPES = "type.googleapis.com/envoy.config"
+CLUSTERS = f"{_TYPES}.cluster.v3.Cluster"
+ENDPOINTS = f"{_TYPES}.endpoint.v3.ClusterLoadAssignment"
+LISTENERS = f"{_TYPES}.listener.v3.Listener"
+ROUTES = f"{_TYPES}.route.v3.RouteConfiguration"
+
+WILDCARDS = frozenset({CLUSTERS, LISTENERS})
+"""Types of which Envoy takes all there are when it names none."""
+
+
+class Wakeable(Protocol):
+    """As ``asyncio.Event``."""
+
+    def set(self) -> None:
+        """Wake who waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The resources that one subscriber asked for."""
+
+    version: str
+    """A hash of them: the same from every server, and after a restart."""
+    resources: tuple[bytes, ...]
+
+
+class Catalog:
+    """Resources of each type by name, None where one is not known yet."""
+
+    def __init__(self) -> None:
+        self._resources: dict[str, dict[str, bytes | None]] = {}
+        self._watchers: set[Wakeable] = set()
+
+    def replace(self, type_url: str, resources: Mapping[str, bytes | None]) -> None:
+        """Serve these of the type and no others; wakes the watchers where that is a change."""
+        if self._resources.get(type_url) != resources:
+            self._resources[type_url] = dict(resources)
+            for watcher in self._watchers:
+                watcher.set()
+
+    def names(self, type_url: str) -> Collection[str]:
+        """Of a type, also those that are not known yet."""
+        return self._resources.get(type_url, {}).keys()
+
+    def select(self, type_url: str, names: Collection[str]) -> Selection | None:
+        """The named resources, or all; None where there is nothing to tell yet."""
+        known = self._resources.get(type_url, {})
+        if type_url in WILDCARDS and (not names or "*" in names):
+            names = known
+        found = [(name, known[name]) for name in sorted(names) if known.get(name) is not None]
+        if not found:
+            return None
+        resources = tuple(value for _, value in found if value is not None)
+        return Selection(_version(resources), resources)
+
+    @contextmanager
+    def watched_by(self, watcher: Wakeable) -> Iterator[None]:
+        """The watcher is woken at every change within the block."""
+        self._watchers.add(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.discard(watcher)
+
+
+def _version(resources: tuple[bytes, ...]) -> str:
+    digest = hashlib.sha256()
+    for resource in resources:
+        digest.update(len(resource).to_bytes(8) + resource)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,89 @@
+"""Which replicas of a pool Envoy is to know, and how they are."""
+
+from dataclasses import dataclass
+
+from envoy_data_plane.envoy.config.core.v3 import HealthStatus
+
+from extproc.clock import Clock, monotonic
+from extproc.fleet.state import ReplicaState
+from extproc.state.store import Change, Put, Removed, Snapshot
+
+_SILENCE = 2.0
+"""Seconds without news of any replica: longer than any pause between polls."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """One replica as Envoy is told of it."""
+
+    id: str
+    """``ip:port``."""
+    health: HealthStatus
+
+
+class Members:
+    """A pool's replicas, by the rules that routers have for their fleets."""
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._health: dict[str, HealthStatus] = {}
+        self._heard: dict[str, float] = {}
+        self._heard_at = self._heard_since = clock()
+        self._known = False
+
+    @property
+    def current(self) -> tuple[Member, ...] | None:
+        """All of them, by address; None before the first was heard of.
+
+        A Redis that was just started holds none yet: Envoy is to keep those it has.
+        """
+        if not self._known:
+            return None
+        return tuple(Member(id_, health) for id_, health in sorted(self._health.items()))
+
+    def apply(self, change: Change) -> bool:
+        """Take in what pollers wrote; returns whether Envoy is to hear of it."""
+        match change:
+            case Snapshot(states):
+                # What is missing in it is dropped only when it stays silent.
+                return True in [self._put(state) for state in states]
+            case Put(state):
+                return self._put(state)
+            case Removed(replica):
+                return self._remove(replica)
+
+    def drop_silent(self, after: float) -> list[str]:
+        """Removes replicas not heard of for ``after`` seconds in which others were; returns them.
+
+        When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
+        """
+        if self._heard_at - self._heard_since < after:
+            return []
+        silent = [id_ for id_, at in self._heard.items() if self._heard_at - at > after]
+        for id_ in silent:
+            self._remove(id_)
+        return silent
+
+    def _put(self, state: ReplicaState) -> bool:
+        now = self._clock()
+        if now - self._heard_at > _SILENCE:
+            self._heard_since = now
+        self._heard_at = self._heard[state.id] = now
+        before, health = self._health.get(state.id), _health(state)
+        self._health[state.id] = health
+        self._known = True
+        return health != before
+
+    def _remove(self, replica: str) -> bool:
+        self._heard.pop(replica, None)
+        return self._health.pop(replica, None) is not None
+
+
+def _health(state: ReplicaState) -> HealthStatus:
+    """The fallback policy chooses only among the healthy; the router's header reaches all.
+
+    So a draining replica gets nothing new, unless the router finds no other that could serve.
+    """
+    if state.draining:
+        return HealthStatus.DRAINING
+    return HealthStatus.HEALTHY if state.healthy else HealthStatus.UNHEALTHY
