@@ -26,8 +26,8 @@ class _Subscription:
     """Of the last response."""
     sent: str | None = None
     """Version in it; None: to be sent, whatever Envoy has."""
-    settled: bool = True
-    """Whether Envoy said if it took it."""
+    answered: bool = True
+    """Whether Envoy said if it took that."""
 
 
 class Subscriptions:
@@ -54,9 +54,10 @@ class Subscriptions:
             return  # older than the last response, which Envoy will answer too
         self._warn_of_unknown(request.type_url, names - subscription.names)
         subscription.names = names
-        if not subscription.settled:
-            subscription.settled = True
-            self._settle(request, subscription)
+        if request.error_detail is not None and not subscription.answered:
+            extra = self._of(request.type_url) | {"reason": request.error_detail.message}
+            logger.error("envoy refused what it was sent", extra=extra)
+        subscription.answered = True
 
     def due(self) -> Iterator[DiscoveryResponse]:
         """What Envoy does not have yet; a version that it refused is not sent again."""
@@ -69,21 +70,16 @@ class Subscriptions:
                 continue
             subscription.nonce = str(next(self._nonces))
             subscription.sent = selected.version
-            subscription.settled = False
+            subscription.answered = False
+            if type_url == CLUSTERS and ENDPOINTS in self._by_type:
+                # A cluster that changed waits for endpoints, though these did not change.
+                self._by_type[ENDPOINTS].sent = None
             yield DiscoveryResponse(
                 version_info=selected.version,
                 resources=[Any(type_url=type_url, value=value) for value in selected.resources],
                 type_url=type_url,
                 nonce=subscription.nonce,
             )
-
-    def _settle(self, request: DiscoveryRequest, subscription: _Subscription) -> None:
-        if request.error_detail is not None:
-            extra = self._of(request.type_url) | {"reason": request.error_detail.message}
-            logger.error("envoy refused what it was sent", extra=extra)
-        elif request.type_url == CLUSTERS and ENDPOINTS in self._by_type:
-            # A cluster that changed waits for its endpoints, though they did not change.
-            self._by_type[ENDPOINTS].sent = None
 
     def _warn_of_unknown(self, type_url: str, names: frozenset[str]) -> None:
         served = self._catalog.names(type_url)

@@ -31,6 +31,13 @@ class Answer:
         return record
 
 
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
+    """Returns when the condition holds; fails when it does not in time."""
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.02)
+
+
 class Client:
     """Sends requests through Envoy."""
 
@@ -106,9 +113,7 @@ class Client:
 
     async def until(self, condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
         """Returns when the condition holds; fails when it does not in time."""
-        async with asyncio.timeout(seconds):
-            while not await condition():  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.02)
+        await until(condition, seconds)
 
     async def ledger_empty(self) -> None:
         """Returns when the router has no request in flight."""

@@ -114,14 +114,16 @@ async def test_all_clusters_come_where_none_is_named(plane: ControlPlane) -> Non
     assert values(await stream.response()) == [b"2"]
 
 
-async def test_clusters_that_were_taken_get_their_endpoints_again(plane: ControlPlane) -> None:
+async def test_clusters_that_change_get_their_endpoints_again(plane: ControlPlane) -> None:
     plane.catalog.replace(ENDPOINTS, {"a": b"a1"})
     plane.catalog.replace(CLUSTERS, {"one": b"1"})
     stream = plane.stream()
-    await stream.ask(ENDPOINTS, "a")
-    await stream.ask(ENDPOINTS, "a", answering=await stream.response())
     await stream.ask(CLUSTERS)
     await stream.ask(CLUSTERS, answering=await stream.response())
+    await stream.ask(ENDPOINTS, "a")
+    await stream.ask(ENDPOINTS, "a", answering=await stream.response())
+    plane.catalog.replace(CLUSTERS, {"one": b"2"})
+    assert values(await stream.response()) == [b"2"]
     assert values(await stream.response()) == [b"a1"]
 
 
