@@ -151,12 +151,14 @@ async def test_a_replica_joins_takes_traffic_drains_and_leaves(envoy: Envoy) -> 
         served = await asyncio.gather(*(client.chat(tokens=3, headers=ANY) for _ in range(6)))
         assert "new" in {envoy.served_by(answer) for answer in served}
 
-        long = [asyncio.create_task(client.chat(tokens=150, headers=ANY)) for _ in range(3)]
+        await client.simulate("new", slow=20)  # what is there does not end by itself
+        long = [asyncio.create_task(client.chat(tokens=500, headers=ANY)) for _ in range(3)]
 
-        async def placed() -> bool:
-            return bool((await client.replica("new"))["running"])
+        async def busy() -> bool:
+            replicas = (await client.fleet())["replicas"]
+            return any(one["running"] for one in replicas if one["name"] == "new")
 
-        await until(placed)
+        await until(busy)
         await envoy.replicas("drain", "new")
         await envoy.has(one="HEALTHY", two="HEALTHY", new="DRAINING")
         sent = await envoy.sent_to("new")
@@ -164,9 +166,11 @@ async def test_a_replica_joins_takes_traffic_drains_and_leaves(envoy: Envoy) -> 
         await stack.kill("router")  # now Envoy chooses
         await more(answers, 10)
         assert await envoy.sent_to("new") == sent
+        await stack.start("router")
+        await until(busy)
+        await client.simulate("new", slow=0.1)
         ended = await asyncio.gather(*long)
         assert {answer.status for answer in ended} == {200}
-        await stack.start("router")
 
         await envoy.replicas("remove", "new")
         await envoy.has(one="HEALTHY", two="HEALTHY")
