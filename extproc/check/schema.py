@@ -65,9 +65,9 @@ def problems(node: Node) -> Iterator[Finding]:
 
 
 def _message(cls: type[Any], value: object, path: Path) -> Iterator[Finding]:
-    if _is_any(cls):
+    if is_any(cls):
         yield from _any(value, path)
-    elif _is_plain(cls):
+    elif is_plain(cls):
         yield from _leaf(cls, value, path)
     elif not isinstance(value, Mapping):
         yield _problem(path, f"must hold the fields of {cls.__name__}, not {value!r}")
@@ -78,7 +78,7 @@ def _message(cls: type[Any], value: object, path: Path) -> Iterator[Finding]:
 
 def _field(cls: type[Any], key: str, value: object, path: Path) -> Iterator[Finding]:
     description = cls._betterproto
-    name = _field_name(cls, key)
+    name = field_name(cls, key)
     if name is None:
         known = description.meta_by_field_name
         yield _problem(path, f"{cls.__name__} has no field {key!r}{nearest(key, known)}")
@@ -111,7 +111,8 @@ def _items(value: Any, container: type[Any], path: Path) -> list[tuple[object, P
     return [(item, (*path, at)) for at, item in pairs]
 
 
-def _field_name(cls: type[Any], key: str) -> str | None:
+def field_name(cls: type[Any], key: str) -> str | None:
+    """A field's name, of it or of its JSON form; None where the message has no such field."""
     names = cls._betterproto.meta_by_field_name
     if (name := safe_snake_case(key)) in names:
         return name
@@ -137,7 +138,7 @@ def _any(value: object, path: Path) -> Iterator[Finding]:
         return
     fields = {key: item for key, item in value.items() if key != "@type"}
     yield from _message(
-        cls, fields["value"] if _is_plain(cls) and "value" in fields else fields, path
+        cls, fields["value"] if is_plain(cls) and "value" in fields else fields, path
     )
 
 
@@ -163,10 +164,11 @@ def _reason(error: Exception) -> str:
     return str(error)
 
 
-def _is_any(cls: type[Message]) -> bool:
+def is_any(cls: type[Message]) -> bool:
+    """Whether it holds a message of any type."""
     return (cls.__module__, cls.__name__) == (f"{_PACKAGE}.google.protobuf", "Any")
 
 
-def _is_plain(cls: type[Message]) -> bool:
+def is_plain(cls: type[Message]) -> bool:
     """Durations, wrappers and the like, which JSON writes as a value."""
     return cls.to_dict is not Message.to_dict

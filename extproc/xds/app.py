@@ -31,8 +31,13 @@ async def run_xds(config: Config) -> None:
 
     Raises:
         OSError: the address cannot be listened on, or the Envoy file cannot be read.
-        ValueError: the Envoy file is not valid.
+        ValueError: the Envoy file is not valid, or the configuration keeps state in memory.
     """
+    if config.state == "memory":
+        raise ValueError(
+            "state is 'memory': only the router knows the replicas; "
+            "to tell Envoy of them too, set it to 'redis' and run 'extproc poll'"
+        )
     catalog, changed = Catalog(), asyncio.Event()
     configs = config.each_pool
     pools = {one.pool: Members() for one in configs}
@@ -59,7 +64,7 @@ async def run_xds(config: Config) -> None:
 async def _follow(config: Config, members: Members, changed: asyncio.Event) -> None:
     """Brings every change that pollers write to a pool into its members, for ever."""
     async with (
-        connect(config.redis.url) as redis,
+        connect(config.redis.url, config.pool) as redis,
         aclosing(StateReader(redis, config.pool, Random()).changes()) as changes,
     ):
         async for change in changes:

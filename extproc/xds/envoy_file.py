@@ -20,10 +20,11 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 
 from extproc.check.envoy_file import EnvoyFile
 from extproc.check.finding import Level
-from extproc.check.schema import message_type, problems
+from extproc.check.schema import problems
 from extproc.check.tree import Path as Place
 from extproc.check.tree import snake
 from extproc.xds.catalog import CLUSTERS, LISTENERS, ROUTES
+from extproc.xds.typed import typed
 from extproc.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)
@@ -138,20 +139,9 @@ def _pop(fields: dict[str, Any], name: str) -> Any:
 def _encoded(cls: type[Message], trees: Iterable[dict[str, Any]]) -> dict[str, bytes]:
     encoded: dict[str, bytes] = {}
     for tree in trees:
-        _import_types(tree)
-        name, value = tree.get("name"), bytes(cls.from_dict(tree))
+        name, value = tree.get("name"), bytes(typed(cls, tree))
         if not name:
             raise ValueError(f"a {cls.__name__} has no name")
         if encoded.setdefault(name, value) != value:
             raise ValueError(f"there are two different {cls.__name__}s called {name!r}")
     return encoded
-
-
-def _import_types(tree: object) -> None:
-    """The package knows a type only once its module is imported."""
-    if isinstance(tree, Mapping):
-        if isinstance(tree.get("@type"), str):
-            message_type(tree["@type"].rpartition("/")[2])
-        tree = list(tree.values())
-    for item in tree if isinstance(tree, list) else ():
-        _import_types(item)
