@@ -27,7 +27,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("serve", "poll", "replica", "check", "demo"))
+    assert all(name in text for name in ("serve", "poll", "xds", "replica", "check", "demo"))
 
 
 def test_help_loads_none_of_the_commands() -> None:
@@ -41,7 +41,7 @@ def test_help_loads_none_of_the_commands() -> None:
     assert (run.returncode, run.stderr) == (1, "[]\n")
 
 
-@pytest.mark.parametrize("command", ["serve", "poll", "check"])
+@pytest.mark.parametrize("command", ["serve", "poll", "xds", "check"])
 def test_help_of_a_command_lists_the_configuration(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
