@@ -64,7 +64,7 @@ def add_access_log(bootstrap: str, path: Path) -> str:
 
 
 def _connection_managers(config: Any) -> Iterator[dict[str, Any]]:
-    for listener in config["static_resources"]["listeners"]:
+    for listener in config["static_resources"].get("listeners", ()):
         for chain in listener["filter_chains"]:
             for network_filter in chain["filters"]:
                 yield network_filter["typed_config"]

@@ -12,9 +12,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from extproc.demo.envoy_config import TEMPLATE
 from extproc.demo.stack import MODEL, SimulatedReplica, Stack
 from tests.e2e.client import CHAT, MESSAGES, Client
+from tests.e2e.xds_stack import XdsStack, on_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -28,6 +28,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "subset": ONE_CHOICE,
 }
 """What each asks of the router's settings."""
+CONTROLLED = ("xds", "xds_all")
 NO_FALLBACK = {"original_dst"}
 
 
@@ -40,31 +41,33 @@ class Example(Stack):
         self.name = name
 
     def _bootstrap(self) -> str:
-        ports = {
-            8080: "envoy", 9901: "envoy-admin", 50051: "router", 8001: "one", 8002: "two",
-        }  # fmt: skip
-        text = (TEMPLATE.parent / f"{self.name}.yaml").read_text(encoding="utf-8")
-        for number, name in ports.items():
-            text = text.replace(f"port_value: {number}}}", f"port_value: {self.ports[name]}}}")
-            text = text.replace(f"127.0.0.1:{number}", self.address(name))
-        return text
+        return on_ports(self, self.name)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=EXAMPLES)
+class XdsExample(XdsStack):
+    """The stack behind an Envoy that has a control plane."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        serve = {"stream_sample": 1.0, "drain_s": 5.0}
+        super().__init__(directory, REPLICAS, {"serve": serve}, name)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*EXAMPLES, *CONTROLLED])
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Example]:
-    async with Example(request.param, tmp_path_factory.mktemp("example")) as running:
+) -> AsyncIterator[Example | XdsExample]:
+    kind = XdsExample if request.param in CONTROLLED else Example
+    async with kind(request.param, tmp_path_factory.mktemp("example")) as running:
         yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(stack: Example) -> AsyncIterator[Client]:
+async def client(stack: Example | XdsExample) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         yield Client(stack, session)
 
 
-async def test_the_replica_chosen_serves(client: Client, stack: Example) -> None:
+async def test_the_replica_chosen_serves(client: Client, stack: Example | XdsExample) -> None:
     for _ in range(3):
         answer = await client.chat(tokens=5)
         assert answer.status == 200
@@ -72,7 +75,7 @@ async def test_the_replica_chosen_serves(client: Client, stack: Example) -> None
         assert answer.decision["outcome"]["output_tokens"] == 5
 
 
-async def test_it_follows_the_choice_to_either(client: Client, stack: Example) -> None:
+async def test_it_follows_the_choice_to_either(client: Client, stack: Example | XdsExample) -> None:
     """Among replicas as good as equal for what generates nothing much, both come up in time."""
     served: set[str] = set()
     try:
@@ -90,7 +93,7 @@ async def test_it_follows_the_choice_to_either(client: Client, stack: Example) -
     assert served == {stack.address("one"), stack.address("two")}
 
 
-async def test_the_openai_client_and_streams_work(stack: Example) -> None:
+async def test_the_openai_client_and_streams_work(stack: Example | XdsExample) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
         whole = await sdk.chat.completions.create(model=MODEL, messages=messages, max_tokens=5)
@@ -103,7 +106,9 @@ async def test_the_openai_client_and_streams_work(stack: Example) -> None:
         assert text == whole.choices[0].message.content
 
 
-async def test_what_is_no_inference_is_answered(client: Client, stack: Example) -> None:
+async def test_what_is_no_inference_is_answered(
+    client: Client, stack: Example | XdsExample
+) -> None:
     if stack.name in NO_FALLBACK:
         pytest.skip("without a choice by the router there is no address")
     answer = await client.request("GET", "/v1/models")
@@ -111,7 +116,7 @@ async def test_what_is_no_inference_is_answered(client: Client, stack: Example) 
     assert MODEL.encode() in answer.body
 
 
-async def test_curl_works(stack: Example) -> None:
+async def test_curl_works(stack: Example | XdsExample) -> None:
     body = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 3})
     curl = await asyncio.create_subprocess_exec(
         "curl", "-sS", "--fail-with-body", stack.url + CHAT, "-d", body,
@@ -123,7 +128,7 @@ async def test_curl_works(stack: Example) -> None:
     assert json.loads(output)["usage"]["completion_tokens"] == 3
 
 
-async def test_a_body_of_32_mb_arrives_whole(client: Client, stack: Example) -> None:
+async def test_a_body_of_32_mb_arrives_whole(client: Client, stack: Example | XdsExample) -> None:
     """The replica parses it and counts its prompt: a byte lost would be an error."""
     words = "sea " * (8 * 2**20)
     body = {"model": MODEL, "prompt": words, "max_tokens": 1, "truncate_prompt_tokens": 100}
@@ -150,7 +155,7 @@ async def test_chunks_of_an_upload_arrive_whole(client: Client) -> None:
 
 
 async def test_forged_headers_change_nothing_with_the_router_down(
-    client: Client, stack: Example
+    client: Client, stack: Example | XdsExample
 ) -> None:
     forged = {
         "x-gateway-destination-endpoint": stack.address("router-admin"),

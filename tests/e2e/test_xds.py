@@ -4,44 +4,38 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import pytest_asyncio
-import yaml
 
 from extproc.cli import main
-from extproc.demo.processes import Check, Process, answers, free_port, listening
+from extproc.demo.processes import Process, answers, free_port
 from extproc.demo.stack import MODEL, SimulatedReplica, Stack
 from tests.e2e.client import Answer, Client, until
 from tests.e2e.test_failures import more, traffic
+from tests.e2e.xds_stack import XdsStack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
-ENVOY = Path(__file__).parents[2] / "envoy"
 FLEET = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-h100"))
 ANY = {"x-extproc-policy": "round_robin"}
 SLOW_S = 30
 """An Envoy that lost its control plane asks for it again after some seconds."""
 
 
-class XdsStack(Stack):
-    """A stack whose Envoy runs envoy/xds.yaml."""
+class Envoy:
+    """What a test asks of the stack and its Envoy."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, FLEET, {"serve": {"stream_sample": 1.0}})
-        self.ports = {**self.ports, "xds": free_port(), "new": free_port()}
+    def __init__(self, stack: XdsStack, client: Client, session: aiohttp.ClientSession) -> None:
+        self.stack = stack
+        self.client = client
+        self._session = session
 
-    async def start(self, name: str) -> None:
-        if name == "envoy":
-            await super().start("xds")
-        await super().start(name)
-
-    async def members(self, session: aiohttp.ClientSession) -> dict[str, dict[str, Any]]:
+    async def members(self) -> dict[str, dict[str, Any]]:
         """Envoy's replicas by address: health, and how many requests were sent there."""
-        async with session.get(f"{self.envoy_admin}/clusters?format=json") as response:
+        async with self._session.get(f"{self.stack.envoy_admin}/clusters?format=json") as response:
             clusters = (await response.json(content_type=None))["cluster_statuses"]
         (hosts,) = (one.get("host_statuses", []) for one in clusters if one["name"] == "replicas")
         return {
@@ -56,49 +50,22 @@ class XdsStack(Stack):
             for host in hosts
         }
 
-    def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
-        if name == "xds":
-            argv = self._command("xds", "--config", self.config_file)
-            return [*argv], listening(self.ports["xds"])
-        return super()._recipe(name)
-
-    def _configuration(self) -> dict[str, Any]:
-        return {**super()._configuration(), "xds": {"listen": self.address("xds")}}
-
-    def _write_configurations(self) -> None:
-        super()._write_configurations()
-        bootstrap = yaml.safe_load((ENVOY / "xds.yaml").read_text())
-        resources = bootstrap["static_resources"]
-        bootstrap["admin"]["address"] = self._socket("envoy-admin")
-        resources["listeners"][0]["address"] = self._socket("envoy")
-        for cluster in resources["clusters"]:
-            if "load_assignment" in cluster:
-                (locality,) = cluster["load_assignment"]["endpoints"]
-                endpoint = {"address": self._socket(cluster["name"])}
-                locality["lb_endpoints"] = [{"endpoint": endpoint}]
-        (self.directory / "envoy.yaml").write_text(yaml.safe_dump(bootstrap))
-
-    def _socket(self, name: str) -> dict[str, Any]:
-        return {"socket_address": {"address": "127.0.0.1", "port_value": self.ports[name]}}
-
-
-class Envoy:
-    """What a test asks of the stack and its Envoy."""
-
-    def __init__(self, stack: XdsStack, client: Client, session: aiohttp.ClientSession) -> None:
-        self.stack = stack
-        self.client = client
-        self._session = session
-
     async def health(self) -> dict[str, str]:
         """By the replica's name."""
-        members = await self.stack.members(self._session)
+        members = await self.members()
         return {self.name_of(address): one["health"] for address, one in members.items()}
 
     async def sent_to(self, name: str) -> int:
         """Requests that Envoy has sent to a replica."""
-        members = await self.stack.members(self._session)
+        members = await self.members()
         return int(members[self.stack.address(name)]["requests"])
+
+    async def connected(self, state: int) -> bool:
+        """Whether Envoy has a stream to its control plane (1) or not (0)."""
+        url = f"{self.stack.envoy_admin}/stats?filter=replicas.*connected_state"
+        async with self._session.get(url) as response:
+            text = await response.text()
+        return text.strip().endswith(f": {state}")
 
     def name_of(self, address: str) -> str:
         return next(name for name in self.stack.ports if self.stack.address(name) == address)
@@ -110,6 +77,22 @@ class Envoy:
             return await self.health() == health
 
         await until(so, seconds)
+
+    async def start_redis(self) -> None:
+        """It starts empty; returns when pollers have filled it again."""
+        seen = await self._scraped()
+        await self.stack.start("redis")
+
+        async def filled() -> bool:
+            return all(
+                now > before for now, before in zip(await self._scraped(), seen, strict=True)
+            )
+
+        await until(filled)
+
+    async def _scraped(self) -> list[float]:
+        replicas = (await self.client.fleet())["replicas"]
+        return [one["scraped_at"] for one in sorted(replicas, key=lambda one: str(one["id"]))]
 
     async def replicas(self, *arguments: str) -> None:
         """``extproc replicas``, which must succeed."""
@@ -124,9 +107,10 @@ class Envoy:
 async def envoy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Envoy]:
     timeout = aiohttp.ClientTimeout(total=60)
     async with (
-        XdsStack(tmp_path_factory.mktemp("xds")) as stack,
+        XdsStack(tmp_path_factory.mktemp("xds"), FLEET) as stack,
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
+        stack.ports["new"] = free_port()
         running = Envoy(stack, Client(stack, session), session)
         await running.has(one="HEALTHY", two="HEALTHY")
         yield running
@@ -201,8 +185,7 @@ async def test_without_redis_nothing_changes(envoy: Envoy) -> None:
         await stack.kill("redis")
         await more(answers, 20)
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
-        await stack.start("redis")  # empty
-        await stack.wait_routing()
+        await envoy.start_redis()
         await more(answers, 10)
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
         await envoy.replicas("drain", "two")
@@ -221,6 +204,24 @@ async def test_without_the_control_plane_envoy_goes_on_and_follows_it_again(envo
         await stack.start("xds")
         await envoy.replicas("drain", "two")
         await envoy.has(SLOW_S, one="HEALTHY", two="DRAINING")
+        await envoy.replicas("add", stack.address("two"))
+        await envoy.has(one="HEALTHY", two="HEALTHY")
+    assert {answer.status for answer in answers} == {200}
+
+
+async def test_a_control_plane_that_knows_no_replica_yet_removes_none(envoy: Envoy) -> None:
+    stack = envoy.stack
+    async with traffic(envoy.client, per_second=5) as answers:
+        await stack.kill("redis")
+        await stack.kill("xds")
+        await until(lambda: envoy.connected(0), SLOW_S)
+        await stack.start("xds")
+        await until(lambda: envoy.connected(1), SLOW_S)
+        await more(answers, 5)
+        assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
+        await envoy.start_redis()
+        await envoy.replicas("drain", "two")
+        await envoy.has(one="HEALTHY", two="DRAINING")
         await envoy.replicas("add", stack.address("two"))
         await envoy.has(one="HEALTHY", two="HEALTHY")
     assert {answer.status for answer in answers} == {200}

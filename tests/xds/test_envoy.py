@@ -19,7 +19,7 @@ from extproc.xds.members import Member
 from extproc.xds.server import XdsServer
 from tests.conftest import Logged
 from tests.e2e.client import until
-from tests.envoy_config.test_envoy import post, replica
+from tests.envoy_config.test_envoy import post, replica, validate
 
 pytestmark = pytest.mark.process
 
@@ -114,6 +114,11 @@ def serve(catalog: Catalog, tree: dict[str, Any], *members: Member) -> None:
 
 def healthy(address: str) -> Member:
     return Member(address, HealthStatus.HEALTHY)
+
+
+@pytest.mark.parametrize("name", ["xds.yaml", "xds_all.yaml"])
+async def test_our_own_files_are_valid_and_name_nothing_deprecated(name: str) -> None:
+    assert "eprecated" not in await validate(ENVOY / name)
 
 
 async def test_an_envoy_that_takes_everything_is_as_one_that_has_the_file(tmp_path: Path) -> None:
