@@ -1,7 +1,8 @@
 """Listeners, routes and clusters of an Envoy file, as LDS, RDS and CDS serve them.
 
 The file is what an Envoy would run by itself (``envoy/envoy.yaml``). But routes become resources of
-their own, and the cluster of replicas takes its members from EDS.
+their own, and clusters that have all replicas as members (``override_host``, subsets) take these
+from EDS.
 """
 
 import copy
@@ -17,12 +18,14 @@ from envoy_data_plane.envoy.config.route.v3 import RouteConfiguration
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     HttpConnectionManager,
 )
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 
 from extproc.check.envoy_file import EnvoyFile
 from extproc.check.finding import Level
 from extproc.check.schema import problems
 from extproc.check.tree import Path as Place
 from extproc.check.tree import snake
+from extproc.check.ways import is_subset
 from extproc.xds.catalog import CLUSTERS, LISTENERS, ROUTES
 from extproc.xds.typed import typed
 from extproc.yaml_file import read_yaml
@@ -93,8 +96,9 @@ def resources(tree: object, pool: str) -> Resources:
     if errors := [one for one in found if one.level is Level.ERROR]:
         raise ValueError(f"{errors[0].where}: {errors[0].text}")
     served: dict[str, Any] = copy.deepcopy(dict(tree))
-    for cluster in file.replica_clusters:
-        _take_from_eds(_at(served, cluster.path), pool)
+    for cluster in file.all(Cluster):
+        if file.all(OverrideHost, within=cluster) or is_subset(cluster.message):
+            _take_from_eds(_at(served, cluster.path), pool)
     managers = [_at(served, part.path) for part in file.all(HttpConnectionManager)]
     routes = [taken for one in managers if (taken := _take_routes(one)) is not None]
     static = served["static_resources"]

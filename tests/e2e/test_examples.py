@@ -28,7 +28,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
     "subset": ONE_CHOICE,
 }
 """What each asks of the router's settings."""
-CONTROLLED = ("xds", "xds_all")
+CONTROLLED = ("xds", "xds_all", "xds_all of subset")
 NO_FALLBACK = {"original_dst"}
 
 
@@ -48,8 +48,9 @@ class XdsExample(XdsStack):
     """The stack behind an Envoy that has a control plane."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        serve = {"stream_sample": 1.0, "drain_s": 5.0}
-        super().__init__(directory, REPLICAS, {"serve": serve}, name)
+        file, _, whole = name.partition(" of ")
+        serve = {"stream_sample": 1.0, "drain_s": 5.0} | EXAMPLES.get(whole, {})
+        super().__init__(directory, REPLICAS, {"serve": serve}, file, whole or "xds")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*EXAMPLES, *CONTROLLED])

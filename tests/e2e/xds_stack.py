@@ -19,9 +19,12 @@ class XdsStack(Stack):
         replicas: Sequence[SimulatedReplica],
         settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         name: str = "xds",
+        whole: str = "xds",
     ) -> None:
+        """``whole`` is the file that is served where ``name`` is ``xds_all``."""
         super().__init__(directory, replicas, settings)
         self.name = name
+        self.whole = whole
         self.ports = {**self.ports, "xds": free_port()}
 
     async def start(self, name: str) -> None:
@@ -40,7 +43,7 @@ class XdsStack(Stack):
         xds = {"listen": self.address("xds")}
         if self.name == "xds_all":
             whole = self.directory / "whole.yaml"
-            whole.write_text(on_ports(self, "xds"), encoding="utf-8")
+            whole.write_text(on_ports(self, self.whole), encoding="utf-8")
             xds["envoy_file"] = str(whole)
         return {**super()._configuration(), "xds": xds}
 

@@ -100,3 +100,8 @@ async def test_a_file_that_cannot_be_served_ends_it(
     told = capfd.readouterr().err
     assert str(path) in told
     assert problem in told
+
+
+async def test_without_redis_there_is_no_list_to_serve(capfd: pytest.CaptureFixture[str]) -> None:
+    assert await asyncio.to_thread(main, ["xds", "--state", "memory"]) == 1
+    assert "set it to 'redis'" in capfd.readouterr().err

@@ -56,6 +56,22 @@ def test_a_file_already_made_for_eds_names_its_pool() -> None:
     assert replicas.eds_cluster_config.service_name == "batch"
 
 
+@pytest.mark.parametrize(
+    ("name", "types"),
+    [
+        ("endpoint_picker", {"replicas": "EDS"}),
+        ("subset", {"replicas": "EDS"}),
+        ("original_dst", {"replicas": "ORIGINAL_DST"}),
+        ("cluster_header", {"127.0.0.1:8001": "STATIC", "127.0.0.1:8002": "STATIC"}),
+    ],
+)
+def test_only_clusters_of_all_replicas_come_from_eds(name: str, types: dict[str, str]) -> None:
+    tree = read_yaml(ENVOY / f"{name}.yaml")
+    for name, kind in types.items():
+        assert cluster(tree, name).type == ClusterDiscoveryType[kind]
+    assert cluster(tree, "router").type == ClusterDiscoveryType.STRICT_DNS
+
+
 def test_the_file_itself_stays_as_it_was() -> None:
     tree = copy.deepcopy(GOOD)
     resources(tree, "default")
