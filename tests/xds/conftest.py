@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -38,7 +39,8 @@ class EnvoySide:
 
     async def response(self) -> DiscoveryResponse:
         """The next one, which must come."""
-        raw = await self.call.read()
+        async with asyncio.timeout(10):
+            raw = await self.call.read()
         assert raw is not EOF, "the stream ended"
         return DiscoveryResponse.parse(raw)
 
