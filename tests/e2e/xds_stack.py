@@ -35,7 +35,7 @@ class XdsStack(Stack):
 
     def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
         if name == "xds":
-            argv = self._command("xds", "--config", self.config_file)
+            argv = self._command("extproc", "xds", "--config", self.config_file)
             return [*argv], listening(self.ports["xds"])
         return super()._recipe(name)
 
