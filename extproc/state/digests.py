@@ -59,8 +59,10 @@ class DigestWriter:
     async def send(self, digest: Digest) -> None:
         """Push a digest; keep a whole one for whoever comes later, and none of one that stops.
 
+        A full Redis keeps none, and still pushes.
+
         Raises:
-            RedisError: Redis did not take it.
+            RedisError: Redis did not push it.
         """
         data, key = digest.encode(), router_key(self._pool, digest.router)
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
@@ -69,7 +71,9 @@ class DigestWriter:
             elif digest.kind is Kind.FAREWELL:
                 pipe.delete(key)
             pipe.publish(digests_channel(self._pool), data)
-            await pipe.execute()
+            *_, pushed = await pipe.execute(raise_on_error=False)
+        if isinstance(pushed, RedisError):
+            raise pushed
 
 
 class DigestReader:
@@ -122,7 +126,8 @@ class DigestReader:
             answers = await pipe.execute(raise_on_error=False)
         found = []
         for key, data, left in zip(keys, answers[::2], answers[1::2], strict=True):
-            if isinstance(data, bytes) and (digest := self._digest(key, data)) is not None:
+            told = isinstance(data, bytes) and isinstance(left, int)
+            if told and (digest := self._digest(key, data)) is not None:
                 found.append(Heard(digest, max(_LIFE_MS - left, 0) / 1000))
         return found
 

@@ -20,6 +20,7 @@ from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter,
 from extproc.state.keys import digests_channel, router_key
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, replica, state
+from tests.state.servers import command
 
 pytestmark = pytest.mark.process
 
@@ -101,6 +102,30 @@ async def test_garbage_is_skipped_with_one_line(
         router_key("test", "garbage"),
         digests_channel("test"),
     ]
+
+
+async def test_a_full_redis_still_pushes(redis_server: RedisServer, redis_client: Redis) -> None:
+    fleet, writer = router(), DigestWriter(redis_client, "test")
+    async with reading(redis_server.url) as following:
+        assert await following() == Connected()
+        await redis_client.config_set("maxmemory", 1)
+        await writer.send(whole := due(fleet))
+        assert (await heard(following)).encode() == whole.encode()
+        assert await redis_client.dbsize() == 0
+
+
+async def test_a_user_who_may_not_ask_for_the_life_of_keys_breaks_nothing(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    fleet = router()
+    await DigestWriter(redis_client, "test").send(due(fleet))
+    rights = ("on", "nopass", "~*", "&*", "+@all", "-pttl")
+    await command(redis_client, "ACL", "SETUSER", "reader", *rights)
+    url = f"redis://reader:any@127.0.0.1:{redis_server.port}"
+    async with reading(url) as following:
+        assert await following() == Connected()
+        await DigestWriter(redis_client, "test").send(last := due(fleet))
+        assert (await heard(following)).encode() == last.encode()
 
 
 async def test_redis_that_is_killed_and_comes_back_empty(
