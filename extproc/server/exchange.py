@@ -234,6 +234,8 @@ class Exchange:
 
     def _route(self, phase: str, body: bytes, partial: bool) -> bytes:
         services = self._services
+        if self._asked:
+            return messages.proceed(phase)
         self._asked = True
         started = services.clock()
         try:

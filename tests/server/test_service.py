@@ -56,6 +56,17 @@ async def test_a_request_is_routed_and_its_outcome_recorded(
     json.dumps(shown, allow_nan=False)
 
 
+async def test_a_stream_takes_one_place_whatever_comes_twice(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        for _ in range(2):
+            await stream.request_headers(headers={"content-encoding": "gzip"})
+        assert services.fleet.in_flight == 1
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
 async def test_usage_teaches_the_ratio_of_bytes_to_tokens(
     envoy: EnvoySide, services: Services
 ) -> None:
