@@ -81,15 +81,18 @@ class Worker:
 
     async def start(self) -> str:
         """Start it and wait until it serves; the reason where it does not, else empty."""
-        self._process = process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "extproc.server.worker", str(self.number)),
-            stdin=PIPE,
-            stdout=PIPE,
-            # It finds the modules that this process found.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            # Ctrl-C is for this process alone, which then stops the workers.
-            start_new_session=True,
-        )
+        try:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "extproc.server.worker", str(self.number)),
+                stdin=PIPE,
+                stdout=PIPE,
+                # It finds the modules that this process found.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                # Ctrl-C is for this process alone, which then stops the workers.
+                start_new_session=True,
+            )
+        except OSError as error:  # no memory, or too many processes: for now
+            return f"no process can be started: {error.strerror}"
         assert process.stdin
         assert process.stdout
         process.stdin.write(pickle.dumps(self._config))  # and stays open: see worker.py

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from extproc.config import Config
 from extproc.demo.ports import pick_ports
+from extproc.server.supervisor import Worker
 from tests.children import worker_pid
 
 
@@ -149,6 +150,14 @@ def test_a_worker_whose_port_was_taken_meanwhile_is_tried_again() -> None:
             assert f"cannot listen on 127.0.0.1:{admin + 1}" in line["reason"]
         supervisor.line("router ready")
         assert "extproc_worker 1.0" in metrics(admin + 1)
+
+
+async def test_a_process_that_cannot_be_had_is_a_reason_and_no_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    reason = await Worker(0, configured(workers=2)).start()
+    assert reason == "no process can be started: No such file or directory"
 
 
 @pytest.mark.process
