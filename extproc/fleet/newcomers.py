@@ -60,7 +60,7 @@ class Newcomers:
         """Has those that are idle taken for no slower than the median of the candidates."""
         costs = view.costs
         columns = (view.decode_step, costs.c0, costs.c_prefill, costs.c_batch, costs.c_kv)
-        for index, replica in enumerate(view.ids):
-            if replica in self._ended and not view.requests[index]:
-                for column in (*columns, costs.c_att):
-                    column[index] = min(column[index], np.median(column))
+        idle = [row for row in (view.requests == 0).nonzero()[0] if view.ids[row] in self._ended]
+        if idle:
+            for column in (*columns, costs.c_att):
+                column[idle] = np.minimum(column[idle], np.median(column))

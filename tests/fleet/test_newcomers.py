@@ -39,6 +39,16 @@ def test_a_newcomer_is_not_flooded() -> None:
     assert left_out.why == "new, and its speed not measured yet: at most 4 requests at a time"
 
 
+def test_newcomers_alike_are_taken_alike() -> None:
+    clock = ManualClock()
+    fleet = joined(clock, A10)
+    fleet.put(state(4, A10, clock))
+    for number in (1, 2):
+        fleet.put(state(number, H100, clock, measured=True))
+    third, fourth = fleet.view(MODEL).costs.c0[2:]
+    assert third == fourth
+
+
 def test_each_request_that_ended_there_allows_one_more() -> None:
     fleet = joined(ManualClock(), H100)
     for ticket in fill(fleet):
