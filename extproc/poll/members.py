@@ -71,7 +71,8 @@ class Membership:
         members = await store.read()
         known = {**self._members, **members}
         old = self._over(known, now)
-        lost = {key: known[key] for key in known.keys() - members.keys() - old}
+        # What changes nothing is not restored: another poller, which found so first, forgot it.
+        lost = {key: known[key] for key in known.keys() - members.keys() - self._void_since.keys()}
         if old & members.keys():
             await store.forget(old & members.keys())
         if lost:

@@ -23,9 +23,9 @@ async def until_empty(pool: Pool, replica: Replica, seconds: float, clock: Clock
     empty: set[float] = set()
     while True:
         state = await pool.states.state(replica.id)
-        if state is None:
+        if state is None and await _removed(pool, replica):
             return f"{replica.title} has left the pool"
-        if state.draining and state.healthy and not state.running + state.waiting:
+        if state and state.draining and state.healthy and not state.running + state.waiting:
             empty.add(state.scraped_at)
         else:
             empty.clear()
@@ -38,12 +38,20 @@ async def until_empty(pool: Pool, replica: Replica, seconds: float, clock: Clock
         await asyncio.sleep(_LOOK_EVERY)
 
 
+async def _removed(pool: Pool, replica: Replica) -> bool:
+    """Whether a command had it removed: else pollers or Redis are gone, and it may be busy."""
+    member = (await pool.members.read()).get(replica.id)
+    return member is not None and member.wish == "remove"
+
+
 def left(state: ReplicaState) -> str:
     """What is still there."""
     return f"{state.running} running and {state.waiting} waiting"
 
 
-def _left(state: ReplicaState) -> str:
+def _left(state: ReplicaState | None) -> str:
+    if state is None:
+        return "is not polled, so that nobody knows what it has (does a poller run?),"
     if not state.healthy:
         return f"does not answer ({state.problem}); it was last seen with {left(state)}"
     if not state.draining:

@@ -10,7 +10,10 @@ import pytest
 
 from extproc.cli import main
 from extproc.poll.members import Membership
+from extproc.replicas.pool import Pool
+from extproc.replicas.wait import until_empty
 from extproc.state.connection import connect
+from extproc.state.keys import replica_key
 from extproc.state.members import Member, MemberStore
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
@@ -131,6 +134,23 @@ async def test_without_a_poller_drain_says_so(redis_server: RedisServer, run: Ru
     assert "was not taken up by a poller" in error
 
 
+async def test_a_replica_of_which_nothing_is_known_any_more_is_not_taken_for_empty(
+    redis_server: RedisServer, run: Run
+) -> None:
+    async with serving() as one, connect(redis_server.url, "default") as redis:
+        async with watching(config(redis_server, one)) as seen:
+            await seen.until(lambda states: one.id in states)
+            await run("drain", one.id)
+            await seen.replica(one, lambda state: state.draining)
+        await redis.delete(replica_key("default", one.id))  # as when its life ends
+        error = await run("drain", one.id, "--wait", "0.2", status=1)
+        assert f"{one.id} is not polled, so that nobody knows what it has" in error
+        pool = Pool(redis, "default")
+        replica = await pool.find(one.id)
+        await run("remove", one.id)
+        assert await until_empty(pool, replica, 0, ManualClock()) == f"{one.id} has left the pool"
+
+
 async def test_a_redis_that_comes_back_empty_is_filled_again(
     redis_server: RedisServer, run: Run, logged: Logged
 ) -> None:
@@ -176,6 +196,25 @@ async def test_what_concerns_no_replica_is_forgotten_after_an_hour(
             await membership.look(store, clock())
             clock.advance(3601)
         assert set(await store.read()) == {here}
+
+
+async def test_what_one_poller_forgot_no_other_brings_back(redis_server: RedisServer) -> None:
+    gone, clock = "10.0.0.2:80", ManualClock()
+    async with connect(redis_server.url, "default") as redis:
+        store = MemberStore(redis, "default")
+        await store.write({gone: Member(wish="drain")})
+        pollers = Membership(), Membership()
+        for poller in pollers:
+            poller.removed_of([])
+            await poller.look(store, clock())
+            clock.advance(10)
+        clock.advance(3581)  # the first one's hour is over
+        for _ in range(4):
+            for poller in pollers:
+                poller.removed_of([])
+                await poller.look(store, clock())
+                clock.advance(1)
+        assert await store.read() == {}
 
 
 async def test_garbage_in_redis_is_passed_over(
