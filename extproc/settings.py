@@ -194,6 +194,8 @@ def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | No
         return f"{origin}: unknown key {where!r}{nearest(name, ReplicaSource.model_fields)}"
     wanted = detail["msg"].removeprefix("Value error, ")
     wanted = wanted[:1].lower() + wanted[1:]
+    if not where:  # keys that do not go together: the message names them
+        return f"{origin}: {detail['msg'].removeprefix('Value error, ')}"
     secret = where in LEAVES and not LEAVES[where].repr
     return f"{origin}: {where}: {wanted}" + ("" if secret else f"; given: {detail['input']!r}")
 
