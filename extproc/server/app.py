@@ -118,7 +118,9 @@ async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> Non
     else:
         metrics = PollMetrics(registry)
         parts = [poll_into(one.fleet, one.config, metrics) for one in pools]
-    await asyncio.gather(*parts)
+    async with asyncio.TaskGroup() as tasks:  # at the end it waits for each, farewells included
+        for part in parts:
+            tasks.create_task(part)
 
 
 async def follow_state(config: Config, fleet: Fleet) -> None:

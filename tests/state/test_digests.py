@@ -1,6 +1,7 @@
 """Routers' digests through a real Redis, which is killed and fed garbage."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from random import Random
@@ -10,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from extproc.config import Config
-from extproc.fleet.digest import Digest
+from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.fleet import Fleet
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
@@ -170,6 +171,28 @@ async def test_routers_count_each_others_requests_until_one_stops(
             task.cancel()
         ended = await asyncio.gather(*sharing, return_exceptions=True)
     assert all(isinstance(error, asyncio.CancelledError) for error in ended)
+
+
+async def test_a_router_that_is_told_to_stop_says_farewell(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    flags = ("--serve.listen=127.0.0.1:0", "--serve.admin=127.0.0.1:0", "--pool=test")
+    async with reading(redis_server.url) as following:
+        assert await following() == Connected()
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "extproc", "serve", "--redis.url", redis_server.url, *flags),
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            assert (await heard(following)).kind is Kind.WHOLE
+            await redis_client.client_pause(300, all=False)  # all else ends long before
+            process.terminate()
+            while (await heard(following)).kind is not Kind.FAREWELL:
+                pass
+            assert await process.wait() == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
 
 
 async def _sees(fleet: Fleet, requests: int) -> None:
