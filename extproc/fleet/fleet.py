@@ -141,10 +141,13 @@ class Fleet:
         self._candidates.clear()
 
     def drop_silent(self, after: float) -> None:
-        """Removes replicas not heard of for ``after`` seconds in which others were.
+        """Removes replicas not heard of for ``after`` seconds in which others were, and routers
+        that are gone.
 
         When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
         """
+        if self.others.look(self._clock()):
+            self._progress.changed()
         if self._heard_at - self._heard_since < after:
             return
         heard = {name: self._replicas.heard_at[row] for name, row in self._rows.items()}

@@ -259,6 +259,17 @@ def test_a_router_that_dies_takes_its_load_with_it() -> None:
     assert len(two.others) == 1
 
 
+def test_a_router_without_requests_forgets_the_dead_too() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    tell(one, two, clock=clock)
+    two.drop_silent(10)
+    assert len(two.others) == 1
+    clock.advance(1.6)
+    two.drop_silent(10)
+    assert len(two.others) == 0
+
+
 def test_what_comes_late_or_twice_changes_nothing() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
