@@ -1,8 +1,9 @@
 """One HTTP request, from its headers to the end of its response."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from extproc.clock import Clock
 from extproc.config import Config
@@ -21,6 +22,7 @@ from extproc.request.usage import UsageReader
 from extproc.route.router import Decision, Router
 from extproc.server import messages
 from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
+from extproc.server.room import Room
 
 _LONGEST_ID = 128
 """Characters of a request id: one is kept with every decision."""
@@ -28,6 +30,8 @@ _DIGITS = 15
 """Of a content-length: a petabyte."""
 _NONE_READY = "no replica is ready to serve this request"
 _RETRY_AFTER_S = 1
+_PIECE = 2**16
+"""Bytes of a body that was held back, in each message that returns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,7 @@ class Services:
     clock: Clock
     wall: Clock
     random: random.Random
+    room: Room = field(default_factory=Room)
 
     @property
     def fleet(self) -> Fleet:
@@ -71,7 +76,6 @@ class Exchange:
         "_ended",
         "_first_chunk",
         "_held",
-        "_held_bytes",
         "_large_for",
         "_path",
         "_policy",
@@ -83,6 +87,7 @@ class Exchange:
         "_services",
         "_status",
         "_subset",
+        "_taken",
         "_tenant",
         "_ticket",
         "_usage",
@@ -100,9 +105,10 @@ class Exchange:
         self._response_body_mode = messages.NONE
         self._subset: frozenset[str] | None = None
         """The only endpoints that may be chosen, where a gateway says so."""
-        self._held: list[HttpBody] | None = None
-        """Chunks of the body that came while the headers are held back for it."""
-        self._held_bytes = 0
+        self._held: bytearray | None = None
+        """What came of the body while the headers are held back for it."""
+        self._taken = 0
+        """Bytes of the room for bodies."""
         self._asked = False
         self._refused = False
         self._large_for: str | None = None
@@ -116,11 +122,11 @@ class Exchange:
         self._first_chunk: float | None = None
         self._ended = False
 
-    def answer(self, request: ProcessingRequest) -> Sequence[bytes]:
+    def answer(self, request: ProcessingRequest) -> Iterable[bytes]:
         """The replies to one message of the stream, in their order, as bytes.
 
         Mostly it is one. In full duplex the headers wait for the body, and all of it is answered at
-        once.
+        once: each reply is made when the one before it has been taken.
         """
         if request.HasField("protocol_config"):
             self._body_mode = request.protocol_config.request_body_mode
@@ -132,7 +138,9 @@ class Exchange:
             case "request_body":
                 return self._on_request_body(request.request_body)
             case "request_trailers":
-                return [*self._let_go(complete=True), messages.proceed("request_trailers")]
+                return chain(
+                    self._let_go(complete=True, last=False), [messages.proceed("request_trailers")]
+                )
             case "response_headers":
                 return [self._on_response_headers(request)]
             case "response_body":
@@ -168,7 +176,7 @@ class Exchange:
             return [self._route("request_headers", b"", partial=False)]
         readable = headers.get("content-encoding", "identity") == "identity"
         if readable and self._gateway:
-            self._held = []
+            self._held = bytearray()
             return []
         if readable and self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
             if (self._content_length or 0) <= LARGE_BODY:
@@ -189,32 +197,53 @@ class Exchange:
             return _refuse(NoReplica(_NONE_READY))
         return self._send_to("request_headers", decision)
 
-    def _on_request_body(self, message: HttpBody) -> Sequence[bytes]:
+    def _on_request_body(self, message: HttpBody) -> Iterable[bytes]:
         if self._held is not None:
-            self._held.append(message)
-            self._held_bytes += len(message.body)
-            if not message.end_of_stream and self._held_bytes < LARGE_BODY:
+            self._held += message.body
+            more = not message.end_of_stream
+            if self._take_room(len(message.body)) and more and len(self._held) < LARGE_BODY:
                 return []
-            return self._let_go(message.end_of_stream)
+            return self._let_go(complete=not more, last=not more)
         if self._body_mode == messages.FULL_DUPLEX_STREAMED:
             return [messages.pass_chunk("request_body", message.body, message.end_of_stream)]
         if not self._path or self._asked:
             return [messages.proceed("request_body")]
         return [self._route("request_body", message.body, partial=not message.end_of_stream)]
 
-    def _let_go(self, complete: bool) -> Sequence[bytes]:
-        """The headers that were held back, with a destination now, and after them the body."""
-        held, self._held = self._held, None
-        if held is None:
+    def _take_room(self, size: int) -> bool:
+        if not self._services.room.take(size):
+            return False
+        self._taken += size
+        return True
+
+    def _leave_room(self) -> None:
+        self._services.room.give_back(self._taken)
+        self._taken = 0
+
+    def _let_go(self, complete: bool, last: bool) -> Iterable[bytes]:
+        """The headers that were held back, with a destination now, and after them the body.
+
+        ``complete``: there is no more of it; ``last``: nor trailers.
+        """
+        if self._held is None:
             return []
-        body = b"".join(chunk.body for chunk in held)
+        body, self._held = bytes(self._held), None
         reply = self._route("request_headers", body, partial=not complete)
         if self._refused:
+            self._leave_room()
             return [reply]
-        chunks = [
-            messages.pass_chunk("request_body", chunk.body, chunk.end_of_stream) for chunk in held
-        ]
-        return [reply, *chunks]
+        return self._with_body(reply, body, last)
+
+    def _with_body(self, reply: bytes, body: bytes, last: bool) -> Iterator[bytes]:
+        """Holds its room until an Envoy that is slow to read has taken it all."""
+        try:
+            yield reply
+            for start in range(0, len(body) or last, _PIECE):
+                end = start + _PIECE
+                ended = last and end >= len(body)
+                yield messages.pass_chunk("request_body", body[start:end], ended)
+        finally:
+            self._leave_room()
 
     def _profile(self, body: bytes, partial: bool) -> RequestProfile:
         profile = self._inspect(body, partial)
@@ -353,6 +382,7 @@ class Exchange:
 
     def close(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
+        self._leave_room()
         if self._ticket is None or self._record is None:
             return
         services, outcome = self._services, self._record.outcome

@@ -67,8 +67,7 @@ async def test_headers_wait_for_the_body_which_goes_back_unchanged(
         for number, piece in enumerate(pieces):
             await stream.write_body(piece, number == len(pieces) - 1)
         assert set(destination(await stream.read())) == MEMBERS
-        answered = [chunk_of(await stream.read()) for _ in pieces]
-        assert answered == [(piece, piece == pieces[-1]) for piece in pieces]
+        assert chunk_of(await stream.read()) == (BODY, True)
         assert services.log.after(0)[-1].decision.profile.model == "llama"
 
         await stream.response_headers(content_type="text/event-stream")
@@ -97,8 +96,9 @@ async def test_no_more_of_a_body_is_held_than_is_read(envoy: EnvoySide, services
         for _ in range(3):
             await stream.write_body(piece, end_of_stream=False)
         assert set(destination(await stream.read())) == MEMBERS
-        for _ in range(4):
-            await stream.read()
+        held = len(BODY) - 1 + 4 * len(piece)
+        while held:
+            held -= len(chunk_of(await stream.read())[0])
         await stream.write_body(piece, end_of_stream=False)
         assert chunk_of(await stream.read()) == (piece, False)
         await stream.write_body(b"}")
