@@ -24,6 +24,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 )
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from extproc.address import split_address
 from extproc.demo.envoy_config import render
 from extproc.demo.processes import Process, answers, envoy_binary, free_port
 
@@ -63,6 +64,13 @@ async def test_the_file_rendered_for_loopback_is_valid(tmp_path: Path) -> None:
 
 
 async def test_the_fragment_merged_as_it_says_is_valid(tmp_path: Path) -> None:
+    config = tmp_path / "envoy.yaml"
+    config.write_text(yaml.safe_dump({"static_resources": merged()}), encoding="utf-8")
+    assert "eprecated" not in await validate(config)
+
+
+def merged(port: int = 0) -> dict[str, Any]:
+    """The fragment in an Envoy that listens on that port, as its comments say."""
     part = yaml.safe_load((ENVOY / "ext_proc.yaml").read_text(encoding="utf-8"))
     types = "type.googleapis.com/envoy.extensions.filters"
     router = {"@type": f"{types}.http.router.v3.Router"}
@@ -84,14 +92,16 @@ async def test_the_fragment_merged_as_it_says_is_valid(tmp_path: Path) -> None:
     filters = [{"name": "http", "typed_config": manager}]
     listener = {
         "name": "mine",
-        "address": {"socket_address": {"address": "127.0.0.1", "port_value": 0}},
+        "address": at(f"127.0.0.1:{port}"),
         "filter_chains": [{"filters": filters}],
         **part["listener"],
     }
-    resources = {"listeners": [listener], "clusters": part["clusters"]}
-    config = tmp_path / "envoy.yaml"
-    config.write_text(yaml.safe_dump({"static_resources": resources}), encoding="utf-8")
-    assert "eprecated" not in await validate(config)
+    return {"listeners": [listener], "clusters": part["clusters"]}
+
+
+def at(address: str) -> dict[str, Any]:
+    host, port = split_address(address)
+    return {"socket_address": {"address": host, "port_value": port}}
 
 
 @asynccontextmanager
@@ -184,16 +194,39 @@ async def envoy(
 ) -> AsyncIterator[str]:
     """Our envoy.yaml, running; gives its URL."""
     port, admin = free_port(), free_port()
-    config = directory / "envoy.yaml"
-    config.write_text(
-        render(
-            listen_port=port,
-            admin_port=admin,
-            router_ports=router_ports,
-            replica_addresses=replicas,
-        ),
-        encoding="utf-8",
+    config = render(
+        listen_port=port,
+        admin_port=admin,
+        router_ports=router_ports,
+        replica_addresses=replicas,
     )
+    async with running(directory, config, admin):
+        yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def envoy_of_the_fragment(
+    directory: Path, router_port: int, replicas: Sequence[str]
+) -> AsyncIterator[str]:
+    """Our ext_proc.yaml in an Envoy that runs; gives its URL."""
+    port, admin = free_port(), free_port()
+    resources = merged(port)
+    members = {
+        "extproc_router": [f"127.0.0.1:{router_port}"],
+        "vllm_replicas": replicas,
+    }
+    for cluster in resources["clusters"]:
+        endpoints = [{"endpoint": {"address": at(one)}} for one in members[cluster["name"]]]
+        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
+    bootstrap = {"admin": {"address": at(f"127.0.0.1:{admin}")}, "static_resources": resources}
+    async with running(directory, yaml.safe_dump(bootstrap), admin):
+        yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def running(directory: Path, bootstrap: str, admin: int) -> AsyncIterator[None]:
+    config = directory / "envoy.yaml"
+    config.write_text(bootstrap, encoding="utf-8")
     argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
     async with await Process.start(
         "envoy",
@@ -201,7 +234,7 @@ async def envoy(
         log=directory / "envoy.log",
         ready=answers(f"http://127.0.0.1:{admin}/ready"),
     ):
-        yield f"http://127.0.0.1:{port}"
+        yield
 
 
 async def post(
@@ -277,6 +310,19 @@ async def test_without_a_router_every_request_is_served_and_no_client_chooses(
         replica("a") as a,
         replica("b") as b,
         envoy(tmp_path, [refusing], [a, b, dead]) as url,
+    ):
+        forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
+    assert {answer["name"] for answer in forged} == {"a", "b"}
+    assert {answer["header"] for answer in forged} == {None}
+
+
+async def test_the_fragment_too_lets_no_client_choose_without_a_router(
+    tmp_path: Path, refusing: int
+) -> None:
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        envoy_of_the_fragment(tmp_path, refusing, [a, b]) as url,
     ):
         forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
     assert {answer["name"] for answer in forged} == {"a", "b"}
