@@ -99,8 +99,19 @@ class ServeSettings(Section):
     """gRPC address Envoy connects to."""
     admin: str = "127.0.0.1:9090"
     """HTTP address of /metrics, /decisions, /fleet and /healthz."""
+    tls_cert: Path | None = None
+    """PEM file of the certificate to show Envoy, with those between it and its authority; without
+    it, Envoy connects in plain text."""
+    tls_key: Path | None = None
+    """PEM file of its key, without a password."""
+    tls_client_ca: Path | None = None
+    """PEM file of the authorities that sign what Envoy must show (mTLS); without it, whoever
+    reaches the port may connect."""
     workers: int = Field(default=1, ge=1)
     """Router processes; number k, from 0, takes the ports of ``listen`` and ``admin`` plus k."""
+    max_streams: int = Field(default=100_000, ge=1, le=10**6)
+    """Requests in flight that one process looks after; Envoy goes on with further ones without
+    the router."""
     drain_s: float = Field(default=30.0, ge=0)
     """On SIGTERM, open streams have this many seconds to end."""
     clear_route_cache: bool = False
@@ -127,6 +138,17 @@ class ServeSettings(Section):
                 f"{last[0]}) and serve.admin ({addresses[1]} to {last[1]}) overlap"
             )
         return workers
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> "ServeSettings":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError(
+                "tls_client_ca needs tls_cert and tls_key: Envoy shows a certificate "
+                "only where it is shown one"
+            )
+        return self
 
 
 class RouteSettings(Section):

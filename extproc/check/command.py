@@ -15,6 +15,7 @@ from extproc.check.schema import problems
 from extproc.check.workers import workers_are_listed
 from extproc.config import Config, PoolReplicas, ServeSettings
 from extproc.request.tokens import TokenCounter, TokenizerError
+from extproc.server import certificates
 from extproc.state.connection import address, connect
 from extproc.yaml_file import read_yaml
 
@@ -40,13 +41,27 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = settings.load(settings.flags_of(args), os.environ, args.config)
         TokenCounter(config.request)
+        doubt = _doubt(config.serve)
     except settings.ConfigError as error:
         return _wrong(error.problems)
     except TokenizerError as error:
         return _wrong([f"request.tokenizers: {error}"])
+    except certificates.CertificateError as error:
+        return _wrong([str(error)])
     if args.envoy is None or args.config or config != Config():
         print(understood(config))
+    if doubt:
+        print(f"{Level.WARNING:<8} {doubt}: Envoy will not trust this router", file=sys.stderr)
     return 0 if args.envoy is None else _check(args.envoy, config.serve.workers)
+
+
+def _doubt(serve: ServeSettings) -> str:
+    """What Envoy will have against the router's certificate, if anything.
+
+    Raises:
+        CertificateError: it cannot be used at all.
+    """
+    return "" if serve.tls_cert is None else certificates.read(serve).doubt
 
 
 def _check(path: Path, workers: int) -> int:
@@ -121,6 +136,12 @@ def _replicas(pool: PoolReplicas) -> str:
 
 
 def _router(serve: ServeSettings) -> str:
-    first = f"{serve.listen} for Envoy, {serve.admin} for people"
+    first = f"{serve.listen} for Envoy{_tls(serve)}, {serve.admin} for people"
     others = serve.workers - 1
     return f"{first}; {others} more on the next ports" if others else first
+
+
+def _tls(serve: ServeSettings) -> str:
+    if serve.tls_cert is None:
+        return ""
+    return " (TLS)" if serve.tls_client_ca is None else " (mTLS)"

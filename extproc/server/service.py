@@ -1,13 +1,14 @@
 """The ext_proc gRPC server."""
 
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from extproc.server import tls
 from extproc.server.exchange import Exchange, Services
 from extproc.server.proto.ext_proc_pb2 import ProcessingRequest
 
@@ -29,13 +30,15 @@ _OPTIONS = [
     ("grpc.max_send_message_length", _LARGEST_MESSAGE),
     # A body of tens of MB arrives several times sooner than with gRPC's small windows.
     ("grpc.http2.lookahead_bytes", 16 * 2**20),
-    # Every request in flight holds a stream of Envoy's few connections.
-    ("grpc.max_concurrent_streams", 2**31 - 1),
     # Two servers on one port would silently share it; an error is better.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    # An Envoy that vanished is found out, however long its streams are silent.
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.server_handshake_timeout_ms", 10_000),
 ]
+_KEEPALIVE_S = 20.0
 
 
 class ExternalProcessor:
@@ -51,30 +54,58 @@ class ExternalProcessor:
         self._of_none = services.of_pool(services.config)
         """For pools that do not exist: without replicas, so that Envoy's fallback policy serves."""
         self._unknown: set[str] = set()
+        self._most = services.config.serve.max_streams
+        self._open = 0
+        self._full = False
+        """Whether streams were turned away of late."""
 
-    async def process(
-        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[bytes]:
+    async def process(self, _: object, context: grpc.aio.ServicerContext) -> None:
         """One request, from its headers to the end of its response.
 
         An error here ends the stream, and Envoy goes on without the router.
+
+        Messages are read one by one, for gRPC's iterator of them keeps the last one, and that may
+        be a body of many MB for as long as the answer takes.
         """
+        if self._open >= self._most:
+            await self._turn_away(context)
+        if self._full and self._open < self._most // 2:
+            self._full = False
+            logger.info("again fewer requests are in flight than serve.max_streams allows")
         exchange = Exchange(self._asked_for(context))
         open_streams = self._services.metrics.open_streams
+        self._open += 1
         open_streams.inc()
         try:
-            async for raw in requests:
-                for reply in exchange.answer(ProcessingRequest.FromString(raw)):
-                    yield reply
+            while (raw := await context.read()) is not grpc.aio.EOF:
+                replies = exchange.answer(ProcessingRequest.FromString(raw))
+                del raw  # see above
+                for reply in replies:
+                    await context.write(reply)
         except DecodeError:
             logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
+        except grpc.aio.InternalError:
+            raise  # Envoy gave the stream up while a reply was on its way: gRPC passes over that
         except Exception:
             logger.exception("a request could not be routed; Envoy goes on without the router")
             raise
         finally:
+            self._open -= 1
             open_streams.dec()
             exchange.close()
+
+    async def _turn_away(self, context: grpc.aio.ServicerContext) -> None:
+        """For too many are open; Envoy goes on without the router."""
+        self._services.metrics.requests.labels("overload").inc()
+        if not self._full:
+            self._full = True
+            logger.error(
+                "as many requests are in flight as serve.max_streams allows: Envoy goes on with "
+                "further ones without the router",
+                extra={"streams": self._open},
+            )
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests in flight")
 
     def _asked_for(self, context: grpc.aio.ServicerContext) -> Services:
         """The pool that Envoy's route names in the stream's metadata, which no client can set."""
@@ -106,9 +137,34 @@ def _peer(context: grpc.aio.ServicerContext) -> dict[str, str]:
 class GrpcServer:
     """The gRPC server with its health service."""
 
-    def __init__(self, services: Services, pools: Mapping[str, Services] = _NO_OTHERS) -> None:
-        """Takes the services of the configuration's own pool, and those of others by name."""
-        self._server = grpc.aio.server(options=_OPTIONS)
+    def __init__(
+        self,
+        services: Services,
+        pools: Mapping[str, Services] = _NO_OTHERS,
+        keepalive_s: float = _KEEPALIVE_S,
+    ) -> None:
+        """A server that does not listen yet.
+
+        Args:
+            services: those of the configuration's own pool.
+            pools: those of others, by name.
+            keepalive_s: silence in seconds after which a peer is asked whether it is there. It has
+                as long again to answer; then its requests are over.
+
+        Raises:
+            ValueError: a file of its TLS settings cannot be used.
+        """
+        serve = services.config.serve
+        self._credentials = tls.credentials(serve)
+        keepalive_ms = round(keepalive_s * 1000)
+        options = [
+            *_OPTIONS,
+            ("grpc.max_concurrent_streams", serve.max_streams),  # of a connection
+            ("grpc.keepalive_time_ms", keepalive_ms),
+            ("grpc.keepalive_timeout_ms", keepalive_ms),
+            ("grpc.http2.ping_timeout_ms", keepalive_ms),  # of other pings; one is sent at a time
+        ]
+        self._server = grpc.aio.server(options=options)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((ExternalProcessor(services, pools).handler(),))
@@ -120,7 +176,7 @@ class GrpcServer:
             OSError: the address cannot be listened on.
         """
         try:
-            port: int = self._server.add_insecure_port(address)
+            port = self._open_port(address)
         except RuntimeError:  # its message says no more
             raise OSError(
                 f"cannot listen for Envoy on {address} (serve.listen): "
@@ -128,6 +184,13 @@ class GrpcServer:
             ) from None
         await self._server.start()
         await self._report(health_pb2.HealthCheckResponse.SERVING)
+        return port
+
+    def _open_port(self, address: str) -> int:
+        if self._credentials is None:
+            port: int = self._server.add_insecure_port(address)
+        else:
+            port = self._server.add_secure_port(address, self._credentials)
         return port
 
     async def stop(self, drain_s: float) -> None:

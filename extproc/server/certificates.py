@@ -1,0 +1,97 @@
+"""The files that TLS towards Envoy needs: read, and tried before they are used."""
+
+import ssl
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from extproc.config import ServeSettings
+
+
+class CertificateError(ValueError):
+    """A file of the TLS settings cannot be used; the message names it and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """What was in the files, in PEM."""
+
+    chain: bytes
+    """The router's certificate, and those between it and its authority."""
+    key: bytes
+    client_ca: bytes | None
+    """Authorities of those who may connect; None: anybody may."""
+    doubt: str
+    """Why peers will not take the certificate (it has expired, say); empty where they will."""
+
+
+def read(serve: ServeSettings) -> Certificates:
+    """Reads and tries the files of a configuration that has TLS.
+
+    Raises:
+        CertificateError: one of them cannot be used; the message names it and says why.
+    """
+    assert serve.tls_cert is not None
+    assert serve.tls_key is not None
+    chain = _content("serve.tls_cert", serve.tls_cert)
+    key = _content("serve.tls_key", serve.tls_key)
+    client_ca = None
+    if serve.tls_client_ca is not None:
+        client_ca = _content("serve.tls_client_ca", serve.tls_client_ca)
+        _try_authorities("serve.tls_client_ca", serve.tls_client_ca)
+    _try_authorities("serve.tls_cert", serve.tls_cert)
+    doubt = _try_pair(serve.tls_cert, serve.tls_key)
+    return Certificates(chain, key, client_ca, doubt and f"{serve.tls_cert}: {doubt}")
+
+
+def _content(setting: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CertificateError(f"{setting}: {path}: {error.strerror}") from None
+
+
+def _try_authorities(setting: str, path: Path) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
+    except ssl.SSLError:
+        raise CertificateError(f"{setting}: {path} holds no certificate (PEM)") from None
+
+
+def _try_pair(cert: Path, key: Path) -> str:
+    """What a client that trusts this very certificate has against it."""
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        server.load_cert_chain(cert, key, password="")  # gRPC takes no password
+    except ssl.SSLError as error:
+        raise CertificateError(f"serve.tls_key: {key}: {_reason(error, cert)}") from None
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it
+    client.load_verify_locations(cert)
+    return _shake_hands(server, client)
+
+
+def _reason(error: ssl.SSLError, cert: Path) -> str:
+    match error.reason:
+        case "KEY_VALUES_MISMATCH" | "KEY_TYPE_MISMATCH":
+            return f"is not the key of the certificate in {cert}"
+        case None:
+            return "holds no key (PEM), or one with a password"
+        case reason:
+            return f"cannot be used with {cert}: {reason}"
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
+    """Why the client hangs up on the server, in OpenSSL's words; empty where it does not."""
+    upwards, downwards = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = client.wrap_bio(downwards, upwards), server.wrap_bio(upwards, downwards, True)
+    try:
+        for end in (*ends, *ends):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_message
+    except ssl.SSLError as error:
+        return f"no handshake succeeds with it: {error.reason}"
+    return ""

@@ -1,0 +1,125 @@
+"""A real Envoy and a router that trust only each other, at the router's limits."""
+
+import asyncio
+import re
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import yaml
+
+from extproc.demo.stack import SimulatedReplica, Stack
+from tests.e2e.client import Client
+from tests.server.certificates import Authority
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+DOCS = Path(__file__).parents[2] / "docs"
+REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
+MOST_STREAMS = 3
+
+
+class Secured(Stack):
+    """Two workers behind mTLS, as the documentation says; Envoy takes headers of 96 kB."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files = directory / "tls"
+        self.files.mkdir()
+        self.authority = Authority(directory / "authority")
+        self.renew("router")
+        shutil.copy(self.authority.file, self.files / "ca.crt")
+        serve = {
+            "tls_cert": str(self.files / "tls.crt"),
+            "tls_key": str(self.files / "tls.key"),
+            "tls_client_ca": str(self.files / "ca.crt"),
+            "max_streams": MOST_STREAMS,
+        }
+        super().__init__(directory, REPLICAS, settings={"serve": serve}, workers=2)
+
+    def renew(self, name: str) -> None:
+        cert, key = self.authority.sign(name)
+        shutil.copy(cert, self.files / "tls.crt")
+        shutil.copy(key, self.files / "tls.key")
+
+    def _bootstrap(self) -> str:
+        bootstrap = yaml.safe_load(super()._bootstrap())
+        resources = bootstrap["static_resources"]
+        (router,) = (one for one in resources["clusters"] if one["name"] == "router")
+        router |= documented(self.files)
+        (listener,) = resources["listeners"]
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        manager["max_request_headers_kb"] = 96
+        return yaml.safe_dump(bootstrap, sort_keys=False)
+
+    async def metric(self, name: str) -> float:
+        """The sum over all workers."""
+        total = 0.0
+        async with aiohttp.ClientSession() as session:
+            for admin in self.worker_admins():
+                async with session.get(f"{admin}/metrics") as page:
+                    found = re.search(rf"^{re.escape(name)} (\S+)$", await page.text(), re.M)
+                    total += float(found[1]) if found else 0.0
+        return total
+
+
+def documented(files: Path) -> dict[str, Any]:
+    page = (DOCS / "envoy.md").read_text(encoding="utf-8").partition("## TLS to the router")[2]
+    snippet = page.partition("```yaml\n")[2].partition("```")[0]
+    return dict(yaml.safe_load(snippet.replace("/etc/envoy/tls", str(files))))
+
+
+ROUTED = 'extproc_requests_total{result="routed"}'
+OVERLOAD = 'extproc_requests_total{result="overload"}'
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secured]:
+    async with Secured(tmp_path_factory.mktemp("secured")) as running:
+        yield running  # health checks over TLS have found both workers
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(stack: Secured) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield Client(stack, session)
+
+
+async def test_requests_are_routed_over_mutual_tls(client: Client, stack: Secured) -> None:
+    before = await stack.metric(ROUTED)
+    for _ in range(4):
+        assert (await client.chat(tokens=3)).status == 200
+    assert await stack.metric(ROUTED) == before + 4
+
+
+async def test_headers_of_90_kb_reach_router_and_replica(client: Client, stack: Secured) -> None:
+    before = await stack.metric(ROUTED)
+    large = {f"x-large-{number}": "v" * 7_500 for number in range(12)}
+    assert (await client.chat(tokens=3, headers=large)).status == 200
+    assert await stack.metric(ROUTED) == before + 1
+
+
+async def test_beyond_the_limit_of_streams_no_request_fails(client: Client, stack: Secured) -> None:
+    before = await stack.metric(ROUTED)
+    answers = await asyncio.gather(*(client.chat(tokens=150) for _ in range(20)))
+    assert {answer.status for answer in answers} == {200}
+    assert await stack.metric(OVERLOAD) > 0
+    assert await stack.metric(ROUTED) > before
+    await stack.wait_routing()  # it is as healthy as before
+
+
+async def test_a_renewed_certificate_is_used_without_a_restart(
+    client: Client, stack: Secured
+) -> None:
+    stack.renew("renewed")
+    await stack.stop("envoy")
+    await stack.start("envoy")
+    await stack.wait_routing()
+    before = await stack.metric(ROUTED)
+    assert (await client.chat(tokens=3)).status == 200
+    assert await stack.metric(ROUTED) == before + 1
+    log = (stack.directory / "router.log").read_text()
+    assert log.count("certificate renewed") == 2  # each worker by itself
