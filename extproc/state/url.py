@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 from extproc.address import split_address
 
@@ -13,6 +13,11 @@ _FORMS = (
     "not an address of Redis: write redis://[user:password@]host:port/database, "
     "rediss:// for TLS, unix:///path, redis+sentinel://host:port,host:port/service, or "
     "redis+cluster://host:port,host:port; percent-encode what is special in a password"
+)
+# Not urlsplit: whether it takes several hosts with an IPv6 address among them depends on Python's
+# patch version.
+_PARTS = re.compile(
+    r"(?P<scheme>[^:/?#]+)://(?P<hosts>[^/?#]*)(?P<path>[^?#]*)(\?(?P<query>[^#]*))?(?P<rest>#.*)?"
 )
 _SCHEME = re.compile(r"(?P<tls>rediss?)(\+(?P<form>sentinel|cluster))?|(?P<unix>unix)")
 _PORTS = {"single": 6379, "sentinel": 26379, "cluster": 6379}
@@ -45,32 +50,30 @@ def parse(url: str) -> RedisUrl:
     Raises:
         ValueError: it is none. The message holds nothing of what may be secret.
     """
-    try:
-        parts = urlsplit(url)
-        given = parse_qsl(parts.query, keep_blank_values=True)
-    except ValueError:
-        raise ValueError(_FORMS) from None
-    scheme = _SCHEME.fullmatch(parts.scheme)
-    if scheme is None or parts.fragment:
+    parts = _PARTS.fullmatch(url)
+    scheme = parts and _SCHEME.fullmatch(parts["scheme"].lower())
+    if parts is None or scheme is None or parts["rest"]:
         raise ValueError(_FORMS)
+    given = parse_qsl(parts["query"] or "", keep_blank_values=True)
+    login, _, listed = parts["hosts"].rpartition("@")
     tls = scheme["tls"] == "rediss"
     form = scheme["unix"] or scheme["form"] or "single"
-    nodes = () if form == "unix" else _nodes(parts, form)
-    path, database = _path(form, unquote(parts.path))
-    options = _login(parts) | ({"db": database} if database else {})
+    nodes = () if form == "unix" else _nodes(listed, form)
+    path, database = _path(form, unquote(parts["path"]))
+    options = _login(login) | ({"db": database} if database else {})
     options |= dict(_option(name, text, form, tls) for name, text in given)
     return RedisUrl(form, tls, path, nodes, options)
 
 
-def _login(parts: SplitResult) -> dict[str, Any]:
-    user, _, password = parts.netloc.rpartition("@")[0].partition(":")
+def _login(login: str) -> dict[str, Any]:
+    user, _, password = login.partition(":")
     return {
         name: unquote(text) for name, text in (("username", user), ("password", password)) if text
     }
 
 
-def _nodes(parts: SplitResult, form: str) -> tuple[Node, ...]:
-    hosts = parts.netloc.rpartition("@")[2].split(",")
+def _nodes(listed: str, form: str) -> tuple[Node, ...]:
+    hosts = listed.split(",")
     try:
         if form == "single":
             (_,) = hosts

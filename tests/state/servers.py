@@ -179,7 +179,8 @@ async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
     finally:
         server.close()
         for writer in writers:
-            writer.transport.abort()
+            with suppress(AttributeError):  # Python 3.11.2: it is closed already
+                writer.transport.abort()
 
 
 @asynccontextmanager
