@@ -1,0 +1,178 @@
+"""What the router adds to a request, and what a request costs it, behind a real Envoy.
+
+    python -m benchmarks.overhead --json overhead.json
+
+Envoy runs with the project's own file, in front of an Envoy that answers at once in place of all
+replicas: alone, with an ext_proc server that does nothing, and with the router.
+"""
+
+import argparse
+import asyncio
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.overhead.client import Report
+from benchmarks.overhead.stack import Cores, Setup, Stack, running
+from extproc.demo.processes import ProcessError
+
+_AT_ONCE = 64
+_RATE = 300
+"""Requests a second, where the latency is measured."""
+_RAMP = 1000
+"""Requests a second, until all are in flight that are to be held."""
+HELD_S = 3.0
+"""How long all of them are in flight together."""
+WARM_UP_S = 2.0
+_SAMPLE_EVERY_S = 0.1
+_HEADER = (
+    f"{'':<24}{'latency ms':>10}{'p95':>8}{'p99':>8}{'added p50':>11}{'p95':>8}{'p99':>8}"
+    f"{'requests/s':>12}{'router CPU':>12}{'µs/request':>12}{'kB/stream':>11}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What was measured of one setup."""
+
+    name: str
+    rate: Report
+    """At a fixed rate."""
+    at_once: Report
+    """At a fixed number of requests in flight."""
+    held: Report
+    """With many requests in flight, held by the upstream."""
+    cpu_s_at_rate: float
+    """Of the router's process."""
+    cpu_s_at_once: float
+    stream_kb: float
+    """The router's memory for each request in flight."""
+
+    @property
+    def failed(self) -> int:
+        """Requests not answered with 200."""
+        return self.rate.failed + self.at_once.failed + self.held.failed
+
+    @property
+    def requests_per_s(self) -> float:
+        """At a fixed number in flight."""
+        return self.at_once.answered / self.at_once.seconds
+
+    @property
+    def cpu_us(self) -> float:
+        """The router's CPU for one request, at a fixed number in flight; microseconds."""
+        return 1e6 * self.cpu_s_at_once / max(self.at_once.answered, 1)
+
+    @property
+    def router_load(self) -> float:
+        """Share of its core that the router used, at a fixed number in flight."""
+        return self.cpu_s_at_once / self.at_once.seconds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="overhead", description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--replicas", default="8,100,1000", metavar="N[,N]", help="sizes of the router's fleet"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, metavar="S", help="length of each measurement"
+    )
+    parser.add_argument(
+        "--in-flight", type=int, default=5000, metavar="N", help="requests held for memory's sake"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    args = parser.parse_args(argv)
+    try:
+        sizes = [int(size) for size in args.replicas.split(",")]
+    except ValueError:
+        parser.error(f"--replicas {args.replicas}: numbers with commas between are wanted")
+    _raise_file_limit()
+    try:
+        figures = asyncio.run(measure_all(sizes, args.seconds, args.in_flight))
+    except ProcessError as error:
+        print(f"overhead: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        args.json.write_text(json.dumps([_to_json(one) for one in figures], indent=2) + "\n")
+    return 1 if any(one.failed for one in figures) else 0
+
+
+async def measure_all(sizes: Sequence[int], seconds: float, in_flight: int) -> list[Figures]:
+    """Measures every setup and prints its line."""
+    cores = Cores.of_this_machine()
+    print(cores)
+    print(
+        f"latency at {_RATE} requests/s; requests/s, CPU and µs at {_AT_ONCE} at once; "
+        f"memory at {in_flight} in flight\n"
+    )
+    print(_HEADER)
+    setups = [Setup("none", sizes[0]), Setup("proceed", sizes[0])]
+    setups += [Setup("extproc", size) for size in sizes]
+    hold_s = in_flight / _RAMP + HELD_S
+    measured: list[Figures] = []
+    for setup in setups:
+        with TemporaryDirectory() as directory:
+            async with running(setup, Path(directory), cores, hold_s) as stack:
+                measured.append(await _measure(stack, setup.name, seconds, in_flight))
+        print(_line(measured[-1], measured[0]), flush=True)
+    return measured
+
+
+async def _measure(stack: Stack, name: str, seconds: float, in_flight: int) -> Figures:
+    await stack.load("--at-once", str(_AT_ONCE), "--seconds", str(WARM_UP_S))
+    begun = stack.cpu_s()
+    requests = max(round(_RATE * seconds), 2)
+    rate = await stack.load("--rate", str(_RATE), "--requests", str(requests))
+    between = stack.cpu_s()
+    at_once = await stack.load("--at-once", str(_AT_ONCE), "--seconds", str(seconds))
+    ended = stack.cpu_s()
+    held, memory_kb = await _hold(stack, in_flight)
+    stream_kb = memory_kb / max(held.most_at_once, 1)
+    return Figures(name, rate, at_once, held, between - begun, ended - between, stream_kb)
+
+
+async def _hold(stack: Stack, count: int) -> tuple[Report, float]:
+    """Holds so many requests, and by how much the router's memory grew meanwhile; kB."""
+    before = most = stack.memory_kb()
+    load = asyncio.create_task(stack.load("--hold", "--rate", str(_RAMP), "--requests", str(count)))
+    while not load.done():
+        await asyncio.sleep(_SAMPLE_EVERY_S)
+        most = max(most, stack.memory_kb())
+    return await load, most - before
+
+
+def _raise_file_limit() -> None:
+    """Every request in flight is two connections of Envoy's."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _line(of: Figures, alone: Figures) -> str:
+    latency = [of.rate.p50_ms, of.rate.p95_ms, of.rate.p99_ms]
+    added = [
+        mine - without
+        for mine, without in zip(
+            latency, [alone.rate.p50_ms, alone.rate.p95_ms, alone.rate.p99_ms], strict=True
+        )
+    ]
+    text = f"{of.name:<24}{latency[0]:>10.2f}{latency[1]:>8.2f}{latency[2]:>8.2f}"
+    text += f"{added[0]:>11.2f}{added[1]:>8.2f}{added[2]:>8.2f}{of.requests_per_s:>12.0f}"
+    text += f"{of.router_load:>12.0%}{of.cpu_us:>12.0f}{of.stream_kb:>11.1f}"
+    if of.failed:
+        text += f"   {of.failed} FAILED"
+    if of.held.most_at_once < of.held.answered + of.held.failed:
+        text += f"   only {of.held.most_at_once} at once"
+    return text
+
+
+def _to_json(of: Figures) -> dict[str, object]:
+    more = {"requests_per_s": of.requests_per_s, "cpu_us": of.cpu_us, "load": of.router_load}
+    return asdict(of) | more
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

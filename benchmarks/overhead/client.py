@@ -1,0 +1,230 @@
+"""Sends requests to Envoy over HTTP/1.1, as a process of its own; prints one line of JSON.
+
+    python -m benchmarks.overhead.client 8080 --rate 300 --requests 3000
+    python -m benchmarks.overhead.client 8080 --at-once 64 --seconds 10
+
+With ``--rate`` requests are sent at random moments, whether or not those before were answered; with
+``--at-once`` each connection sends its next request when the one before was answered. It does as
+little as can be done in Python: all requests are the same bytes, and of an answer only its status
+and its end are looked for.
+"""
+
+import argparse
+import asyncio
+import gc
+import json
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from random import Random
+from time import perf_counter
+from typing import cast
+
+import numpy as np
+import uvloop
+
+_PROMPT_BYTES = 3500
+_ANSWER_WITHIN_S = 60.0
+_HOLD = b"x-hold: 1\r\n"
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of the requests."""
+
+    answered: int
+    """With status 200."""
+    failed: int
+    seconds: float
+    """From the first request to the last answer."""
+    most_at_once: int
+    """Requests in flight at the same time."""
+    p50_ms: float
+    """From a request to the end of its answer; of those answered."""
+    p95_ms: float
+    p99_ms: float
+
+
+def request(hold: bool = False) -> bytes:
+    """A streamed chat request of about a thousand tokens; ``hold``: the answer takes its time."""
+    messages = [{"role": "user", "content": ("tell me " * _PROMPT_BYTES)[:_PROMPT_BYTES]}]
+    body = {"model": "model", "messages": messages, "max_tokens": 200, "stream": True}
+    encoded = json.dumps(body).encode()
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: envoy\r\nuser-agent: overhead\r\n"
+        b"accept: text/event-stream\r\ncontent-type: application/json\r\n"
+    )
+    length = b"content-length: %d\r\n\r\n" % len(encoded)
+    return head + (_HOLD if hold else b"") + length + encoded
+
+
+class Connection(asyncio.Protocol):
+    """One connection, which carries one request at a time."""
+
+    def __init__(self, load: "Load") -> None:
+        self._load = load
+        self._transport: asyncio.Transport | None = None
+        self._sent_at: float | None = None
+        self._received = b""
+        self._end = 0
+        """Bytes of the whole answer; 0: not known yet."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def send(self, raw: bytes) -> None:
+        assert self._transport is not None
+        self._sent_at = perf_counter()
+        self._transport.write(raw)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if not self._end:
+            body = self._received.find(b"\r\n\r\n") + 4
+            if body < 4:
+                return
+            length = _LENGTH.search(self._received, 0, body)
+            assert length is not None
+            self._end = body + int(length[1])
+        if len(self._received) >= self._end:
+            self._over(self._received.startswith(b"HTTP/1.1 200"))
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._load.lost(self)
+        if self._sent_at is not None:
+            self._over(good=False)
+
+    def _over(self, good: bool) -> None:
+        sent_at, self._sent_at = self._sent_at, None
+        assert sent_at is not None
+        self._received, self._end = b"", 0
+        self._load.ended(self, perf_counter() - sent_at, good)
+
+
+class Load:
+    """Sends to one port, over as many connections as it takes."""
+
+    def __init__(self, port: int, raw: bytes) -> None:
+        self._port = port
+        self._raw = raw
+        self._idle: list[Connection] = []
+        self._latencies: list[float] = []
+        self._failed = 0
+        self._in_flight = 0
+        self._most_at_once = 0
+        self._all_over = asyncio.Event()
+        self._more: Callable[[], bool] = lambda: False
+        """Whether the end of one request is the time for the next."""
+        self._connecting: set[asyncio.Task[None]] = set()
+
+    async def at_once(self, count: int, seconds: float) -> Report:
+        """So many requests in flight all the time."""
+        for connection in [await self._connect() for _ in range(count)]:
+            self._idle.append(connection)
+        started = perf_counter()
+        self._more = lambda: perf_counter() - started < seconds
+        for _ in range(count):
+            self._send(self._idle.pop())
+        await asyncio.sleep(seconds)
+        return await self._finish(started)
+
+    async def at_rate(self, rate: float, count: int, random: Random) -> Report:
+        """So many requests, ``rate`` a second."""
+        started = due = perf_counter()
+        for _ in range(count):
+            due += random.expovariate(rate)
+            if (early := due - perf_counter()) > 0:
+                await asyncio.sleep(early)
+            self._begin()
+        return await self._finish(started)
+
+    async def _finish(self, started: float) -> Report:
+        await asyncio.gather(*self._connecting)
+        self._all_over.clear()
+        if self._in_flight:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_over.wait(), _ANSWER_WITHIN_S)
+        p50, p95, p99 = 1000 * np.percentile(self._latencies or [0.0], (50, 95, 99))
+        return Report(
+            answered=len(self._latencies),
+            failed=self._failed + self._in_flight,
+            seconds=perf_counter() - started,
+            most_at_once=self._most_at_once,
+            p50_ms=float(p50),
+            p95_ms=float(p95),
+            p99_ms=float(p99),
+        )
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(
+            lambda: Connection(self), "127.0.0.1", self._port
+        )
+        return connection
+
+    def _begin(self) -> None:
+        """One request, on a new connection where none is idle."""
+        if self._idle:
+            self._send(self._idle.pop())
+            return
+        task = asyncio.create_task(self._begin_on_new())
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+
+    async def _begin_on_new(self) -> None:
+        try:
+            connection = await self._connect()
+        except OSError:
+            self._failed += 1
+        else:
+            self._send(connection)
+
+    def _send(self, connection: Connection) -> None:
+        self._in_flight += 1
+        self._most_at_once = max(self._most_at_once, self._in_flight)
+        connection.send(self._raw)
+
+    def lost(self, connection: Connection) -> None:
+        """Envoy closed it."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def ended(self, connection: Connection, seconds: float, good: bool) -> None:
+        """A request was answered, or its connection was lost."""
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._all_over.set()
+        if not good:
+            self._failed += 1
+            return
+        self._latencies.append(seconds)
+        if self._more():
+            self._send(connection)
+        else:
+            self._idle.append(connection)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="client")
+    parser.add_argument("port", type=int)
+    parser.add_argument("--rate", type=float, help="requests a second")
+    parser.add_argument("--requests", type=int, default=1000, help="with --rate: how many")
+    parser.add_argument("--hold", action="store_true", help="the upstream holds each for a while")
+    parser.add_argument("--at-once", type=int, default=1, help="without --rate: in flight")
+    parser.add_argument("--seconds", type=float, default=1.0, help="with --at-once: how long")
+    args = parser.parse_args()
+    load = Load(args.port, request(args.hold))
+    gc.freeze()
+    gc.disable()
+    if args.rate:
+        report = uvloop.run(load.at_rate(args.rate, args.requests, Random(0)))
+    else:
+        report = uvloop.run(load.at_once(args.at_once, args.seconds))
+    print(json.dumps(asdict(report)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

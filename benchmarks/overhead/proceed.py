@@ -1,0 +1,47 @@
+"""An ext_proc server that changes nothing, as a process of its own: what any such server costs."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from extproc.server.messages import proceed
+from extproc.server.proto.ext_proc_pb2 import ProcessingRequest
+from extproc.server.service import SERVICE
+
+
+async def process(
+    requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
+) -> AsyncIterator[bytes]:
+    """Answers each message with a continue."""
+    async for raw in requests:
+        yield proceed(ProcessingRequest.FromString(raw).WhichOneof("request") or "")
+
+
+async def serve(port: int) -> None:
+    """Runs until SIGTERM."""
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+    server = grpc.aio.server(options=[("grpc.max_concurrent_streams", 2**31 - 1)])
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    handler = grpc.stream_stream_rpc_method_handler(process)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),)
+    )
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    await ended.wait()
+    await server.stop(0)
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(int(sys.argv[1])))

@@ -1,0 +1,253 @@
+"""The processes of one measurement, and the cores they run on."""
+
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import yaml
+
+from benchmarks.overhead.client import Report
+from benchmarks.overhead.states import POOL, addresses
+from extproc.demo.envoy_config import render
+from extproc.demo.ports import pick_ports
+from extproc.demo.processes import Check, Process, answers, envoy_binary, listening, start_redis
+
+_UPSTREAM = Path(__file__).with_name("upstream.yaml")
+_PORTS = ("envoy", "envoy-admin", "router", "router-admin", "redis", "upstream")
+_READY_S = 60.0
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What stands between the client and the replicas."""
+
+    router: str
+    """``none``: Envoy alone; ``proceed``: an ext_proc server that does nothing; ``extproc``."""
+    replicas: int
+
+    @property
+    def name(self) -> str:
+        """As it is printed."""
+        match self.router:
+            case "none":
+                return "Envoy alone"
+            case "proceed":
+                return "+ do-nothing ext_proc"
+        return f"+ router, {self.replicas} replica{'s' * (self.replicas != 1)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """The router has a core to itself; all else runs on the others."""
+
+    router: frozenset[int]
+    others: frozenset[int]
+
+    @classmethod
+    def of_this_machine(cls) -> "Cores":
+        """The router's is the last; where there is only one core, all share it."""
+        usable = sorted(os.sched_getaffinity(0))
+        return cls(frozenset(usable[-1:]), frozenset(usable[:-1] or usable))
+
+    def __str__(self) -> str:
+        router, others = (
+            ", ".join(map(str, sorted(cores))) for cores in (self.router, self.others)
+        )
+        return f"router on core {router}; Envoy, upstream, client and Redis on {others}"
+
+
+class Stack:
+    """The running processes of a setup."""
+
+    def __init__(self, directory: Path, port: int, cores: Cores, router: Process | None) -> None:
+        self._directory = directory
+        self._port = port
+        self._cores = cores
+        self._router = router
+
+    async def load(self, *arguments: str) -> Report:
+        """Run the client to its end."""
+        log = self._directory / "client.log"
+        log.unlink(missing_ok=True)
+        argv = _python("benchmarks.overhead.client", str(self._port), *arguments)
+        with _on(self._cores.others):
+            client = await Process.start("client", argv, log=log)
+        try:
+            if await client.wait():
+                raise RuntimeError(f"the client failed:\n{client.last_lines()}")
+        finally:
+            await client.stop()
+        return Report(**json.loads(client.last_lines(1)))
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU the router has used."""
+        if self._router is None:
+            return 0.0
+        stat = Path(f"/proc/{self._router.pid}/stat").read_text()
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) * _TICK_S
+
+    def memory_kb(self) -> float:
+        """The router's resident memory."""
+        if self._router is None:
+            return 0.0
+        status = Path(f"/proc/{self._router.pid}/status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
+        return float(line.split()[1])
+
+
+@asynccontextmanager
+async def running(
+    setup: Setup, directory: Path, cores: Cores, hold_s: float
+) -> AsyncIterator[Stack]:
+    """Start the processes of a setup; they are ready, and end with the block.
+
+    Args:
+        setup: what to run.
+        directory: for configurations and logs.
+        cores: what runs where.
+        hold_s: seconds that the upstream holds requests which ask for it.
+
+    Raises:
+        ProcessError: one could not be started or did not get ready.
+    """
+    ports = pick_ports(dict.fromkeys(_PORTS, 0))
+    replicas = addresses(setup.replicas, ports["upstream"])
+    upstream, front = directory / "upstream.yaml", directory / "envoy.yaml"
+    upstream.write_text(_upstream(ports["upstream"], hold_s))
+    front.write_text(_front(setup, ports, replicas))
+    async with AsyncExitStack() as stack:
+
+        async def start(name: str, argv: Sequence[str | Path], ready: Check | None) -> Process:
+            log = directory / f"{name}.log"
+            process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
+            return await stack.enter_async_context(process)
+
+        with _on(cores.others):
+            await start("upstream", _envoy(upstream), listening(ports["upstream"]))
+        router = None
+        if setup.router == "proceed":
+            with _on(cores.router):
+                argv = _python("benchmarks.overhead.proceed", str(ports["router"]))
+                router = await start("proceed", argv, listening(ports["router"]))
+        elif setup.router == "extproc":
+            with _on(cores.others):
+                await stack.enter_async_context(await start_redis(directory, ports["redis"]))
+                url = f"redis://127.0.0.1:{ports['redis']}/0"
+                rest = url, str(setup.replicas), str(ports["upstream"])
+                await start("states", _python("benchmarks.overhead.states", *rest), None)
+            config = directory / "extproc.yaml"
+            config.write_text(_configuration(url, ports))
+            with _on(cores.router):
+                argv = _python("extproc", "serve", "--config", str(config))
+                router = await start("router", argv, _knows(setup.replicas, ports["router-admin"]))
+        with _on(cores.others):
+            await start("envoy", _envoy(front), answers(_url(ports["envoy-admin"], "ready")))
+        if router is not None:
+            await router.wait_ready(_asked(ports), _READY_S)
+        yield Stack(directory, ports["envoy"], cores, router)
+
+
+@contextmanager
+def _on(cores: Collection[int]) -> Iterator[None]:
+    """What is started inside the block runs on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+# -- what they run with ---------------------------------------------------------------------
+
+
+def _python(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", module, *arguments]
+
+
+def _envoy(config: Path) -> list[str | Path]:
+    words = ["--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"]
+    return [envoy_binary(), "--config-path", config, *words]
+
+
+def _upstream(port: int, hold_s: float) -> str:
+    bootstrap = yaml.safe_load(_UPSTREAM.read_text())
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    listener["address"]["socket_address"]["port_value"] = port
+    fault, _ = _http_filters(listener)
+    fault["typed_config"]["delay"]["fixed_delay"] = f"{hold_s:.3f}s"
+    return yaml.safe_dump(bootstrap)
+
+
+def _front(setup: Setup, ports: dict[str, int], replicas: Sequence[str]) -> str:
+    """The project's own Envoy file; without its ext_proc filter where Envoy is alone."""
+    text = render(
+        listen_port=ports["envoy"],
+        admin_port=ports["envoy-admin"],
+        router_ports=[ports["router"]],
+        replica_addresses=replicas,
+    )
+    if setup.router != "none":
+        return text
+    bootstrap = yaml.safe_load(text)
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    filters = _http_filters(listener)
+    filters[:] = [one for one in filters if one["name"] != "envoy.filters.http.ext_proc"]
+    return yaml.safe_dump(bootstrap)
+
+
+def _http_filters(listener: Any) -> list[Any]:
+    filters: list[Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+    return filters
+
+
+def _configuration(redis_url: str, ports: dict[str, int]) -> str:
+    serve = {
+        "listen": f"127.0.0.1:{ports['router']}",
+        "admin": f"127.0.0.1:{ports['router-admin']}",
+    }
+    return yaml.safe_dump({"pool": POOL, "redis": {"url": redis_url}, "serve": serve})
+
+
+# -- readiness ------------------------------------------------------------------------------
+
+
+def _url(port: int, path: str) -> str:
+    return f"http://127.0.0.1:{port}/{path}"
+
+
+def _knows(replicas: int, admin_port: int) -> Check:
+    """Whether the router has heard of every replica."""
+
+    async def check() -> bool:
+        found = await _get(_url(admin_port, "metrics"))
+        return f'extproc_replicas{{health="healthy"}} {float(replicas)}' in found
+
+    return check
+
+
+def _asked(ports: dict[str, int]) -> Check:
+    """Whether Envoy holds its router to be healthy."""
+
+    async def check() -> bool:
+        member = f"router::127.0.0.1:{ports['router']}::health_flags::healthy"
+        return member in await _get(_url(ports["envoy-admin"], "clusters"))
+
+    return check
+
+
+async def _get(url: str) -> str:
+    """The text at a URL; empty where there is none yet."""
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return await response.text()
+    except aiohttp.ClientError:
+        return ""
