@@ -39,25 +39,29 @@ class Ledger:
         self, replica: int, profile: RequestProfile, now: float, context: int | None
     ) -> Ticket:
         """Takes a request in, as sent now to a replica whose model has that context length."""
-        bound = float(_bound(profile, context))
-        begin, cut = self._lengths.place(self._lengths.row(profile), bound)
+        bound, least = float(_bound(profile, context)), float(profile.least_output)
+        lengths = self._lengths
+        kind = lengths.row(profile)
+        begin, cut = lengths.place(kind, bound)
+        each = profile.prompt_tokens / max(profile.sequences, 1)
         self._tickets += 1
         row = self._row[self._tickets] = self._requests.append(
             weight=profile.sequences,
+            context=each,
+            remaining=min(max(lengths.expected(kind, bound), least), bound),
             sent_at=now,
             prompt=profile.prompt_tokens,
-            each=profile.prompt_tokens / max(profile.sequences, 1),
+            each=each,
             mark=self._enqueue(replica, profile.prompt_tokens),
             before=inf,
             bound=bound,
-            least=profile.least_output,
+            least=least,
             replica=replica,
             ticket=self._tickets,
             lengths=begin,
             cut=cut,
         )
         count(self._replicas, self._requests, row, 1)
-        self._progress.joined()
         return Ticket(self._tickets)
 
     def move(self, ticket: Ticket, replica: int) -> None:
@@ -77,6 +81,7 @@ class Ledger:
     def first_token(self, ticket: Ticket) -> None:
         """Its prompt is prefilled, and so are all that were queued before it."""
         self._prefilled(self._row[ticket.number])
+        self._progress.changed()
 
     def release(self, ticket: Ticket, prefilled: bool) -> int | None:
         """Lets a request go and returns its replica; a second time does nothing."""
@@ -88,11 +93,11 @@ class Ledger:
         else:
             self._dequeue(row)
         requests = self._requests
+        self._progress.leaves(row)
         count(self._replicas, requests, row, -1)
         replica = int(requests.replica[row])
         if requests.drop(row) != row:
             self._row[int(requests.ticket[row])] = row
-        self._progress.changed()
         return replica
 
     def _enqueue(self, replica: int, tokens: float) -> float:
@@ -117,7 +122,6 @@ class Ledger:
         replica = self._requests.replica[row]
         prefilled = self._replicas.prefilled
         prefilled[replica] = max(prefilled[replica], self._requests.mark[row])
-        self._progress.changed()
 
 
 def _bound(profile: RequestProfile, context: int | None) -> float:
