@@ -13,7 +13,7 @@ from extproc.predict.completion import Prediction
 from extproc.request.profile import RequestProfile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Situation:
     """A request and the fleet at the moment it came."""
 
@@ -22,7 +22,7 @@ class Situation:
     prediction: Prediction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """What a policy chose: indices into the view."""
 

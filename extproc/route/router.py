@@ -16,7 +16,7 @@ _SMALL = 0.2
 the prefix cache brought it far sooner, there is no telling how long the request decoded."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """Which replica gets a request, and everything the choice was made from."""
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import chain
 
 from extproc.clock import Clock
@@ -32,6 +33,8 @@ _NONE_READY = "no replica is ready to serve this request"
 _RETRY_AFTER_S = 1
 _PIECE = 2**16
 """Bytes of a body that was held back, in each message that returns it."""
+_REQUEST_HEADERS = {":path", ":method", "x-request-id", "content-length", "content-encoding"}
+_RESPONSE_HEADERS = frozenset({":status", "content-type"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +162,17 @@ class Exchange:
     # -- the request ------------------------------------------------------------------------
 
     def _on_request_headers(self, message: HttpHeaders) -> Sequence[bytes]:
-        headers = messages.headers_of(message)
+        config = self._services.config
+        policy_header, tenant_header = config.route.policy_header, config.request.tenant_header
+        headers = messages.headers_of(message, _headers_read(policy_header, tenant_header))
         path = headers.get(":path", "")
         if endpoint_of(path) is None or headers.get(":method") != "POST":
             return [self._pass_on()]
         self._path = path
         self._request_id = headers.get("x-request-id", "")[:_LONGEST_ID]
-        route = self._services.config.route
-        if route.allow_policy_header:
-            self._policy = headers.get(route.policy_header, "")
-        if tenant_header := self._services.config.request.tenant_header:
+        if config.route.allow_policy_header:
+            self._policy = headers.get(policy_header, "")
+        if tenant_header:
             self._tenant = headers.get(tenant_header.lower(), "")[:_LONGEST_ID]
         length = headers.get("content-length", "")
         self._content_length = int(length[:_DIGITS]) if length.isdecimal() else None
@@ -300,8 +304,8 @@ class Exchange:
 
     def _send_to(self, phase: str, decision: Decision) -> bytes:
         serve, destination = self._services.config.serve, decision.replica
-        if serve.second_choice and decision.second is not None:
-            destination += f",{decision.second}"
+        if serve.second_choice and (second := decision.second) is not None:
+            destination += f",{second}"
         return messages.send_to(
             phase,
             destination,
@@ -325,7 +329,7 @@ class Exchange:
     def _on_response_headers(self, request: ProcessingRequest) -> bytes:
         if self._record is None or self._ticket is None:
             return messages.proceed("response_headers")
-        headers = messages.headers_of(request.response_headers)
+        headers = messages.headers_of(request.response_headers, _RESPONSE_HEADERS)
         status = headers.get(":status", "")
         self._status = int(status) if status.isdecimal() else None
         self._ended = request.response_headers.end_of_stream
@@ -432,6 +436,12 @@ class Exchange:
         metrics.completion_seconds.observe(actual)
         if actual > 0:
             metrics.prediction_error.observe(abs(predicted - actual) / actual)
+
+
+@lru_cache(maxsize=16)
+def _headers_read(policy_header: str, tenant_header: str | None) -> frozenset[str]:
+    """The headers of a request that matter: to read all takes twice as long."""
+    return frozenset(_REQUEST_HEADERS | {policy_header, (tenant_header or "").lower()})
 
 
 def _refuse(error: Refusal) -> bytes:

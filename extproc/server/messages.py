@@ -4,9 +4,10 @@ The upb classes of ``proto/ext_proc.proto`` parse and build a message in a few m
 hundredth of what typed Python classes take.
 """
 
+from collections.abc import Container
+
 from extproc.server.proto.ext_proc_pb2 import (
     HeadersResponse,
-    HeaderValue,
     HttpHeaders,
     ProcessingRequest,
     ProcessingResponse,
@@ -128,13 +129,13 @@ def refuse(status: int, body: bytes, retry_after: int = 0) -> bytes:
     return reply.SerializeToString()
 
 
-def headers_of(message: HttpHeaders) -> dict[str, str]:
-    """Header names, which Envoy sends in lower case, and their last values."""
-    return {header.key: _value(header) for header in message.headers.headers}
-
-
-def _value(header: HeaderValue) -> str:
-    return header.raw_value.decode("utf-8", "replace") if header.raw_value else header.value
+def headers_of(message: HttpHeaders, names: Container[str]) -> dict[str, str]:
+    """The last values of those headers that are there; Envoy sends names in lower case."""
+    return {
+        name: header.raw_value.decode("utf-8", "replace") or header.value
+        for header in message.headers.headers
+        if (name := header.key) in names
+    }
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
