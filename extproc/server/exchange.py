@@ -11,7 +11,7 @@ from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.view import least
-from extproc.observe.decisions import DecisionLog, DecisionRecord
+from extproc.observe.decisions import DecisionLog, Outcome
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.errors import BadRequest, NoReplica, Refusal, Saturated, error_body
@@ -20,7 +20,7 @@ from extproc.request.large import LARGE_BODY, of_length
 from extproc.request.profile import NO_WORK, RequestProfile
 from extproc.request.tokens import TokenCounter
 from extproc.request.usage import UsageReader
-from extproc.route.router import Decision, Router
+from extproc.route.router import Decision, Forecast, Router
 from extproc.server import messages
 from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.server.room import Room
@@ -78,11 +78,12 @@ class Exchange:
         "_decided",
         "_ended",
         "_first_chunk",
+        "_forecast",
         "_held",
         "_large_for",
+        "_outcome",
         "_path",
         "_policy",
-        "_record",
         "_refused",
         "_request_id",
         "_response_body_mode",
@@ -117,7 +118,8 @@ class Exchange:
         self._large_for: str | None = None
         """The only model there is, where the body is too large to be looked at."""
         self._ticket: Ticket | None = None
-        self._record: DecisionRecord | None = None
+        self._forecast: Forecast | None = None
+        self._outcome = Outcome()
         self._decided = 0.0
         self._served_by = ""
         self._status: int | None = None
@@ -318,16 +320,16 @@ class Exchange:
         self._decided = services.clock()
         self._served_by = decision.replica
         self._ticket = services.fleet.dispatch(decision.replica, decision.profile)
-        self._record = services.log.add(
-            self._request_id, services.wall(), decision, services.config.pool
-        )
+        self._forecast = decision.forecast()
+        record = services.log.add(self._request_id, services.wall(), decision, services.config.pool)
+        self._outcome = record.outcome
         services.metrics.requests.labels("routed").inc()
         services.metrics.decisions.labels(decision.policy, decision.replica).inc()
 
     # -- the response -----------------------------------------------------------------------
 
     def _on_response_headers(self, request: ProcessingRequest) -> bytes:
-        if self._record is None or self._ticket is None:
+        if self._ticket is None:
             return messages.proceed("response_headers")
         headers = messages.headers_of(request.response_headers, _RESPONSE_HEADERS)
         status = headers.get(":status", "")
@@ -344,15 +346,14 @@ class Exchange:
     def _served(self, upstream: str) -> None:
         """Which replica it was in the end, and whether it failed."""
         services = self._services
-        assert self._record is not None
         assert self._ticket is not None
         if upstream and upstream != self._served_by:
             # Envoy passed the choice over or tried it in vain.
             services.fleet.failed(self._served_by)
             services.fleet.move(self._ticket, upstream)
             self._served_by = upstream
-        self._record.outcome.served_by = self._served_by
-        self._record.outcome.status = self._status
+        self._outcome.served_by = self._served_by
+        self._outcome.status = self._status
         services.metrics.responses.labels(f"{(self._status or 0) // 100}xx").inc()
         if self._status is not None and self._status >= 500:
             services.fleet.failed(self._served_by)
@@ -380,16 +381,16 @@ class Exchange:
 
     @property
     def _streamed(self) -> bool:
-        return self._record is not None and self._record.decision.profile.stream
+        return self._forecast is not None and self._forecast.profile.stream
 
     # -- the end ----------------------------------------------------------------------------
 
     def close(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
         self._leave_room()
-        if self._ticket is None or self._record is None:
+        if self._ticket is None or self._forecast is None:
             return
-        services, outcome = self._services, self._record.outcome
+        services, outcome = self._services, self._outcome
         complete = self._complete()
         prefilled = self._first_chunk is not None or (complete and not self._streamed)
         services.fleet.release(self._ticket, prefilled)
@@ -402,7 +403,7 @@ class Exchange:
         if self._first_chunk is not None:
             outcome.ttft_s = self._first_chunk - self._decided
         self._learn(outcome.completion_s)
-        self._account(self._record.decision.predicted_completion, outcome.completion_s)
+        self._account(self._forecast.predicted_completion, outcome.completion_s)
 
     def _complete(self) -> bool:
         """Whether it was answered to the end, as far as can be told.
@@ -417,19 +418,16 @@ class Exchange:
     def _learn(self, seconds: float) -> None:
         """From the usage a response reported, ``seconds`` after the decision."""
         usage = None if self._usage is None else self._usage.usage()
-        if usage is None or self._record is None:
+        if usage is None or self._forecast is None:
             return
-        services, profile = self._services, self._record.decision.profile
-        outcome = self._record.outcome
+        services, profile, outcome = self._services, self._forecast.profile, self._outcome
         outcome.prompt_tokens = usage.prompt_tokens
         outcome.output_tokens = usage.completion_tokens
         if usage.prompt_tokens and profile.prompt_bytes:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
         if usage.completion_tokens and profile.sequences:
             each = usage.completion_tokens / profile.sequences
-            services.router.learn(
-                self._record.decision, self._served_by, each, seconds, outcome.ttft_s
-            )
+            services.router.learn(self._forecast, self._served_by, each, seconds, outcome.ttft_s)
 
     def _account(self, predicted: float, actual: float) -> None:
         metrics = self._services.metrics

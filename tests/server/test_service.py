@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import json
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,11 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode as BodyMode,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
+from extproc.config import Config
+from extproc.predict.completion import Prediction
+from extproc.server.app import build
 from extproc.server.exchange import Services
 from extproc.server.service import SERVICE, GrpcServer
 from tests.conftest import Logged
@@ -378,6 +383,29 @@ async def test_a_request_that_envoy_did_not_wait_for_is_counted(
         await stream.request_body(CHAT)
         await stream.end()
     assert services.metrics.requests.labels("unanswered")._value.get() == 1
+
+
+async def test_a_request_in_flight_keeps_nothing_of_the_candidates() -> None:
+    """Of a thousand they would be 0.3 MB for each of thousands of requests in flight."""
+    config = Config.model_validate({"serve": {"decisions_kept": 0}})
+    services = build(config, CollectorRegistry())
+    services.fleet.put(state(1, "llama-8b-a10", ManualClock(services.wall())))
+    gc.collect()
+    before = _predictions()
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with EnvoySide(channel).stream() as stream:
+            await stream.request_headers()
+            assert destination(await stream.request_body(CHAT))
+            gc.collect()
+            assert services.fleet.in_flight == 1
+            assert _predictions() == before
+    await server.stop(0)
+
+
+def _predictions() -> int:
+    return sum(isinstance(one, Prediction) for one in gc.get_objects())
 
 
 async def test_a_large_body_is_left_with_envoy(envoy: EnvoySide, services: Services) -> None:
