@@ -10,7 +10,7 @@ from extproc.fleet.tables import Replicas, Requests, count
 from extproc.fleet.view import Floats
 from extproc.predict.lengths import OutputLengths
 
-_TICK = 0.002
+_TICK = 0.005
 """Seconds: shorter than any step, so nothing is worth moving forward by less."""
 _LONGEST_UNREFRESHED = 0.05
 """Seconds over which the sums per replica may be moved forward unchanged."""

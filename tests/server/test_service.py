@@ -394,13 +394,15 @@ async def test_a_request_in_flight_keeps_nothing_of_the_candidates() -> None:
     before = _predictions()
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        async with EnvoySide(channel).stream() as stream:
-            await stream.request_headers()
-            assert destination(await stream.request_body(CHAT))
-            gc.collect()
-            assert services.fleet.in_flight == 1
-            assert _predictions() == before
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        EnvoySide(channel).stream() as stream,
+    ):
+        await stream.request_headers()
+        assert destination(await stream.request_body(CHAT))
+        gc.collect()
+        assert services.fleet.in_flight == 1
+        assert _predictions() == before
     await server.stop(0)
 
 
