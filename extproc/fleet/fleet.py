@@ -270,7 +270,9 @@ class Fleet:
 
     def hear(self, digest: Digest, age: float = 0.0) -> None:
         """A router's digest came, that Redis has had for ``age`` seconds."""
-        if digest.replicas or digest.kind is not Kind.CHANGES:
+        # Its own come back to it, too, and tell nothing but how long they took.
+        told = digest.replicas or digest.kind is not Kind.CHANGES
+        if told and digest.router != self.router:
             self._progress.advance(self._clock())
             self._progress.changed()
         self.others.hear(digest, age)
