@@ -6,7 +6,7 @@ import json
 import os
 import sys
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from extproc import settings
 from extproc.clock import monotonic, wall
@@ -69,6 +69,8 @@ async def _run(args: argparse.Namespace, config: Config) -> str:
     async with connect(config.redis.url, pool) as redis:
         try:
             return await _do(args, Pool(redis, pool))
+        except ResponseError as error:  # no right to, no memory left
+            raise ReplicaError(f"Redis at {address(redis)} (redis.url) refuses: {error}") from None
         except (RedisError, OSError) as error:
             raise ReplicaError(
                 f"Redis at {address(redis)} (redis.url) does not answer: {error}"

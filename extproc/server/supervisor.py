@@ -106,7 +106,8 @@ class Worker:
         assert self._process
         status = await self._process.wait()
         if status < 0:
-            return f"ended by {signal.Signals(-status).name}"
+            names = {int(number): number.name for number in signal.Signals}
+            return f"ended by {names.get(-status, f'signal {-status}')}"
         return f"ended with status {status}"
 
     async def stop(self) -> None:
