@@ -382,6 +382,13 @@ def test_patches_of_an_istio_envoy_filter_are_looked_into() -> None:
     assert found["fails_open"].where == "spec.configPatches[1].patch.value.typed_config"
 
 
+def test_the_patches_for_istio_lack_only_the_route() -> None:
+    findings = check_envoy(read_yaml(ENVOY / "istio.yaml"))
+    (finding,) = [one for one in findings if one.level is not Level.OK]
+    assert finding.rule == "is_complete"
+    assert "no route" in finding.text
+
+
 def test_json_in_camel_case_is_read_too() -> None:
     (finding,) = complaints(_camel(Bootstrap().tree | {"staticResourcez": {}}))
     assert "did you mean 'static_resources'?" in finding.text
