@@ -134,7 +134,7 @@ async def _account(admin: int) -> _Account:
     return _Account(
         float(values["process_cpu_seconds_total"]),
         float(values['extproc_poll_scrapes_total{result="ok"}']),
-        float(values["extproc_poll_replicas_healthy"]),
+        float(values['extproc_poll_replicas_healthy{pool="default"}']),
     )
 
 
