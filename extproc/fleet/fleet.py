@@ -12,6 +12,7 @@ from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.health import Health
 from extproc.fleet.ledger import UNBOUNDED, Ledger, Ticket
 from extproc.fleet.newcomers import Newcomers
+from extproc.fleet.news import News
 from extproc.fleet.others import Others
 from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.progress import Progress
@@ -23,8 +24,6 @@ from extproc.predict.correction import Correction
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
-_SILENCE = 2.0
-"""Seconds without news of any replica: longer than any pause between polls."""
 _MODELS_REMEMBERED = 64
 _STALLS_EVERY = 1.0
 """Seconds between two looks for replicas that stalled."""
@@ -67,20 +66,19 @@ class Fleet:
         )
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[tuple[str, frozenset[str] | None], _Candidates] = {}
-        self._stalls = Stalls()
+        self._news = News(clock())
+        self._stalls = Stalls(self._news)
         self._newcomers = Newcomers()
         self._stalled: dict[str, str] = {}
         self._stalls_looked_at = clock()
         self._corrections: dict[str, Correction] = {}
-        self._heard_at = clock()
-        self._heard_since = self._heard_at
 
     # -- membership and polls ---------------------------------------------------------------
 
     @property
     def heard_at(self) -> float:
         """When the last news of any replica came, on the fleet's clock; at first, its start."""
-        return self._heard_at
+        return self._news.latest
 
     @property
     def states(self) -> list[ReplicaState]:
@@ -103,14 +101,13 @@ class Fleet:
         """
         now = self._clock()
         self._progress.advance(now)
-        self._hear(now)
+        self._news.heard(state.id, now)
         before = self._states[self._rows[state.id]] if state.id in self._rows else None
         row = self._join(state) if before is None else self._rows[state.id]
         if before is None or _seen_by_policies(state) != _seen_by_policies(before):
             self._candidates.clear()
         self._states[row] = state
         self._replicas.stretch[row] = self._corrections[state.id].ratio(now)
-        self._replicas.heard_at[row] = now
         self._stalls.heard(state, now)
         self._newcomers.heard(state)
         self._look_for_stalls(now)
@@ -135,6 +132,7 @@ class Fleet:
         """A replica left the pool; its requests in flight stay until they end."""
         self._rows.pop(replica, None)
         self.health.forget(replica)
+        self._news.forget(replica)
         self._stalls.forget(replica)
         self._newcomers.forget(replica)
         self._corrections.pop(replica, None)
@@ -148,27 +146,17 @@ class Fleet:
         """
         if self.others.look(self._clock()):
             self._progress.changed()
-        if self._heard_at - self._heard_since < after:
-            return
-        heard = {name: self._replicas.heard_at[row] for name, row in self._rows.items()}
-        latest = max(heard.values(), default=0.0)
-        for name, at in heard.items():
-            if latest - at > after:
-                self.remove(name)
+        for name in self._news.silent(after):
+            self.remove(name)
 
     def _look_for_stalls(self, now: float) -> None:
         if now - self._stalls_looked_at < _STALLS_EVERY:
             return
         self._stalls_looked_at = now
-        stalled = self._stalls.reasons(self._heard_since)
+        stalled = self._stalls.reasons()
         if stalled != self._stalled:
             self._stalled = stalled
             self._candidates.clear()
-
-    def _hear(self, now: float) -> None:
-        if now - self._heard_at > _SILENCE:
-            self._heard_since = now
-        self._heard_at = now
 
     def _join(self, state: ReplicaState) -> int:
         """A row for a replica: the one it had, so that its requests are still on it; else one that

@@ -41,7 +41,6 @@ class Replicas(Table):
     beyond: Floats  # sequences the last poll saw beyond the router's own and others' digests
     kv_beyond: Floats  # KV tokens beyond the estimate by the same; may be negative
     sampled_at: Floats  # when the last poll's figures were taken
-    heard_at: Floats  # when the last poll's news came
     # What other routers have there, by their digests and while these count:
     others_requests: Floats
     others_queued: Floats

@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from envoy_data_plane.envoy.config.core.v3 import HealthStatus
 
 from extproc.clock import Clock, monotonic
+from extproc.fleet.news import News
 from extproc.fleet.state import ReplicaState
 from extproc.state.store import Change, Put, Removed, Snapshot
-
-_SILENCE = 2.0
-"""Seconds without news of any replica: longer than any pause between polls."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,8 +25,7 @@ class Members:
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._health: dict[str, HealthStatus] = {}
-        self._heard: dict[str, float] = {}
-        self._heard_at = self._heard_since = clock()
+        self._news = News(clock())
         self._known = False
 
     @property
@@ -57,25 +54,20 @@ class Members:
 
         When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
         """
-        if self._heard_at - self._heard_since < after:
-            return []
-        silent = [id_ for id_, at in self._heard.items() if self._heard_at - at > after]
+        silent = self._news.silent(after)
         for id_ in silent:
             self._remove(id_)
         return silent
 
     def _put(self, state: ReplicaState) -> bool:
-        now = self._clock()
-        if now - self._heard_at > _SILENCE:
-            self._heard_since = now
-        self._heard_at = self._heard[state.id] = now
+        self._news.heard(state.id, self._clock())
         before, health = self._health.get(state.id), _health(state)
         self._health[state.id] = health
         self._known = True
         return health != before
 
     def _remove(self, replica: str) -> bool:
-        self._heard.pop(replica, None)
+        self._news.forget(replica)
         return self._health.pop(replica, None) is not None
 
 
