@@ -3,13 +3,11 @@
 import asyncio
 import logging
 import os
-import signal
 import socket
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
-from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from redis.exceptions import RedisError
@@ -27,14 +25,13 @@ from extproc.poll.publisher import Publisher
 from extproc.poll.scrape import open_session
 from extproc.poll.watch import Watch
 from extproc.predict.typical import Typical
+from extproc.signals import until_signalled
 from extproc.state.connection import Outage, connect
 from extproc.state.leases import Leases
 from extproc.state.members import MemberStore
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateReader, StateWriter
 
 log = logging.getLogger(__name__)
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 async def run_poller(config: Config) -> None:
@@ -57,7 +54,7 @@ async def run_poller(config: Config) -> None:
     async with serve_admin(config.poll.admin, registry) as admin:
         names = ", ".join(pool.pool for pool in config.each_pool)
         log.info("poller ready", extra={"pool": names, "admin": admin})
-        await _until_signalled(*(_share(pool, metrics) for pool in config.each_pool))
+        await until_signalled(*(_share(pool, metrics) for pool in config.each_pool))
 
 
 async def _share(config: Config, metrics: PollMetrics) -> None:
@@ -149,19 +146,3 @@ async def _known(reader: StateReader, replicas: Collection[str]) -> dict[str, Re
         return {state.id: state for state in await reader.states_of(replicas)}
     except (RedisError, OSError):  # the publisher will say so
         return {}
-
-
-async def _until_signalled(*parts: Coroutine[Any, Any, None]) -> None:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(part) for part in parts]
-            await stop.wait()
-            for part in running:
-                part.cancel()
-    finally:
-        for number in _STOP_SIGNALS:
-            loop.remove_signal_handler(number)

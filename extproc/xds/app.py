@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import signal
 from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
 from random import Random
 from typing import Any
 
 from extproc.config import Config
+from extproc.signals import until_signalled
 from extproc.state.connection import connect
 from extproc.state.store import StateReader
 from extproc.xds.catalog import ENDPOINTS, Catalog
@@ -19,7 +19,6 @@ from extproc.xds.server import XdsServer
 
 logger = logging.getLogger(__name__)
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SETTLE_S = 0.05
 """Changes that come together are told together."""
 _LOOK_EVERY = 1.0
@@ -56,7 +55,7 @@ async def run_xds(config: Config) -> None:
     port = await server.start(config.xds.listen)
     logger.info("xds ready", extra={"port": port, "pool": ", ".join(pools)})
     try:
-        await _until_signalled(parts)
+        await until_signalled(*parts)
     finally:
         await server.stop()
 
@@ -109,14 +108,3 @@ async def _follow_file(file: WatchedEnvoyFile, catalog: Catalog) -> None:
         await asyncio.sleep(_LOOK_EVERY)
         if (resources := file.news()) is not None:
             _serve_file(resources, catalog)
-
-
-async def _until_signalled(parts: list[Coroutine[Any, Any, None]]) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    for number in _STOP_SIGNALS:
-        loop.add_signal_handler(number, stop.set)
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(part) for part in parts]
-        await stop.wait()
-        for part in running:
-            part.cancel()
