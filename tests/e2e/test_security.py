@@ -13,8 +13,8 @@ import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import SimulatedReplica, Stack
+from tests.certificates import Authority
 from tests.e2e.client import Client
-from tests.server.certificates import Authority
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

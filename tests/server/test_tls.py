@@ -14,8 +14,8 @@ from extproc.cli import main
 from extproc.config import Config
 from extproc.server.app import build
 from extproc.server.service import GrpcServer
+from tests.certificates import Authority
 from tests.conftest import Logged
-from tests.server.certificates import Authority
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -1,10 +1,8 @@
 """The same reader and writer on every form of Redis, through fail-over."""
 
 import asyncio
-import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
@@ -18,6 +16,7 @@ from extproc.demo.processes import free_port
 from extproc.fleet.state import ReplicaState
 from extproc.state.connection import connect
 from extproc.state.store import Put, Snapshot, StateWriter
+from tests.certificates import NEW_KEY, openssl
 from tests.conftest import Logged, RedisServer
 from tests.state.servers import (
     HOST,
@@ -216,12 +215,8 @@ async def servers(tmp_path: Path) -> AsyncIterator[Watched]:
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
     """A key and its certificate, signed by itself, for the name localhost, in one file."""
-    if (openssl := shutil.which("openssl")) is None:
-        pytest.skip("makes its certificate with openssl, which is not on PATH")
     key, file = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
-    made = [openssl, "req", "-x509", *kind, *subject, "-keyout", str(key), "-out", str(file)]
-    subprocess.run(made, check=True, capture_output=True)
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
+    openssl("req", "-x509", *NEW_KEY, "-days", 1, *subject, "-keyout", key, "-out", file)
     file.write_text(file.read_text() + key.read_text())
     return file
