@@ -51,11 +51,19 @@ class DigestSource:
         self._sent_at = -inf
         self._whole_at = -inf
 
-    def due(self, now: float) -> Digest | None:
-        """The digest to send now; None where none is. To be asked every ``EVERY_S``."""
+    def due(self, now: float, alone: bool = False) -> Digest | None:
+        """The digest to send now; None where none is. To be asked every ``EVERY_S``.
+
+        Args:
+            now: seconds.
+            alone: no other router was heard of, so that whole ones are enough: whoever comes finds
+                the last one in Redis, and is heard of at once.
+        """
+        overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
+        if alone and not overdue:
+            return None
         replicas = self._replicas
         current = self._changing()
-        overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
         whole = overdue or current.shape != self._told.shape
         if whole:
             rows = replicas.requests.nonzero()[0]

@@ -1,6 +1,8 @@
 """The router's Prometheus metrics."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Gauge
+
+from extproc.observe.tally import Counts, Spread
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
@@ -9,43 +11,43 @@ class RouterMetrics:
     """What a router counts. One instance a process, on a registry of its own."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
+        self.requests = Counts(
             "extproc_requests_total",
             "Requests by what became of them: routed, refused, passed (not for a model), "
             "unrouted (no healthy replica known; Envoy's fallback serves), and of those routed, "
             "unanswered (the client hung up, or Envoy no longer waited for the router).",
             ["result"],
-            registry=registry,
+            registry,
         )
-        self.decisions = Counter(
+        self.decisions = Counts(
             "extproc_decisions_total",
             "Decisions by policy and replica chosen.",
             ["policy", "replica"],
-            registry=registry,
+            registry,
         )
-        self.decision_seconds = Histogram(
+        self.decision_seconds = Spread(
             "extproc_decision_seconds",
             "Time to inspect a request and choose its replica.",
-            buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2),
-            registry=registry,
+            (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2),
+            registry,
         )
-        self.responses = Counter(
+        self.responses = Counts(
             "extproc_responses_total",
             "Responses by status class.",
             ["status"],
-            registry=registry,
+            registry,
         )
-        self.completion_seconds = Histogram(
+        self.completion_seconds = Spread(
             "extproc_completion_seconds",
             "Time from decision to the end of the response.",
-            buckets=_SECONDS,
-            registry=registry,
+            _SECONDS,
+            registry,
         )
-        self.prediction_error = Histogram(
+        self.prediction_error = Spread(
             "extproc_prediction_error_ratio",
             "|predicted − actual| ÷ actual completion time.",
-            buckets=(0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
-            registry=registry,
+            (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
+            registry,
         )
         self.in_flight = Gauge(
             "extproc_requests_in_flight", "Requests in the ledger.", registry=registry
@@ -66,13 +68,13 @@ class RouterMetrics:
             "Other routers of the pool that are heard of.",
             registry=registry,
         )
-        self.digest_age = Histogram(
+        self.digest_age = Spread(
             "extproc_digest_age_seconds",
             "Age of other routers' digests when they arrive: this machine's time less the sender's "
             "when it was sent. A difference between two machines' clocks is in it, and nothing is "
             "below zero; decisions do not depend on it.",
-            buckets=(1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
-            registry=registry,
+            (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
+            registry,
         )
         self.open_streams = Gauge(
             "extproc_open_streams", "ext_proc streams open now.", registry=registry

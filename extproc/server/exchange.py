@@ -195,7 +195,7 @@ class Exchange:
 
     def _pass_on(self) -> bytes:
         """What is no inference goes wherever Envoy sends it; a gateway has to be told where."""
-        self._services.metrics.requests.labels("passed").inc()
+        self._services.metrics.requests.add("passed")
         if not self._gateway:
             return messages.LEAVE_ALONE
         decision = self._services.router.decide(NO_WORK, among=self._subset)
@@ -277,10 +277,10 @@ class Exchange:
             decision = self._decide(self._profile(body, partial))
         except Refusal as error:
             self._refused = True
-            services.metrics.requests.labels("refused").inc()
+            services.metrics.requests.add("refused")
             return _refuse(error)
         if decision is None:
-            services.metrics.requests.labels("unrouted").inc()
+            services.metrics.requests.add("unrouted")
             return messages.proceed(phase)
         self._take(decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
@@ -323,8 +323,8 @@ class Exchange:
         self._forecast = decision.forecast()
         record = services.log.add(self._request_id, services.wall(), decision, services.config.pool)
         self._outcome = record.outcome
-        services.metrics.requests.labels("routed").inc()
-        services.metrics.decisions.labels(decision.policy, decision.replica).inc()
+        services.metrics.requests.add("routed")
+        services.metrics.decisions.add(decision.policy, decision.replica)
 
     # -- the response -----------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class Exchange:
             self._served_by = upstream
         self._outcome.served_by = self._served_by
         self._outcome.status = self._status
-        services.metrics.responses.labels(f"{(self._status or 0) // 100}xx").inc()
+        services.metrics.responses.add(f"{(self._status or 0) // 100}xx")
         if self._status is not None and self._status >= 500:
             services.fleet.failed(self._served_by)
         else:
@@ -396,7 +396,7 @@ class Exchange:
         services.fleet.release(self._ticket, prefilled)
         self._ticket = None
         if self._status is None:
-            services.metrics.requests.labels("unanswered").inc()
+            services.metrics.requests.add("unanswered")
         if not complete:
             return
         outcome.completion_s = services.clock() - self._decided

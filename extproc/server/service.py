@@ -8,7 +8,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc.server import tls
+from extproc.server import threads, tls
 from extproc.server.exchange import Exchange, Services
 from extproc.server.proto.ext_proc_pb2 import ProcessingRequest
 
@@ -58,6 +58,7 @@ class ExternalProcessor:
         self._open = 0
         self._full = False
         """Whether streams were turned away of late."""
+        services.metrics.open_streams.set_function(lambda: self._open)
 
     async def process(self, _: object, context: grpc.aio.ServicerContext) -> None:
         """One request, from its headers to the end of its response.
@@ -73,9 +74,7 @@ class ExternalProcessor:
             self._full = False
             logger.info("again fewer requests are in flight than serve.max_streams allows")
         exchange = Exchange(self._asked_for(context))
-        open_streams = self._services.metrics.open_streams
         self._open += 1
-        open_streams.inc()
         try:
             while (raw := await context.read()) is not grpc.aio.EOF:
                 replies = exchange.answer(ProcessingRequest.FromString(raw))
@@ -92,12 +91,11 @@ class ExternalProcessor:
             raise
         finally:
             self._open -= 1
-            open_streams.dec()
             exchange.close()
 
     async def _turn_away(self, context: grpc.aio.ServicerContext) -> None:
         """For too many are open; Envoy goes on without the router."""
-        self._services.metrics.requests.labels("overload").inc()
+        self._services.metrics.requests.add("overload")
         if not self._full:
             self._full = True
             logger.error(
@@ -164,7 +162,8 @@ class GrpcServer:
             ("grpc.keepalive_timeout_ms", keepalive_ms),
             ("grpc.http2.ping_timeout_ms", keepalive_ms),  # of other pings; one is sent at a time
         ]
-        self._server = grpc.aio.server(options=options)
+        with threads.patient():
+            self._server = grpc.aio.server(options=options)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._server.add_generic_rpc_handlers((ExternalProcessor(services, pools).handler(),))
@@ -182,7 +181,8 @@ class GrpcServer:
                 f"cannot listen for Envoy on {address} (serve.listen): "
                 "it is taken, or not an address of this machine"
             ) from None
-        await self._server.start()
+        with threads.patient():
+            await self._server.start()
         await self._report(health_pb2.HealthCheckResponse.SERVING)
         return port
 

@@ -138,6 +138,21 @@ def test_a_router_speaks_when_something_changed_and_now_and_then_else() -> None:
     assert ("CHANGES", 0) not in kinds(0.2), "idle again"
 
 
+def test_a_router_that_is_alone_speaks_as_one_without_requests() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    tell(one, two, clock=clock)
+    one.dispatch(replica(1), chat(1000, 100))
+    clock.advance(EVERY_S)
+    assert one.digests.due(clock(), alone=not one.others) is None
+    tell(two, one, clock=clock)
+    digest = one.digests.due(clock(), alone=not one.others)
+    assert digest is not None
+    assert (digest.kind, digest.replicas) == (Kind.CHANGES, (replica(1),)), "what two missed"
+    two.hear(digest)
+    assert two.view(MODEL).requests.tolist() == [1, 0]
+
+
 def test_what_was_not_sent_is_repeated_as_a_whole() -> None:
     clock = ManualClock()
     (fleet,) = routers(clock, 1)

@@ -1,0 +1,39 @@
+"""The router's own counters and histograms show what prometheus_client's would."""
+
+from random import Random
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.exposition import generate_latest
+
+from extproc.observe.tally import Counts, Spread
+
+
+def page(registry: CollectorRegistry) -> list[str]:
+    """What Prometheus is served, but for the times of creation, which are not told here."""
+    lines = generate_latest(registry).decode().splitlines()
+    return [line for line in lines if "_created" not in line]
+
+
+@pytest.mark.parametrize("counted", [[], [("a", "x")], [("a", "x"), ("b", 'y"\n'), ("a", "x")]])
+def test_counts_are_shown_as_those_of_prometheus_client(counted: list[tuple[str, str]]) -> None:
+    own, theirs = CollectorRegistry(), CollectorRegistry()
+    labels = ["policy", "replica"]
+    counts = Counts("decisions_total", "Decisions.", labels, own)
+    counter = Counter("decisions_total", "Decisions.", labels, registry=theirs)
+    for values in counted:
+        counts.add(*values)
+        counter.labels(*values).inc()
+    assert page(own) == page(theirs)
+
+
+def test_a_spread_is_shown_as_a_histogram_of_prometheus_client() -> None:
+    own, theirs = CollectorRegistry(), CollectorRegistry()
+    bounds = (5e-5, 0.5, 1, 2.5, 100)
+    spread = Spread("seconds", "Time.", bounds, own)
+    histogram = Histogram("seconds", "Time.", buckets=bounds, registry=theirs)
+    random = Random(0)
+    for value in [*bounds, 0.0, 1000.0, *(random.expovariate(1.0) for _ in range(1000))]:
+        spread.observe(value)
+        histogram.observe(value)
+    assert page(own) == page(theirs)
