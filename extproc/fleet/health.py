@@ -30,6 +30,11 @@ class Health:
         self._next_end = inf
         """When the next pause ends."""
 
+    @property
+    def troubled(self) -> bool:
+        """Whether any replica failed and was not well since."""
+        return bool(self._failures)
+
     def changed(self) -> bool:
         """Whether :meth:`usable` may answer otherwise than when this was last asked."""
         now = self._clock()

@@ -24,6 +24,7 @@ from extproc.route.router import Decision, Forecast, Router
 from extproc.server import messages
 from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.server.room import Room
+from extproc.server.watch import Watch
 
 _LONGEST_ID = 128
 """Characters of a request id: one is kept with every decision."""
@@ -50,6 +51,7 @@ class Services:
     wall: Clock
     random: random.Random
     room: Room = field(default_factory=Room)
+    watch: Watch = field(default_factory=Watch)
 
     @property
     def fleet(self) -> Fleet:
@@ -94,6 +96,7 @@ class Exchange:
         "_taken",
         "_tenant",
         "_ticket",
+        "_unseen",
         "_usage",
     )
 
@@ -126,6 +129,8 @@ class Exchange:
         self._usage: UsageReader | None = None
         self._first_chunk: float | None = None
         self._ended = False
+        self._unseen = False
+        """Whether Envoy was told not to tell of the response."""
 
     def answer(self, request: ProcessingRequest) -> Iterable[bytes]:
         """The replies to one message of the stream, in their order, as bytes.
@@ -186,12 +191,19 @@ class Exchange:
             return []
         if readable and self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
             if (self._content_length or 0) <= LARGE_BODY:
-                return [messages.proceed("request_headers")]
+                return [self._wait_for_body()]
             self._large_for = self._services.fleet.only_model
             if self._large_for is None:
-                return [messages.proceed("request_headers")]
+                return [self._wait_for_body()]
         # The headers leave before the body is seen, so its length must do.
         return [self._route("request_headers", b"", partial=True)]
+
+    def _wait_for_body(self) -> bytes:
+        services = self._services
+        self._unseen = not services.watch.sees(self._arrived, services.fleet.health.troubled)
+        if self._unseen:
+            return messages.body_only(self._body_mode)
+        return messages.proceed("request_headers")
 
     def _pass_on(self) -> bytes:
         """What is no inference goes wherever Envoy sends it; a gateway has to be told where."""
@@ -395,7 +407,7 @@ class Exchange:
         prefilled = self._first_chunk is not None or (complete and not self._streamed)
         services.fleet.release(self._ticket, prefilled)
         self._ticket = None
-        if self._status is None:
+        if self._status is None and not self._unseen:
             services.metrics.requests.add("unanswered")
         if not complete:
             return

@@ -5,6 +5,7 @@ hundredth of what typed Python classes take.
 """
 
 from collections.abc import Container
+from functools import cache
 
 from extproc.server.proto.ext_proc_pb2 import (
     HeadersResponse,
@@ -68,6 +69,19 @@ What a client says of its destination is taken out; so it is where a destination
 """
 
 
+@cache
+def body_only(mode: int) -> bytes:
+    """Reply to request headers: send this request's body, and nothing of its response.
+
+    ``mode``: how Envoy sends the body, for the reply says it anew.
+    """
+    reply = ProcessingResponse(request_headers=HeadersResponse())
+    reply.mode_override.request_body_mode = mode
+    reply.mode_override.response_header_mode = _SKIP
+    return reply.SerializeToString()
+
+
+@cache
 def watch_response() -> bytes:
     """Reply to response headers: send this response's body too, as it passes."""
     reply = ProcessingResponse(response_headers=HeadersResponse())
