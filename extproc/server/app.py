@@ -133,6 +133,7 @@ async def follow_state(config: Config, fleet: Fleet) -> None:
         async with aclosing(StateReader(redis, config.pool, Random()).changes()) as changes:
             async for change in changes:
                 apply(change, fleet)
+                await asyncio.sleep(0)  # a message tells of many replicas; requests come first
     finally:
         await redis.aclose()
 
