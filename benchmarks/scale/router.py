@@ -20,7 +20,7 @@ from benchmarks.scale.writer import MODEL
 from extproc.config import Config, RedisSettings
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.server.app import build, follow_state
-from extproc.server.exchange import Services
+from extproc.server.services import Services
 from extproc.server.sharing import share
 
 _READY_S = 60.0

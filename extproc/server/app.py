@@ -24,8 +24,8 @@ from extproc.poll.metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
-from extproc.server.exchange import Services
 from extproc.server.service import GrpcServer
+from extproc.server.services import Services
 from extproc.server.sharing import share
 from extproc.state.connection import connect
 from extproc.state.store import Change, Put, Removed, Snapshot, StateReader

@@ -1,30 +1,20 @@
 """One HTTP request, from its headers to the end of its response."""
 
-import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
-from extproc.clock import Clock
-from extproc.config import Config
-from extproc.fleet.fleet import Fleet
-from extproc.fleet.ledger import Ticket
 from extproc.fleet.view import least
-from extproc.observe.decisions import DecisionLog, Outcome
-from extproc.observe.metrics import RouterMetrics
-from extproc.predict.lengths import OutputLengths
 from extproc.request.errors import BadRequest, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import endpoint_of, inspect
 from extproc.request.large import LARGE_BODY, of_length
 from extproc.request.profile import NO_WORK, RequestProfile
-from extproc.request.tokens import TokenCounter
-from extproc.request.usage import UsageReader
-from extproc.route.router import Decision, Forecast, Router
+from extproc.route.router import Decision
 from extproc.server import messages
+from extproc.server.in_flight import InFlight
 from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
-from extproc.server.room import Room
-from extproc.server.watch import Watch
+from extproc.server.services import Services
 
 _LONGEST_ID = 128
 """Characters of a request id: one is kept with every decision."""
@@ -35,74 +25,37 @@ _RETRY_AFTER_S = 1
 _PIECE = 2**16
 """Bytes of a body that was held back, in each message that returns it."""
 _REQUEST_HEADERS = {":path", ":method", "x-request-id", "content-length", "content-encoding"}
-_RESPONSE_HEADERS = frozenset({":status", "content-type"})
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What every exchange works with."""
-
-    config: Config
-    router: Router
-    tokens: TokenCounter
-    log: DecisionLog
-    metrics: RouterMetrics
-    clock: Clock
-    wall: Clock
-    random: random.Random
-    room: Room = field(default_factory=Room)
-    watch: Watch = field(default_factory=Watch)
-
-    @property
-    def fleet(self) -> Fleet:
-        """The router's fleet."""
-        return self.router.fleet
-
-    def of_pool(self, config: Config) -> "Services":
-        """The same for a pool of its own, with an empty fleet."""
-        router = Router(Fleet(OutputLengths()), config.route.policy, self.random)
-        return replace(self, config=config, router=router)
 
 
 class Exchange:
-    """Owns a request for its whole life: profiles it, chooses its replica, holds its place in the
-    ledger, releases it when the stream closes, and learns from it.
+    """Owns a request for its whole life: profiles it, has its replica chosen, and keeps what is in
+    flight until the stream closes.
 
     Phases may come in any order; each is answered as it is, and one that is unknown with a
     continue.
     """
 
     __slots__ = (
-        "_arrived",
         "_asked",
         "_body_mode",
         "_content_length",
-        "_decided",
-        "_ended",
-        "_first_chunk",
-        "_forecast",
         "_held",
+        "_in_flight",
         "_large_for",
-        "_outcome",
         "_path",
         "_policy",
         "_refused",
         "_request_id",
         "_response_body_mode",
-        "_served_by",
         "_services",
-        "_status",
         "_subset",
         "_taken",
         "_tenant",
-        "_ticket",
         "_unseen",
-        "_usage",
     )
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._arrived = services.clock()
         self._path = ""
         self._request_id = ""
         self._policy = ""
@@ -120,17 +73,9 @@ class Exchange:
         self._refused = False
         self._large_for: str | None = None
         """The only model there is, where the body is too large to be looked at."""
-        self._ticket: Ticket | None = None
-        self._forecast: Forecast | None = None
-        self._outcome = Outcome()
-        self._decided = 0.0
-        self._served_by = ""
-        self._status: int | None = None
-        self._usage: UsageReader | None = None
-        self._first_chunk: float | None = None
-        self._ended = False
         self._unseen = False
         """Whether Envoy was told not to tell of the response."""
+        self._in_flight: InFlight | None = None
 
     def answer(self, request: ProcessingRequest) -> Iterable[bytes]:
         """The replies to one message of the stream, in their order, as bytes.
@@ -200,7 +145,7 @@ class Exchange:
 
     def _wait_for_body(self) -> bytes:
         services = self._services
-        self._unseen = not services.watch.sees(self._arrived, services.fleet.health.troubled)
+        self._unseen = not services.watch.sees(services.clock(), services.fleet.health.troubled)
         if self._unseen:
             return messages.body_only(self._body_mode)
         return messages.proceed("request_headers")
@@ -294,7 +239,7 @@ class Exchange:
         if decision is None:
             services.metrics.requests.add("unrouted")
             return messages.proceed(phase)
-        self._take(decision)
+        self._in_flight = InFlight(services, decision, self._request_id, self._unseen)
         services.metrics.decision_seconds.observe(services.clock() - started)
         return self._send_to(phase, decision)
 
@@ -327,125 +272,28 @@ class Exchange:
             leave_body=self._large_for is not None,
         )
 
-    def _take(self, decision: Decision) -> None:
-        services = self._services
-        self._decided = services.clock()
-        self._served_by = decision.replica
-        self._ticket = services.fleet.dispatch(decision.replica, decision.profile)
-        self._forecast = decision.forecast()
-        record = services.log.add(self._request_id, services.wall(), decision, services.config.pool)
-        self._outcome = record.outcome
-        services.metrics.requests.add("routed")
-        services.metrics.decisions.add(decision.policy, decision.replica)
-
     # -- the response -----------------------------------------------------------------------
 
     def _on_response_headers(self, request: ProcessingRequest) -> bytes:
-        if self._ticket is None:
+        if self._in_flight is None or not self._in_flight.answered(request):
             return messages.proceed("response_headers")
-        headers = messages.headers_of(request.response_headers, _RESPONSE_HEADERS)
-        status = headers.get(":status", "")
-        self._status = int(status) if status.isdecimal() else None
-        self._ended = request.response_headers.end_of_stream
-        self._served(messages.served_by(request))
-        if self._ended or not self._worth_reading(headers.get("content-type", "")):
-            return messages.proceed("response_headers")
-        self._usage = UsageReader()
         if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
             return messages.proceed("response_headers")  # it comes anyway
         return messages.watch_response()
 
-    def _served(self, upstream: str) -> None:
-        """Which replica it was in the end, and whether it failed."""
-        services = self._services
-        assert self._ticket is not None
-        if upstream and upstream != self._served_by:
-            # Envoy passed the choice over or tried it in vain.
-            services.fleet.failed(self._served_by)
-            services.fleet.move(self._ticket, upstream)
-            self._served_by = upstream
-        self._outcome.served_by = self._served_by
-        self._outcome.status = self._status
-        services.metrics.responses.add(f"{(self._status or 0) // 100}xx")
-        if self._status is not None and self._status >= 500:
-            services.fleet.failed(self._served_by)
-        else:
-            services.fleet.answered(self._served_by)
-
-    def _worth_reading(self, content_type: str) -> bool:
-        """Every whole response, for it is one message, and a sample of the streams."""
-        if self._status != 200:
-            return False
-        if not content_type.startswith("text/event-stream"):
-            return True
-        return self._services.random.random() < self._services.config.serve.stream_sample
-
     def _on_response_body(self, message: HttpBody) -> bytes:
-        self._ended = message.end_of_stream
-        if self._usage is not None and self._ticket is not None:
-            if self._first_chunk is None and message.body and self._streamed:
-                self._first_chunk = self._services.clock()
-                self._services.fleet.first_token(self._ticket)
-            self._usage.feed(message.body)
+        if self._in_flight is not None:
+            self._in_flight.chunk(message)
         if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
             return messages.pass_chunk("response_body", message.body, message.end_of_stream)
         return messages.proceed("response_body")
 
-    @property
-    def _streamed(self) -> bool:
-        return self._forecast is not None and self._forecast.profile.stream
-
-    # -- the end ----------------------------------------------------------------------------
-
     def close(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
         self._leave_room()
-        if self._ticket is None or self._forecast is None:
-            return
-        services, outcome = self._services, self._outcome
-        complete = self._complete()
-        prefilled = self._first_chunk is not None or (complete and not self._streamed)
-        services.fleet.release(self._ticket, prefilled)
-        self._ticket = None
-        if self._status is None and not self._unseen:
-            services.metrics.requests.add("unanswered")
-        if not complete:
-            return
-        outcome.completion_s = services.clock() - self._decided
-        if self._first_chunk is not None:
-            outcome.ttft_s = self._first_chunk - self._decided
-        self._learn(outcome.completion_s)
-        self._account(self._forecast.predicted_completion, outcome.completion_s)
-
-    def _complete(self) -> bool:
-        """Whether it was answered to the end, as far as can be told.
-
-        Envoy closes the stream alike when a response has ended and when a client hangs up; only
-        where the response's chunks were read is the last one known.
-        """
-        if self._status is None or self._status >= 400:
-            return False
-        return self._usage is None or self._ended
-
-    def _learn(self, seconds: float) -> None:
-        """From the usage a response reported, ``seconds`` after the decision."""
-        usage = None if self._usage is None else self._usage.usage()
-        if usage is None or self._forecast is None:
-            return
-        services, profile, outcome = self._services, self._forecast.profile, self._outcome
-        outcome.prompt_tokens = usage.prompt_tokens
-        outcome.output_tokens = usage.completion_tokens
-        if usage.prompt_tokens and profile.prompt_bytes:
-            services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
-        if usage.completion_tokens and profile.sequences:
-            each = usage.completion_tokens / profile.sequences
-            services.router.learn(self._forecast, self._served_by, each, seconds, outcome.ttft_s)
-
-    def _account(self, predicted: float, actual: float) -> None:
-        metrics = self._services.metrics
-        metrics.completion_seconds.observe(actual)
-        if actual > 0:
-            metrics.prediction_error.observe(abs(predicted - actual) / actual)
+        if self._in_flight is not None:
+            self._in_flight.end()
+            self._in_flight = None
 
 
 @lru_cache(maxsize=16)

@@ -9,8 +9,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc.server import threads, tls
-from extproc.server.exchange import Exchange, Services
+from extproc.server.exchange import Exchange
 from extproc.server.proto.ext_proc_pb2 import ProcessingRequest
+from extproc.server.services import Services
 
 logger = logging.getLogger(__name__)
 

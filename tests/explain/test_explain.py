@@ -21,7 +21,7 @@ from extproc.observe.admin import serve_admin
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision
 from extproc.server.app import admin_routes, build
-from extproc.server.exchange import Services
+from extproc.server.services import Services
 from tests.fakes import ManualClock, chat, embedding, replica, state
 
 ID = "0f3c2e9a-6f1d-4c0e-9d0a-3a5b7c9d1e2f"

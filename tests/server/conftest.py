@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.server.app import build
-from extproc.server.exchange import Services
 from extproc.server.service import GrpcServer
+from extproc.server.services import Services
 from tests.fakes import ManualClock, state
 from tests.server.envoy_side import EnvoySide
 

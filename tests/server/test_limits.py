@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry
 from extproc.config import Config
 from extproc.observe.admin import serve_admin
 from extproc.server.app import admin_routes
-from extproc.server.exchange import Services
 from extproc.server.room import Room
 from extproc.server.service import GrpcServer
+from extproc.server.services import Services
 from tests.conftest import Logged
 from tests.fakes import replica
 from tests.server.envoy_side import CHAT, EnvoySide, destination

@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from extproc.config import Config
 from extproc.predict.completion import Prediction
 from extproc.server.app import build
-from extproc.server.exchange import Services
 from extproc.server.service import SERVICE, GrpcServer
+from extproc.server.services import Services
 from tests.conftest import Logged
 from tests.fakes import ManualClock, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, destination

@@ -10,7 +10,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeHeaderSendMode as HeaderMode,
 )
 
-from extproc.server.exchange import Services
+from extproc.server.services import Services
 from tests.fakes import ManualClock
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 

@@ -1,0 +1,150 @@
+"""A request that was sent to a replica, until its response has ended."""
+
+from extproc.request.usage import UsageReader
+from extproc.route.router import Decision
+from extproc.server import messages
+from extproc.server.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
+from extproc.server.services import Services
+
+_RESPONSE_HEADERS = frozenset({":status", "content-type"})
+
+
+class InFlight:
+    """Holds the request's place in the ledger, follows it to who serves it, and learns from it.
+
+    Of a response that Envoy does not tell of, only the end is seen.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_first_chunk",
+        "_forecast",
+        "_outcome",
+        "_sent_at",
+        "_served_by",
+        "_services",
+        "_status",
+        "_ticket",
+        "_unseen",
+        "_usage",
+    )
+
+    def __init__(
+        self, services: Services, decision: Decision, request_id: str, unseen: bool
+    ) -> None:
+        """Takes its place on the replica chosen.
+
+        Args:
+            services: of its pool.
+            decision: where it goes.
+            request_id: for the decision's record.
+            unseen: Envoy was asked not to tell of the response.
+        """
+        self._services = services
+        self._unseen = unseen
+        self._sent_at = services.clock()
+        self._served_by = decision.replica
+        self._ticket = services.fleet.dispatch(decision.replica, decision.profile)
+        self._forecast = decision.forecast()
+        pool = services.config.pool
+        self._outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
+        self._status: int | None = None
+        self._usage: UsageReader | None = None
+        self._first_chunk: float | None = None
+        self._ended = False
+        services.metrics.requests.add("routed")
+        services.metrics.decisions.add(decision.policy, decision.replica)
+
+    def answered(self, request: ProcessingRequest) -> bool:
+        """The response's headers came; returns whether its body is to be read, too."""
+        message = request.response_headers
+        headers = messages.headers_of(message, _RESPONSE_HEADERS)
+        status = headers.get(":status", "")
+        self._status = int(status) if status.isdecimal() else None
+        self._ended = message.end_of_stream
+        self._served(messages.served_by(request))
+        if self._ended or not self._worth_reading(headers.get("content-type", "")):
+            return False
+        self._usage = UsageReader()
+        return True
+
+    def chunk(self, message: HttpBody) -> None:
+        """Some of the response's body came."""
+        self._ended = message.end_of_stream
+        if self._usage is None:
+            return
+        if self._first_chunk is None and message.body and self._forecast.profile.stream:
+            self._first_chunk = self._services.clock()
+            self._services.fleet.first_token(self._ticket)
+        self._usage.feed(message.body)
+
+    def end(self) -> None:
+        """The stream is over: the response has ended, or the client or Envoy gave up."""
+        services, outcome = self._services, self._outcome
+        complete = self._complete()
+        streamed = self._forecast.profile.stream
+        prefilled = self._first_chunk is not None or (complete and not streamed)
+        services.fleet.release(self._ticket, prefilled)
+        if self._status is None and not self._unseen:
+            services.metrics.requests.add("unanswered")
+        if not complete:
+            return
+        outcome.completion_s = services.clock() - self._sent_at
+        if self._first_chunk is not None:
+            outcome.ttft_s = self._first_chunk - self._sent_at
+        self._learn(outcome.completion_s)
+        self._account(self._forecast.predicted_completion, outcome.completion_s)
+
+    def _served(self, upstream: str) -> None:
+        """Which replica it was in the end, and whether it failed."""
+        services = self._services
+        if upstream and upstream != self._served_by:
+            # Envoy passed the choice over or tried it in vain.
+            services.fleet.failed(self._served_by)
+            services.fleet.move(self._ticket, upstream)
+            self._served_by = upstream
+        self._outcome.served_by = self._served_by
+        self._outcome.status = self._status
+        services.metrics.responses.add(f"{(self._status or 0) // 100}xx")
+        if self._status is not None and self._status >= 500:
+            services.fleet.failed(self._served_by)
+        else:
+            services.fleet.answered(self._served_by)
+
+    def _worth_reading(self, content_type: str) -> bool:
+        """Every whole response, for it is one message, and a sample of the streams."""
+        if self._status != 200:
+            return False
+        if not content_type.startswith("text/event-stream"):
+            return True
+        return self._services.random.random() < self._services.config.serve.stream_sample
+
+    def _complete(self) -> bool:
+        """Whether it was answered to the end, as far as can be told.
+
+        Envoy closes the stream alike when a response has ended and when a client hangs up; only
+        where the response's chunks were read is the last one known.
+        """
+        if self._status is None or self._status >= 400:
+            return False
+        return self._usage is None or self._ended
+
+    def _learn(self, seconds: float) -> None:
+        """From the usage a response reported, ``seconds`` after the decision."""
+        usage = None if self._usage is None else self._usage.usage()
+        if usage is None:
+            return
+        services, profile, outcome = self._services, self._forecast.profile, self._outcome
+        outcome.prompt_tokens = usage.prompt_tokens
+        outcome.output_tokens = usage.completion_tokens
+        if usage.prompt_tokens and profile.prompt_bytes:
+            services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
+        if usage.completion_tokens and profile.sequences:
+            each = usage.completion_tokens / profile.sequences
+            services.router.learn(self._forecast, self._served_by, each, seconds, outcome.ttft_s)
+
+    def _account(self, predicted: float, actual: float) -> None:
+        metrics = self._services.metrics
+        metrics.completion_seconds.observe(actual)
+        if actual > 0:
+            metrics.prediction_error.observe(abs(predicted - actual) / actual)

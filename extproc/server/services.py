@@ -1,0 +1,41 @@
+"""What every exchange works with."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+from extproc.clock import Clock
+from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.observe.decisions import DecisionLog
+from extproc.observe.metrics import RouterMetrics
+from extproc.predict.lengths import OutputLengths
+from extproc.request.tokens import TokenCounter
+from extproc.route.router import Router
+from extproc.server.room import Room
+from extproc.server.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of a router, for one pool; all but the fleet are shared by the pools."""
+
+    config: Config
+    router: Router
+    tokens: TokenCounter
+    log: DecisionLog
+    metrics: RouterMetrics
+    clock: Clock
+    wall: Clock
+    random: random.Random
+    room: Room = field(default_factory=Room)
+    watch: Watch = field(default_factory=Watch)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The router's fleet."""
+        return self.router.fleet
+
+    def of_pool(self, config: Config) -> "Services":
+        """The same for a pool of its own, with an empty fleet."""
+        router = Router(Fleet(OutputLengths()), config.route.policy, self.random)
+        return replace(self, config=config, router=router)
