@@ -70,6 +70,10 @@ class FleetEvent(_Part):
             raise ValueError("an event has one of slow, down, up and hang")
         return self
 
+    def __str__(self) -> str:
+        speed = "at full speed" if self.slow == 1 else f"{self.slow:g}× slower"
+        return f"{self.replica} {speed if self.do is None else self.do}"
+
 
 class FleetFile(_Part):
     """A fleet, as a YAML file describes it."""

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, nan
 from pathlib import Path
-from tempfile import TemporaryFile
+from typing import Any
 
-from benchmarks import fleet, plots, trace
+from benchmarks import fleet, report, trace
+from benchmarks.about import about
 from benchmarks.discrete import KNOWN, Simulation
 from benchmarks.oracle import WEIGHTS
-from benchmarks.report import Phase, Run, distance, header, row, summary
 from benchmarks.served import Served
+from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary
 from extproc.route.policies import POLICIES
 
 __all__ = ["main", "summary"]
@@ -44,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _outputs(args)
         fleet_file = fleet.read(args.fleet)
         requests = trace.read(args.trace, args.speed, args.requests)
-        _compare(args, fleet_file, requests)
+        played = _compare(args, fleet_file, requests)
+        if args.json or args.report:
+            _write(args, _results(args, argv, fleet_file, played))
     except (OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
@@ -55,15 +58,13 @@ def _outputs(args: argparse.Namespace) -> None:
     """Raises OSError or ValueError now, not after minutes, where a result could not be written."""
     if args.json:
         args.json.open("a").close()
-    if args.plot:
-        plots.available()
-        args.plot.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=args.plot).close()
+    if args.report:
+        report.writable(args.report)
 
 
 def _compare(
     args: argparse.Namespace, fleet_file: fleet.FleetFile, requests: list[trace.TracedRequest]
-) -> None:
+) -> list[_Played]:
     phase = Phase(args.start, args.end)
     if phase != Phase():
         print(phase)
@@ -80,23 +81,47 @@ def _compare(
         played.append(one)
     if oracle:
         played.append(oracle)
+    return played
+
+
+def _results(
+    args: argparse.Namespace,
+    argv: Sequence[str] | None,
+    fleet_file: fleet.FleetFile,
+    played: Sequence[_Played],
+) -> dict[str, Any]:
+    """What --json writes and --report draws."""
+    phase = Phase(args.start, args.end)
+    setting = {
+        "trace": " and ".join(path.name.split(".")[0] for path in args.trace),
+        "speed": args.speed,
+        "fleet": args.fleet.stem,
+        "seed": args.seed,
+        "figures": f"of {phase}",
+    }
+    command = about("benchmarks.simulate", sys.argv[1:] if argv is None else argv)
+    return {
+        "simulate": setting | command,
+        "events": [{"at_s": one.at, "text": str(one)} for one in fleet_file.events],
+        "runs": [
+            {
+                "run": {
+                    "name": one.simulation.policy,
+                    "reference": one.simulation.policy == "oracle",
+                },
+                "requests": requests_of(one.simulation, one.served, phase),
+                "summary": one.run,
+            }
+            for one in played
+        ],
+    }
+
+
+def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
     if args.json:
-        args.json.write_text(json.dumps({"runs": [one.run for one in played]}, indent=2) + "\n")
-    if args.plot:
-        _draw(args, fleet_file, played)
-
-
-def _draw(args: argparse.Namespace, fleet_file: fleet.FleetFile, played: Sequence[_Played]) -> None:
-    runs = [
-        plots.Plotted(
-            one.simulation.policy, [*one.simulation.machines], one.served, one.simulation.failed
-        )
-        for one in played
-    ]
-    traces = " and ".join(path.name.split(".")[0] for path in args.trace)
-    title = f"{traces}, {args.speed:g}× as fast, on the fleet {args.fleet.stem}"
-    for path in plots.draw(runs, fleet_file.events, title, args.plot):
-        print(path)
+        args.json.write_text(json.dumps(results) + "\n")
+    if args.report:
+        print(report.write(results, args.report))
 
 
 def _simulation(fleet_file: fleet.FleetFile, policy: str, args: argparse.Namespace) -> Simulation:
@@ -202,7 +227,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--no-oracle", dest="oracle", action="store_false", help="leave the oracle out: faster")
     add("--json", type=Path, metavar="FILE")
-    add("--plot", type=Path, metavar="DIR", help="pictures: needs matplotlib")
+    add("--report", type=Path, metavar="DIR", help="a page and pictures: needs matplotlib")
     args = parser.parse_args(argv)
     if args.end <= args.start:
         parser.error(f"--until {args.end:g} is not after --from {args.start:g}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from benchmarks.discrete import Simulation
 from benchmarks.served import Failed, Served
+from benchmarks.trace import TracedRequest
 from extproc.fleet.view import Floats
 
 Run = dict[str, Any]
@@ -30,11 +31,15 @@ class Phase:
 
     def served(self, requests: Sequence[Served]) -> list[Served]:
         """Those of the phase."""
-        return [one for one in requests if self.start <= one.traced.at < self.end]
+        return [one for one in requests if self.has(one.traced)]
 
     def failed(self, requests: Sequence[Failed]) -> list[Failed]:
         """Those of the phase."""
-        return [one for one in requests if self.start <= one.traced.at < self.end]
+        return [one for one in requests if self.has(one.traced)]
+
+    def has(self, request: TracedRequest) -> bool:
+        """Whether it arrived then."""
+        return self.start <= request.at < self.end
 
 
 def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | None = None) -> Run:
@@ -75,6 +80,15 @@ def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | Non
     }
 
 
+def requests_of(
+    simulation: Simulation, served: Sequence[Served], phase: Phase
+) -> list[dict[str, Any]]:
+    """Every request for the JSON; those outside the phase are there as load, and not counted."""
+    return [
+        _served(one, simulation.policy) | {"counted": phase.has(one.traced)} for one in served
+    ] + [_failed(one) | {"counted": phase.has(one.traced)} for one in simulation.failed]
+
+
 def distance(run: Run, oracle: Run) -> Run:
     """Each figure over the oracle's."""
     return {
@@ -104,6 +118,30 @@ def row(run: Run, took: float) -> str:
         f"{run['failed']:8}  {took:4.1f}s"
     )
     return "\n".join([line, *map(_learned, run["learned_speed"])])
+
+
+def _served(one: Served, policy: str) -> dict[str, Any]:
+    """The oracle predicts nothing that a router could."""
+    predicted = None if policy == "oracle" else one.decision
+    return {
+        "at_s": one.traced.at,
+        "prompt_tokens": one.traced.prompt_tokens,
+        "output_tokens": one.traced.output_tokens,
+        "ttft_s": one.ttft,
+        "completion_s": one.completion,
+        "replica": one.replica,
+        "predicted_ttft_s": predicted and predicted.predicted_ttft,
+        "predicted_completion_s": predicted and predicted.predicted_completion,
+    }
+
+
+def _failed(one: Failed) -> dict[str, Any]:
+    return {
+        "at_s": one.traced.at,
+        "error": "failed",
+        "failed_after_s": one.at - one.traced.at,
+        "replica": one.replica or None,
+    }
 
 
 def _label(run: Run) -> str:
