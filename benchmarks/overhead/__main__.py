@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks import report
+from benchmarks.about import about
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.stack import Cores, Setup, Stack, running
 from extproc.demo.processes import ProcessError
@@ -85,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--in-flight", type=int, default=5000, metavar="N", help="requests held for memory's sake"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument(
+        "--report", type=Path, metavar="DIR", help="a page and a picture there: needs matplotlib"
+    )
     args = parser.parse_args(argv)
     try:
         sizes = [int(size) for size in args.replicas.split(",")]
@@ -92,12 +97,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--replicas {args.replicas}: numbers with commas between are wanted")
     _raise_file_limit()
     try:
+        if args.report:
+            report.writable(args.report)
         figures = asyncio.run(measure_all(sizes, args.seconds, args.in_flight))
-    except ProcessError as error:
+    except (OSError, ValueError, ProcessError) as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
+    results = {
+        "overhead": about("benchmarks.overhead", sys.argv[1:] if argv is None else argv),
+        "setups": [_to_json(one) for one in figures],
+    }
     if args.json:
-        args.json.write_text(json.dumps([_to_json(one) for one in figures], indent=2) + "\n")
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+    if args.report:
+        print(report.write(results, args.report))
     return 1 if any(one.failed for one in figures) else 0
 
 

@@ -119,6 +119,7 @@ def _name_lines(
 ) -> None:
     """Beside the end of each line its name."""
     low, high = np.log(axis.get_ylim())
+    to_the_line = {"arrowstyle": "-", "lw": 1.6, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 0}
     heights = [float((np.log(end) - low) / (high - low)) for end in ends]
     for one, colour, was, at in zip(
         drawn, colours, heights, apart(heights, 0.05, 0.0, 1.0), strict=True
@@ -131,13 +132,6 @@ def _name_lines(
             "axes fraction",
             va="center",
             fontsize=9.5,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": colour,
-                "lw": 1.6,
-                "relpos": (0, 0.5),
-                "shrinkA": 0,
-                "shrinkB": 0,
-            },
+            arrowprops=to_the_line | {"color": colour},
             annotation_clip=False,
         )

@@ -1,7 +1,7 @@
 """Picture of what was predicted, beside what it took."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,7 @@ def beside_actual(contenders: Sequence[Contender]) -> "Figure | None":
         _panel(axis, predicted, actual, ends)
         near, twice = share_within(predicted, actual)
         title(axis, name, f"{near:.0%} within ±25%, {twice:.0%} within a factor of 2")
+    axes[0].legend(loc="lower right", frameon=False, fontsize=7.5)
     for axis in axes[len(known) :]:
         axis.set_visible(False)
     for axis in axes[::columns]:
@@ -79,18 +80,9 @@ def _panel(axis: "Axes", predicted: Floats, actual: Floats, ends: tuple[float, f
         rasterized=True,
     )
     line = np.array(ends)
-    axis.plot(line, line, color=FAINT, lw=1.2)
-    for factor in (2.0, 0.5):
-        axis.plot(line, line * factor, color=FAINT, lw=0.9, linestyle="--")
-    end = ends[1]
-    along: dict[str, Any] = {"rotation": 45, "rotation_mode": "anchor", "ha": "right", "va": "top"}
-    along |= {"fontsize": 7.5, "color": FAINT}
-    for x, y, text in (
-        (1.0, 1.0, "as predicted"),
-        (0.5, 1.0, "2× too late"),
-        (1.0, 0.5, "2× too soon"),
-    ):
-        axis.annotate(text, (x * end, y * end), (-2, -3), textcoords="offset points", **along)
+    axis.plot(line, line, color=FAINT, lw=1.2, label="as predicted")
+    axis.plot(line, line * 2, color=FAINT, lw=0.9, linestyle="--", label="off by a factor of 2")
+    axis.plot(line, line / 2, color=FAINT, lw=0.9, linestyle="--")
     axis.set(xlim=ends, ylim=ends, aspect="equal")
     logarithmic(axis.xaxis)
     logarithmic(axis.yaxis)

@@ -2,7 +2,8 @@
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -41,6 +42,15 @@ def available() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError("the report needs matplotlib: pip install 'extproc[bench]'") from None
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """While pictures are made: a name is text, whatever dollars it has."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):
+        yield
 
 
 def looks(contenders: Sequence[Contender]) -> dict[str, Look]:

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.report import costs, runs
 from benchmarks.report.page import Content, html
 from benchmarks.report.results import Overhead, read
-from benchmarks.report.style import available, save, svg
+from benchmarks.report.style import available, drawing, save, svg
 
 
 def writable(folder: Path) -> None:
@@ -35,9 +35,11 @@ def write(results: Mapping[str, Any], folder: Path) -> Path:
     """
     writable(folder)
     known = read(results)
-    content = costs.content(known) if isinstance(known, Overhead) else runs.content(known)
+    with drawing():
+        content = costs.content(known) if isinstance(known, Overhead) else runs.content(known)
+        pictures = _pictures(content, folder)
     page = folder / "index.html"
-    page.write_text(html(content, _pictures(content, folder)), encoding="utf-8")
+    page.write_text(html(content, pictures), encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
     return page
 

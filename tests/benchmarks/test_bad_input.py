@@ -152,5 +152,5 @@ def test_pictures_that_cannot_be_written(
     pytest.importorskip("matplotlib")
     file = tmp_path / "file"
     file.touch()
-    for path in (file, file / "plots"):
-        assert str(file) in complaint(capsys, "--plot", path)
+    for path in (file, file / "report"):
+        assert str(file) in complaint(capsys, "--report", path)

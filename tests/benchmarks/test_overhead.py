@@ -62,7 +62,7 @@ def test_it_measures_envoy_alone_a_server_that_does_nothing_and_the_router(
     report = tmp_path / "overhead.json"
     arguments = ["--replicas", "1,3", "--seconds", "0.3", "--in-flight", "30"]
     assert overhead.main([*arguments, "--json", str(report)]) == 0
-    figures = json.loads(report.read_text())
+    figures = json.loads(report.read_text())["setups"]
     names = [one["name"] for one in figures]
     assert names == [
         "Envoy alone",

@@ -27,8 +27,7 @@ def simulate(tmp_path: Path) -> Simulate:
         report = tmp_path / "report.json"
         common = ["--trace", str(CONVERSATION), "--fleet", str(fleet_file), "--json", str(report)]
         assert main([*common, *arguments]) == 0
-        runs: list[dict[str, Any]] = json.loads(report.read_text())["runs"]
-        return runs
+        return [run["summary"] for run in json.loads(report.read_text())["runs"]]
 
     return run
 
@@ -165,11 +164,22 @@ def test_a_prompt_longer_than_the_context_fails() -> None:
 
 def test_pictures_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    folder = tmp_path / "plots"
-    simulate("--policy", "completion,lmetric", "--requests", "100", "--plot", str(folder))
-    assert {path.name for path in folder.iterdir()} == {
-        "latency.png",
-        "load.png",
-        "prediction.png",
+    folder = tmp_path / "report"
+    arguments = ["--policy", "completion,lmetric", "--requests", "100"]
+    simulate(*arguments, "--report", str(folder))
+    page = (folder / "index.html").read_text()
+    assert all(name in page for name in ("completion", "lmetric", "oracle"))
+    assert {path.stem for path in folder.glob("*.png")} == {
+        *("figures", "completion", "ttft", "load", "prediction")
     }
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in folder.iterdir())
+
+
+def test_requests_outside_the_phase_are_load_but_in_no_figure(tmp_path: Path) -> None:
+    written = tmp_path / "results.json"
+    common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "300"]
+    assert main([*common, "--no-oracle", "--from", "20", "--json", str(written)]) == 0
+    (run,) = json.loads(written.read_text())["runs"]
+    requests = run["requests"]
+    assert len(requests) == 300
+    assert all(one["counted"] == (one["at_s"] >= 20) for one in requests)
+    assert run["summary"]["requests"] == sum(one["counted"] for one in requests) < 300

@@ -1,0 +1,398 @@
+"""The page and the pictures that are made of a benchmark's JSON."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+from PIL import Image  # comes with matplotlib
+
+from benchmarks import report
+from benchmarks.report.__main__ import main
+from benchmarks.report.load import in_flight
+from benchmarks.report.page import html
+from benchmarks.report.prediction import share_within
+from benchmarks.report.results import Request, Results, Run, RunAbout, read
+from benchmarks.report.runs import content
+from benchmarks.report.style import apart
+from benchmarks.report.units import between, ratio, seconds
+
+Json = dict[str, Any]
+PICTURES = {"figures", "completion", "ttft", "load", "prediction"}
+
+
+class Page(HTMLParser):
+    """What a reader sees of a page, and what it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.tags: list[str] = []
+        self.cells: list[list[str]] = []
+        self.said: list[str] = []
+        self._open: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name.endswith(("src", "href"))]
+        if tag == "tr":
+            self.cells.append([])
+        elif tag == "td":
+            self.cells[-1].append("")
+        elif tag == "li":
+            self.said.append("")
+        if tag in ("td", "li", "style"):
+            self._open.append(tag)
+        elif tag == "small":
+            self.cells[-1][-1] += " "
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "li", "style"):
+            self._open.remove(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if "style" not in self._open else ""
+        if "td" in self._open:
+            self.cells[-1][-1] += data
+        if "li" in self._open:
+            self.said[-1] += data
+
+    def row(self, name: str) -> list[str]:
+        return next(cells for cells in self.cells if cells[:1] == [name])
+
+
+def request(number: int, completion: float, **more: Any) -> Json:
+    fields = {"at_s": 0.1 * number, "ttft_s": completion / 10, "completion_s": completion}
+    return fields | {"replica": f"r-{number % 2}", "predicted_completion_s": completion} | more
+
+
+def run(name: str, scale: float, repeat: int = 0, requests: int = 200) -> Json:
+    drawn = np.random.default_rng(repeat).lognormal(0.0, 0.8, requests) * scale
+    listed = [request(number, float(one)) for number, one in enumerate(drawn)]
+    return {"run": {"name": name, "repeat": repeat}, "requests": listed}
+
+
+def compared(*runs: Json, **about: Any) -> Json:
+    return {"compare": {"trace": "conv", "machine": "a lathe", **about}, "runs": list(runs)}
+
+
+def completions(of: Json) -> list[float]:
+    return [one["completion_s"] for one in of["requests"] if one["completion_s"]]
+
+
+def written(results: Json, folder: Path) -> Page:
+    path = report.write(results, folder)
+    assert path == folder / "index.html"
+    return Page(path.read_text())
+
+
+def told(results: Json) -> Page:
+    """The page without its pictures: faster."""
+    known = read(results)
+    assert isinstance(known, Results)
+    return Page(html(content(known), {}))
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Json, Path]:
+    """Two contenders, three repeats: the first is twice as fast."""
+    runs = [run(name, scale, n) for n in range(3) for name, scale in (("ours", 1), ("theirs", 2))]
+    results = compared(*runs, command="python -m benchmarks.compare")
+    folder = tmp_path_factory.mktemp("report")
+    report.write(results, folder)
+    return results, folder
+
+
+def test_every_contender_has_a_row_with_the_figures_of_its_requests(
+    both: tuple[Json, Path],
+) -> None:
+    results, folder = both
+    page = Page((folder / "index.html").read_text())
+    for name in ("ours", "theirs"):
+        cells = page.row(name)
+        runs = [one for one in results["runs"] if one["run"]["name"] == name]
+        p99 = sorted(float(np.percentile(completions(one), 99)) for one in runs)
+        mean = sorted(float(np.mean(completions(one))) for one in runs)
+        assert cells[1:3] == ["600", "0"]
+        assert cells[3].startswith(f"{seconds(p99[1])} {between(p99[0], p99[2])} ")
+        assert cells[6].startswith(f"{seconds(mean[1])} {between(mean[0], mean[2])} ")
+        assert cells[9].startswith(seconds(mean[1] / 10))  # TTFT is a tenth
+    assert page.row("ours")[3].endswith(" 0.50×")
+    assert page.row("theirs")[3].endswith(" 2.00×")
+
+
+def test_what_came_out_is_said_first(both: tuple[Json, Path]) -> None:
+    said = Page((both[1] / "index.html").read_text()).said
+    assert len(said) == 4
+    assert said[0].startswith(
+        "Completion, p99: ours is 0.50× the best of the rest (0.50 – 0.50 over 3 repeats) – better."
+    )
+    assert said[0].endswith(" of theirs.")
+
+
+def test_a_loss_is_said_as_plainly() -> None:
+    runs = [run(name, scale, n) for n in range(2) for name, scale in (("us", 3), ("them", 1))]
+    page = told(compared(*runs))
+    assert "us is 3.00× the best of the rest" in page.said[0]
+    assert "– worse." in page.said[0]
+
+
+def test_spreads_that_overlap_show_no_difference() -> None:
+    runs = [run("us", 1.0, 0), run("us", 1.2, 1), run("them", 1.1, 0), run("them", 1.1, 1)]
+    page = told(compared(*runs))
+    assert "no difference shown" in page.said[0]
+    assert "≈" in page.row("us")[3]
+    assert "≈" in page.row("them")[3]
+
+
+def test_own_contenders_and_references_are_no_rivals() -> None:
+    oracle = run("oracle", 0.1)
+    oracle["run"]["reference"] = True
+    runs = [run("envoy", 4), run("ours b", 1), run("ours a", 2), oracle]
+    page = told(compared(*runs, ours=["ours a", "ours b"]))
+    assert "ours a is 0.50× the best of the rest" in page.said[0]
+    assert page.said[0].endswith("of envoy.")
+    assert page.row("ours b")[3].endswith(" 0.50×")  # beside the best other, which is ours, too
+
+
+def test_repeats_are_compared_with_each_other() -> None:
+    # The machine was twice as slow in the second repeat, for both.
+    runs = [run("us", 1, 0), run("them", 2, 0), run("us", 2, 1), run("them", 4, 1)]
+    assert "(0.50 – 0.50 over 2 repeats)" in told(compared(*runs)).said[0]
+
+
+def test_the_page_fetches_nothing(both: tuple[Json, Path]) -> None:
+    text = (both[1] / "index.html").read_text()
+    page = Page(text)
+    assert not {"script", "link", "iframe", "img", "object"} & set(page.tags)
+    assert page.links
+    for link in page.links:
+        assert link.startswith(("#", "data:image/png;base64,")) or link == "results.json"
+    assert not re.search(r"url\((?!#)|@import", text)
+
+
+def test_every_picture_is_on_the_page_and_a_file_of_its_own(both: tuple[Json, Path]) -> None:
+    text = (both[1] / "index.html").read_text()
+    assert Page(text).tags.count("svg") == len(PICTURES)
+    assert {path.stem for path in both[1].glob("*.png")} == PICTURES
+    for path in both[1].glob("*.png"):
+        with Image.open(path) as image:
+            image.load()
+            assert image.format == "PNG"
+            assert 500 < image.width < 2400
+            assert 200 < image.height < 3000
+            assert len(image.convert("RGB").getcolors(1 << 20) or []) > 20  # not empty
+
+
+def test_ids_of_the_pictures_do_not_meet_and_all_that_are_used_exist(
+    both: tuple[Json, Path],
+) -> None:
+    text = (both[1] / "index.html").read_text()
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    used = re.findall(r'(?:url\(|href=")#([^")]*)', text)
+    assert used
+    assert len(ids) == len(set(ids))
+    assert set(used) <= set(ids)
+
+
+def test_how_it_was_measured_is_shown(both: tuple[Json, Path]) -> None:
+    text = Page((both[1] / "index.html").read_text()).text
+    assert "a lathe" in text
+    assert "python -m benchmarks.compare" in text
+
+
+def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
+    name = '<script>alert("&amp;")</script> $title'
+    page = written(compared(run(name, 1), run("other", 2), machine=name), tmp_path)
+    assert "script" not in page.tags
+    assert page.row(name)[0] == name
+    assert page.said[0].startswith(f"Completion, p99: {name} is ")
+
+
+def test_dollars_and_formulas_in_a_name_are_drawn_as_they_are(tmp_path: Path) -> None:
+    assert written(compared(run("$x_{$", 1), run("a_b^", 2)), tmp_path).row("$x_{$")
+
+
+def test_the_report_can_be_drawn_again_from_its_own_json(
+    both: tuple[Json, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, folder = both
+    assert json.loads((folder / "results.json").read_text()) == results
+    again = tmp_path / "again"
+    assert main([str(folder / "results.json"), "--out", str(again)]) == 0
+    assert capsys.readouterr().out.strip() == str(again / "index.html")
+    assert (again / "index.html").read_text() == (folder / "index.html").read_text()
+
+
+def test_one_run_alone_is_compared_with_nothing(tmp_path: Path) -> None:
+    page = written(run("alone", 1) | {"summary": {"warnings": ["the client was busy"]}}, tmp_path)
+    assert page.said[0] == f"Completion, p99: {page.row('alone')[3]}."
+    assert "×" not in page.row("alone")[3]
+    assert page.said[-1] == "Warning, alone: the client was busy"
+    assert {path.stem for path in tmp_path.glob("*.png")} == PICTURES - {"figures"}
+
+
+def test_requests_may_hold_their_arrival_and_completion_alone(tmp_path: Path) -> None:
+    bare = [{"at_s": 1.0, "completion_s": 2.0}, {"at_s": 2.0, "completion_s": 4.0}]
+    page = written({"run": {"name": "bare"}, "requests": bare}, tmp_path)
+    assert page.row("bare")[1] == "2"
+    for missing in ("a time to its first token", "which replica served it", "no predictions"):
+        assert re.search(rf"Not drawn: [^.]*{missing}", page.text)
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"completion"}
+
+
+def test_all_requests_failed(tmp_path: Path) -> None:
+    dead = run("dead", 1, requests=3)
+    for one in dead["requests"]:
+        one |= {"error": "connect", "completion_s": None, "ttft_s": None, "failed_after_s": 0.5}
+    page = written(compared(dead), tmp_path)
+    assert page.said == [
+        "dead: no request was answered.",
+        "Failed requests: dead 3 of 3. Figures are of those answered.",
+    ]
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"load"}
+
+
+def test_one_of_two_contenders_failed_altogether(tmp_path: Path) -> None:
+    dead = run("dead", 1, requests=3)
+    for one in dead["requests"]:
+        one |= {"error": "connect", "completion_s": None}
+    page = written(compared(run("alive", 1), dead), tmp_path)
+    assert page.row("dead")[1:4] == ["3", "3", "–"]
+    assert "Failed requests: dead 3 of 3." in page.said[-1]
+
+
+def test_a_run_without_requests(tmp_path: Path) -> None:
+    page = written(compared(run("none", 1, requests=0)), tmp_path)
+    assert page.row("none")[1:3] == ["0", "0"]
+
+
+def test_what_failed_or_is_not_counted_is_in_no_latency() -> None:
+    requests = [
+        request(0, 1.0),
+        request(1, 50.0, error="broken stream"),
+        request(2, 90.0, counted=False),
+    ]
+    page = told({"run": {"name": "one"}, "requests": requests})
+    assert page.row("one")[1:4] == ["2", "1", "1.00 s"]
+
+
+def test_load_is_drawn_as_sampled(tmp_path: Path) -> None:
+    sampled = run("sampled", 1)
+    sampled["load"] = [
+        {"at_s": float(at), "10.0.0.1:8000": {"running": 3, "waiting": at}} for at in range(20)
+    ]
+    for one in sampled["requests"]:
+        del one["replica"]
+    written(compared(sampled) | {"events": [{"at_s": 5, "text": "it slows"}]}, tmp_path)
+    assert (tmp_path / "load.png").exists()
+
+
+def test_requests_in_flight_are_those_sent_and_not_ended() -> None:
+    requests = [
+        Request(at_s=1.0, late_s=0.5, completion_s=2.0, replica="a"),
+        Request(at_s=2.0, error="timeout", failed_after_s=4.0, replica="a"),
+        Request(at_s=2.0, completion_s=1.0, replica="b"),
+    ]
+    of = Run(run=RunAbout(), requests=requests)
+    times = np.array([1.2, 1.6, 3.0, 4.0, 7.0])
+    assert in_flight(of, "a", times).tolist() == [0, 1, 2, 1, 0]
+
+
+def test_the_share_of_predictions_that_were_near() -> None:
+    actual = np.array([1.0, 1.0, 1.0, 1.0])
+    assert share_within(np.array([1.25, 0.8, 1.9, 2.1]), actual) == (0.5, 0.75)
+
+
+def test_labels_keep_their_distance_and_their_order() -> None:
+    placed = apart([0.5, 0.49, 0.99, 0.98, 0.1], 0.1, 0.0, 1.0)
+    assert sorted(placed) == [placed[4], placed[1], placed[0], placed[3], placed[2]]
+    assert np.diff(sorted(placed)).min() >= 0.1 - 1e-9
+    assert placed[4] == 0.1
+    assert max(placed) <= 1.0
+
+
+def test_figures_have_three_digits_and_their_unit() -> None:
+    assert seconds(0.00712) == "7.12 ms"
+    assert seconds(0.412) == "412 ms"
+    assert seconds(0.9999) == "1.00 s"
+    assert seconds(1234.0) == "1,234 s"
+    assert between(0.95, 1.05) == "0.95 – 1.05 s"
+    assert ratio(0.453) == "0.45×"
+
+
+OVERHEAD = {
+    "overhead": {"machine": "a lathe"},
+    "setups": [
+        {
+            "name": name,
+            **{
+                part: {"answered": 9, "failed": failed, "p50_ms": p50, "p95_ms": 5, "p99_ms": p99}
+                for part in ("rate", "at_once", "held")
+            },
+            "requests_per_s": 1500.0,
+            "cpu_us": 440.0,
+            "stream_kb": 24.0,
+        }
+        for name, p50, p99, failed in (("Envoy alone", 1.0, 2.0, 0), ("+ router", 3.25, 8.5, 1))
+    ],
+}
+
+
+def test_overhead_is_told_beyond_envoy_alone(tmp_path: Path) -> None:
+    page = written(OVERHEAD, tmp_path)
+    assert page.said[0].startswith("router: adds 2.2 ms at p50 and 6.5 ms at p99 to Envoy alone")
+    assert page.said[1].startswith("+ router: 3 requests FAILED")
+    assert page.row("+ router")[1] == "3.25 +2.25"
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"overhead"}
+
+
+@pytest.mark.parametrize(
+    ("results", "complaint"),
+    [
+        ([], "not an object"),
+        ({"policies": []}, "neither of run, compare, simulate and overhead"),
+        ({"compare": {}, "runs": []}, "runs: "),
+        ({"compare": {}}, "runs: "),
+        ({"compare": 3, "runs": []}, "3 where an object is wanted"),
+        ({"run": {}, "requests": [{"completion_s": 1}]}, "runs.0.requests.0.at_s: Field required"),
+        ({"run": {}, "requests": [{"at_s": "soon"}]}, "runs.0.requests.0.at_s: "),
+        ({"overhead": {}, "setups": [{"name": "a"}]}, "setups.0.rate: "),
+    ],
+)
+def test_what_is_no_result_is_refused_and_nothing_drawn(
+    results: Any, complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.json"
+    file.write_text(json.dumps(results))
+    assert main([str(file), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert str(file) in said
+    assert complaint in said
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_file_that_is_missing_or_no_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing, broken = tmp_path / "missing.json", tmp_path / "broken.json"
+    broken.write_bytes(b'{"run": \xff')
+    for file in (missing, broken):
+        assert main([str(file), "--out", str(tmp_path)]) == 2
+        assert str(file) in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(run("a", 1, requests=2)))
+    assert main([str(file), "--out", str(file / "report")]) == 2
+    assert str(file / "report") in capsys.readouterr().err
