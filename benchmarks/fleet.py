@@ -71,8 +71,10 @@ class FleetEvent(_Part):
         return self
 
     def __str__(self) -> str:
+        if self.slow is None:
+            return f"{self.replica} {self.do}"
         speed = "at full speed" if self.slow == 1 else f"{self.slow:g}× slower"
-        return f"{self.replica} {speed if self.do is None else self.do}"
+        return f"{self.replica} {speed}"
 
 
 class FleetFile(_Part):

@@ -26,11 +26,18 @@ def content(overhead: Overhead) -> Content:
     note = f"Latency in ms, and below it how much more than {alone.name}."
     rows = [_row(one, alone) for one in overhead.setups]
     return Content(
-        "What the router adds to a request, and what a request costs it",
+        "Envoy with and without the router",
         _INTRO,
         added(overhead),
         table(_HEAD, rows, note),
-        [Drawing("overhead", "Side by side", _CAPTION, costs(overhead.setups))],
+        [
+            Drawing(
+                "overhead",
+                "What the router adds, and what it costs",
+                _CAPTION,
+                costs(overhead.setups),
+            )
+        ],
         overhead.about,
     )
 

@@ -68,15 +68,6 @@ def cell(text: str, small: Iterable[str] = (), best: bool = False) -> str:
     return f"<td{mark}>{escape(text)}{below}</td>"
 
 
-def plain(value: Any) -> str:
-    """A value of the JSON in words."""
-    if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {plain(one)}" for key, one in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(plain, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _figure(one: Drawing, svg: str | None) -> str:
     heading = f"<h2>{escape(one.heading)}</h2>"
     if svg is None:
@@ -85,9 +76,18 @@ def _figure(one: Drawing, svg: str | None) -> str:
     return f"{heading}\n<figure>\n{caption}\n{svg}\n</figure>"
 
 
+def _lines(value: Any) -> list[str]:
+    """A value of the JSON in words."""
+    if isinstance(value, Mapping):
+        return [f"{key}: {', '.join(_lines(one))}" for key, one in value.items()]
+    if isinstance(value, list):
+        return [", ".join(", ".join(_lines(one)) for one in value)]
+    return [f"{value:g}" if isinstance(value, float) else str(value)]
+
+
 def _about(about: Mapping[str, Any]) -> Iterable[str]:
     for key, value in about.items():
         if value is not None:
-            text = escape(plain(value))
-            said = f"<code>{text}</code>" if key == "command" else text
+            said = "<br>".join(escape(line) for line in _lines(value))
+            said = f"<code>{said}</code>" if key == "command" else said
             yield f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{said}</dd>"

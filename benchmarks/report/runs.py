@@ -41,7 +41,7 @@ def content(results: Results) -> Content:
         _title(results, every),
         f"{_SAME[results.kind]} {_TERMS}",
         outcome(results, every),
-        _table(every),
+        _table(results, every),
         list(_drawings(results, every)),
         results.about,
     )
@@ -53,7 +53,7 @@ def _title(results: Results, every: Sequence[Contender]) -> str:
     return f"How long requests take: {len(every)} ways of choosing a replica, side by side"
 
 
-def _table(every: Sequence[Contender]) -> str:
+def _table(results: Results, every: Sequence[Contender]) -> str:
     metrics = [one for one in METRICS if any(spread(each, one) for each in every)]
     rows = (
         [_name(one, every), cell(f"{one.counted:,}"), cell(f"{one.failed:,}")]
@@ -61,10 +61,10 @@ def _table(every: Sequence[Contender]) -> str:
         for one in every
     )
     head = ["", "Requests", "Failed", *(one.name for one in metrics)]
-    return table(head, rows, " ".join(_notes(every)))
+    return table(head, rows, " ".join(_notes(results, every)))
 
 
-def _notes(every: Sequence[Contender]) -> Iterator[str]:
+def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:
     repeats = max(len(one.runs) for one in every)
     if repeats > 1:
         yield f"Median of {repeats} repeats, below it the least and the greatest."
@@ -76,6 +76,8 @@ def _notes(every: Sequence[Contender]) -> Iterator[str]:
         )
         if repeats == 1:
             yield "One repeat: how much is chance is not known."
+    if len(results.ours) > 1:
+        yield "The rest, in the sentences above, are those that are not this router's own."
     for one in every:
         if one.reference:
             yield f"{one.name} cannot be had in production, and nobody is compared with it."
@@ -128,7 +130,7 @@ def _drawings(results: Results, every: Sequence[Contender]) -> Iterator[Drawing]
     yield Drawing(
         "load",
         "Load of each replica over time",
-        "One row for each replica; the brighter, the more requests are on it. Replicas of equal "
+        "One row for each replica; the brighter, the more requests are on it; empty: none. Replicas of equal "
         "speed should be equally bright, faster ones should hold more."
         + (" The first repeat is drawn." * repeated),
         load.over_time(every, results.events),

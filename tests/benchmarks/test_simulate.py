@@ -174,6 +174,22 @@ def test_pictures_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("fleet_file", "told"),
+    [
+        ("flapping", ["a-0 down", "a-0 up"]),
+        ("throttled", ["a-0 3× slower", "a-0 at full speed"]),
+    ],
+)
+def test_what_happens_to_replicas_is_told(fleet_file: str, told: list[str], tmp_path: Path) -> None:
+    written = tmp_path / "results.json"
+    path = HERE / "fleets" / f"{fleet_file}.yaml"
+    common = ["--trace", str(CONVERSATION), "--fleet", str(path), "--requests", "5"]
+    assert main([*common, "--no-oracle", "--json", str(written)]) == 0
+    events = json.loads(written.read_text())["events"]
+    assert [one["text"] for one in events[:2]] == told
+
+
 def test_requests_outside_the_phase_are_load_but_in_no_figure(tmp_path: Path) -> None:
     written = tmp_path / "results.json"
     common = ["--trace", str(CONVERSATION), "--fleet", str(MIXED), "--requests", "300"]
