@@ -136,12 +136,12 @@ def beside_best(contender: Contender, others: Iterable[Contender], metric: Metri
     """Beside that of the others with the lowest median; None where there is nothing to compare."""
     mine = spread(contender, metric)
     figures = [(other, spread(other, metric)) for other in others if other is not contender]
-    known = [(other, its) for other, its in figures if its is not None]
+    known = [(other, its) for other, its in figures if its is not None and its.low > 0]
     if mine is None or not known:
         return None
     best, its = min(known, key=lambda pair: pair[1].median)
     own, theirs = contender.figures[metric.name], best.figures[metric.name]
-    paired = _spread(own[repeat] / theirs[repeat] for repeat in own if theirs.get(repeat))
+    paired = _spread(own[repeat] / theirs[repeat] for repeat in own if repeat in theirs)
     ratio = paired or _spread([mine.median / its.median])
     assert ratio is not None
     return Beside(best.name, its, ratio, mine.overlaps(its))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.report.figures import METRICS, Contender, Metric, measured, spread
 from benchmarks.report.results import Request
@@ -13,6 +14,8 @@ from benchmarks.report.units import seconds
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Floats = npt.NDArray[np.float64]
 
 _POINTS = 240
 _MOST_NINES = 3.0
@@ -48,13 +51,7 @@ def distribution(
     ends = []
     for one in drawn:
         look = looks(contenders)[one.name]
-        curves = np.array(
-            [
-                np.quantile(values, 1 - 10.0**-nines)
-                for run in one.runs
-                if (values := measured(run, what))
-            ]
-        )
+        curves = _curves(one, what, nines)
         middle = np.median(curves, axis=0)
         axis.plot(nines, middle, color=look.colour, linestyle=look.dashes, lw=1.8)
         if len(curves) > 1:
@@ -95,6 +92,12 @@ def _dots(axis: "Axes", contenders: Sequence[Contender], metric: Metric) -> None
     axis.grid(axis="x", alpha=0.25)
     axis.tick_params(axis="y", length=0)
     title(axis, metric.name)
+
+
+def _curves(one: Contender, what: Callable[[Request], float | None], nines: Floats) -> Floats:
+    """Of every repeat, the time that so large a part of the requests stay below."""
+    timed = [values for run in one.runs if (values := measured(run, what))]
+    return np.array([np.quantile(values, 1 - 10.0**-nines) for values in timed])
 
 
 def _nines(drawn: Sequence[Contender], what: Callable[[Request], float | None]) -> float:

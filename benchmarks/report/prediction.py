@@ -25,7 +25,7 @@ def predictions(contender: Contender) -> tuple[Floats, Floats]:
         (one.predicted_completion_s, one.completion_s)
         for run in contender.runs
         for one in run.answered
-        if one.predicted_completion_s and one.completion_s
+        if one.predicted_completion_s
     ]
     values = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return values[:, 0], values[:, 1]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 
 class Gaps(BaseModel):
@@ -21,13 +21,13 @@ class Request(BaseModel):
     """Planned arrival, from the start."""
     late_s: float = 0.0
     """It was sent so much after that."""
-    ttft_s: float | None = None
-    completion_s: float | None = None
+    ttft_s: PositiveFloat | None = None
+    completion_s: PositiveFloat | None = None
     gaps_s: Gaps | None = None
     error: str | None = None
     failed_after_s: float | None = None
     replica: str | None = None
-    predicted_completion_s: float | None = None
+    predicted_completion_s: PositiveFloat | None = None
     counted: bool = True
     """False: it was load on its replica, but no figure is of it."""
 

@@ -130,8 +130,8 @@ def _drawings(results: Results, every: Sequence[Contender]) -> Iterator[Drawing]
     yield Drawing(
         "load",
         "Load of each replica over time",
-        "One row for each replica; the brighter, the more requests are on it; empty: none. Replicas of equal "
-        "speed should be equally bright, faster ones should hold more."
+        "One row for each replica; the brighter, the more requests are on it; empty: none. "
+        "Replicas of equal speed should be equally bright, faster ones should hold more."
         + (" The first repeat is drawn." * repeated),
         load.over_time(every, results.events),
         "no request says which replica served it",

@@ -281,6 +281,21 @@ def test_what_failed_or_is_not_counted_is_in_no_latency() -> None:
     assert page.row("one")[1:4] == ["2", "1", "1.00 s"]
 
 
+def test_the_time_per_token_is_there_where_it_was_measured() -> None:
+    gaps = [0.01, 0.02, 0.03, 0.04]
+    requests = [request(n, 1.0, gaps_s={"mean": mean}) for n, mean in enumerate(gaps)]
+    page = told({"run": {"name": "one"}, "requests": [*requests, request(9, 1.0, gaps_s=None)]})
+    assert page.row("one")[-1] == seconds(float(np.percentile(gaps, 99)))
+
+
+def test_gaps_of_nothing_are_compared_with_nothing() -> None:
+    runs = [run("a", 1), run("b", 1)]
+    for one in runs:
+        for each in one["requests"]:
+            each["gaps_s"] = {"mean": 0.0}
+    assert told(compared(*runs)).row("a")[-1] == "0.00 ms"
+
+
 def test_load_is_drawn_as_sampled(tmp_path: Path) -> None:
     sampled = run("sampled", 1)
     sampled["load"] = [
@@ -361,6 +376,7 @@ def test_overhead_is_told_beyond_envoy_alone(tmp_path: Path) -> None:
         ({"compare": 3, "runs": []}, "3 where an object is wanted"),
         ({"run": {}, "requests": [{"completion_s": 1}]}, "runs.0.requests.0.at_s: Field required"),
         ({"run": {}, "requests": [{"at_s": "soon"}]}, "runs.0.requests.0.at_s: "),
+        ({"run": {}, "requests": [{"at_s": 1, "ttft_s": 0}]}, "runs.0.requests.0.ttft_s: "),
         ({"overhead": {}, "setups": [{"name": "a"}]}, "setups.0.rate: "),
     ],
 )
