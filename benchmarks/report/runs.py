@@ -69,13 +69,12 @@ def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:
     if repeats > 1:
         yield f"Median of {repeats} repeats, below it the least and the greatest."
     if len(every) > 1:
+        yield "The figure with × compares with the best of the others: below 1 is better than all."
         yield (
-            "The figure with × compares with the best of the others: below 1 is better than all of "
-            "them; shaded where it is and the spreads do not overlap; ≈ where they do, so that no "
-            "difference is shown."
+            "Shaded: it is, and the spreads do not overlap. ≈: they do, no difference is shown."
+            if repeats > 1
+            else "Shaded: it is. With one repeat, how much of that is chance is not known."
         )
-        if repeats == 1:
-            yield "One repeat: how much is chance is not known."
     if len(results.ours) > 1:
         yield "The rest, in the sentences above, are those that are not this router's own."
     for one in every:

@@ -94,7 +94,7 @@ def logarithmic(axis: "XAxis | YAxis") -> None:
 
     low, high = axis.get_view_interval()
     decades = np.log10(high / low)
-    of_ten = range(1, 10) if decades < 0.6 else (1, 2, 5) if decades < 2 else (1,)
+    of_ten = range(1, 10) if decades < 0.6 else (1, 2, 5) if decades < 2.5 else (1,)
     axis.set_major_locator(LogLocator(10, subs=of_ten))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda value, _: tick(value))

@@ -61,7 +61,8 @@ def test_it_measures_envoy_alone_a_server_that_does_nothing_and_the_router(
     monkeypatch.setattr(overhead, "HELD_S", 0.5)
     report = tmp_path / "overhead.json"
     arguments = ["--replicas", "1,3", "--seconds", "0.3", "--in-flight", "30"]
-    assert overhead.main([*arguments, "--json", str(report)]) == 0
+    page = tmp_path / "report" / "index.html"
+    assert overhead.main([*arguments, "--json", str(report), "--report", str(page.parent)]) == 0
     figures = json.loads(report.read_text())["setups"]
     names = [one["name"] for one in figures]
     assert names == [
@@ -75,4 +76,5 @@ def test_it_measures_envoy_alone_a_server_that_does_nothing_and_the_router(
         assert one["at_once"]["most_at_once"] == 64
         assert one["held"]["most_at_once"] == 30
     assert all(one["cpu_us"] > 0 for one in figures[1:])
-    assert len(capsys.readouterr().out.splitlines()) == 4 + len(figures)
+    assert all(name in page.read_text() for name in names)
+    assert len(capsys.readouterr().out.splitlines()) == 4 + len(figures) + 1
