@@ -5,7 +5,7 @@ hundredth of what typed Python classes take.
 """
 
 from collections.abc import Container
-from functools import cache
+from functools import cache, lru_cache
 
 from extproc.server.proto.ext_proc_pb2 import (
     HeadersResponse,
@@ -28,6 +28,8 @@ _ATTRIBUTES = "envoy.filters.http.ext_proc"
 
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED = range(5)
 """``ProcessingMode.BodySendMode``."""
+_REPLIES_KEPT = 4096
+"""To send a request on: some 250 bytes each, for as many pairs of a first and a second choice."""
 _SKIP = 2
 _OVERWRITE_OR_ADD = 2
 
@@ -89,6 +91,7 @@ def watch_response() -> bytes:
     return reply.SerializeToString()
 
 
+@lru_cache(maxsize=_REPLIES_KEPT)
 def send_to(
     phase: str, destination: str, clear_route_cache: bool = False, leave_body: bool = False
 ) -> bytes:
