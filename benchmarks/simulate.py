@@ -11,16 +11,17 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from benchmarks import fleet, report, trace
+from benchmarks import arguments, fleet, report, trace
 from benchmarks.about import about
 from benchmarks.discrete import KNOWN, Simulation
 from benchmarks.oracle import WEIGHTS
+from benchmarks.progress import progress
 from benchmarks.served import Served
 from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary
 from extproc.route.policies import POLICIES
@@ -156,28 +157,12 @@ def _best_oracle(
 def _play(simulation: Simulation, requests: Sequence[trace.TracedRequest], phase: Phase) -> _Played:
     started = time.process_time()
     served: list[Served] = []
-    progress = _progress(simulation.policy, len(requests))
+    show = progress(simulation.policy)
     for request in simulation.run(requests):
         served.append(request)
-        progress(len(served) + len(simulation.failed))
+        show((len(served) + len(simulation.failed)) / len(requests))
     took = time.process_time() - started
     return _Played(simulation, served, summary(simulation, served, phase), took)
-
-
-def _progress(label: str, of: int) -> Callable[[int], None]:
-    """A progress bar where somebody looks."""
-    shown = -1
-
-    def show(done: int) -> None:
-        nonlocal shown
-        percent = 100 * done // of
-        if percent > shown:
-            shown = percent
-            bar = "█" * (percent // 4)
-            end = "\r\033[K" if done == of else ""
-            print(f"\r{label} {bar:·<25} {percent}%{end}", end="", file=sys.stderr, flush=True)
-
-    return show if sys.stderr.isatty() else lambda done: None
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -188,18 +173,30 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--trace", type=_paths, required=True, metavar="FILE[,FILE]")
+    add("--trace", type=arguments.paths, required=True, metavar="FILE[,FILE]")
     add("--fleet", type=Path, required=True, metavar="FLEET.yaml")
     add("--policy", type=_policies, default=["completion"], metavar="a,b,c")
-    add("--speed", type=_positive, default=1.0, metavar="X", help="times as fast as the trace")
-    add("--routers", type=_count, default=1, metavar="N", help="requests are dealt at random")
+    add(
+        "--speed",
+        type=arguments.positive,
+        default=1.0,
+        metavar="X",
+        help="times as fast as the trace",
+    )
+    add(
+        "--routers",
+        type=arguments.count,
+        default=1,
+        metavar="N",
+        help="requests are dealt at random",
+    )
     add(
         "--share-lag",
-        type=_time,
+        type=arguments.time,
         metavar="S",
         help="seconds that digests take to the other routers (default: they never arrive)",
     )
-    add("--poll-interval", type=_positive, default=0.2, metavar="S")
+    add("--poll-interval", type=arguments.positive, default=0.2, metavar="S")
     add(
         "--know",
         type=_known,
@@ -209,21 +206,28 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--profile-error",
-        type=_positive,
+        type=arguments.positive,
         default=1.0,
         metavar="X",
         help="the profile the router starts from is X times as slow as the truth",
     )
-    add("--requests", type=_count, metavar="N", help="the first N of the trace")
+    add("--requests", type=arguments.count, metavar="N", help="the first N of the trace")
     add(
         "--from",
         dest="start",
-        type=_time,
+        type=arguments.time,
         default=0.0,
         metavar="S",
         help="figures are of requests that arrive from this second on",
     )
-    add("--until", dest="end", type=_positive, default=inf, metavar="S", help="and before this one")
+    add(
+        "--until",
+        dest="end",
+        type=arguments.positive,
+        default=inf,
+        metavar="S",
+        help="and before this one",
+    )
     add("--seed", type=int, default=0)
     add("--no-oracle", dest="oracle", action="store_false", help="leave the oracle out: faster")
     add("--json", type=Path, metavar="FILE")
@@ -234,52 +238,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _paths(text: str) -> list[Path]:
-    return [Path(part) for part in text.split(",")]
-
-
 def _policies(text: str) -> list[str]:
-    return _among(text, list(POLICIES))
+    return arguments.among(text, list(POLICIES))
 
 
 def _known(text: str) -> list[str]:
-    return _among(text, list(KNOWN))
-
-
-def _among(text: str, known: list[str]) -> list[str]:
-    for part in text.split(","):
-        if part not in known:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
-    return text.split(",")
-
-
-def _positive(text: str) -> float:
-    number = _float(text)
-    _require(0 < number < inf, text, "a finite number above 0")
-    return number
-
-
-def _time(text: str) -> float:
-    number = _float(text)
-    _require(0 <= number < inf, text, "a finite number of at least 0")
-    return number
-
-
-def _count(text: str) -> int:
-    _require(text.isdecimal() and int(text) >= 1, text, "a whole number of at least 1")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return nan
-
-
-def _require(sensible: bool, text: str, what: str) -> None:
-    if not sensible:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return arguments.among(text, list(KNOWN))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from uuid import uuid4
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from extproc.address import join_address
 from extproc.request.profile import Endpoint
 from extproc.simulator import tokens
 from extproc.simulator.endpoints.base import Body, GenerateBody, Reply
@@ -29,6 +30,9 @@ MAX_BODY_BYTES = 256 << 20
 
 OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
 """How many tokens to generate, within the request's bound."""
+
+SERVED_BY_HEADER = "x-served-by"
+"""In every response: the ``ip:port`` that answered."""
 
 GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
     Endpoint.CHAT: (ChatBody, ChatReply),
@@ -82,6 +86,7 @@ class ReplicaServer:
         """The application; it runs the replica's engine while it is up."""
         app = web.Application(middlewares=[self._faults, _errors], client_max_size=MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._engine)
+        app.on_response_prepare.append(_sign)
         for path in GENERATING:
             app.router.add_post(path, self._generate)
         for path in POOLING:
@@ -198,6 +203,12 @@ class ReplicaServer:
 
     async def _load(self, request: web.Request) -> web.Response:
         return web.json_response({"server_load": self.replica.live.load})
+
+
+async def _sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Say who answered, so that a client behind a proxy can tell replicas apart."""
+    host, port, *_ = request.get_extra_info("sockname") or ("", 0)
+    response.headers[SERVED_BY_HEADER] = join_address(host, port)
 
 
 async def _healthy(request: web.Request) -> web.Response:

@@ -1,0 +1,183 @@
+"""Sends the requests of a trace to a server, each at its time, and says what came of them.
+
+    python -m benchmarks.load --url http://127.0.0.1:8080 \\
+        --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 60
+
+The server is a router, a gateway or a replica with OpenAI's API. The exit status is 0 when every
+request was answered whole, 1 when some failed, 2 when it could not begin.
+"""
+
+import argparse
+import gc
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from secrets import token_hex
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvloop
+
+from benchmarks import arguments, trace
+from benchmarks.load.client import Client, connections
+from benchmarks.load.effort import watch
+from benchmarks.load.plan import plan
+from benchmarks.load.summary import summary, table
+from benchmarks.load.target import PATHS, TargetError, ask
+from benchmarks.progress import progress
+from extproc.clock import monotonic
+from extproc.demo.traffic import POLICY_HEADER
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    try:
+        if args.json:
+            args.json.open("a").close()  # now, not after minutes
+        result = uvloop.run(_run(args, _requests(args)))
+    except (OSError, ValueError, TargetError) as error:
+        print(f"load: {error}", file=sys.stderr)
+        return 2
+    print(table(result["summary"]))
+    if args.json:
+        args.json.write_text(json.dumps(result) + "\n")
+    return 1 if result["summary"]["failed"] else 0
+
+
+def _requests(args: argparse.Namespace) -> list[trace.TracedRequest]:
+    """Raises OSError or ValueError where there are none."""
+    requests = trace.read(args.trace, args.speed, args.requests)
+    if args.duration is None:
+        return requests
+    in_time = [one for one in requests if one.at < args.duration]
+    if not in_time:
+        raise ValueError(f"no request of the trace arrives in the first {args.duration:g} s")
+    return in_time
+
+
+async def _run(args: argparse.Namespace, requests: Sequence[trace.TracedRequest]) -> dict[str, Any]:
+    """The result, as --json writes it."""
+    salt = token_hex(4)
+    headers = {POLICY_HEADER: args.policy_header} if args.policy_header else {}
+    _raise_file_limit()
+    async with connections(args.timeout) as session:
+        target = await ask(session, args.url, args.endpoint, args.model, salt)
+        planned = plan(requests, target, args.stream_share, args.known_lengths, Random(args.seed))
+        left_out = len(requests) - len(planned)
+        if not planned:
+            raise ValueError(f"no request fits into the context of {target.context} tokens")
+        client = Client(session, args.url, target, salt, headers, monotonic)
+        traffic = client.traffic
+        show = progress("load")
+        gc.freeze()
+        started = datetime.now(UTC)
+        effort = await watch(
+            client.run(planned),
+            lambda: show(
+                traffic.ended / len(planned),
+                f"{len(traffic.sent)} of {len(planned)} sent, {traffic.in_flight} in flight, "
+                f"{traffic.failed} failed",
+            ),
+            monotonic,
+        )
+    return {
+        "run": {
+            "name": args.policy_header or "default",
+            "url": args.url,
+            "model": target.model,
+            "trace": ",".join(map(str, args.trace)),
+            "speed": args.speed,
+            "stream_share": args.stream_share,
+            "policy": args.policy_header,
+            "known_lengths": args.known_lengths,
+            "seed": args.seed,
+            "started": started.isoformat(timespec="milliseconds"),
+            "duration_s": traffic.ended_at_s,
+        },
+        "summary": {"left_out": left_out, **summary(traffic, effort)},
+        "requests": [asdict(one) for one in traffic.sent],
+    }
+
+
+def _raise_file_limit() -> None:
+    """Every request in flight is a connection."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.load",
+        usage="%(prog)s --url URL --trace FILE[,FILE] [options]",
+        description=__doc__,
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--url", type=_url, required=True, help="http://host:port, with or without /v1")
+    add("--trace", type=arguments.paths, required=True, metavar="FILE[,FILE]")
+    add(
+        "--speed",
+        type=arguments.positive,
+        default=1.0,
+        metavar="X",
+        help="times as fast as the trace",
+    )
+    add(
+        "--duration",
+        type=arguments.positive,
+        metavar="S",
+        help="send what arrives in the first S seconds",
+    )
+    add("--requests", type=arguments.count, metavar="N", help="send the first N of the trace")
+    add(
+        "--stream-share",
+        type=arguments.share,
+        default=1.0,
+        metavar="F",
+        help="share of the requests that are streamed, 0 to 1 [1]",
+    )
+    add("--policy-header", metavar="P", help="ask the router for this policy")
+    add("--model", metavar="NAME", help="where the server has several")
+    add(
+        "--endpoint",
+        type=_endpoints,
+        default=list(PATHS),
+        metavar="chat,completions",
+        help="one or both",
+    )
+    add(
+        "--known-lengths",
+        action="store_true",
+        help="max_tokens is what the trace generated, with ignore_eos: for servers other than "
+        "simulated replicas, which end an answer where they like",
+    )
+    add(
+        "--timeout",
+        type=arguments.positive,
+        default=300.0,
+        metavar="S",
+        help="for a whole answer [300]",
+    )
+    add("--seed", type=int, default=0, help="of which requests are streamed, which are chats")
+    add("--json", type=Path, metavar="FILE", help="write all figures and every request")
+    return parser.parse_args(argv)
+
+
+def _url(text: str) -> str:
+    parts = urlsplit(text)
+    sensible = parts.scheme in ("http", "https") and bool(parts.hostname)
+    arguments.require(sensible, text, "a URL such as http://127.0.0.1:8080")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def _endpoints(text: str) -> list[str]:
+    return arguments.among(text, list(PATHS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""What will be sent, and when."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from benchmarks.load.prompts import prompt
+from benchmarks.load.target import PATHS, Endpoint, Target
+from benchmarks.trace import TracedRequest
+from extproc.simulator.server import OUTPUT_TOKENS_HEADER
+
+_ROOM_TOKENS = 64
+"""Left free of the context, since a prompt's tokens are known only roughly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A request that will be sent."""
+
+    number: int
+    """In the plan, from 1."""
+    traced: TracedRequest
+    endpoint: Endpoint
+    streamed: bool
+    max_tokens: int | None
+    ignore_eos: bool
+    """Whether exactly ``max_tokens`` shall be generated."""
+
+    @property
+    def at_s(self) -> float:
+        """Seconds from the start."""
+        return self.traced.at
+
+    @property
+    def path(self) -> str:
+        """Where to."""
+        return PATHS[self.endpoint]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a simulated replica shall generate. Nothing else reads it."""
+        return {OUTPUT_TOKENS_HEADER: str(self.traced.output_tokens)}
+
+    def body(self, target: Target, salt: str) -> dict[str, Any]:
+        """The JSON body."""
+        text = prompt(self.traced, self.number, target.counting[self.endpoint], salt)
+        body: dict[str, Any] = {"model": target.model, "stream": self.streamed}
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.streamed:
+            body["stream_options"] = {"include_usage": True}
+        if self.endpoint == "chat":
+            return body | {"messages": [{"role": "user", "content": text}]}
+        return body | {"prompt": text}
+
+
+def plan(
+    requests: Iterable[TracedRequest],
+    target: Target,
+    stream_share: float,
+    known_lengths: bool,
+    random: Random,
+) -> list[Planned]:
+    """The requests that the target's context has room for.
+
+    Args:
+        requests: of a trace, in order.
+        target: where to.
+        stream_share: share of the requests that are streamed, 0…1.
+        known_lengths: bound each answer to exactly what the trace says it generates; otherwise
+            bounds are the trace's, and the target decides.
+        random: draws which are streamed, and which are completions.
+    """
+    planned = []
+    endpoints = list(target.counting)
+    for number, one in enumerate(requests, 1):
+        streamed, drawn = random.random() < stream_share, random.choice(endpoints)
+        if target.context and one.prompt_tokens + one.output_tokens > target.context - _ROOM_TOKENS:
+            continue
+        bound = one.output_tokens if known_lengths else _bound(one, target.context)
+        endpoint = _endpoint(drawn, endpoints, bound)
+        planned.append(Planned(number, one, endpoint, streamed, bound, known_lengths))
+    return planned
+
+
+def _bound(one: TracedRequest, context: int | None) -> int | None:
+    """As the trace says, and no more than the context leaves: more is refused by some servers."""
+    if one.max_tokens is None or context is None:
+        return one.max_tokens
+    return min(one.max_tokens, context - _ROOM_TOKENS - one.prompt_tokens)
+
+
+def _endpoint(drawn: Endpoint, endpoints: Sequence[Endpoint], bound: int | None) -> Endpoint:
+    """Without a bound it is a chat: completions would end after 16 tokens."""
+    return "chat" if bound is None and "chat" in endpoints else drawn
