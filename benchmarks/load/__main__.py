@@ -13,7 +13,7 @@ import json
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, TargetError) as error:
         print(f"load: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("load: interrupted, nothing was kept", file=sys.stderr)
+        return 130  # 128 + SIGINT, as shells count
     print(table(result["summary"]))
     if args.json:
         args.json.write_text(json.dumps(result) + "\n")
@@ -67,6 +70,8 @@ async def _run(args: argparse.Namespace, requests: Sequence[trace.TracedRequest]
     _raise_file_limit()
     async with connections(args.timeout) as session:
         target = await ask(session, args.url, args.endpoint, args.model, salt)
+        if args.context:
+            target = replace(target, context=args.context)
         planned = plan(requests, target, args.stream_share, args.known_lengths, Random(args.seed))
         left_out = len(requests) - len(planned)
         if not planned:
@@ -151,6 +156,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="one or both",
     )
     add(
+        "--context",
+        type=arguments.count,
+        metavar="N",
+        help="leave out what needs more than N tokens [as the server says]",
+    )
+    add(
         "--known-lengths",
         action="store_true",
         help="max_tokens is what the trace generated, with ignore_eos: for servers other than "
@@ -169,8 +180,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _url(text: str) -> str:
-    parts = urlsplit(text)
-    sensible = parts.scheme in ("http", "https") and bool(parts.hostname)
+    try:
+        parts = urlsplit(text)
+        sensible = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is none
+        sensible = False
     arguments.require(sensible, text, "a URL such as http://127.0.0.1:8080")
     return text.rstrip("/").removesuffix("/v1")
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -121,8 +121,8 @@ class Client:
         self._headers = headers
         self._clock = clock
 
-    async def run(self, plan: Sequence[Planned]) -> None:
-        """Send all of them, each at its time, and wait for the last answer."""
+    async def run(self, plan: Iterable[Planned]) -> None:
+        """Send all of them, in the order of their times, and wait for the last answer."""
         started = self._clock()
         async with asyncio.TaskGroup() as tasks:
             for planned in plan:

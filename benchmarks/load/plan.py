@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.load.prompts import prompt
 from benchmarks.load.target import PATHS, Endpoint, Target
 from benchmarks.trace import TracedRequest
-from extproc.simulator.server import OUTPUT_TOKENS_HEADER
+from extproc.simulator.server import OUTPUT_TOKENS_STATE
 
 _ROOM_TOKENS = 64
 """Left free of the context, since a prompt's tokens are known only roughly."""
@@ -39,8 +39,11 @@ class Planned:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a simulated replica shall generate. Nothing else reads it."""
-        return {OUTPUT_TOKENS_HEADER: str(self.traced.output_tokens)}
+        """What a simulated replica shall generate, where peers of the router let it pass.
+
+        Nothing else reads it.
+        """
+        return {"tracestate": f"{OUTPUT_TOKENS_STATE}={self.traced.output_tokens}"}
 
     def body(self, target: Target, salt: str) -> dict[str, Any]:
         """The JSON body."""

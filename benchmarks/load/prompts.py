@@ -15,6 +15,8 @@ from extproc.simulator.tokens import WORDS
 
 _WORDS = np.array([word.encode() for word in WORDS])
 
+DECK = len(_WORDS)
+
 
 @dataclass(frozen=True, slots=True)
 class Counting:
@@ -53,9 +55,15 @@ def prompt(request: TracedRequest, number: int, counting: Counting, salt: str) -
 
 
 def some_words(key: str, count: int) -> str:
-    """So many words, and a space after each; fewer with the same key are their beginning."""
-    drawn = np.frombuffer(shake_128(key.encode()).digest(count), np.uint8)
-    return _WORDS[drawn % len(_WORDS)].tobytes().decode()
+    """So many words, and a space after each; fewer with the same key are their beginning.
+
+    Every :data:`DECK` words in a row are all there are, shuffled: texts of one length count nearly
+    alike in a vocabulary that has some of the words in pieces.
+    """
+    decks = -(-count // DECK)
+    drawn = np.frombuffer(shake_128(key.encode()).digest(decks * DECK), np.uint8)
+    shuffled = np.argsort(drawn.reshape(decks, DECK), axis=1, kind="stable").ravel()
+    return _WORDS[shuffled[:count]].tobytes().decode()
 
 
 def _pieces(

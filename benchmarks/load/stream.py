@@ -1,13 +1,16 @@
 """A streamed answer, looked at after its end: while it comes, only bytes and times are kept."""
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 _DATA = b"data:"
 _DONE = b"data: [DONE]"
+_TAIL_BYTES = 4096
+"""In which the usage is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +31,40 @@ def read(chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:
 
     Beginning and end are parsed. What lies between has tokens, and is most of it.
     """
-    first = _first(chunks)
-    last = _last(chunks)
-    usage = _usage(chunks[last:])
-    problem = _problem(b"".join(chunks))
+    whole = b"".join(chunks)
+    first, usage, problem = _first_token(whole), _usage(whole), _problem(whole)
     if first is None:
         return Streamed(None, [], usage, problem or (None if usage else "not a completion"))
-    with_tokens = times[first : last + 1]
-    gaps = [later - earlier for earlier, later in pairwise(with_tokens)]
-    return Streamed(times[first], gaps, usage, problem)
+    arrived = list(accumulate(map(len, chunks)))
+    begin, end = (bisect_left(arrived, offset) for offset in (first, _last_token(whole)))
+    gaps = [later - earlier for earlier, later in pairwise(times[begin : end + 1])]
+    return Streamed(times[begin], gaps, usage, problem)
 
 
-def _first(chunks: Sequence[bytes]) -> int | None:
-    """The chunk that completes the first event with a token."""
-    rest = b""
-    for index, chunk in enumerate(chunks):
-        *lines, rest = (rest + chunk).split(b"\n")
-        if any(_has_token(_event(line)) for line in lines):
-            return index
+def _first_token(whole: bytes) -> int | None:
+    """Bytes up to the end of the first event with a token."""
+    start = 0
+    while (end := whole.find(b"\n", start)) >= 0:
+        if _has_token(_event(whole[start:end])):
+            return end
+        start = end + 1
     return None
 
 
-def _last(chunks: Sequence[bytes]) -> int:
-    """The last chunk with a token, or with a part of an event; 0 where there is none."""
-    for index in range(len(chunks) - 1, 0, -1):
-        lines = [line for line in chunks[index].splitlines() if line and line != _DONE]
-        if any((event := _event(line)) is None or _has_token(event) for line in lines):
-            return index
+def _last_token(whole: bytes) -> int:
+    """Bytes up to the end of the last event with a token; 0 where there is none."""
+    end = len(whole)
+    while end > 0:
+        start = whole.rfind(b"\n", 0, end) + 1
+        if _has_token(_event(whole[start:end])):
+            return end
+        end = start - 1
     return 0
 
 
-def _usage(chunks: Sequence[bytes]) -> dict[str, Any]:
+def _usage(whole: bytes) -> dict[str, Any]:
     """The last one reported."""
-    for line in reversed(b"".join(chunks).splitlines()):
+    for line in reversed(whole[-_TAIL_BYTES:].splitlines()):
         usage = (_event(line) or {}).get("usage")
         if isinstance(usage, dict):
             return usage
@@ -70,7 +74,7 @@ def _usage(chunks: Sequence[bytes]) -> dict[str, Any]:
 def _problem(whole: bytes) -> str | None:
     if b'"error"' in whole:
         events = [_event(line) for line in whole.splitlines() if b'"error"' in line]
-        if any(event and "error" in (event.get("object"), *event) for event in events):
+        if any(e and (e.get("error") or e.get("object") == "error") for e in events):
             return "error event"
     return None if whole.rstrip().endswith(_DONE) else "broken stream"
 

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import aiohttp
 
-from benchmarks.load.prompts import Counting, some_words
+from benchmarks.load.prompts import DECK, Counting, some_words
 
 Endpoint = Literal["chat", "completions"]
 
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
-_PROBES = (32, 256)
+_PROBES = (DECK, 6 * DECK)
 """Words of the prompts whose tokens are asked for."""
 
 

@@ -31,6 +31,9 @@ MAX_BODY_BYTES = 256 << 20
 OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
 """How many tokens to generate, within the request's bound."""
 
+OUTPUT_TOKENS_STATE = "simulate-output-tokens"
+"""The same as an entry of ``tracestate``, which gets through proxies that drop unknown headers."""
+
 SERVED_BY_HEADER = "x-served-by"
 """In every response: the ``ip:port`` that answered."""
 
@@ -246,17 +249,26 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
 
 
 def _output_tokens(request: web.Request) -> int | None:
-    """What the header says.
+    """What the header says, or the trace state.
 
     Raises:
         RequestError: it is not a positive number.
     """
-    value = request.headers.get(OUTPUT_TOKENS_HEADER)
+    value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request))
     if value is None:
         return None
     if not (value.isascii() and value.isdigit() and 0 < len(value) < 10 and int(value)):
         raise RequestError(f"{OUTPUT_TOKENS_HEADER}: {value!r} is not a number above 0")
     return int(value)
+
+
+def _trace_state(request: web.Request) -> str | None:
+    """The entry of ``tracestate``, which is ``key=value`` with commas between (W3C)."""
+    for entry in ",".join(request.headers.getall("tracestate", [])).split(","):
+        key, _, value = entry.strip().partition("=")
+        if key == OUTPUT_TOKENS_STATE:
+            return value
+    return None
 
 
 @web.middleware

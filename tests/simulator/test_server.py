@@ -33,6 +33,26 @@ async def completion_tokens(
     return tokens
 
 
+async def test_a_trace_state_says_how_many_tokens_where_a_proxy_drops_the_header(
+    client: ClientSession,
+) -> None:
+    for state, status, tokens in (
+        ("vendor=7, simulate-output-tokens=9", 200, 9),
+        ("simulate-output-tokens=0", 400, None),
+    ):
+        headers = {"tracestate": state}
+        async with client.post(CHAT, json=chat(), headers=headers) as response:
+            answer = await response.json()
+            assert response.status == status
+            assert answer.get("usage", {}).get("completion_tokens") == tokens
+
+
+async def test_every_response_says_who_answered(client: ClientSession, url: str) -> None:
+    for path in ("/health", "/v1/models", "/v1/nothing"):
+        async with client.get(path) as response:
+            assert response.headers["x-served-by"] == url.removeprefix("http://")
+
+
 async def test_what_runs_without_inference(client: ClientSession) -> None:
     for path in ("/health", "/ping"):
         async with client.get(path) as response:
