@@ -23,7 +23,8 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmarks import arguments, trace
+from benchmarks import arguments, report, trace
+from benchmarks.about import about
 from benchmarks.load.client import Client, connections
 from benchmarks.load.effort import watch
 from benchmarks.load.plan import plan
@@ -35,11 +36,15 @@ from extproc.demo.traffic import POLICY_HEADER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     args = _arguments(argv)
     try:
         if args.json:
             args.json.open("a").close()  # now, not after minutes
-        result = uvloop.run(_run(args, _requests(args)))
+        if args.report:
+            report.writable(args.report)
+        origin = about("benchmarks.load", argv)
+        result = uvloop.run(_run(args, _requests(args), origin))
     except (OSError, ValueError, TargetError) as error:
         print(f"load: {error}", file=sys.stderr)
         return 2
@@ -49,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(result["summary"]))
     if args.json:
         args.json.write_text(json.dumps(result) + "\n")
+    if args.report:
+        print(report.write(result, args.report))
     return 1 if result["summary"]["failed"] else 0
 
 
@@ -63,7 +70,9 @@ def _requests(args: argparse.Namespace) -> list[trace.TracedRequest]:
     return in_time
 
 
-async def _run(args: argparse.Namespace, requests: Sequence[trace.TracedRequest]) -> dict[str, Any]:
+async def _run(
+    args: argparse.Namespace, requests: Sequence[trace.TracedRequest], origin: dict[str, Any]
+) -> dict[str, Any]:
     """The result, as --json writes it."""
     salt = token_hex(4)
     headers = {POLICY_HEADER: args.policy_header} if args.policy_header else {}
@@ -103,6 +112,7 @@ async def _run(args: argparse.Namespace, requests: Sequence[trace.TracedRequest]
             "seed": args.seed,
             "started": started.isoformat(timespec="milliseconds"),
             "duration_s": traffic.ended_at_s,
+            **origin,
         },
         "summary": {"left_out": left_out, **summary(traffic, effort)},
         "requests": [asdict(one) for one in traffic.sent],
@@ -176,6 +186,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--seed", type=int, default=0, help="of which requests are streamed, which are chats")
     add("--json", type=Path, metavar="FILE", help="write all figures and every request")
+    add("--report", type=Path, metavar="DIR", help="write a page with pictures: needs matplotlib")
     return parser.parse_args(argv)
 
 

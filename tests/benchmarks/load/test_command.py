@@ -72,6 +72,13 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str], unused_tcp_port: int
     assert line.startswith(f"load: {url} cannot be reached: ")
 
 
+def test_pictures_that_cannot_be_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "file"
+    file.touch()
+    assert str(file) in complaint(capsys, "--report", file)
+
+
 @pytest.fixture
 def replica() -> Iterator[str]:
     command = [sys.executable, "-m", "extproc", "replica", "--port", "0", "--speed", "20"]
@@ -86,8 +93,10 @@ def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str)
     path = tmp_path / "load.json"
     given = ["--url", f"{replica}/v1", "--trace", str(TRACE), "--speed", "50"]
     options = ["--requests", "40", "--stream-share", "0.5", "--policy-header", "round_robin"]
-    assert main([*given, *options, "--json", str(path)]) == 0
+    page = tmp_path / "report"
+    assert main([*given, *options, "--json", str(path), "--report", str(page)]) == 0
     output = capsys.readouterr()
+    assert (page / "index.html").is_file()
     assert "40 of 40 requests answered" in output.out
     assert output.err == ""
     result = json.loads(path.read_text())
