@@ -12,7 +12,7 @@ import gc
 import json
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks import arguments, report, trace
 from benchmarks.about import about
-from benchmarks.load.client import Client, connections
+from benchmarks.load.client import Client, Traffic, connections
 from benchmarks.load.effort import watch
 from benchmarks.load.plan import plan
 from benchmarks.load.summary import summary, table
@@ -82,23 +82,14 @@ async def _run(
         if args.context:
             target = replace(target, context=args.context)
         planned = plan(requests, target, args.stream_share, args.known_lengths, Random(args.seed))
-        left_out = len(requests) - len(planned)
         if not planned:
             raise ValueError(f"no request fits into the context of {target.context} tokens")
         client = Client(session, args.url, target, salt, headers, monotonic)
-        traffic = client.traffic
-        show = progress("load")
         gc.freeze()
         started = datetime.now(UTC)
-        effort = await watch(
-            client.run(planned),
-            lambda: show(
-                traffic.ended / len(planned),
-                f"{len(traffic.sent)} of {len(planned)} sent, {traffic.in_flight} in flight, "
-                f"{traffic.failed} failed",
-            ),
-            monotonic,
-        )
+        shown = _shown(client.traffic, len(planned))
+        effort = await watch(client.run(planned), shown, monotonic)
+    traffic = client.traffic
     return {
         "run": {
             "name": args.policy_header or "default",
@@ -114,9 +105,19 @@ async def _run(
             "duration_s": traffic.ended_at_s,
             **origin,
         },
-        "summary": {"left_out": left_out, **summary(traffic, effort)},
+        "summary": summary(traffic, effort, len(requests) - len(planned)),
         "requests": [asdict(one) for one in traffic.sent],
     }
+
+
+def _shown(traffic: Traffic, planned: int) -> Callable[[], None]:
+    """Shows how far it has come, whenever it is called."""
+    show = progress("load")
+    return lambda: show(
+        traffic.ended / planned,
+        f"{len(traffic.sent)} of {planned} sent, {traffic.in_flight} in flight, "
+        f"{traffic.failed} failed",
+    )
 
 
 def _raise_file_limit() -> None:

@@ -199,13 +199,17 @@ def _whole(answer: bytes, sent: Sent) -> None:
         read = json.loads(answer)
         _counts(read["usage"], sent)
         sent.error = None if read["choices"] else "not a completion"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         sent.error = "not a completion"
 
 
 def _counts(usage: dict[str, Any], sent: Sent) -> None:
-    sent.counted_prompt_tokens = usage.get("prompt_tokens")
-    sent.output_tokens = usage.get("completion_tokens")
+    sent.counted_prompt_tokens = _count(usage.get("prompt_tokens"))
+    sent.output_tokens = _count(usage.get("completion_tokens"))
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) else None
 
 
 def _kind(error: Exception, sent: Sent) -> str:

@@ -31,7 +31,13 @@ def read(chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:
 
     Beginning and end are parsed. What lies between has tokens, and is most of it.
     """
-    whole = b"".join(chunks)
+    try:
+        return _read(b"".join(chunks), chunks, times)
+    except (AttributeError, TypeError):  # events of another form than OpenAI's
+        return Streamed(problem="not a completion")
+
+
+def _read(whole: bytes, chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:
     first, usage, problem = _first_token(whole), _usage(whole), _problem(whole)
     if first is None:
         return Streamed(None, [], usage, problem or (None if usage else "not a completion"))

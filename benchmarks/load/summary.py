@@ -28,13 +28,17 @@ _ROWS = (
 )
 
 
-def summary(traffic: Traffic, effort: Effort) -> Figures:
-    """A run in figures; a distribution of nothing is None."""
+def summary(traffic: Traffic, effort: Effort, left_out: int = 0) -> Figures:
+    """A run in figures; a distribution of nothing is None.
+
+    ``left_out`` requests of the trace were not sent, for the context has no room for them.
+    """
     sent = traffic.sent
     answered = [one for one in sent if one.error is None]
     seconds = max(traffic.ended_at_s, 1e-9)
     figures: Figures = {
         "requests": len(sent),
+        "left_out": left_out,
         "answered": len(answered),
         "failed": len(sent) - len(answered),
         "requests_per_s": len(answered) / seconds,
@@ -71,6 +75,8 @@ def table(figures: Figures) -> str:
         *(f"{label:<22}{_cells(figures[key], _FIGURES)}" for label, key in _ROWS),
         *_replica_lines(figures["replicas"]),
     ]
+    if figures["left_out"]:
+        lines.append(f"\nnot sent, as the context has no room for them: {figures['left_out']}")
     if figures["errors"]:
         kinds = ", ".join(f"{count} × {kind}" for kind, count in figures["errors"].items())
         lines.append(f"\nfailed: {kinds}")

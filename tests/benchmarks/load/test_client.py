@@ -139,6 +139,10 @@ async def say_something_else(request: web.Request) -> web.StreamResponse:
     return web.json_response({"hello": "world"})
 
 
+async def count_in_words(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"choices": [{"text": "a"}], "usage": "many"})
+
+
 @pytest.mark.parametrize(
     ("handler", "streamed", "error"),
     [
@@ -150,6 +154,7 @@ async def say_something_else(request: web.Request) -> web.StreamResponse:
         (break_off, False, "broken answer"),
         (fail_midway, True, "error event"),
         (say_something_else, False, "not a completion"),
+        (count_in_words, False, "not a completion"),
     ],
 )
 async def test_what_fails_is_told_apart(handler: Handler, streamed: bool, error: str) -> None:

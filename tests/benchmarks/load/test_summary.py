@@ -38,7 +38,7 @@ def traffic(*requests: Sent, failed: dict[int, str] | None = None) -> Traffic:
 
 def test_figures_are_of_whole_answers() -> None:
     run = traffic(*(sent(n) for n in range(5)), failed={1: "connect", 3: "connect"})
-    figures = summary(run, IDLE)
+    figures = summary(run, IDLE, left_out=7)
     assert (figures["requests"], figures["answered"], figures["failed"]) == (5, 3, 2)
     assert figures["errors"] == {"connect": 2}
     assert figures["ttft_s"]["mean"] == pytest.approx(0.2)
@@ -55,6 +55,7 @@ def test_figures_are_of_whole_answers() -> None:
     text = table(figures)
     assert "3 of 5 requests answered" in text
     assert "failed: 2 × connect" in text
+    assert "no room for them: 7" in text
 
 
 def test_nothing_was_answered() -> None:
