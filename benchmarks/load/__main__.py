@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"load: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("load: interrupted, nothing was kept", file=sys.stderr)
+        print("\nload: interrupted, nothing was kept", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells count
     print(table(result["summary"]))
     if args.json:
