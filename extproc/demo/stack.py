@@ -347,7 +347,7 @@ class Stack:
     async def _envoy_asks(self, session: aiohttp.ClientSession) -> bool:
         async with session.get(f"{self.envoy_admin}/clusters") as response:
             members = await response.text()
-        return all(f"router::{one}::health_flags::healthy" in members for one in self._listening)
+        return all(f"::{one}::health_flags::healthy" in members for one in self._listening)
 
 
 def _names(first: str, count: int) -> tuple[str, ...]:

@@ -11,10 +11,15 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
+import yaml
 
+from extproc.demo.envoy_config import TEMPLATE
+from extproc.demo.processes import answers
 from extproc.demo.stack import MODEL, SimulatedReplica, Stack
-from tests.e2e.client import CHAT, MESSAGES, Client
+from tests.e2e.client import CHAT, MESSAGES, Client, until
 from tests.e2e.xds_stack import XdsStack, on_ports
+from tests.envoy_config.test_envoy import around_the_fragment
+from tests.envoy_gateway import bootstrap
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -22,6 +27,8 @@ FAST = "llama-8b-h100"
 REPLICAS = (SimulatedReplica("one", FAST), SimulatedReplica("two", "llama-8b-a10"))
 ONE_CHOICE: dict[str, object] = {"second_choice": False}
 EXAMPLES: dict[str, dict[str, object]] = {
+    "envoy": {},
+    "ext_proc": {},
     "endpoint_picker": {},
     "original_dst": ONE_CHOICE,
     "cluster_header": ONE_CHOICE | {"clear_route_cache": True},
@@ -29,6 +36,7 @@ EXAMPLES: dict[str, dict[str, object]] = {
 }
 """What each asks of the router's settings."""
 CONTROLLED = ("xds", "xds_all", "xds_all of subset")
+GATEWAY = "envoy_gateway"
 NO_FALLBACK = {"original_dst"}
 
 
@@ -41,6 +49,13 @@ class Example(Stack):
         self.name = name
 
     def _bootstrap(self) -> str:
+        if self.name == "envoy":  # its addresses are those of compose.yaml
+            return super()._bootstrap()
+        if self.name == "ext_proc":  # a fragment
+            ports, replicas = self.ports, [self.address(one.name) for one in REPLICAS]
+            return around_the_fragment(
+                ports["envoy"], ports["envoy-admin"], self.address("router"), replicas
+            )
         return on_ports(self, self.name)
 
 
@@ -53,22 +68,56 @@ class XdsExample(XdsStack):
         super().__init__(directory, REPLICAS, {"serve": serve}, file, whole or "xds")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[*EXAMPLES, *CONTROLLED])
+class GatewayExample(Stack):
+    """The stack behind what Envoy Gateway makes of our resources."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        super().__init__(directory, REPLICAS, {"serve": {"stream_sample": 1.0, "drain_s": 5.0}})
+        self.name = name
+
+    async def start(self, name: str) -> None:
+        """Envoy once the router is ready, as in Kubernetes; it would ask again in a minute only."""
+        if name == "envoy":
+            await until(answers(f"{self.router_admin}/healthz"))
+        await super().start(name)
+
+    def _bootstrap(self) -> str:
+        resources = (TEMPLATE.parent / f"{self.name}.yaml").read_text(encoding="utf-8")
+        config = bootstrap(
+            list(yaml.safe_load_all(resources)),
+            listen=self.address("envoy"),
+            admin=self.address("envoy-admin"),
+            replicas=[self.address(one.name) for one in REPLICAS],
+            routers=[self.address("router")],
+        )
+        return yaml.safe_dump(config)
+
+
+AnyExample = Example | XdsExample | GatewayExample
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=[*EXAMPLES, *CONTROLLED, GATEWAY]
+)
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Example | XdsExample]:
-    kind = XdsExample if request.param in CONTROLLED else Example
+) -> AsyncIterator[AnyExample]:
+    kind: type[AnyExample] = Example
+    if request.param in CONTROLLED:
+        kind = XdsExample
+    elif request.param == GATEWAY:
+        kind = GatewayExample
     async with kind(request.param, tmp_path_factory.mktemp("example")) as running:
         yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(stack: Example | XdsExample) -> AsyncIterator[Client]:
+async def client(stack: AnyExample) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         yield Client(stack, session)
 
 
-async def test_the_replica_chosen_serves(client: Client, stack: Example | XdsExample) -> None:
+async def test_the_replica_chosen_serves(client: Client, stack: AnyExample) -> None:
     for _ in range(3):
         answer = await client.chat(tokens=5)
         assert answer.status == 200
@@ -76,7 +125,7 @@ async def test_the_replica_chosen_serves(client: Client, stack: Example | XdsExa
         assert answer.decision["outcome"]["output_tokens"] == 5
 
 
-async def test_it_follows_the_choice_to_either(client: Client, stack: Example | XdsExample) -> None:
+async def test_it_follows_the_choice_to_either(client: Client, stack: AnyExample) -> None:
     """Among replicas as good as equal for what generates nothing much, both come up in time."""
     served: set[str] = set()
     try:
@@ -94,7 +143,7 @@ async def test_it_follows_the_choice_to_either(client: Client, stack: Example | 
     assert served == {stack.address("one"), stack.address("two")}
 
 
-async def test_the_openai_client_and_streams_work(stack: Example | XdsExample) -> None:
+async def test_the_openai_client_and_streams_work(stack: AnyExample) -> None:
     messages: Any = [{"role": "user", "content": "hello"}]
     async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
         whole = await sdk.chat.completions.create(model=MODEL, messages=messages, max_tokens=5)
@@ -107,9 +156,7 @@ async def test_the_openai_client_and_streams_work(stack: Example | XdsExample) -
         assert text == whole.choices[0].message.content
 
 
-async def test_what_is_no_inference_is_answered(
-    client: Client, stack: Example | XdsExample
-) -> None:
+async def test_what_is_no_inference_is_answered(client: Client, stack: AnyExample) -> None:
     if stack.name in NO_FALLBACK:
         pytest.skip("without a choice by the router there is no address")
     answer = await client.request("GET", "/v1/models")
@@ -117,19 +164,25 @@ async def test_what_is_no_inference_is_answered(
     assert MODEL.encode() in answer.body
 
 
-async def test_curl_works(stack: Example | XdsExample) -> None:
-    body = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 3})
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_curl_works(stack: AnyExample, streamed: bool) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 3, "stream": streamed}
     curl = await asyncio.create_subprocess_exec(
-        "curl", "-sS", "--fail-with-body", stack.url + CHAT, "-d", body,
+        "curl", "-sSN", "--fail-with-body", stack.url + CHAT, "-d", json.dumps(body),
         "-H", "content-type: application/json",
         stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     output, _ = await curl.communicate()
     assert curl.returncode == 0, output
-    assert json.loads(output)["usage"]["completion_tokens"] == 3
+    if streamed:
+        *chunks, done = output.removeprefix(b"data: ").strip().split(b"\n\ndata: ")
+        assert done == b"[DONE]"
+        assert sum(bool(json.loads(one)["choices"][0]["delta"]["content"]) for one in chunks) == 3
+    else:
+        assert json.loads(output)["usage"]["completion_tokens"] == 3
 
 
-async def test_a_body_of_32_mb_arrives_whole(client: Client, stack: Example | XdsExample) -> None:
+async def test_a_body_of_32_mb_arrives_whole(client: Client, stack: AnyExample) -> None:
     """The replica parses it and counts its prompt: a byte lost would be an error."""
     words = "sea " * (8 * 2**20)
     body = {"model": MODEL, "prompt": words, "max_tokens": 1, "truncate_prompt_tokens": 100}
@@ -156,7 +209,7 @@ async def test_chunks_of_an_upload_arrive_whole(client: Client) -> None:
 
 
 async def test_forged_headers_change_nothing_with_the_router_down(
-    client: Client, stack: Example | XdsExample
+    client: Client, stack: AnyExample
 ) -> None:
     forged = {
         "x-gateway-destination-endpoint": stack.address("router-admin"),

@@ -99,6 +99,18 @@ def merged(port: int = 0) -> dict[str, Any]:
     return {"listeners": [listener], "clusters": part["clusters"]}
 
 
+def around_the_fragment(port: int, admin: int, router: str, replicas: Sequence[str]) -> str:
+    """A whole configuration with the fragment in it, on these ports of loopback."""
+    resources = merged(port)
+    members = {"extproc_router": [router], "vllm_replicas": replicas}
+    for cluster in resources["clusters"]:
+        endpoints = [{"endpoint": {"address": at(one)}} for one in members[cluster["name"]]]
+        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
+    return yaml.safe_dump(
+        {"admin": {"address": at(f"127.0.0.1:{admin}")}, "static_resources": resources}
+    )
+
+
 def at(address: str) -> dict[str, Any]:
     host, port = split_address(address)
     return {"socket_address": {"address": host, "port_value": port}}
@@ -210,16 +222,8 @@ async def envoy_of_the_fragment(
 ) -> AsyncIterator[str]:
     """Our ext_proc.yaml in an Envoy that runs; gives its URL."""
     port, admin = free_port(), free_port()
-    resources = merged(port)
-    members = {
-        "extproc_router": [f"127.0.0.1:{router_port}"],
-        "vllm_replicas": replicas,
-    }
-    for cluster in resources["clusters"]:
-        endpoints = [{"endpoint": {"address": at(one)}} for one in members[cluster["name"]]]
-        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
-    bootstrap = {"admin": {"address": at(f"127.0.0.1:{admin}")}, "static_resources": resources}
-    async with running(directory, yaml.safe_dump(bootstrap), admin):
+    bootstrap = around_the_fragment(port, admin, f"127.0.0.1:{router_port}", replicas)
+    async with running(directory, bootstrap, admin):
         yield f"http://127.0.0.1:{port}"
 
 
