@@ -3,6 +3,7 @@
 import asyncio
 import io
 import json
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -101,6 +102,15 @@ class Client:
         """One replica as the router sees it."""
         replicas = (await self.fleet())["replicas"]
         return next(one for one in replicas if one["name"] == name)
+
+    async def metric(self, name: str) -> float:
+        """The router's, summed over its workers."""
+        total = 0.0
+        for admin in self._stack.worker_admins():
+            async with self._session.get(f"{admin}/metrics") as page:
+                found = re.search(rf"^{re.escape(name)} (\S+)$", await page.text(), re.M)
+                total += float(found[1]) if found else 0.0
+        return total
 
     async def simulate(self, name: str, **door: Any) -> None:
         """Makes a simulated replica slow, hung or failing."""

@@ -1,0 +1,216 @@
+"""Envoy retries and hedges: a request is one entry of the ledger, on the replica that serves."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import yaml
+
+from extproc.demo.stack import SimulatedReplica, Stack
+from tests.e2e.client import Answer, Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
+"""The first is chosen while nothing speaks against it."""
+PATIENCE_S = 0.4
+"""Envoy hedges a request that is not answered by then."""
+OUTLASTING = 120
+"""Tokens that take ``one`` longer than that, and ``two`` several times as long."""
+TOLERATED = 3
+"""Failures in a row before a replica is left out."""
+
+
+class Hedging(Stack):
+    """Its Envoy retries all it can, and asks a second replica when the first takes long."""
+
+    def _bootstrap(self) -> str:
+        bootstrap = yaml.safe_load(super()._bootstrap())
+        (listener,) = bootstrap["static_resources"]["listeners"]
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
+        route["route"]["retry_policy"] |= {
+            "retry_on": "5xx,connect-failure,refused-stream,reset",
+            "per_try_timeout": f"{PATIENCE_S}s",
+        }
+        route["route"]["hedge_policy"] = {"hedge_on_per_try_timeout": True}
+        return yaml.safe_dump(bootstrap)
+
+
+class Watched:
+    """A system, and what its parts say of its requests, each by itself."""
+
+    def __init__(self, stack: Stack, client: Client, session: aiohttp.ClientSession) -> None:
+        self.stack = stack
+        self.client = client
+        self._session = session
+
+    async def finished(self) -> dict[str, float]:
+        """Requests that each replica says it has served; one that does not answer is left out."""
+        served = {}
+        for one in REPLICAS:
+            url = f"http://{self.stack.address(one.name)}/metrics"
+            try:
+                async with self._session.get(url, timeout=aiohttp.ClientTimeout(1)) as page:
+                    text = await page.text()
+            except (aiohttp.ClientError, TimeoutError):
+                continue
+            counts = re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", text, re.M)
+            served[one.name] = sum(map(float, counts))
+        return served
+
+    async def retries(self) -> int:
+        """Requests that Envoy has sent once more, while it waited for the first answer or after."""
+        url = f"{self.stack.envoy_admin}/stats?filter=^cluster.replicas.upstream_rq_retry$"
+        async with self._session.get(url) as response:
+            return int((await response.text()).rpartition(":")[2])
+
+    async def in_flight(self, name: str) -> int:
+        return int((await self.client.replica(name))["in_flight"])
+
+    async def counts_once(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Sends a request, which is one entry of the ledger all the time and none after it."""
+        counters = (
+            'extproc_requests_total{result="routed"}',
+            'extproc_responses_total{status="2xx"}',
+        )
+        before = [await self.client.metric(name) for name in counters]
+        served = await self.finished()
+        seen: set[int] = set()
+        request = asyncio.ensure_future(send())
+        while not request.done():
+            seen.add((await self.client.fleet())["in_flight"])
+        answer = await request
+        assert answer.status == 200
+        assert seen <= {0, 1}
+        await self.client.ledger_empty()
+        assert [await self.client.metric(name) for name in counters] == [one + 1 for one in before]
+        server = self.stack.name_of(answer.decision["outcome"]["served_by"])
+        after = await self.finished()
+        assert after[server] == served.get(server, 0) + 1
+        return answer
+
+    def way(self, answer: Answer) -> tuple[str, str]:
+        """Who was chosen, and who served."""
+        record = answer.decision
+        served = self.stack.name_of(record["outcome"]["served_by"])
+        return record["replica_name"], served
+
+    async def left_out(self) -> list[str]:
+        """Replicas that are not chosen now because requests failed there."""
+        record = (await self.client.chat(tokens=1)).decision
+        return [one["name"] for one in record["excluded"] if "failed" in one["why"]]
+
+    async def forgiven(self) -> None:
+        """Returns when ``one`` is chosen again, and served."""
+
+        async def so() -> bool:
+            return self.way(await self.client.chat(tokens=1)) == ("one", "one")
+
+        await self.client.until(so, seconds=20)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
+    directory: Path = tmp_path_factory.mktemp("hedging")
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with (
+        Hedging(directory, REPLICAS, {"serve": {"stream_sample": 1.0}}) as stack,
+        aiohttp.ClientSession(timeout=timeout) as session,
+    ):
+        yield Watched(stack, Client(stack, session), session)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_hedged_request_that_the_first_replica_wins(system: Watched, stream: bool) -> None:
+    """Nothing is held against it, nor against the other, whose answer nobody waited for."""
+    before = await system.retries()
+    for _ in range(TOLERATED + 1):
+        answer = await system.counts_once(
+            lambda: system.client.chat(tokens=OUTLASTING, stream=stream)
+        )
+        assert system.way(answer) == ("one", "one")
+    if not stream:  # the headers of a stream come with its first token
+        assert await system.retries() >= before + TOLERATED
+    assert await system.left_out() == []
+
+
+async def test_a_hedged_request_that_the_second_replica_wins(system: Watched) -> None:
+    before = await system.retries()
+    await system.client.simulate("one", hang=True)
+    try:
+        answer = await system.counts_once(lambda: system.client.chat(tokens=3))
+    finally:
+        await system.client.simulate("one", hang=False)
+    assert system.way(answer) == ("one", "two")
+    assert await system.retries() == before + 1
+    await system.forgiven()
+
+
+async def test_failures_are_held_against_who_failed(system: Watched) -> None:
+    await system.client.simulate("one", fail=503)
+    try:
+        for _ in range(TOLERATED):
+            answer = await system.counts_once(lambda: system.client.chat(tokens=3))
+            assert system.way(answer) == ("one", "two")
+
+        async def known() -> bool:
+            return await system.left_out() == ["one"]
+
+        await system.client.until(known)
+    finally:
+        await system.client.simulate("one", fail=0)
+    await system.forgiven()
+
+
+async def test_the_ledger_holds_it_where_it_is_served(system: Watched) -> None:
+    async def followed() -> Answer:
+        request = asyncio.create_task(system.client.chat(tokens=OUTLASTING, stream=True))
+
+        async def moved() -> bool:
+            return await system.in_flight("two") == 1
+
+        await system.client.until(moved)
+        assert await system.in_flight("one") == 0
+        return await request
+
+    await system.client.simulate("one", fail=500)
+    try:
+        answer = await system.counts_once(followed)
+    finally:
+        await system.client.simulate("one", fail=0)
+    assert system.way(answer) == ("one", "two")
+    await system.forgiven()
+
+
+async def test_a_request_whose_replica_refuses_connections(system: Watched) -> None:
+    await system.stack.kill("one")
+    try:
+        answer = await system.counts_once(lambda: system.client.chat(tokens=3))
+    finally:
+        await system.stack.start("one")
+    assert system.way(answer) == ("one", "two")
+    await system.forgiven()
+
+
+async def test_a_request_whose_replica_dies_under_it(system: Watched) -> None:
+    async def sent() -> Answer:
+        request = asyncio.create_task(system.client.chat(tokens=OUTLASTING))
+
+        async def taken() -> bool:
+            return await system.in_flight("one") == 1
+
+        await system.client.until(taken)
+        await system.stack.kill("one")
+        return await request
+
+    try:
+        answer = await system.counts_once(sent)
+    finally:
+        await system.stack.start("one")
+    assert system.way(answer) == ("one", "two")
+    await system.forgiven()
