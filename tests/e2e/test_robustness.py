@@ -1,0 +1,234 @@
+"""What clients may do: as through an Envoy of the same limits that has no router."""
+
+import asyncio
+import copy
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import yaml
+
+from extproc.demo.processes import free_port
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests.e2e.client import CHAT, MESSAGES, Client
+from tests.e2e.xds_stack import on_ports
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
+UPLOADS = 1000
+AT_ONCE = 100
+"""Begun together."""
+CHUNKS = 24
+ENDLESS = 3000
+"""Tokens of an answer that does not end during a test."""
+IN_FULL_DUPLEX = "endpoint_picker"
+
+
+class Doubled(Stack):
+    """The same Envoy listens on a second port too, where it asks no router."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        super().__init__(directory, REPLICAS, {"serve": {"stream_sample": 1.0}})
+        self.name = name
+        self.ports = {**self.ports, "alone": free_port()}
+
+    def _bootstrap(self) -> str:
+        whole = super()._bootstrap() if self.name == "envoy" else on_ports(self, self.name)
+        bootstrap = yaml.safe_load(whole)
+        (listener,) = bootstrap["static_resources"]["listeners"]
+        alone = copy.deepcopy(listener)
+        alone["name"] = "alone"
+        alone["address"]["socket_address"]["port_value"] = self.ports["alone"]
+        manager = alone["filter_chains"][0]["filters"][0]["typed_config"]
+        manager["http_filters"] = [
+            one for one in manager["http_filters"] if not one["name"].endswith("ext_proc")
+        ]
+        asking = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        for one in asking:
+            if one["name"].endswith("ext_proc"):  # a machine that is busy is not what is tested
+                one["typed_config"]["message_timeout"] = "5s"
+        bootstrap["static_resources"]["listeners"].append(alone)
+        return yaml.safe_dump(bootstrap)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["envoy", IN_FULL_DUPLEX])
+async def stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Doubled]:
+    async with Doubled(request.param, tmp_path_factory.mktemp("doubled")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(stack: Doubled) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield Client(stack, session)
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def nothing_left(client: Client) -> AsyncIterator[None]:
+    """Of whatever a test does nothing is left in router and replicas, and the next is served."""
+    yield
+    await client.ledger_empty()
+
+    async def idle() -> bool:
+        held = [
+            await client.metric(f"extproc_{name}")
+            for name in ("open_streams", "requests_in_flight")
+        ]
+        running = [(await client.replica(one.name))["running"] for one in REPLICAS]
+        return not any(held + running)
+
+    await client.until(idle, seconds=20)
+    answer = await client.chat(tokens=2)
+    assert answer.status == 200
+    assert answer.decision["outcome"]["served_by"] == answer.decision["replica"]
+
+
+async def upload(session: aiohttp.ClientSession, port: int, half_sent: asyncio.Barrier) -> int:
+    """A chat whose body comes in small chunks, the second half when all have sent the first."""
+    text = "sea " * 500
+    body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    whole = json.dumps(body).encode()
+    size = -(-len(whole) // CHUNKS)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for number in range(CHUNKS):
+            if number == CHUNKS // 2:
+                await half_sent.wait()
+            yield whole[number * size :][:size]
+            await asyncio.sleep(0)  # the others' turn
+
+    url, headers = f"http://127.0.0.1:{port}{CHAT}", {"content-type": "application/json"}
+    async with session.post(url, data=chunks(), headers=headers) as response:
+        if response.status == 200:
+            assert (await response.json())["usage"]["completion_tokens"] == 1
+        return response.status
+
+
+@pytest.mark.parametrize("door", ["alone", "envoy"])
+async def test_a_thousand_uploads_at_once_in_small_chunks(
+    stack: Doubled, client: Client, door: str
+) -> None:
+    half_sent = asyncio.Barrier(UPLOADS + 1)
+    uploads: list[asyncio.Future[int]] = []
+
+    async def all_open() -> bool:
+        return await client.metric("extproc_open_streams") == len(uploads)
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        for _ in range(0, UPLOADS, AT_ONCE):
+            some = (upload(session, stack.ports[door], half_sent) for _ in range(AT_ONCE))
+            uploads += map(asyncio.ensure_future, some)
+            if door == "envoy":
+                await client.until(all_open)
+        await half_sent.wait()
+        assert Counter(await asyncio.gather(*uploads)) == {200: UPLOADS}
+
+
+async def curl(port: int, *arguments: str) -> tuple[str, str]:
+    """The version of HTTP that was spoken, and the status."""
+    process = await asyncio.create_subprocess_exec(
+        "curl", "-sS", f"http://127.0.0.1:{port}{CHAT}", "-o", "/dev/null",
+        "-w", "%{http_version} %{response_code}", "-H", "content-type: application/json",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    version, status = output.decode().split()
+    return version, status
+
+
+BODY = json.dumps({"model": MODEL, "messages": MESSAGES, "max_tokens": 2})
+
+
+def headers_of(kilobytes: int) -> list[str]:
+    value = "v" * (kilobytes * 1024 // 8 - 20)  # a replica takes lines of 8 kB
+    return [word for number in range(8) for word in ("-H", f"x-large-{number}: {value}")]
+
+
+@pytest.mark.parametrize("version", ["1.1", "2"])
+async def test_headers_up_to_envoys_limit_of_60_kb(stack: Doubled, version: str) -> None:
+    way = {"1.1": "--http1.1", "2": "--http2-prior-knowledge"}[version]
+    for door in ("alone", "envoy"):
+        answer = await curl(stack.ports[door], way, "-d", BODY, *headers_of(59))
+        assert answer == (version, "200"), door
+        _, status = await curl(stack.ports[door], way, "-d", BODY, *headers_of(64))
+        assert status != "200", door  # 431, or the connection is closed before it is sent
+
+
+REQUEST = json.dumps({"model": MODEL, "messages": MESSAGES, "stream": True}).encode()
+HEAD = (
+    f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    f"x-simulate-output-tokens: {ENDLESS}\r\ncontent-length: {len(REQUEST)}\r\n\r\n"
+).encode()
+PHASES = {
+    "within the headers": HEAD[:40],
+    "after the headers": HEAD,
+    "within the body": HEAD + REQUEST[:20],
+    "waiting": HEAD + REQUEST,
+    "reading": HEAD + REQUEST,
+}
+
+
+async def taken(client: Client, count: int) -> None:
+    """Returns when the router has so many requests in its ledger."""
+
+    async def so() -> bool:
+        return bool((await client.fleet())["in_flight"] == count)
+
+    await client.until(so)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_clients_that_close_over_http_1(stack: Doubled, client: Client, phase: str) -> None:
+    async with AsyncExitStack() as closing:
+        for _ in range(10):
+            reader, writer = await asyncio.open_connection("127.0.0.1", stack.ports["envoy"])
+            closing.push_async_callback(closed, writer)
+            writer.write(PHASES[phase])
+            await writer.drain()
+            if phase == "reading":
+                await reader.readuntil(b"data:")
+        if phase == "waiting":
+            await taken(client, 10)
+
+
+async def closed(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("phase", ["within the body", "waiting", "reading"])
+async def test_clients_that_close_over_http_2(stack: Doubled, client: Client, phase: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        "curl", "-sSN", "--http2-prior-knowledge", f"{stack.url}{CHAT}", "-X", "POST", "-T", "-",
+        "-H", "content-type: application/json", "-H", "expect:",
+        "-H", f"x-simulate-output-tokens: {ENDLESS}",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(REQUEST[:20] if phase == "within the body" else REQUEST)
+    await process.stdin.drain()
+    if phase == "within the body":
+
+        async def asked() -> bool:
+            return await client.metric("extproc_open_streams") == 1
+
+        await client.until(asked)
+    else:
+        process.stdin.close()
+        if phase == "reading":
+            await process.stdout.readuntil(b"data:")
+        else:
+            await taken(client, 1)
+    process.kill()
+    await process.communicate()
