@@ -15,6 +15,7 @@ import aiohttp
 import docker
 import pytest
 import yaml
+from docker.client import DockerClient
 from docker.errors import DockerException, ImageNotFound
 
 from extproc.demo.processes import Check, answers, free_port
@@ -99,6 +100,15 @@ class System:
             answer: dict[str, Any] = await response.json()
             return answer
 
+    async def routed(self) -> bool:
+        """Whether a request was sent where the router said."""
+        before = await self._decided()
+        await self.chat("Is the router back?")
+        return await self._decided() > before
+
+    async def _decided(self) -> int:
+        return len(await self.get(f"{self.router_admin}/decisions"))
+
     async def ready(self) -> None:
         """Returns when the router knows the four replicas and Envoy has them as members."""
         await until(self._knows_replicas, 120)
@@ -152,6 +162,47 @@ async def test_requests_are_routed_over_all_that_runs(system: System) -> None:
     assert sorted(profiles.values()) == ["llama-8b-a10"] * 2 + ["llama-8b-h100"] * 2
     chosen = [profiles[decision["replica"]] for decision in decisions]
     assert chosen.count("llama-8b-h100") > chosen.count("llama-8b-a10")
+
+
+def container_of(engine: DockerClient, service: str) -> Any:
+    project = f"com.docker.compose.project=extproc-test-{os.getpid()}"
+    labels = [project, f"com.docker.compose.service={service}"]
+    (found,) = engine.containers.list(all=True, filters={"label": labels})
+    return found
+
+
+async def test_no_request_fails_while_the_router_is_killed_and_comes_back(system: System) -> None:
+    await system.ready()
+    answered: list[dict[str, Any]] = []
+    over = asyncio.Event()
+
+    async def client() -> None:
+        while not over.is_set():
+            answered.append(await system.chat("hello"))
+
+    async def more(count: int) -> None:
+        wanted = len(answered) + count
+
+        async def so() -> bool:
+            return len(answered) >= wanted or any(one.done() for one in clients)
+
+        await until(so, 60)
+
+    with closing(docker.from_env()) as engine:
+        router = container_of(engine, "router")
+        clients = [asyncio.create_task(client()) for _ in range(8)]
+        try:
+            await more(40)
+            await asyncio.to_thread(router.kill)
+            await more(80)
+            await asyncio.to_thread(router.start)
+            await until(answers(f"{system.router_admin}/healthz"), 60)
+            await until(system.routed, 60)
+            await more(40)
+        finally:
+            over.set()
+            await asyncio.gather(*clients)  # raises what went wrong with any request
+    assert len(answered) >= 160
 
 
 async def test_router_and_poller_report_metrics(system: System) -> None:
