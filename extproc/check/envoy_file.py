@@ -22,8 +22,8 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 )
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 
-from extproc.check.schema import message
 from extproc.check.tree import Node, Path, nodes, snake, written
+from extproc.check.typed import typed
 from extproc.check.ways import (
     by_header,
     follows_header,
@@ -75,7 +75,7 @@ class EnvoyFile:
         """Every message of that type, in the whole file or within one part of it."""
         root = within.path if within else ()
         return [
-            Part(node.path, message(cls, node))
+            Part(node.path, typed(cls, node.fields, packed=False))
             for node in self.nodes
             if node.type == _full_name(cls) and node.path[: len(root)] == root
         ]

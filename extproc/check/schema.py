@@ -6,7 +6,7 @@ imported. So the tree is walked here, field by field, beside its description of 
 
 import importlib
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from betterproto2 import Message
 from betterproto2.casing import safe_snake_case
@@ -18,8 +18,6 @@ from extproc.settings import nearest
 
 _PACKAGE = "envoy_data_plane"
 
-M = TypeVar("M", bound=Message)
-
 
 def message_type(name: str) -> type[Message] | None:
     """The class of ``envoy.config.cluster.v3.Cluster``; None where Envoy has no such type."""
@@ -29,27 +27,6 @@ def message_type(name: str) -> type[Message] | None:
     except ImportError:
         return None
     return found if isinstance(found, type) and issubclass(found, Message) else None
-
-
-def message(cls: type[M], node: Node) -> M:
-    """A node as a typed message, but for what it holds as ``Any``: those are nodes of their own.
-
-    Raises:
-        ValueError: it does not meet the schema.
-    """
-    return cls.from_dict(_without_any(node.fields), ignore_unknown_fields=True)
-
-
-def _without_any(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_any(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        key: _without_any(item)
-        for key, item in value.items()
-        if not (isinstance(item, Mapping) and "@type" in item)
-    }
 
 
 def problems(node: Node) -> Iterator[Finding]:

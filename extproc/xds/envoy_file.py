@@ -25,9 +25,9 @@ from extproc.check.finding import Level
 from extproc.check.schema import problems
 from extproc.check.tree import Path as Place
 from extproc.check.tree import snake
+from extproc.check.typed import typed
 from extproc.check.ways import is_subset
 from extproc.xds.catalog import CLUSTERS, LISTENERS, ROUTES
-from extproc.xds.typed import typed
 from extproc.yaml_file import read_yaml
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,10 @@ from typing import Any, Self
 
 import pytest
 import yaml
+from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 
 from extproc.check.command import check_envoy
+from extproc.check.envoy_file import EnvoyFile
 from extproc.check.finding import Finding, Level
 from extproc.check.rules import RULES
 from extproc.cli import main
@@ -387,6 +389,14 @@ def test_the_patches_for_istio_lack_only_the_route() -> None:
     (finding,) = [one for one in findings if one.level is not Level.OK]
     assert finding.rule == "is_complete"
     assert "no route" in finding.text
+
+
+def test_rules_see_every_field() -> None:
+    """Also those that the package's own reader of JSON passes over."""
+    router = Bootstrap().router | {"outlier_detection": {"consecutive_5xx": 7}}
+    (part,) = EnvoyFile({"clusters": [router]}).all(Cluster)
+    assert part.message.outlier_detection is not None
+    assert part.message.outlier_detection.consecutive_5xx == 7
 
 
 def test_json_in_camel_case_is_read_too() -> None:
