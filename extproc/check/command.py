@@ -12,6 +12,7 @@ from extproc.check.envoy_file import EnvoyFile
 from extproc.check.finding import Finding, Level
 from extproc.check.rules import RULES
 from extproc.check.schema import problems
+from extproc.check.transport import transport_fits
 from extproc.check.workers import workers_are_listed
 from extproc.config import Config, PoolReplicas, ServeSettings
 from extproc.request.tokens import TokenCounter, TokenizerError
@@ -26,6 +27,7 @@ _NO_ENVOY = (
 _NO_FILTER = (
     "there is no ext_proc filter: Envoy never asks the router. Take it from envoy/ext_proc.yaml"
 )
+_SERVE = ServeSettings()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         print(understood(config))
     if doubt:
         print(f"{Level.WARNING:<8} {doubt}: Envoy will not trust this router", file=sys.stderr)
-    return 0 if args.envoy is None else _check(args.envoy, config.serve.workers)
+    return 0 if args.envoy is None else _check(args.envoy, config.serve)
 
 
 def _doubt(serve: ServeSettings) -> str:
@@ -64,14 +66,14 @@ def _doubt(serve: ServeSettings) -> str:
     return "" if serve.tls_cert is None else certificates.read(serve).doubt
 
 
-def _check(path: Path, workers: int) -> int:
+def _check(path: Path, serve: ServeSettings) -> int:
     try:
         tree = read_yaml(path)
     except OSError as error:
         return _wrong([f"{path}: cannot be read: {error.strerror}"])
     except ValueError as error:
         return _wrong([f"{path}: {error}"])
-    findings = check_envoy(tree, workers)
+    findings = check_envoy(tree, serve)
     print(path)
     for finding in findings:
         print(finding)
@@ -84,12 +86,12 @@ def _wrong(problems: list[str]) -> int:
     return 1
 
 
-def check_envoy(tree: object, workers: int = 1) -> list[Finding]:
+def check_envoy(tree: object, serve: ServeSettings = _SERVE) -> list[Finding]:
     """What there is to say about an Envoy file, worst first.
 
     Args:
         tree: what is in it, as :func:`extproc.yaml_file.read_yaml` returns it.
-        workers: how many processes each router is.
+        serve: how each router is configured.
     """
     file = EnvoyFile(tree)
     found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
@@ -100,7 +102,8 @@ def check_envoy(tree: object, workers: int = 1) -> list[Finding]:
     elif not any(problem.level is Level.ERROR for problem in found):
         # The rules judge a file that Envoy would take.
         found += [finding for rule in RULES for finding in rule.apply(file)]
-        found += workers_are_listed(file, workers)
+        found += workers_are_listed(file, serve.workers)
+        found += transport_fits(file, serve)
     order = list(Level)
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))
 

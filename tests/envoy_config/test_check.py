@@ -14,6 +14,7 @@ from extproc.check.envoy_file import EnvoyFile
 from extproc.check.finding import Finding, Level
 from extproc.check.rules import RULES
 from extproc.cli import main
+from extproc.config import ServeSettings
 from extproc.yaml_file import read_yaml
 
 ENVOY = Path(__file__).parents[2] / "envoy"
@@ -437,7 +438,11 @@ def routers(*addresses: tuple[str, int]) -> Bootstrap:
 
 def test_workers_that_envoy_does_not_know_are_named() -> None:
     two_hosts = routers(("a", 1), ("b", 1), ("a", 2))
-    (finding,) = (one for one in check_envoy(two_hosts.tree, 2) if one.level is not Level.OK)
+    (finding,) = (
+        one
+        for one in check_envoy(two_hosts.tree, ServeSettings(workers=2))
+        if one.level is not Level.OK
+    )
     assert finding.level is Level.WARNING
     assert "'router' lists 1 of 2 workers" in finding.text
     assert "the ports 1 to 2" in finding.text
@@ -455,9 +460,30 @@ def test_workers_that_envoy_does_not_know_are_named() -> None:
 def test_workers_that_envoy_knows_are_fine(
     bootstrap: Bootstrap, workers: int, judged: bool
 ) -> None:
-    findings = check_envoy(bootstrap.tree, workers)
+    findings = check_envoy(bootstrap.tree, ServeSettings(workers=workers))
     assert {finding.level for finding in findings} == {Level.OK}
     assert any(finding.rule == "workers_are_listed" for finding in findings) is judged
+
+
+@pytest.mark.parametrize("envoys", [False, True])
+@pytest.mark.parametrize("routers", [False, True])
+def test_tls_of_one_side_alone_is_told(envoys: bool, routers: bool) -> None:
+    bootstrap = Bootstrap()
+    if envoys:
+        kind = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+        bootstrap.router["transport_socket"] = {
+            "name": "envoy.transport_sockets.tls",
+            "typed_config": {"@type": kind, "sni": "router"},
+        }
+    files = {"tls_cert": Path("tls.crt"), "tls_key": Path("tls.key")} if routers else {}
+    findings = check_envoy(bootstrap.tree, ServeSettings(**files))
+    told = [(one.level, one.text) for one in findings if one.rule == "transport_fits"]
+    if envoys != routers:
+        ((level, text),) = told
+        assert level is Level.WARNING
+        assert ("'router' speaks plain text, and the router TLS" in text) is routers
+    else:
+        assert [level for level, _ in told] == [Level.OK] * routers
 
 
 def test_the_command_knows_how_many_workers_there_are(
