@@ -16,10 +16,10 @@ import yaml
 from extproc.demo.envoy_config import TEMPLATE
 from extproc.demo.processes import answers
 from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests import envoy_gateway, istio
 from tests.e2e.client import CHAT, MESSAGES, Client, until
 from tests.e2e.xds_stack import XdsStack, on_ports
 from tests.envoy_config.test_envoy import around_the_fragment
-from tests.envoy_gateway import bootstrap
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -36,7 +36,8 @@ EXAMPLES: dict[str, dict[str, object]] = {
 }
 """What each asks of the router's settings."""
 CONTROLLED = ("xds", "xds_all", "xds_all of subset")
-GATEWAY = "envoy_gateway"
+OF_OTHERS = {"envoy_gateway": envoy_gateway.bootstrap, "istio": istio.bootstrap}
+"""Files for a control plane that makes Envoy's configuration of them."""
 NO_FALLBACK = {"original_dst"}
 
 
@@ -68,8 +69,8 @@ class XdsExample(XdsStack):
         super().__init__(directory, REPLICAS, {"serve": serve}, file, whole or "xds")
 
 
-class GatewayExample(Stack):
-    """The stack behind what Envoy Gateway makes of our resources."""
+class MadeExample(Stack):
+    """The stack behind what Envoy Gateway or Istio makes of our file for it."""
 
     def __init__(self, name: str, directory: Path) -> None:
         super().__init__(directory, REPLICAS, {"serve": {"stream_sample": 1.0, "drain_s": 5.0}})
@@ -83,7 +84,7 @@ class GatewayExample(Stack):
 
     def _bootstrap(self) -> str:
         resources = (TEMPLATE.parent / f"{self.name}.yaml").read_text(encoding="utf-8")
-        config = bootstrap(
+        config = OF_OTHERS[self.name](
             list(yaml.safe_load_all(resources)),
             listen=self.address("envoy"),
             admin=self.address("envoy-admin"),
@@ -93,11 +94,11 @@ class GatewayExample(Stack):
         return yaml.safe_dump(config)
 
 
-AnyExample = Example | XdsExample | GatewayExample
+AnyExample = Example | XdsExample | MadeExample
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=[*EXAMPLES, *CONTROLLED, GATEWAY]
+    scope="module", loop_scope="module", params=[*EXAMPLES, *CONTROLLED, *OF_OTHERS]
 )
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -105,8 +106,8 @@ async def stack(
     kind: type[AnyExample] = Example
     if request.param in CONTROLLED:
         kind = XdsExample
-    elif request.param == GATEWAY:
-        kind = GatewayExample
+    elif request.param in OF_OTHERS:
+        kind = MadeExample
     async with kind(request.param, tmp_path_factory.mktemp("example")) as running:
         yield running
 
