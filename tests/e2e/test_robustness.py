@@ -122,7 +122,9 @@ async def test_a_thousand_uploads_at_once_in_small_chunks(
     async def all_open() -> bool:
         return await client.metric("extproc_open_streams") == len(uploads)
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True)
+    ) as session:
         for _ in range(0, UPLOADS, AT_ONCE):
             some = (upload(session, stack.ports[door], half_sent) for _ in range(AT_ONCE))
             uploads += map(asyncio.ensure_future, some)
