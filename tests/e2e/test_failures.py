@@ -92,6 +92,37 @@ async def _steps(stack: Stack, client: Client, name: str) -> float:
     return float(next(lines).rsplit(" ", 1)[1])
 
 
+async def test_while_the_router_is_down_a_replica_that_fails_is_left_out(
+    client: Client, stack: Stack
+) -> None:
+    async def failures() -> float:
+        return await _count(stack, client, "retry.upstream_rq_500")
+
+    async def left_out() -> bool:
+        assert (await client.chat(tokens=1)).status == 200
+        return await _count(stack, client, "outlier_detection.ejections_active") == 1
+
+    await stack.kill("router")
+    await client.simulate("fast-2", fail=500)
+    await client.until(left_out)
+    known = await failures()
+    assert known >= 5
+    async with asyncio.TaskGroup() as tasks:
+        at_once = [tasks.create_task(client.chat(tokens=1)) for _ in range(10)]
+    assert {task.result().status for task in at_once} == {200}
+    assert await failures() == known
+    await client.simulate("fast-2", fail=0)
+    await stack.start("router")
+    await routed_again(client)
+
+
+async def _count(stack: Stack, client: Client, name: str) -> float:
+    """A figure of the replicas' cluster, from Envoy."""
+    url = f"{stack.envoy_admin}/stats?filter=^cluster.replicas.{name}$"
+    async with client._session.get(url) as response:
+        return float((await response.text()).rpartition(" ")[2] or 0)
+
+
 async def test_a_hung_router_is_passed_by(client: Client, stack: Stack) -> None:
     async with traffic(client, per_second=10) as answers:
         await more(answers, 3)
