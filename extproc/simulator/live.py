@@ -9,6 +9,7 @@ from extproc.clock import Clock
 from extproc.simulator import tokens
 from extproc.simulator.endpoints.base import Output, Usage
 from extproc.simulator.engine import Engine
+from extproc.simulator.lateness import Lateness
 from extproc.simulator.metrics import Metrics
 from extproc.simulator.sequence import FinishReason, Sequence
 from extproc.simulator.steps import Outcome
@@ -107,6 +108,7 @@ class LiveEngine:
         """An engine that does not run yet; :meth:`run` runs it ``speed`` times as fast."""
         self.engine = engine
         self.speed = speed
+        self.lateness = Lateness()
         self._metrics = metrics
         self._clock = clock
         self._started = clock()
@@ -170,6 +172,9 @@ class LiveEngine:
             await asyncio.sleep(max(0.0, (step.ends_at - self._now()) / self.speed))
             await self._awake.wait()
             self._deliver(self.engine.complete(), (step.ends_at - step.starts_at) / self.speed)
+            late = (self._now() - step.ends_at) / self.speed
+            self.lateness.delivered(max(late, 0.0))
+            self.lateness.lost(max(late - MAX_LAG_S, 0.0))
             now = max(step.ends_at, self._now() - MAX_LAG_S * self.speed)
 
     def _now(self) -> float:

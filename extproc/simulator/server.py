@@ -96,6 +96,7 @@ class ReplicaServer:
             app.router.add_post(path, self._pool)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/simulate", self._simulate)
+        app.router.add_get("/simulate/late", self._late)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/load", self._load)
@@ -187,6 +188,9 @@ class ReplicaServer:
         now = Faults(slow=engine.slow, hang=live.hanging, fail=self._fail).model_dump()
         logger.info("simulated faults changed", extra=now)
         return web.json_response(now)
+
+    async def _late(self, request: web.Request) -> web.Response:
+        return web.json_response(self.replica.live.lateness.to_json())
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {
