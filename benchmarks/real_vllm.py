@@ -32,11 +32,12 @@ import aiohttp
 import numpy as np
 from pydantic import BaseModel, TypeAdapter
 
+from benchmarks.attached import Attached
 from extproc.address import split_address
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, ProcessError, answers
 from extproc.demo.samples import Sample
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.demo.stack import Stack
 from extproc.demo.traffic import Answer, send_all
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.predict.step import StepModel
@@ -97,22 +98,6 @@ def _length(distribution: tuple[float, float, int, int], random: Random) -> int:
 # -- servers --------------------------------------------------------------------------------
 
 
-class Attached(Stack):
-    """The demo's stack, but its replicas are servers that run already."""
-
-    def __init__(self, directory: Path, servers: Mapping[str, str], profile: str) -> None:
-        """Takes the servers as name → `ip:port`, and the profile they are thought to have."""
-        super().__init__(directory, [SimulatedReplica(name, profile) for name in servers])
-        self._servers = servers
-
-    def address(self, name: str) -> str:
-        return self._servers.get(name) or super().address(name)
-
-    async def start(self, name: str) -> None:
-        if name not in self._servers:
-            await super().start(name)
-
-
 @asynccontextmanager
 async def vllm_servers(
     models: Sequence[Path], max_num_seqs: Sequence[int], directory: Path
@@ -161,6 +146,7 @@ def vllm_command(
     env = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": str(core),
     }
@@ -350,7 +336,7 @@ async def _compare(args: argparse.Namespace, servers: Mapping[str, str], logs: P
     plan += [(policy, policy, sent) for policy in args.policy]
     runs = []
     async with (
-        Attached(logs, servers, args.profile) as stack,
+        Attached(logs, servers, dict.fromkeys(servers, args.profile)) as stack,
         aiohttp.ClientSession() as session,
     ):
         for name, policy, these in plan:
