@@ -1,0 +1,190 @@
+"""Other routers, as their makers publish them: each a process that is an HTTP proxy itself.
+
+``make peers`` installs them into ``.peers``, each into an environment of its own.
+"""
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from benchmarks.compare.contenders import Prediction, Requests, get_json, get_text
+from benchmarks.compare.fleets import Fleet, Servers
+from extproc.demo.ports import pick_ports
+from extproc.demo.processes import Check, Process
+
+INSTALLED = Path(__file__).parents[2] / ".peers"
+"""Where ``make peers`` puts them."""
+
+_READY_S = 60.0
+_POLICIES = ("round_robin", "random", "power_of_two", "cache_aware", "consistent_hash")
+
+_ALWAYS_ZERO = (
+    *("retries_total", "retries_exhausted_total", "request_errors_total", "cb_state"),
+    *("overload_shed_total", "overload_fallback_total", "liveness_fallback_total"),
+)
+"""Endings of counters that say a policy was passed over: retries, circuit breakers, shed load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """How one of them is started."""
+
+    name: str
+    """Of its package and of its command."""
+    best: str
+    """Its policy that looks at how busy replicas are."""
+    policies: tuple[str, ...]
+    decisions: str
+    """Its counter of decisions, by policy."""
+    words: tuple[str, ...] = ()
+    """Further words of its command line, before the options."""
+    options: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> Path:
+        """Its program."""
+        return INSTALLED / self.name / "bin" / self.name
+
+    @property
+    def installed(self) -> bool:
+        """Whether ``make peers`` has put it there."""
+        return self.command.is_file()
+
+    @property
+    def version(self) -> str:
+        """Of the package that is installed."""
+        packages = INSTALLED.glob(f"{self.name}/lib/python*/site-packages")
+        found = distributions(name=self.name, path=[str(one) for one in packages])
+        return next((one.version for one in found), "")
+
+
+PRODUCTS = {
+    one.name: one
+    for one in (
+        Product(
+            name="vllm-router",
+            best="power_of_two",
+            policies=_POLICIES,
+            decisions="vllm_router_policy_decisions_total",
+            options=("--worker-startup-timeout-secs", "20", "--worker-startup-check-interval", "1"),
+        ),
+        Product(
+            name="smg",
+            best="least_load",
+            policies=(*_POLICIES, "least_load"),
+            decisions="smg_worker_selection_total",
+            words=("launch",),
+            options=("--backend", "vllm", "--load-monitor-interval", "1"),
+        ),
+        Product(
+            name="sglang-router",
+            # Not power_of_two: it asks replicas for /get_load, which vLLM does not have, takes each
+            # for equally busy then, and so picks at random.
+            best="cache_aware",
+            policies=("round_robin", "random", "cache_aware", "consistent_hash"),
+            decisions="smg_worker_selection_total",
+            words=("launch",),
+        ),
+    )
+}
+
+
+class Peer:
+    """A policy of one of them."""
+
+    def __init__(self, product: Product, policy: str) -> None:
+        self.name = f"{product.name}:{policy}"
+        self.about = f"{product.name} {product.version}, policy {policy}"
+        self._product = product
+        self._policy = policy
+
+    @asynccontextmanager
+    async def running(
+        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+    ) -> AsyncIterator["_Front"]:
+        """Runs it until the block ends; it takes no seed."""
+        ports = pick_ports({"proxy": 0, "metrics": 0})
+        url = f"http://127.0.0.1:{ports['proxy']}"
+        name = self._product.name
+        argv = [*self._command(ports), *(f"http://{address}" for address in servers.values())]
+        log, ready = directory / f"{name}.log", _knows(url, len(servers))
+        async with await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S):
+            metrics = f"http://127.0.0.1:{ports['metrics']}/metrics"
+            yield _Front(url, metrics, len(servers), self._product.decisions, self._policy)
+
+    def _command(self, ports: Mapping[str, int]) -> list[str]:
+        """All but the replicas' URLs, which come last."""
+        options = {
+            "host": "127.0.0.1",
+            "port": str(ports["proxy"]),
+            "policy": self._policy,
+            "prometheus-host": "127.0.0.1",
+            "prometheus-port": str(ports["metrics"]),
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        product = self._product
+        command = [str(product.command), *product.words, *words, *product.options]
+        return [*command, "--worker-urls"]
+
+
+def _knows(url: str, replicas: int) -> Check:
+    """Whether it holds every replica to be healthy."""
+
+    async def check() -> bool:
+        return await _healthy(url) == replicas
+
+    return check
+
+
+async def _healthy(url: str) -> int:
+    page = await get_json(f"{url}/workers")
+    return sum(bool(one["is_healthy"]) for one in page["workers"]) if page else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Front:
+    url: str
+    metrics: str
+    replicas: int
+    decisions: str
+    policy: str
+
+    async def complaints(self, requests: Requests) -> list[str]:
+        samples = list(_samples(await get_text(self.metrics)))
+        found = trouble(samples)
+        if (healthy := await _healthy(self.url)) != self.replicas:
+            found.append(f"it uses {healthy} of {self.replicas} replicas")
+        by_policy: dict[str, float] = {}
+        for one in samples:
+            if one.name == self.decisions:
+                policy = one.labels["policy"]
+                by_policy[policy] = by_policy.get(policy, 0.0) + one.value
+        if set(by_policy) != {self.policy} or by_policy[self.policy] < len(requests):
+            found.append(f"of {len(requests)} requests its policies decided {by_policy}")
+        return found
+
+    async def predictions(self) -> dict[str, Prediction]:
+        return {}
+
+
+def trouble(samples: Iterable[Sample]) -> list[str]:
+    """Retries, open circuit breakers, refusals and the like, out of its metrics."""
+    return [
+        f"its metrics say {one.name}{_labels(one.labels)} {one.value:g}"
+        for one in samples
+        if one.name.endswith(_ALWAYS_ZERO) and one.value
+    ]
+
+
+def _samples(page: str) -> Iterable[Sample]:
+    for family in text_string_to_metric_families(page):
+        yield from family.samples
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ", ".join(f'{name}="{value}"' for name, value in labels.items()) + "}"
