@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test chaos check lock proto clean
+.PHONY: venv demo test chaos bench peers check lock proto clean
 
 venv: $(VENV)/.installed
 
@@ -20,6 +20,20 @@ test: venv check
 
 chaos: venv
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+# This router beside Envoy alone and the peers that are installed: under 20 minutes on two cores.
+bench: venv
+	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml \
+	  --json bench/mixed.json --report bench/mixed $(ARGS)
+	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-equal.yaml --repeats 2 \
+	  --json bench/equal.json --report bench/equal $(ARGS)
+
+# Other routers to compare with, each in an environment of its own.
+peers:
+	@while read -r peer; do \
+	  echo "$$peer"; folder=".peers/$${peer%%==*}"; \
+	  $(PYTHON) -m venv --clear "$$folder" && "$$folder/bin/pip" install --quiet "$$peer" || exit 1; \
+	done < benchmarks/compare/peers.txt
 
 check: venv
 	$(BIN)/ruff check .
