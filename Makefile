@@ -25,7 +25,7 @@ chaos: venv
 bench: venv
 	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml \
 	  --json bench/mixed.json --report bench/mixed $(ARGS)
-	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-equal.yaml --repeats 2 \
+	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-equal.yaml --duration 12 \
 	  --json bench/equal.json --report bench/equal $(ARGS)
 
 # Other routers to compare with, each in an environment of its own.
