@@ -23,9 +23,9 @@ chaos: venv
 
 # This router beside Envoy alone and the peers that are installed: under 20 minutes on two cores.
 bench: venv
-	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml \
+	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml --speed 6 --repeats 2 \
 	  --json bench/mixed.json --report bench/mixed $(ARGS)
-	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-equal.yaml --duration 12 \
+	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-equal.yaml --speed 5 \
 	  --json bench/equal.json --report bench/equal $(ARGS)
 
 # Other routers to compare with, each in an environment of its own.

@@ -1,7 +1,7 @@
 """This router beside what people use today: the same trace, one contender after the other.
 
     python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml \\
-        --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 16
+        --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 6 --duration 16
 
 Everything is real but the GPUs: Envoy, Redis, router, the peers that `make peers` installed, and
 simulated replicas as processes; or with --vllm real vLLM servers, which it starts on CPU cores.
@@ -182,7 +182,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[_HERE / "traces" / "azure-2023-conv.jsonl.gz"],
         metavar="FILE[,FILE]",
     )
-    add("--speed", type=arguments.positive, default=4.0, metavar="X", help="of the trace [4]")
+    add("--speed", type=arguments.positive, default=6.0, metavar="X", help="of the trace [6]")
     add("--duration", type=arguments.positive, metavar="S", help="of the arrivals of a run [16]")
     add("--repeats", type=arguments.count, metavar="N", help="of each contender [3]")
     add("--contenders", type=_names, metavar="a,b,c", help="kind:policy, see benchmarks/README.md")

@@ -4,13 +4,14 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.contenders import Contender, Prediction
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.compare.validity import validity, watching
-from extproc.clock import monotonic
+from extproc.clock import wall
 from extproc.demo.processes import Process, ProcessError
 
 _SOME_FAILED = 1
@@ -56,7 +57,7 @@ async def play(
         fleet.fresh(directory) as servers,
         contender.running(fleet, servers, directory, traffic.seed) as front,
     ):
-        async with watching(servers, monotonic) as watched:
+        async with watching(servers, wall) as watched:
             result = await _load(front.url, fleet, traffic, directory)
         complaints = await front.complaints(result["requests"])
         predictions = await front.predictions()
@@ -74,7 +75,7 @@ async def play(
         "complaints": complaints,
         "summary": summary,
         "requests": requests,
-        "load": watched.load,
+        "load": watched.load_since(datetime.fromisoformat(result["run"]["started"]).timestamp()),
         "late": late,
     }
 

@@ -80,7 +80,13 @@ class Watched:
     cpu: "Ticks"
     busiest_second: float = 0.0
     load: list[dict[str, Any]] = field(default_factory=list)
-    """``at_s``, seconds since the watch began, and ``running`` and ``waiting`` by replica."""
+    """``at_s``, by the clock, and ``running`` and ``waiting`` by replica."""
+
+    def load_since(self, start_s: float) -> list[dict[str, Any]]:
+        """The load from then on, in seconds since."""
+        return [
+            one | {"at_s": one["at_s"] - start_s} for one in self.load if one["at_s"] >= start_s
+        ]
 
 
 @asynccontextmanager
@@ -95,22 +101,27 @@ async def watching(servers: Servers, clock: Clock) -> AsyncIterator[Watched]:
         task.cancel()
         await asyncio.wait([task])
         watched.cpu = ticks() - began
+        async with aiohttp.ClientSession() as session:
+            watched.load.append(await _look(session, servers, clock))
 
 
 async def _watch(watched: Watched, servers: Servers, clock: Clock) -> None:
-    started = clock()
     last = ticks()
     async with aiohttp.ClientSession() as session:
         while True:
             await asyncio.sleep(_INTERVAL_S)
-            at_s = clock() - started
-            pages = [await _page(session, address) for address in servers.values()]
-            loads = dict(zip(servers, pages, strict=True))
-            watched.load.append({"at_s": at_s, **{k: v for k, v in loads.items() if v}})
+            watched.load.append(await _look(session, servers, clock))
             now = ticks()
             second = now - last
             watched.busiest_second = max(watched.busiest_second, second.busy / max(second.total, 1))
             last = now
+
+
+async def _look(session: aiohttp.ClientSession, servers: Servers, clock: Clock) -> dict[str, Any]:
+    at_s = clock()
+    pages = [await _page(session, address) for address in servers.values()]
+    loads = dict(zip(servers, pages, strict=True))
+    return {"at_s": at_s} | {name: load for name, load in loads.items() if load}
 
 
 async def _page(session: aiohttp.ClientSession, address: str) -> dict[str, int] | None:

@@ -148,6 +148,12 @@ def test_a_machine_that_did_not_keep_up_is_doubted() -> None:
     ]
 
 
+def test_load_is_told_from_the_clients_first_second_on() -> None:
+    seen = [{"at_s": 99.0, "a": {"running": 1}}, {"at_s": 101.5, "a": {"running": 2}}]
+    watched = Watched(Ticks(0, 0, 0), load=seen)
+    assert watched.load_since(100.0) == [{"at_s": 1.5, "a": {"running": 2}}]
+
+
 def test_cpu_time_is_the_kernels(tmp_path: Path) -> None:
     (tmp_path / "stat").write_text("cpu  10 1 20 60 5 2 2 0 3 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
     assert ticks(tmp_path) == Ticks(total=100, busy=35, own=0)
