@@ -91,13 +91,14 @@ class Watch:
         if self._calibration is None:
             return self._machine.step_model
         engine, counters = self._machine.engine, self._machine.engine.counters
+        used = engine.kv_usage * engine.capacity
         counts = EngineCounts(
             at=now,
             steps=engine.steps,
             computed_tokens=counters.prompt_tokens - counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
             in_flight=engine.running + engine.waiting,
-            kv_tokens=engine.kv_usage * engine.capacity,
+            kv_tokens=max(used - engine.running * engine.pool.block_size / 2, 0.0),
             finished=counters.finished.total(),
         )
         self._calibration.poll(counts, self._typical.value)

@@ -14,6 +14,7 @@ from extproc.backoff import Backoff
 from extproc.clock import Clock
 from extproc.config import PollSettings
 from extproc.fleet.state import ReplicaState
+from extproc.poll.counts import engine_counts
 from extproc.poll.discovery import Target
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.metrics_text import EngineFigures
@@ -23,7 +24,6 @@ from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import hardware_profile
 from extproc.predict.step import StepModel
 from extproc.predict.typical import Typical
-from extproc.predict.windows import EngineCounts
 
 log = logging.getLogger(__name__)
 
@@ -137,16 +137,7 @@ class Watch:
         self._publish(self._blank(**values, scraped_at=scraped_at, scrape_seconds=seconds))
 
     def _calibrate(self, figures: EngineFigures, at: float) -> None:
-        counts = EngineCounts(
-            at=at,
-            steps=figures.steps,
-            computed_tokens=figures.prompt_tokens - figures.cached_tokens,
-            generated_tokens=figures.generated_tokens,
-            in_flight=figures.running + figures.waiting,
-            kv_tokens=figures.kv_usage * figures.kv_tokens,
-            finished=figures.finished,
-        )
-        self._calibration.poll(counts, self._typical.value)
+        self._calibration.poll(engine_counts(figures, at), self._typical.value)
         self._typical.report(self._target.id, self._calibration.ratio)
 
     def _failed(self, problem: str) -> None:

@@ -12,7 +12,8 @@ from extproc.predict.step import StepModel
 from extproc.predict.windows import EngineCounts
 
 RUN = Path(__file__).parents[1] / "data" / "vllm" / "polled-run.json"
-KV_TOKENS = 256 * 128
+BLOCK_SIZE = 128
+KV_TOKENS = 256 * BLOCK_SIZE
 A10 = PROFILES["llama-8b-a10"].step
 
 
@@ -24,7 +25,8 @@ def real_run() -> list[EngineCounts]:
             computed_tokens=row["prompt_tokens_total"] - row["prompt_tokens_cached_total"],
             generated_tokens=row["generation_tokens_total"],
             in_flight=int(row["num_requests_running"] + row["num_requests_waiting"]),
-            kv_tokens=row["kv_cache_usage_perc"] * KV_TOKENS,
+            kv_tokens=row["kv_cache_usage_perc"] * KV_TOKENS
+            - row["num_requests_running"] * BLOCK_SIZE / 2,
         )
         for row in json.loads(RUN.read_text())["rows"]
     ]
