@@ -1,0 +1,82 @@
+"""What was recorded of a real vLLM server: its limits, the requests it served, and its counters."""
+
+import gzip
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from extproc.predict.windows import EngineCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server's scheduler goes by."""
+
+    max_num_seqs: int
+    token_budget: int
+    """``max_num_batched_tokens``."""
+    block_size: int
+    """Tokens in a KV block."""
+    kv_tokens: int
+    """Tokens the KV cache holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One streamed request, as its client saw it."""
+
+    at_s: float
+    """When it was sent, in seconds from the first of its run."""
+    prompt_tokens: int
+    output_tokens: int
+    """Generated; the request asked for exactly so many."""
+    ttft_s: float
+    completion_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Requests that were sent to an idle server, and its counters meanwhile."""
+
+    name: str
+    requests: list[Request]
+    """In the order they were sent."""
+    polls: list[EngineCounts]
+    """Times are in seconds from the first request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What was sent to one server."""
+
+    about: dict[str, str]
+    """Where it comes from: server, model, machine, date."""
+    limits: Limits
+    calibration: Run
+    """Of :func:`benchmarks.fit.calibrate.bursts`."""
+    runs: list[Run]
+
+
+_FILE = TypeAdapter(Recording)
+
+
+def write(recording: Recording, path: Path) -> None:
+    """Keep a recording as JSON, compressed where the name ends in ``.gz``."""
+    text = _FILE.dump_json(recording)
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+
+def read(path: Path) -> Recording:
+    """The recording in a file.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it holds no recording; the message names it.
+    """
+    text = path.read_bytes()
+    try:
+        return _FILE.validate_json(gzip.decompress(text) if path.suffix == ".gz" else text)
+    except (gzip.BadGzipFile, zlib.error, EOFError, ValidationError) as error:
+        raise ValueError(f"{path} is no recording: {error}") from None
