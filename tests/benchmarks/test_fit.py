@@ -35,7 +35,9 @@ def fitted() -> list[Fitted]:
 
 
 @pytest.mark.parametrize("kind", ["ttft", "completion"])
-def test_the_simulator_is_within_15_percent_of_a_real_vllm(fitted: list[Fitted], kind: str) -> None:
+def test_the_simulator_is_within_15_percent_of_what_was_recorded(
+    fitted: list[Fitted], kind: str
+) -> None:
     assert len(fitted) == 2
     for one in fitted:
         errors = one.simulated[MEASURED].comparisons[kind].errors
