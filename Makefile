@@ -23,6 +23,7 @@ chaos: venv
 
 # This router beside Envoy alone and the peers that are installed: under 20 minutes on two cores.
 bench: venv
+	@mkdir -p bench
 	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml --speed 6 --repeats 2 \
 	  --json bench/mixed.json --report bench/mixed $(ARGS)
 	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-equal.yaml --speed 5 \

@@ -35,20 +35,15 @@ def fitted() -> list[Fitted]:
 
 
 @pytest.mark.parametrize("kind", ["ttft", "completion"])
+@pytest.mark.parametrize("way", [MEASURED, LEARNED])
 def test_the_simulator_is_within_15_percent_of_what_was_recorded(
-    fitted: list[Fitted], kind: str
+    fitted: list[Fitted], way: str, kind: str
 ) -> None:
     assert len(fitted) == 2
     for one in fitted:
-        errors = one.simulated[MEASURED].comparisons[kind].errors
+        errors = one.simulated[way].comparisons[kind].errors
         assert abs(errors.p50) <= 0.15
         assert abs(errors.p95) <= 0.15
-
-
-def test_the_work_of_a_run_is_learned_from_its_counters(fitted: list[Fitted]) -> None:
-    """With blocks of 128 tokens taken to be full, it was 13% short where the batch is large."""
-    for one in fitted:
-        assert abs(one.simulated[LEARNED].comparisons["completion"].errors.mean) <= 0.08
 
 
 def test_a_calibration_measures_the_truth() -> None:
