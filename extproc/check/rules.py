@@ -262,6 +262,26 @@ def trailers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | N
 
 
 @_rule(Level.ERROR, _filters)
+def the_end_is_heard(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """The stream stays open until the response has ended, for its close says that it has.
+
+    Envoy closes it when it has nothing more to send, unless it buffers the request's body.
+    """
+    mode = _mode(part)
+    more = (
+        mode.request_body_mode is not ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+        or mode.response_body_mode is not ProcessingModeBodySendMode.NONE
+        or mode.response_trailer_mode is ProcessingModeHeaderSendMode.SEND
+    )
+    if more:
+        return None
+    return (
+        "neither the response's body nor its trailers are sent: the router takes a request for "
+        "finished when its response begins. Write response_trailer_mode: SEND"
+    )
+
+
+@_rule(Level.ERROR, _filters)
 def response_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router hears of every response: the headers are sent."""
     if _mode(part).response_header_mode is not ProcessingModeHeaderSendMode.SKIP:

@@ -10,6 +10,8 @@ _FIRST_PAUSE = 1.0
 _LONGEST_PAUSE = 30.0
 _MOST_DOUBLINGS = 5
 """Seconds it is left out, doubling with every failure that follows."""
+_REMEMBERED_S = 2 * _LONGEST_PAUSE
+"""Longer than until the next try of a replica that goes on failing."""
 
 
 class Health:
@@ -23,6 +25,7 @@ class Health:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._failures: dict[str, int] = {}
+        self._failed_at = -inf
         self._paused_until: dict[str, float] = {}
         self._tried: set[str] = set()
         """Those to which a request was sent after a pause, whose outcome is not known yet."""
@@ -32,8 +35,8 @@ class Health:
 
     @property
     def troubled(self) -> bool:
-        """Whether any replica failed and was not well since."""
-        return bool(self._failures)
+        """Whether a replica failed within the last minute, and was not well since."""
+        return bool(self._failures) and self._clock() - self._failed_at < _REMEMBERED_S
 
     def changed(self) -> bool:
         """Whether :meth:`usable` may answer otherwise than when this was last asked."""
@@ -64,6 +67,7 @@ class Health:
         if not self.usable(replica) and replica not in self._tried:
             return
         self._tried.discard(replica)
+        self._failed_at = self._clock()
         self._failures[replica] = self._failures.get(replica, 0) + 1
         if self._failures[replica] >= _TOLERATED:
             self._pause(replica)

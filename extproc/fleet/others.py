@@ -74,6 +74,11 @@ class Others:
     def __len__(self) -> int:
         return len(self._routers)
 
+    @property
+    def expected(self) -> bool:
+        """Whether there are others, or were when nothing could be heard any more."""
+        return bool(self._routers) or self._cut_off_since < inf
+
     # -- what is heard ----------------------------------------------------------------------
 
     def hear(self, digest: Digest, age: float = 0.0) -> None:

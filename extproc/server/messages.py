@@ -30,7 +30,9 @@ NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED = range(5)
 """``ProcessingMode.BodySendMode``."""
 _REPLIES_KEPT = 4096
 """To send a request on: some 250 bytes each, for as many pairs of a first and a second choice."""
-_SKIP = 2
+_SEND, _SKIP = 1, 2
+"""Of headers and trailers. Envoy closes the stream when it has nothing more to send: a request in
+flight would be taken for one that has ended, were it not for trailers that may come."""
 _OVERWRITE_OR_ADD = 2
 
 _PHASES = (
@@ -80,6 +82,7 @@ def body_only(mode: int) -> bytes:
     reply = ProcessingResponse(request_headers=HeadersResponse())
     reply.mode_override.request_body_mode = mode
     reply.mode_override.response_header_mode = _SKIP
+    reply.mode_override.response_trailer_mode = _SEND
     return reply.SerializeToString()
 
 
@@ -88,6 +91,7 @@ def watch_response() -> bytes:
     """Reply to response headers: send this response's body too, as it passes."""
     reply = ProcessingResponse(response_headers=HeadersResponse())
     reply.mode_override.response_body_mode = STREAMED
+    reply.mode_override.response_trailer_mode = _SEND
     return reply.SerializeToString()
 
 
@@ -102,7 +106,7 @@ def send_to(
     reply = ProcessingResponse()
     if leave_body:
         reply.mode_override.request_body_mode = NONE
-        reply.mode_override.SetInParent()
+        reply.mode_override.response_trailer_mode = _SEND
     common = getattr(reply, phase).response
     option = common.header_mutation.set_headers.add()
     option.header.key = DESTINATION

@@ -17,7 +17,7 @@ from extproc.server.watch import Watch
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts of a router, for one pool; all but the fleet are shared by the pools."""
+    """The parts of a router, for one pool; all but fleet and watch are shared by the pools."""
 
     config: Config
     router: Router
@@ -38,4 +38,4 @@ class Services:
     def of_pool(self, config: Config) -> "Services":
         """The same for a pool of its own, with an empty fleet."""
         router = Router(Fleet(OutputLengths()), config.route.policy, self.random)
-        return replace(self, config=config, router=router)
+        return replace(self, config=config, router=router, watch=Watch())

@@ -30,7 +30,7 @@ async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> 
     try:
         while True:
             started = clock()
-            digest = fleet.digests.due(started, alone=not fleet.others)
+            digest = fleet.digests.due(started, alone=not fleet.others.expected)
             try:
                 if digest is not None:
                     await writer.send(digest)

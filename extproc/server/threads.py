@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 
 @contextmanager
@@ -13,20 +13,26 @@ def patient() -> Iterator[None]:
     gRPC reads sockets and completes its operations in threads of its own, several wake-ups a
     message. Linux lets a thread that wakes up interrupt the one that runs on its core; under
     ``SCHED_BATCH`` it waits until that one pauses, and finds the work of several messages at once:
-    a seventh less CPU a request where the router's core is busy (docs/results.md). A thread that
+    a seventh less CPU a request where the router's core is busy, measured with
+    ``benchmarks.overhead``. A thread that
     wakes up while a core is idle runs at once, as ever. Elsewhere than on Linux nothing changes.
     """
-    if sys.platform != "linux" or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    _schedule(os.SCHED_BATCH)
+    patient_now = _schedule("SCHED_BATCH", instead_of="SCHED_OTHER")
     try:
         yield
     finally:
-        _schedule(os.SCHED_OTHER)
+        if patient_now:
+            _schedule("SCHED_OTHER", instead_of="SCHED_BATCH")
 
 
-def _schedule(policy: int) -> None:
-    if sys.platform == "linux":
-        with suppress(OSError):  # a sandbox may forbid it: then all threads are alike
-            os.sched_setscheduler(0, policy, os.sched_param(0))
+def _schedule(policy: str, instead_of: str) -> bool:
+    """Returns whether the calling thread is scheduled so from now on, and was as ``instead_of``."""
+    if sys.platform != "linux":
+        return False
+    try:
+        if os.sched_getscheduler(0) != getattr(os, instead_of):
+            return False
+        os.sched_setscheduler(0, getattr(os, policy), os.sched_param(0))
+    except OSError:  # musl has no such call, a sandbox may forbid it: then all threads are alike
+        return False
+    return True

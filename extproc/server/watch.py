@@ -1,15 +1,16 @@
 """Which responses the router asks to see."""
 
 _PER_S = 100.0
-"""Responses a second, of one router: enough to notice within a second that one replica of a hundred
-fails, and to keep learning how long answers are."""
+"""Responses a second, of one pool in one router: a replica that gets a hundredth of the requests is
+looked at once a second."""
 
 
 class Watch:
     """All responses while there are few of them, and of many so many a second.
 
-    To be told of a response is one of three messages a request, a fifth of the router's CPU and
-    half a millisecond of the first token's time.
+    To be told of a response is one of three messages a request, and holds its first token up. For
+    a request whose response is not looked at, the ledger knows its end, but neither which replica
+    served it after a retry nor whether it failed.
     """
 
     def __init__(self) -> None:

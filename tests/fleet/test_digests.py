@@ -144,13 +144,31 @@ def test_a_router_that_is_alone_speaks_as_one_without_requests() -> None:
     tell(one, two, clock=clock)
     one.dispatch(replica(1), chat(1000, 100))
     clock.advance(EVERY_S)
-    assert one.digests.due(clock(), alone=not one.others) is None
+    assert one.digests.due(clock(), alone=not one.others.expected) is None
     tell(two, one, clock=clock)
-    digest = one.digests.due(clock(), alone=not one.others)
+    digest = one.digests.due(clock(), alone=not one.others.expected)
     assert digest is not None
     assert (digest.kind, digest.replicas) == (Kind.CHANGES, (replica(1),)), "what two missed"
     two.hear(digest)
     assert two.view(MODEL).requests.tolist() == [1, 0]
+
+
+def test_a_router_that_cannot_hear_the_others_goes_on_telling() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2)
+    tell(two, one, clock=clock)
+    tell(one, two, clock=clock)
+    one.others.cut_off()
+    clock.advance(0.3)
+    tell(one, two, clock=clock)
+    for _ in range(20):
+        clock.advance(0.1)
+        one.view(MODEL)
+        tell(one, two, clock=clock)
+    assert len(one.others) == 0
+    one.dispatch(replica(1), chat(1000, 100))
+    clock.advance(EVERY_S)
+    assert one.digests.due(clock(), alone=not one.others.expected) is not None
 
 
 def test_what_was_not_sent_is_repeated_as_a_whole() -> None:

@@ -1,5 +1,6 @@
 import os
 import sys
+from errno import ENOSYS
 from threading import Event, Thread
 
 import pytest
@@ -36,3 +37,14 @@ def test_it_ends_as_it_began_after_an_error() -> None:
     with pytest.raises(ValueError, match="no"), patient():
         raise ValueError("no")
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_where_threads_cannot_be_scheduled_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on musl, which has the call and never does it."""
+
+    def refuse(_: int) -> int:
+        raise OSError(ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "sched_getscheduler", refuse)
+    with patient():
+        pass

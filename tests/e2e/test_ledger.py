@@ -1,0 +1,97 @@
+"""The ledger holds a request until its answer has ended, whatever Envoy tells of the response."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import yaml
+
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.request.large import LARGE_BODY
+from tests.e2e.client import CHAT, MESSAGES, Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+UNREAD = {"serve": {"stream_sample": 0.0}}
+"""No answer's chunks are read: nothing but the stream says that it goes on."""
+LOOKED_AT_PER_S = 100
+REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
+
+
+class Behind(Stack):
+    """Its Envoy sends request bodies in the given mode."""
+
+    def __init__(self, mode: str, directory: Path) -> None:
+        super().__init__(directory, REPLICA, UNREAD)
+        self._mode = mode
+
+    def _bootstrap(self) -> str:
+        bootstrap = yaml.safe_load(super()._bootstrap())
+        (listener,) = bootstrap["static_resources"]["listeners"]
+        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
+        settings = ext_proc["typed_config"]
+        settings["processing_mode"]["request_body_mode"] = self._mode
+        if self._mode == "FULL_DUPLEX_STREAMED":
+            settings["processing_mode"]["request_trailer_mode"] = "SEND"
+            settings["failure_mode_allow"] = False
+        return yaml.safe_dump(bootstrap)
+
+
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["BUFFERED", "BUFFERED_PARTIAL", "STREAMED", "NONE", "FULL_DUPLEX_STREAMED"],
+)
+async def client(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Client]:
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with (
+        Behind(request.param, tmp_path_factory.mktemp("ledger")) as stack,
+        aiohttp.ClientSession(timeout=timeout) as session,
+    ):
+        yield Client(stack, session)
+
+
+async def held(client: Client, **more: Any) -> list[int]:
+    """Sends a request with a long answer; what is in flight while chunks come."""
+    body = {"model": MODEL, "messages": MESSAGES, "stream": True} | more
+    seen = []
+    async with client._session.post(
+        client._stack.url + CHAT,
+        data=io.BytesIO(json.dumps(body).encode()),
+        headers={"content-type": "application/json", "x-simulate-output-tokens": "40"},
+    ) as response:
+        assert response.status == 200
+        async for _ in response.content.iter_any():
+            seen.append((await client.fleet())["in_flight"])
+    await client.ledger_empty()
+    return seen[:-1]  # with the last chunk it is over
+
+
+async def test_an_answer_that_is_looked_at(client: Client) -> None:
+    seen = await held(client)
+    assert len(seen) > 10
+    assert set(seen) == {1}
+
+
+async def test_the_answer_to_a_body_too_large_to_be_looked_at(client: Client) -> None:
+    seen = await held(client, padding="x" * (LARGE_BODY + 1))
+    assert len(seen) > 10
+    assert set(seen) == {1}
+
+
+async def test_an_answer_among_many_that_is_not_looked_at(client: Client) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(LOOKED_AT_PER_S + 50):
+            tasks.create_task(client.chat(tokens=1))
+    seen = await held(client)
+    assert len(seen) > 10
+    assert set(seen) == {1}
