@@ -5,7 +5,7 @@ import heapq
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from pathlib import Path
@@ -28,8 +28,12 @@ class TracedRequest:
     """One id per 512 prompt tokens: equal leading ids are a shared prefix."""
 
 
-def read(paths: Iterable[Path], speed: float = 1.0, most: int | None = None) -> list[TracedRequest]:
+def read(
+    paths: Iterable[Path], speed: float = 1.0, most: int | None = None, start: float = 0.0
+) -> list[TracedRequest]:
     """The traces merged by time, ``speed`` times as fast, and of these the first ``most``.
+
+    ``start``: leave out what arrives in so many seconds (at that speed), and count time from there.
 
     Raises:
         OSError: a file cannot be read.
@@ -37,12 +41,11 @@ def read(paths: Iterable[Path], speed: float = 1.0, most: int | None = None) -> 
     """
     paths = list(paths)
     merged = heapq.merge(*(_lines(path) for path in paths), key=lambda request: request.at)
-    requests = [
-        TracedRequest(r.at / speed, r.prompt_tokens, r.output_tokens, r.max_tokens, r.hash_ids)
-        for r in islice(merged, most)
-    ]
+    faster = (replace(one, at=one.at / speed - start) for one in merged)
+    requests = list(islice((one for one in faster if one.at >= 0), most))
     if not requests:
-        raise ValueError(f"{' and '.join(map(str, paths))} has no requests")
+        later = f" from {start:g} s on" if start else ""
+        raise ValueError(f"{' and '.join(map(str, paths))} has no requests{later}")
     return requests
 
 

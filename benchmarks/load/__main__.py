@@ -10,7 +10,6 @@ request was answered whole, 1 when some failed, 2 when it could not begin.
 import argparse
 import gc
 import json
-import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -25,7 +24,7 @@ import uvloop
 
 from benchmarks import arguments, report, trace
 from benchmarks.about import about
-from benchmarks.load.client import Client, Traffic, connections
+from benchmarks.load.client import Client, Traffic, allow_many_connections, connections
 from benchmarks.load.effort import watch
 from benchmarks.load.plan import plan
 from benchmarks.load.summary import summary, table
@@ -61,12 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _requests(args: argparse.Namespace) -> list[trace.TracedRequest]:
     """Raises OSError or ValueError where there are none."""
-    requests = trace.read(args.trace, args.speed, args.requests)
+    requests = trace.read(args.trace, args.speed, args.requests, args.start)
     if args.duration is None:
         return requests
     in_time = [one for one in requests if one.at < args.duration]
     if not in_time:
-        raise ValueError(f"no request of the trace arrives in the first {args.duration:g} s")
+        later = f" from {args.start:g} s on" if args.start else ""
+        raise ValueError(f"no request of the trace arrives in the first {args.duration:g} s{later}")
     return in_time
 
 
@@ -74,9 +74,9 @@ async def _run(
     args: argparse.Namespace, requests: Sequence[trace.TracedRequest], origin: dict[str, Any]
 ) -> dict[str, Any]:
     """The result, as --json writes it."""
-    salt = token_hex(4)
+    salt = str(args.seed)
     headers = {POLICY_HEADER: args.policy_header} if args.policy_header else {}
-    _raise_file_limit()
+    allow_many_connections()
     async with connections(args.timeout) as session:
         target = await ask(session, args.url, args.endpoint, args.model, salt)
         if args.context:
@@ -84,7 +84,7 @@ async def _run(
         planned = plan(requests, target, args.stream_share, args.known_lengths, Random(args.seed))
         if not planned:
             raise ValueError(f"no request fits into the context of {target.context} tokens")
-        client = Client(session, args.url, target, salt, headers, monotonic)
+        client = Client(session, args.url, target, salt, token_hex(4), headers, monotonic)
         gc.freeze()
         started = datetime.now(UTC)
         shown = _shown(client.traffic, len(planned))
@@ -97,6 +97,7 @@ async def _run(
             "model": target.model,
             "trace": ",".join(map(str, args.trace)),
             "speed": args.speed,
+            "from_s": args.start,
             "stream_share": args.stream_share,
             "policy": args.policy_header,
             "known_lengths": args.known_lengths,
@@ -120,12 +121,6 @@ def _shown(traffic: Traffic, planned: int) -> Callable[[], None]:
     )
 
 
-def _raise_file_limit() -> None:
-    """Every request in flight is a connection."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.load",
@@ -142,6 +137,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=1.0,
         metavar="X",
         help="times as fast as the trace",
+    )
+    add(
+        "--from",
+        type=arguments.time,
+        default=0.0,
+        dest="start",
+        metavar="S",
+        help="leave out what arrives in the first S seconds; time counts from there",
     )
     add(
         "--duration",
@@ -185,7 +188,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="S",
         help="for a whole answer [300]",
     )
-    add("--seed", type=int, default=0, help="of which requests are streamed, which are chats")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of the prompts' words, and which are streamed and which are chats [0]",
+    )
     add("--json", type=Path, metavar="FILE", help="write all figures and every request")
     add("--report", type=Path, metavar="DIR", help="write a page with pictures: needs matplotlib")
     return parser.parse_args(argv)

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import resource
 from array import array
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -19,6 +21,19 @@ from extproc.simulator.server import SERVED_BY_HEADER
 _CONNECT_WITHIN_S = 10.0
 _KEEP_ALIVE_S = 4.0
 """Idle connections are closed before uvicorn, which serves vLLM, closes them: after 5 s."""
+
+_FILES = 10_240
+"""Asked for where a process may have any number: more is refused on macOS."""
+
+
+def allow_many_connections() -> None:
+    """Each request in flight is an open file; as many as the system lets this process have."""
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if few == resource.RLIM_INFINITY:
+        return
+    files = max(few, _FILES) if most == resource.RLIM_INFINITY else most
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
 def connections(timeout_s: float) -> aiohttp.ClientSession:
@@ -72,7 +87,7 @@ class Traffic:
 
     sent: list[Sent] = field(default_factory=list)
     gaps_s: "array[float]" = field(default_factory=lambda: array("f"))
-    """Between chunks with tokens, of all streams."""
+    """Between chunks with tokens, of all whole streams."""
     chunks: int = 0
     """Received, of streams."""
     in_flight: int = 0
@@ -109,15 +124,19 @@ class Client:
         url: str,
         target: Target,
         salt: str,
+        run: str,
         headers: dict[str, str],
         clock: Clock,
     ) -> None:
-        """Takes the headers that every request has; ``salt`` makes prompts and request ids new."""
+        """Takes the ``salt`` of the prompts, the ``run`` that request ids name, and the headers that
+        every request has.
+        """
         self.traffic = Traffic()
         self._session = session
         self._url = url
         self._target = target
         self._salt = salt
+        self._run = run
         self._headers = headers
         self._clock = clock
 
@@ -140,7 +159,7 @@ class Client:
             prompt_tokens=planned.traced.prompt_tokens,
             max_tokens=planned.max_tokens,
             planned_output_tokens=planned.traced.output_tokens,
-            request_id=f"load-{self._salt}-{planned.number:05}",
+            request_id=f"load-{self._run}-{planned.number:05}",
         )
         self.traffic.begin(sent)
         try:
@@ -188,8 +207,9 @@ class Client:
         if streamed.first_at is not None:
             sent.ttft_s = streamed.first_at - began
         sent.gaps_s = _summed(streamed.gaps_s)
-        self.traffic.gaps_s.extend(streamed.gaps_s)
         sent.error = streamed.problem
+        if sent.error is None:
+            self.traffic.gaps_s.extend(streamed.gaps_s)
         _counts(streamed.usage, sent)
 
 

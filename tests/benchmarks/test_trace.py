@@ -19,6 +19,16 @@ def test_traces_are_merged_by_time(tmp_path: Path) -> None:
     assert (second.at, second.max_tokens) == (1.0, None)
 
 
+def test_a_later_part_begins_anew(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    line = '{{"timestamp": {}, "input_length": {}, "output_length": 3}}\n'
+    file.write_text("".join(line.format(1000 * second, second) for second in (1, 4, 6, 9)))
+    part = trace.read([file], speed=2, most=2, start=2.0)
+    assert [(one.at, one.prompt_tokens) for one in part] == [(0.0, 4), (1.0, 6)]
+    with pytest.raises(ValueError, match="has no requests from 5 s on"):
+        trace.read([file], speed=2, start=5.0)
+
+
 def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "broken.jsonl"
     file.write_text('{"timestamp": 1}\n')

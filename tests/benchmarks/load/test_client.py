@@ -1,6 +1,7 @@
 """Requests leave when they are due, and every failure is counted for what it is."""
 
 import asyncio
+import resource
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.load.client import Client, Sent, connections
+from benchmarks.load.client import Client, Sent, allow_many_connections, connections
 from benchmarks.load.plan import Planned
 from benchmarks.load.prompts import Counting
 from benchmarks.load.target import Endpoint, Target
@@ -37,7 +38,7 @@ def requests(
 
 async def send(url: str, plan: list[Planned], timeout_s: float = 30.0) -> list[Sent]:
     async with connections(timeout_s) as session:
-        client = Client(session, url, TARGET, "salt", {}, monotonic)
+        client = Client(session, url, TARGET, "0", "run", {}, monotonic)
         await client.run(plan)
     return client.traffic.sent
 
@@ -82,7 +83,7 @@ async def test_lateness_is_what_kept_the_client_from_sending() -> None:
     app.add_routes([web.post("/v1/{path:.*}", answer)])
     async with TestServer(app) as server, connections(30.0) as session:
         url = str(server.make_url("")).rstrip("/")
-        client = Client(session, url, TARGET, "salt", {}, clock)
+        client = Client(session, url, TARGET, "0", "run", {}, clock)
         await client.run(requests(2))
     assert [one.late_s for one in client.traffic.sent] == [1.5, 2.0]
 
@@ -170,6 +171,52 @@ async def test_nobody_listens(unused_tcp_port: int) -> None:
     assert [one.error for one in sent] == ["connect"] * 3
 
 
+async def test_gaps_are_of_whole_streams() -> None:
+    """The stream has gaps, each chunk is read before the next is written, and no end."""
+    read = asyncio.Event()
+
+    def clock() -> float:
+        read.set()  # it looks at the clock when a chunk comes
+        return monotonic()
+
+    async def forget_the_end(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(3):
+            read.clear()
+            await response.write(b'data: {"choices":[{"text":"a"}]}\n\n')
+            await read.wait()
+        return response
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/{path:.*}", forget_the_end)])
+    async with TestServer(app) as server, connections(30.0) as session:
+        client = Client(
+            session, str(server.make_url("")).rstrip("/"), TARGET, "0", "run", {}, clock
+        )
+        await client.run(requests(1))
+    (sent,) = client.traffic.sent
+    assert sent.error == "broken stream"
+    assert sent.gaps_s is not None
+    assert not client.traffic.gaps_s
+
+
+@pytest.mark.parametrize("few", [256, 20_000, resource.RLIM_INFINITY])
+def test_connections_where_files_have_no_limit(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS has it: the hard limit is infinite, and asking for that many is an error."""
+    asked = []
+
+    def set_limit(_: int, limits: tuple[int, int]) -> None:
+        asked.append(limits[0])
+        if limits[0] == resource.RLIM_INFINITY:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr("resource.getrlimit", lambda _: (few, resource.RLIM_INFINITY))
+    monkeypatch.setattr("resource.setrlimit", set_limit)
+    allow_many_connections()
+    assert asked == {256: [10_240], 20_000: [20_000]}.get(few, [])
+
+
 @pytest.mark.process
 async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
     """Its requests fail meanwhile, the others do not, and the run goes on to its end."""
@@ -196,7 +243,7 @@ async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
             yield planned
 
     async with connections(60.0) as session:
-        client = Client(session, url, TARGET, "salt", {}, monotonic)
+        client = Client(session, url, TARGET, "0", "run", {}, monotonic)
         traffic = client.traffic
         replica = await start()
         running = asyncio.create_task(client.run(plan()))

@@ -5,9 +5,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from subprocess import PIPE, Popen
+from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
+from benchmarks import trace
 from benchmarks.load.__main__ import main
 
 TRACE = Path(__file__).parents[3] / "benchmarks" / "traces" / "azure-2023-conv.jsonl.gz"
@@ -28,6 +31,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str
     [
         ("--speed", ("0", "-1", "inf", "nan", "fast")),
         ("--duration", ("0", "nan")),
+        ("--from", ("-1", "inf", "nan")),
         ("--stream-share", ("-0.1", "1.1", "nan", "half")),
         ("--requests", ("0", "1.5")),
         ("--timeout", ("0", "inf")),
@@ -57,6 +61,9 @@ def test_a_time_in_which_nothing_arrives(
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 9000, "input_length": 5, "output_length": 3}\n')
     assert "first 2 s" in complaint(capsys, "--trace", trace, "--duration", "2")
+    line = complaint(capsys, "--trace", trace, "--from", "3", "--duration", "6")
+    assert "first 6 s from 3 s on" in line
+    assert "from 10 s on" in complaint(capsys, "--trace", trace, "--from", "10")
 
 
 def test_a_report_that_cannot_be_written(
@@ -108,6 +115,38 @@ def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str)
     assert [*result["summary"]["replicas"]] == [replica.removeprefix("http://")]
     assert 5 < sum(one["streamed"] for one in result["requests"]) < 35
     assert {one["endpoint"] for one in result["requests"]} == {"chat", "completions"}
+
+
+@pytest.mark.process
+def test_parts_follow_each_other_and_a_seed_sends_the_same_again(
+    tmp_path: Path, replica: str
+) -> None:
+    def sent(*options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        path = tmp_path / "load.json"
+        given = ["--url", replica, "--trace", str(TRACE), "--speed", "50", "--duration", "0.5"]
+        assert main([*given, *options, "--json", str(path)]) == 0
+        result = json.loads(path.read_text())
+        return result["run"], result["requests"]
+
+    _, first = sent()
+    about, second = sent("--from", "0.5")
+    assert about["from_s"] == 0.5
+    both = trace.read([TRACE], 50, len(first) + len(second))
+    times = [one["at_s"] for one in first] + [0.5 + one["at_s"] for one in second]
+    assert times == pytest.approx([one.at for one in both])
+    hits = cached_tokens(replica)
+    sent("--seed", "1")
+    assert cached_tokens(replica) == hits
+    sent("--seed", "1")
+    assert cached_tokens(replica) > hits
+
+
+def cached_tokens(replica: str) -> float:
+    """Prompt tokens that the replica found in its prefix cache, so far."""
+    with urlopen(f"{replica}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("vllm:prefix_cache_hits_total")]
+    return float(line.split()[-1])
 
 
 @pytest.mark.process
