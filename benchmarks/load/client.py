@@ -128,9 +128,7 @@ class Client:
         headers: dict[str, str],
         clock: Clock,
     ) -> None:
-        """Takes the ``salt`` of the prompts, the ``run`` that request ids name, and the headers that
-        every request has.
-        """
+        """Takes the prompts' ``salt``, the ``run`` in request ids, and every request's headers."""
         self.traffic = Traffic()
         self._session = session
         self._url = url
