@@ -23,13 +23,14 @@ from typing import Any
 
 from benchmarks import arguments, fleet, report
 from benchmarks.about import about
-from benchmarks.compare import envoy, figures, terminal
+from benchmarks.compare import envoy, terminal
 from benchmarks.compare.contenders import Contender
 from benchmarks.compare.fleets import Fleet, RealVllm, Simulated
 from benchmarks.compare.peers import PRODUCTS, Peer
 from benchmarks.compare.play import Traffic, play
 from benchmarks.compare.router import Router
 from benchmarks.real_vllm import vllm_servers
+from benchmarks.report import figures
 from extproc.demo.processes import ProcessError
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.route.policies import POLICIES
@@ -49,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ProcessError, OSError, ValueError) as error:
         print(f"compare: {error}\nlogs: {logs}", file=sys.stderr)
         return 2
-    ours, others = _sides(args.contenders)
-    print("\n" + terminal.result(runs, ours, others))
-    result = _result(args, origin, runs, ours, others)
+    result = _result(args, origin, runs)
+    print("\n" + terminal.result(result))
     if args.json:
         args.json.write_text(json.dumps(result) + "\n")
     if args.report:
@@ -138,22 +138,14 @@ def _usual(quick: bool) -> list[str]:
     return ["router:completion", "envoy:round_robin", "envoy:least_request", *peers]
 
 
-def _sides(names: Sequence[str]) -> tuple[str | None, list[str]]:
-    """This router's first contender, and all that are not this router's."""
-    ours = [name for name in names if name.startswith("router:")]
-    return (ours[0] if ours else None), [name for name in names if name not in ours]
-
-
 def _result(
     args: argparse.Namespace,
     origin: dict[str, Any],
     runs: list[dict[str, Any]],
-    ours: str | None,
-    others: Sequence[str],
 ) -> dict[str, Any]:
     """What --json writes."""
     servers = f"vLLM: {', '.join(map(str, args.vllm))}" if args.vllm else str(args.fleet)
-    return {
+    result = {
         "compare": {
             **origin,
             "fleet": servers,
@@ -163,12 +155,12 @@ def _result(
             "stream_share": args.stream_share,
             "seed": args.seed,
             "repeats": args.repeats,
-            "ours": [name for name in args.contenders if name not in others],
+            "ours": [name for name in args.contenders if name.startswith("router:")],
             "contenders": {name: contender(name).about for name in args.contenders},
         },
-        "figures": figures.to_json(runs, ours, others),
         "runs": runs,
     }
+    return result | {"figures": figures.to_json(result)}
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,12 +1,15 @@
 """The comparison for people."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.compare.figures import FIGURES, Ratio, Runs, Spread, names, ratios, table
+from benchmarks.report.figures import METRICS, Contender, Spread, contenders, spread
+from benchmarks.report.results import Results, read
+from benchmarks.report.sentences import comparison
 
-_NAME = 28
-_CELL = 21
+_NAME = 30
+_CELL = 22
+_SHOWN = [one for one in METRICS if one.headline]
 
 
 def progress_header() -> str:
@@ -35,45 +38,42 @@ def progress_line(run: Mapping[str, Any]) -> str:
     return "\n".join([cells, *wrong, *doubtful])
 
 
-def result(runs: Runs, ours: str | None, others: Sequence[str]) -> str:
-    """The table, and what it says of ours."""
-    return "\n".join(_lines(runs, ours, others))
+def result(of: Mapping[str, Any]) -> str:
+    """The table, and what it says of ours; ``of`` is what ``--json`` writes."""
+    known = read(of)
+    assert isinstance(known, Results)
+    return "\n".join(_lines(known, contenders(known)))
 
 
-def _lines(runs: Runs, ours: str | None, others: Sequence[str]) -> Iterator[str]:
-    repeats = 1 + max(run["run"]["repeat"] for run in runs)
-    yield f"Seconds; median of {repeats}, (least … most)" if repeats > 1 else "Seconds"
-    yield f"{'':{_NAME}}" + "".join(f"{one.name:>{_CELL}}" for one in FIGURES)
-    for name, row in table(runs).items():
-        yield f"{name:{_NAME}}" + "".join(f"{_spread(one):>{_CELL}}" for one in row.values())
-    if ours and others:
-        yield ""
-        for one in ratios(runs, ours, others):
-            yield _ratio(ours, one)
-    doubtful = sum(bool(run["validity"]["doubts"]) for run in runs)
-    wrong = sum(bool(run["complaints"]) for run in runs)
+def _lines(results: Results, every: list[Contender]) -> Iterator[str]:
+    turns = max(len(one.runs) for one in every)
+    yield f"Seconds; median of {turns} turns (least…most)" if turns > 1 else "Seconds"
+    yield f"{'':{_NAME}}" + "".join(f"{one.name:>{_CELL}}" for one in _SHOWN)
+    for one in every:
+        name = f"{one.name} !" if one.doubtful else one.name
+        cells = (f"{_spread(spread(one, metric)):>{_CELL}}" for metric in _SHOWN)
+        yield f"{name:{_NAME}}" + "".join(cells)
+    if any(one.doubtful for one in every):
+        yield "!: some turns are in doubt"
     yield ""
-    yield f"{len(runs)} runs of {len(names(runs))} contenders: " + (
-        f"{wrong} did not go as they should, in {doubtful} the machine did not keep up"
-        if wrong or doubtful
-        else "each did its own policy, no request failed, and the machine kept up"
-    )
+    yield from comparison(results, every)
+    yield ""
+    yield f"{len(results.runs)} turns of {len(every)} contenders: {_health(results)}"
 
 
-def _ratio(ours: str, one: Ratio) -> str:
-    spread = one.ratio
-    return (
-        f"{one.figure} of {ours} is {spread.median:.2f}× ({spread.least:.2f} … {spread.most:.2f}) "
-        f"that of the best other, {one.best}"
-    )
+def _health(results: Results) -> str:
+    wrong = sum(bool(run.complaints) for run in results.runs)
+    doubtful = sum(bool(run.validity.doubts) for run in results.runs)
+    if wrong or doubtful:
+        return f"{wrong} did not go as they should, in {doubtful} the machine did not keep up"
+    return "each did its own policy, no request failed, and the machine kept up"
 
 
 def _spread(one: Spread | None) -> str:
     if one is None:
         return "–"
-    if one.least == one.most:
-        return _short(one.median)
-    return f"{_short(one.median)} ({_short(one.least)}…{_short(one.most)})"
+    least, most = _short(one.least), _short(one.most)
+    return _short(one.median) + ("" if least == most else f" ({least}…{most})")
 
 
 def _of(part: Mapping[str, float] | None, statistic: str) -> str:

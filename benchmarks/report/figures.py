@@ -1,12 +1,17 @@
-"""The figures of the page: per contender over its repeats, and beside the best of the others."""
+"""The figures of a comparison: per contender over its turns, and beside the best of the others.
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+What the terminal prints, what the page shows and what the JSON sums up is computed here.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from benchmarks.report.results import Request, Results, Run
+from benchmarks.report.results import Request, Results, Run, read
 
 Of = Callable[[Run], float | None]
 
@@ -23,28 +28,39 @@ class Metric:
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over repeats."""
+    """A figure over turns."""
 
     median: float
-    low: float
-    high: float
-    repeats: int
-
-    def overlaps(self, other: "Spread") -> bool:
-        return self.low <= other.high and other.low <= self.high
+    least: float
+    most: float
+    turns: int
 
 
 @dataclass(frozen=True)
 class Beside:
-    """A contender's figure beside the best of others."""
+    """A contender's figure beside the best of the others, turn by turn.
 
-    name: str
-    """The best of the others."""
-    its: Spread
+    Of the turns in which neither is in doubt: what one turn measured is compared with what was
+    measured in the same one.
+    """
+
+    mine: Spread
+    best: Spread
+    """Of the best other of each turn."""
+    names: tuple[str, ...]
+    """Who that was, the most frequent first."""
     ratio: Spread
-    """Of repeats measured after each other: median, least and greatest of their ratios."""
-    overlap: bool
-    """The ranges of the two overlap, so that neither is shown to be better."""
+    less: int
+    """Turns in which the contender's figure is less."""
+    more: int
+
+    @property
+    def better(self) -> bool | None:
+        """In all turns, or worse in all of them; None where they differ, or there is but one."""
+        turns = self.ratio.turns
+        if turns < 2 or turns not in (self.less, self.more):
+            return None
+        return self.less == turns
 
 
 def ttft(one: Request) -> float | None:
@@ -108,15 +124,25 @@ class Contender:
         return self.counted - sum(len(run.answered) for run in self.runs)
 
     @cached_property
+    def doubtful(self) -> frozenset[int]:
+        """The turns that prove nothing."""
+        return frozenset(run.run.repeat for run in self.runs if run.in_doubt)
+
+    @cached_property
     def figures(self) -> dict[str, dict[int, float]]:
-        """Of each metric that can be had, its value by repeat."""
+        """Of each metric that can be had, its value by turn."""
         values = {
             metric.name: {run.run.repeat: metric.of(run) for run in self.runs} for metric in METRICS
         }
         return {
-            name: {repeat: value for repeat, value in by_repeat.items() if value is not None}
-            for name, by_repeat in values.items()
+            name: {turn: value for turn, value in by_turn.items() if value is not None}
+            for name, by_turn in values.items()
         }
+
+    def sound(self, metric: Metric) -> dict[int, float]:
+        """Its value by turn, without those that are in doubt."""
+        values = self.figures[metric.name]
+        return {turn: value for turn, value in values.items() if turn not in self.doubtful}
 
 
 def contenders(results: Results) -> list[Contender]:
@@ -128,34 +154,70 @@ def contenders(results: Results) -> list[Contender]:
 
 
 def spread(contender: Contender, metric: Metric) -> Spread | None:
-    """None where no repeat has the figure."""
-    return _spread(contender.figures[metric.name].values())
+    """Over all turns, in doubt or not; None where no turn has the figure."""
+    values = contender.figures[metric.name].values()
+    return _spread(values) if values else None
 
 
 def beside_best(contender: Contender, others: Iterable[Contender], metric: Metric) -> Beside | None:
-    """Beside that of the others with the lowest median; None where there is nothing to compare."""
-    mine = spread(contender, metric)
-    figures = [(other, spread(other, metric)) for other in others if other is not contender]
-    known = [(other, its) for other, its in figures if its is not None and its.low > 0]
-    if mine is None or not known:
+    """Beside the lowest of the others in the same turn; None where there is nothing to compare."""
+    own = contender.sound(metric)
+    theirs = [(one.name, one.sound(metric)) for one in others if one is not contender]
+    best = {turn: found for turn in own if (found := _least(theirs, turn))}
+    if not best:
         return None
-    best, its = min(known, key=lambda pair: pair[1].median)
-    own, theirs = contender.figures[metric.name], best.figures[metric.name]
-    paired = _spread(own[repeat] / theirs[repeat] for repeat in own if repeat in theirs)
-    ratio = paired or _spread([mine.median / its.median])
-    assert ratio is not None
-    return Beside(best.name, its, ratio, mine.overlaps(its))
+    ratios = [own[turn] / value for turn, (value, _) in best.items()]
+    return Beside(
+        mine=_spread([own[turn] for turn in best]),
+        best=_spread([value for value, _ in best.values()]),
+        names=tuple(name for name, _ in Counter(name for _, name in best.values()).most_common()),
+        ratio=_spread(ratios),
+        less=sum(ratio < 1 for ratio in ratios),
+        more=sum(ratio > 1 for ratio in ratios),
+    )
 
 
-def rivals(of: Sequence[Contender], ours: Sequence[str]) -> tuple[Contender, list[Contender]]:
-    """The contender that the page's sentences are about, and those it is measured against."""
-    subject = next((one for one in of if one.name in ours[:1]), of[0])
-    mine = {subject.name, *ours}
+def rivals(
+    of: Sequence[Contender], ours: Sequence[str]
+) -> tuple[Contender | None, list[Contender]]:
+    """The contender that sentences are about, None where it has no run, and those it is measured
+    against."""
+    subject = next((one for one in of if one.name in ours[:1]), None if ours else of[0])
+    mine = {subject and subject.name, *ours}
     return subject, [one for one in of if one.name not in mine and not one.reference]
 
 
-def _spread(values: Iterable[float]) -> Spread | None:
+def to_json(of: Mapping[str, Any]) -> dict[str, Any]:
+    """Every contender's figures, and the ratios of the one that matters; ``of`` is what ``--json``
+    writes.
+    """
+    results = read(of)
+    assert isinstance(results, Results)
+    every = contenders(results)
+    subject, others = rivals(every, results.ours)
+    beside = {one.name: subject and beside_best(subject, others, one) for one in METRICS}
+    return {
+        "contenders": {
+            one.name: {
+                "turns": len(one.runs),
+                "in_doubt": len(one.doubtful),
+                **{metric.name: _json(spread(one, metric)) for metric in METRICS},
+            }
+            for one in every
+        },
+        "beside_best": {name: _json(one) for name, one in beside.items()},
+    }
+
+
+def _least(of: Iterable[tuple[str, Mapping[int, float]]], turn: int) -> tuple[float, str] | None:
+    """The lowest value above 0 in a turn, and whose it is."""
+    return min(((at[turn], name) for name, at in of if at.get(turn, 0) > 0), default=None)
+
+
+def _spread(values: Iterable[float]) -> Spread:
     listed = list(values)
-    if not listed:
-        return None
     return Spread(float(np.median(listed)), min(listed), max(listed), len(listed))
+
+
+def _json(of: Spread | Beside | None) -> dict[str, Any] | None:
+    return asdict(of) if of else None

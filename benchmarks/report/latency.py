@@ -74,11 +74,11 @@ def _dots(axis: "Axes", contenders: Sequence[Contender], metric: Metric) -> None
         if its is None:
             continue
         colour = look[one.name].colour
-        axis.plot([its.low, its.high], [row, row], color=colour, lw=5, alpha=0.35)
+        axis.plot([its.least, its.most], [row, row], color=colour, lw=5, alpha=0.35)
         axis.plot(its.median, row, "o", color=colour, ms=6)
         axis.annotate(
             seconds(its.median),
-            (its.high, row),
+            (its.most, row),
             (7, 0),
             textcoords="offset points",
             va="center",

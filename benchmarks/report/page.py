@@ -63,7 +63,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], note: str) -> str:
 
 def cell(text: str, small: Iterable[str] = (), best: bool = False) -> str:
     """One figure, and smaller ones below it."""
-    below = "".join(f"<small>{escape(one)}</small>" for one in small)
+    below = "".join(f"<small>{escape(one)}</small>" for one in small if one)
     mark = ' class="best"' if best else ""
     return f"<td{mark}>{escape(text)}{below}</td>"
 

@@ -19,6 +19,8 @@ class Request(BaseModel):
 
     at_s: float
     """Planned arrival, from the start."""
+    streamed: bool | None = None
+    """None where nobody says."""
     late_s: float = 0.0
     """It was sent so much after that."""
     ttft_s: PositiveFloat | None = None
@@ -69,6 +71,13 @@ class Summary(BaseModel):
     warnings: list[str] = []
 
 
+class Validity(BaseModel):
+    """What the machine did in a run."""
+
+    doubts: list[str] = []
+    """Why figures are the machine's rather than the contender's."""
+
+
 class Run(BaseModel):
     """One contender, one repeat."""
 
@@ -77,6 +86,14 @@ class Run(BaseModel):
     load: list[dict[str, float | Busy]] = []
     """Samples of the replicas: ``{"at_s": 1.2, replica: {"running": 3, "waiting": 0}, …}``."""
     summary: Summary = Summary()
+    complaints: list[str] = []
+    """What did not go as it should; failed requests, too."""
+    validity: Validity = Validity()
+
+    @property
+    def in_doubt(self) -> bool:
+        """Nothing is to be concluded from it."""
+        return bool(self.complaints or self.validity.doubts)
 
     @property
     def counted(self) -> list[Request]:

@@ -1,11 +1,12 @@
 """What the page of ``load``, ``compare`` and ``simulate`` says."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from benchmarks.report import latency, load, prediction
 from benchmarks.report.figures import (
     METRICS,
+    Beside,
     Contender,
     Metric,
     beside_best,
@@ -16,9 +17,9 @@ from benchmarks.report.figures import (
 )
 from benchmarks.report.page import Content, Drawing, cell, table
 from benchmarks.report.results import Results
-from benchmarks.report.sentences import outcome
+from benchmarks.report.sentences import of_turns, outcome
 from benchmarks.report.style import looks
-from benchmarks.report.units import between, ratio, seconds
+from benchmarks.report.units import between, ratio, ratios, seconds
 
 _TERMS = (
     "TTFT is the time until the first token of an answer arrives, completion the time until its "
@@ -56,27 +57,30 @@ def _title(results: Results, every: Sequence[Contender]) -> str:
 def _table(results: Results, every: Sequence[Contender]) -> str:
     metrics = [one for one in METRICS if any(spread(each, one) for each in every)]
     rows = (
-        [_name(one, every), cell(f"{one.counted:,}"), cell(f"{one.failed:,}")]
-        + [_cell(one, every, metric) for metric in metrics]
+        [_name(one, every), *_counts(one), *(_cell(one, every, metric) for metric in metrics)]
         for one in every
     )
-    head = ["", "Requests", "Failed", *(one.name for one in metrics)]
+    head = ["", "Requests", "of them streamed", "Failed", *(one.name for one in metrics)]
     return table(head, rows, " ".join(_notes(results, every)))
 
 
 def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:
-    repeats = max(len(one.runs) for one in every)
-    if repeats > 1:
-        yield f"Median of {repeats} repeats, below it the least and the greatest."
+    turns = max(len(one.runs) for one in every)
+    if turns > 1:
+        yield "Requests are those of one turn, failed ones those of all."
+        yield f"Median of {turns} turns, below it the least and the greatest."
     if len(every) > 1:
-        yield "The figure with × compares with the best of the others: below 1 is better than all."
+        yield "The figure with × compares with the best other of the same turn: below 1 is better."
         yield (
-            "Shaded: it is, and the spreads do not overlap. ≈: they do, no difference is shown."
-            if repeats > 1
-            else "Shaded: it is. With one repeat, how much of that is chance is not known."
+            "Behind it its least and greatest. Shaded: better in all turns. ≈: turns do not agree, "
+            "no clear difference."
+            if turns > 1
+            else "One turn does not show how much of that is chance."
         )
+    if any(one.doubtful for one in every):
+        yield "Turns in doubt are in the figures, and compared with nothing."
     if len(results.ours) > 1:
-        yield "The rest, in the sentences above, are those that are not this router's own."
+        yield "The others, in the sentences above, are those that are not this router's own."
     for one in every:
         if one.reference:
             yield f"{one.name} cannot be had in production, and nobody is compared with it."
@@ -85,20 +89,48 @@ def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:
 def _name(one: Contender, every: Sequence[Contender]) -> str:
     colour = looks(every)[one.name].colour
     style = "" if colour == "black" else f' style="color:{colour}"'
-    return f'<td><i class="look"{style}></i>{escape(one.name)}</td>'
+    doubt = f"<small>in doubt: {of_turns(one)}</small>" if one.doubtful else ""
+    return f'<td><i class="look"{style}></i>{escape(one.name)}{doubt}</td>'
+
+
+def _counts(one: Contender) -> list[str]:
+    """Requests of a turn, those of them that were streamed, and those that failed in all turns."""
+    streamed = [
+        sum(each.streamed for each in run.counted if each.streamed is not None) for run in one.runs
+    ]
+    told = any(each.streamed is not None for run in one.runs for each in run.counted)
+    return [
+        cell(_count(len(run.counted) for run in one.runs)),
+        cell(_count(streamed) if told else "–"),
+        cell(f"{one.failed:,}"),
+    ]
+
+
+def _count(of: Iterable[int]) -> str:
+    """The same in all turns, or from the least to the greatest."""
+    counts = list(of)
+    least, most = min(counts), max(counts)
+    return f"{most:,}" if least == most else f"{least:,} – {most:,}"
 
 
 def _cell(one: Contender, every: Sequence[Contender], metric: Metric) -> str:
     its = spread(one, metric)
     if its is None:
         return cell("–")
-    small = [between(its.low, its.high)] if its.repeats > 1 else []
+    small = [between(its.least, its.most)]
     beside = beside_best(one, [other for other in every if not other.reference], metric)
     if beside is None:
         return cell(seconds(its.median), small)
-    small.append(f"{'≈ ' if beside.overlap else ''}{ratio(beside.ratio.median)}")
-    best = not beside.overlap and beside.ratio.median < 1 and not one.reference
+    small.append(_ratio(beside))
+    best = beside.better is True and not one.doubtful and not one.reference
     return cell(seconds(its.median), small, best)
+
+
+def _ratio(beside: Beside) -> str:
+    """Of the turns, and their least and greatest; ≈ where they do not agree."""
+    spread = ratios(beside.ratio.least, beside.ratio.most)
+    sign = "≈ " if beside.ratio.turns > 1 and beside.better is None else ""
+    return f"{sign}{ratio(beside.ratio.median)}" + (f" ({spread})" if spread else "")
 
 
 def _drawings(results: Results, every: Sequence[Contender]) -> Iterator[Drawing]:
@@ -109,7 +141,7 @@ def _drawings(results: Results, every: Sequence[Contender]) -> Iterator[Drawing]
             "figures",
             "At a glance",
             "Further left is better. Every panel has a logarithmic scale of its own."
-            + (" Dot: median of the repeats; bar: from the least to the greatest." * repeated),
+            + (" Dot: median of the turns; bar: from the least to the greatest." * repeated),
             latency.at_a_glance(every),
             unanswered,
         )
@@ -122,7 +154,7 @@ def _drawings(results: Results, every: Sequence[Contender]) -> Iterator[Drawing]
             heading,
             "How long requests take, from the fastest on the left to the slowest on the right. The "
             "tail is stretched: from p90 to p99 is as far as from p99 to p99.9. Lower is better."
-            + (" The band reaches from the fastest to the slowest repeat." * repeated),
+            + (" The band reaches from the fastest to the slowest turn." * repeated),
             latency.distribution(every, what, heading),
             unanswered if name == "completion" else "no answer has a time to its first token",
         )
@@ -131,7 +163,7 @@ def _drawings(results: Results, every: Sequence[Contender]) -> Iterator[Drawing]
         "Load of each replica over time",
         "One row for each replica; the brighter, the more requests are on it; empty: none. "
         "Replicas of equal speed should be equally bright, faster ones should hold more."
-        + (" The first repeat is drawn." * repeated),
+        + (" The first turn is drawn." * repeated),
         load.over_time(every, results.events),
         "no request says which replica served it",
     )

@@ -6,10 +6,15 @@ def seconds(value: float) -> str:
     return f"{_digits(1000 * value)} ms" if value < 0.9995 else f"{_digits(value)} s"
 
 
-def between(low: float, high: float) -> str:
-    """A range, with its unit once: ``6.15 – 7.02 s``."""
-    scale, unit = (1000, "ms") if high < 0.9995 else (1, "s")
-    return f"{_digits(scale * low)} – {_digits(scale * high)} {unit}"
+def between(least: float, most: float) -> str:
+    """A range, with its unit once: ``6.15 – 7.02 s``; nothing where it is none."""
+    scale, unit = (1000, "ms") if most < 0.9995 else (1, "s")
+    return _range(_digits(scale * least), _digits(scale * most), f" {unit}")
+
+
+def ratios(least: float, most: float) -> str:
+    """A range of ratios: ``0.45 – 0.52×``; nothing where it is none."""
+    return _range(ratio(least)[:-1], ratio(most)[:-1], "×")
 
 
 def tick(value: float) -> str:
@@ -20,6 +25,10 @@ def tick(value: float) -> str:
 def ratio(value: float) -> str:
     """``0.45×``."""
     return f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
+
+
+def _range(least: str, most: str, unit: str) -> str:
+    return "" if least == most else f"{least} – {most}{unit}"
 
 
 def _digits(value: float) -> str:

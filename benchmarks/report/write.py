@@ -12,6 +12,9 @@ from benchmarks.report.page import Content, html
 from benchmarks.report.results import Overhead, read
 from benchmarks.report.style import available, drawing, save, svg
 
+_PICTURES = ("figures", "completion", "ttft", "load", "prediction", "overhead")
+"""Those of an earlier run are not left beside a page that does not show them."""
+
 
 def writable(folder: Path) -> None:
     """To be called before minutes of measuring; makes the folder.
@@ -35,6 +38,8 @@ def write(results: Mapping[str, Any], folder: Path) -> Path:
     """
     writable(folder)
     known = read(results)
+    for name in _PICTURES:
+        (folder / f"{name}.png").unlink(missing_ok=True)
     with drawing():
         content = costs.content(known) if isinstance(known, Overhead) else runs.content(known)
         pictures = _pictures(content, folder)

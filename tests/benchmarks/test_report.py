@@ -35,6 +35,8 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.cells: list[list[str]] = []
         self.said: list[str] = []
+        self.shaded: set[str] = set()
+        """What the rows with shaded cells begin with."""
         self._open: list[str] = []
         self.text = ""
         self.feed(text)
@@ -46,6 +48,8 @@ class Page(HTMLParser):
             self.cells.append([])
         elif tag == "td":
             self.cells[-1].append("")
+            if ("class", "best") in attrs:
+                self.shaded.add(self.cells[-1][0])
         elif tag == "li":
             self.said.append("")
         if tag in ("td", "li", "style"):
@@ -70,7 +74,8 @@ class Page(HTMLParser):
 
 def request(number: int, completion: float, **more: Any) -> Json:
     fields = {"at_s": 0.1 * number, "ttft_s": completion / 10, "completion_s": completion}
-    return fields | {"replica": f"r-{number % 2}", "predicted_completion_s": completion} | more
+    fields |= {"replica": f"r-{number % 2}", "predicted_completion_s": completion}
+    return fields | {"streamed": number % 4 == 0} | more
 
 
 def run(name: str, scale: float, repeat: int = 0, requests: int = 200) -> Json:
@@ -120,36 +125,83 @@ def test_every_contender_has_a_row_with_the_figures_of_its_requests(
         runs = [one for one in results["runs"] if one["run"]["name"] == name]
         p99 = sorted(float(np.percentile(completions(one), 99)) for one in runs)
         mean = sorted(float(np.mean(completions(one))) for one in runs)
-        assert cells[1:3] == ["600", "0"]
-        assert cells[3].startswith(f"{seconds(p99[1])} {between(p99[0], p99[2])} ")
-        assert cells[6].startswith(f"{seconds(mean[1])} {between(mean[0], mean[2])} ")
-        assert cells[9].startswith(seconds(mean[1] / 10))  # TTFT is a tenth
-    assert page.row("ours")[3].endswith(" 0.50×")
-    assert page.row("theirs")[3].endswith(" 2.00×")
+        assert cells[1:4] == ["200", "50", "0"]
+        assert cells[4].startswith(f"{seconds(p99[1])} {between(p99[0], p99[2])} ")
+        assert cells[7].startswith(f"{seconds(mean[1])} {between(mean[0], mean[2])} ")
+        assert cells[10].startswith(seconds(mean[1] / 10))  # TTFT is a tenth
+    assert page.row("ours")[4].endswith(" 0.50×")
+    assert page.row("theirs")[4].endswith(" 2.00×")
+    assert page.shaded == {"ours"}
 
 
 def test_what_came_out_is_said_first(both: tuple[Json, Path]) -> None:
     said = Page((both[1] / "index.html").read_text()).said
     assert len(said) == 4
     assert said[0].startswith(
-        "Completion, p99: ours is 0.50× the best of the rest (0.50 – 0.50 over 3 repeats) – better."
+        "Completion, p99: ours is 0.50× the best other (theirs), better in all 3 turns. "
     )
-    assert said[0].endswith(" of theirs.")
 
 
 def test_a_loss_is_said_as_plainly() -> None:
     runs = [run(name, scale, n) for n in range(2) for name, scale in (("us", 3), ("them", 1))]
     page = told(compared(*runs))
-    assert "us is 3.00× the best of the rest" in page.said[0]
-    assert "– worse." in page.said[0]
+    assert "us is 3.00× the best other (them), worse in all 2 turns." in page.said[0]
+    assert page.shaded == {"them"}
 
 
-def test_spreads_that_overlap_show_no_difference() -> None:
+def test_turns_that_do_not_agree_show_no_difference() -> None:
     runs = [run("us", 1.0, 0), run("us", 1.2, 1), run("them", 1.1, 0), run("them", 1.1, 1)]
     page = told(compared(*runs))
-    assert "no difference shown" in page.said[0]
-    assert "≈" in page.row("us")[3]
-    assert "≈" in page.row("them")[3]
+    assert "better in 1 of 2 turns (0.91 – 1.09×): no clear difference" in page.said[0]
+    assert page.row("us")[4].endswith("≈ 1.00× (0.91 – 1.09×)")
+    assert "≈" in page.row("them")[4]
+    assert not page.shaded
+
+
+def test_the_table_has_the_spread_of_ratios() -> None:
+    runs = [run("us", 1, 0), run("them", 2, 0), run("us", 2, 1), run("them", 5, 1)]
+    page = told(compared(*runs))
+    assert page.row("us")[4].endswith(" 0.45× (0.40 – 0.50×)")
+    assert page.shaded == {"us"}
+
+
+def test_one_turn_is_not_shaded() -> None:
+    page = told(compared(run("us", 1), run("them", 2)))
+    assert "in one turn, which shows no spread" in page.said[0]
+    assert page.row("us")[4].endswith(" 0.50×")
+    assert not page.shaded
+
+
+@pytest.mark.parametrize("wrong", [{"complaints": ["3 failed"]}, {"validity": {"doubts": ["CPU"]}}])
+def test_a_turn_in_doubt_is_marked_and_shades_nothing(wrong: Json) -> None:
+    names = (("fast", 0.1), ("us", 1.0), ("them", 2.0))
+    runs = [run(name, scale, n) for n in range(3) for name, scale in names]
+    runs[0] |= wrong
+    page = told(compared(*runs, ours=["us"]))
+    assert page.row("fast in doubt: 1 of 3 turns")
+    assert page.shaded == set()
+    assert "better in 1 of 3 turns" in page.said[0]
+    assert "In doubt: fast in 1 of 3 turns. Comparisons leave these turns out." in page.said
+
+
+def test_requests_of_a_turn_are_not_those_of_all() -> None:
+    runs = [run("us", 1, 0, requests=100), run("us", 1, 1, requests=1200)]
+    assert told(compared(*runs)).row("us")[1:4] == ["100 – 1,200", "25 – 300", "0"]
+
+
+def test_known_lengths_are_a_warning() -> None:
+    runs = run("us", 1), run("them", 2)
+    for known in (True, False):
+        page = told(compared(*runs, known_lengths=known))
+        assert ("told how long their answers would be" in "".join(page.said)) is known
+
+
+def test_pictures_of_an_earlier_run_are_not_left(tmp_path: Path) -> None:
+    written(compared(run("us", 1), run("them", 2)), tmp_path)
+    mine = tmp_path / "mine.png"
+    mine.touch()
+    written({"run": {}, "requests": [{"at_s": 1.0, "completion_s": 2.0}]}, tmp_path)
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"completion", "mine"}
 
 
 def test_own_contenders_and_references_are_no_rivals() -> None:
@@ -157,15 +209,14 @@ def test_own_contenders_and_references_are_no_rivals() -> None:
     oracle["run"]["reference"] = True
     runs = [run("envoy", 4), run("ours b", 1), run("ours a", 2), oracle]
     page = told(compared(*runs, ours=["ours a", "ours b"]))
-    assert "ours a is 0.50× the best of the rest" in page.said[0]
-    assert page.said[0].endswith("of envoy.")
-    assert page.row("ours b")[3].endswith(" 0.50×")  # beside the best other, which is ours, too
+    assert "ours a is 0.50× the best other (envoy), in one turn" in page.said[0]
+    assert page.row("ours b")[4].endswith(" 0.50×")  # beside the best other, which is ours, too
 
 
 def test_repeats_are_compared_with_each_other() -> None:
     # The machine was twice as slow in the second repeat, for both.
     runs = [run("us", 1, 0), run("them", 2, 0), run("us", 2, 1), run("them", 4, 1)]
-    assert "(0.50 – 0.50 over 2 repeats)" in told(compared(*runs)).said[0]
+    assert "is 0.50× the best other (them), better in all 2 turns." in told(compared(*runs)).said[0]
 
 
 def test_the_page_fetches_nothing(both: tuple[Json, Path]) -> None:
@@ -230,8 +281,8 @@ def test_the_report_can_be_drawn_again_from_its_own_json(
 
 def test_one_run_alone_is_compared_with_nothing(tmp_path: Path) -> None:
     page = written(run("alone", 1) | {"summary": {"warnings": ["the client was busy"]}}, tmp_path)
-    assert page.said[0] == f"Completion, p99: {page.row('alone')[3]}."
-    assert "×" not in page.row("alone")[3]
+    assert page.said[0] == f"Completion, p99: {page.row('alone')[4]}."
+    assert "×" not in page.row("alone")[4]
     assert page.said[-1] == "Warning, alone: the client was busy"
     assert {path.stem for path in tmp_path.glob("*.png")} == PICTURES - {"figures"}
 
@@ -239,7 +290,7 @@ def test_one_run_alone_is_compared_with_nothing(tmp_path: Path) -> None:
 def test_requests_may_hold_their_arrival_and_completion_alone(tmp_path: Path) -> None:
     bare = [{"at_s": 1.0, "completion_s": 2.0}, {"at_s": 2.0, "completion_s": 4.0}]
     page = written({"run": {"name": "bare"}, "requests": bare}, tmp_path)
-    assert page.row("bare")[1] == "2"
+    assert page.row("bare")[1:3] == ["2", "–"]
     for missing in ("a time to its first token", "which replica served it", "no predictions"):
         assert re.search(rf"Not drawn: [^.]*{missing}", page.text)
     assert {path.stem for path in tmp_path.glob("*.png")} == {"completion"}
@@ -262,13 +313,13 @@ def test_one_of_two_contenders_failed_altogether(tmp_path: Path) -> None:
     for one in dead["requests"]:
         one |= {"error": "connect", "completion_s": None}
     page = written(compared(run("alive", 1), dead), tmp_path)
-    assert page.row("dead")[1:4] == ["3", "3", "–"]
+    assert page.row("dead")[1:5] == ["3", "1", "3", "–"]
     assert "Failed requests: dead 3 of 3." in page.said[-1]
 
 
 def test_a_run_without_requests(tmp_path: Path) -> None:
     page = written(compared(run("none", 1, requests=0)), tmp_path)
-    assert page.row("none")[1:3] == ["0", "0"]
+    assert page.row("none")[1:4] == ["0", "–", "0"]
 
 
 def test_what_failed_or_is_not_counted_is_in_no_latency() -> None:
@@ -278,7 +329,7 @@ def test_what_failed_or_is_not_counted_is_in_no_latency() -> None:
         request(2, 90.0, counted=False),
     ]
     page = told({"run": {"name": "one"}, "requests": requests})
-    assert page.row("one")[1:4] == ["2", "1", "1.00 s"]
+    assert page.row("one")[1:5] == ["2", "1", "1", "1.00 s"]
 
 
 def test_the_time_per_token_is_there_where_it_was_measured() -> None:
