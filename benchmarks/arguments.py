@@ -37,6 +37,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def counts(text: str) -> list[int]:
+    """Whole numbers of at least 1 with commas between."""
+    return [count(part) for part in text.split(",")]
+
+
+def number(text: str) -> int:
+    """A whole number of at least 0."""
+    require(text.isdecimal(), text, "a whole number of at least 0")
+    return int(text)
+
+
 def among(text: str, known: list[str]) -> list[str]:
     """Names with commas between, all of them known."""
     for part in text.split(","):

@@ -32,6 +32,7 @@ import aiohttp
 import numpy as np
 from pydantic import BaseModel, TypeAdapter
 
+from benchmarks import arguments
 from benchmarks.attached import Attached
 from extproc.address import split_address
 from extproc.demo.ports import pick_ports
@@ -390,11 +391,21 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("servers", nargs="*", type=_address, metavar="IP:PORT")
     parser.add_argument("--model", default=_SERVED_NAME, help="what the servers call it")
-    parser.add_argument("--serve", type=_paths, default=[], metavar="DIR,DIR", help="models")
-    parser.add_argument("--max-num-seqs", type=_numbers, default=[16, 8], metavar="N,N")
-    parser.add_argument("--requests", type=int, default=300)
-    parser.add_argument("--warm-up", type=int, default=60, help="requests sent before, not counted")
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second [1]")
+    parser.add_argument(
+        "--serve", type=arguments.paths, default=[], metavar="DIR,DIR", help="models"
+    )
+    parser.add_argument("--max-num-seqs", type=arguments.counts, default=[16, 8], metavar="N,N")
+    parser.add_argument("--requests", type=arguments.count, default=300, metavar="N")
+    parser.add_argument(
+        "--warm-up",
+        type=arguments.number,
+        default=60,
+        metavar="N",
+        help="requests sent before, not counted",
+    )
+    parser.add_argument(
+        "--rate", type=arguments.positive, default=1.0, metavar="X", help="requests a second [1]"
+    )
     parser.add_argument("--policy", type=_policies, default=["completion"], metavar="a,b,c")
     parser.add_argument("--profile", choices=PROFILES, default=DEFAULT_PROFILE, metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
@@ -418,25 +429,16 @@ def _address(text: str) -> str:
     return address
 
 
-def _paths(text: str) -> list[Path]:
-    return [Path(part) for part in text.split(",")]
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def _policies(text: str) -> list[str]:
-    for part in text.split(","):
-        if part not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(POLICIES)}")
-    return text.split(",")
+    return arguments.among(text, list(POLICIES))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     logs = Path(tempfile.mkdtemp(prefix="extproc-real-vllm-"))
     try:
+        if args.json:
+            args.json.open("a").close()  # now, not after minutes
         runs = asyncio.run(_run(args, logs))
     except (ProcessError, OSError) as error:
         print(f"real_vllm: {error}\nlogs: {logs}", file=sys.stderr)

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import arguments
 from benchmarks.fit import recording
 from benchmarks.fit.compare import Comparison, Figures
 from benchmarks.fit.fitted import Fitted, fit
@@ -71,12 +72,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     making = parser.add_argument_group("making a recording")
     making.add_argument("--serve", type=Path, metavar="MODEL_DIR", help="model to run vLLM with")
-    making.add_argument("--max-num-seqs", type=int, default=16, metavar="N")
+    making.add_argument("--max-num-seqs", type=arguments.count, default=16, metavar="N")
     making.add_argument("--trace", type=Path, default=_TRACE, metavar="FILE")
-    making.add_argument("--requests", type=int, default=300, help="of each run [300]")
+    making.add_argument(
+        "--requests", type=arguments.count, default=300, metavar="N", help="of each run [300]"
+    )
     making.add_argument(
         "--speed",
-        type=float,
+        type=arguments.positive,
         nargs="+",
         default=[0.325, 0.4, 0.526],
         metavar="X",
@@ -84,7 +87,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     making.add_argument(
         "--shrink",
-        type=int,
+        type=arguments.count,
         nargs=2,
         default=[6, 3],
         metavar=("P", "A"),
@@ -106,7 +109,10 @@ def _record(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
+        if args.json:
+            args.json.open("a").close()  # now, not after minutes
         if args.serve:
+            args.recording.open("a").close()
             _record(args)
         recorded = recording.read(args.recording)
     except (ProcessError, ScrapeError, RuntimeError, OSError, ValueError) as error:

@@ -51,6 +51,8 @@ class Plan:
         ]
         if len(slices[-1]) < self.requests:
             raise ValueError(f"{self.trace} has too few requests for {len(slices)} runs")
+        if any(part[0].at == part[-1].at for part in slices):
+            raise ValueError(f"{self.trace}: all requests of a run arrive at once; send more")
         return [[self._shrunk(one, part[0].at) for one in part] for part in slices]
 
     def _shrunk(self, request: TracedRequest, start: float) -> TracedRequest:

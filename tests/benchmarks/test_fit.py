@@ -70,6 +70,38 @@ def test_runs_are_consecutive_slices_of_the_trace() -> None:
     assert second[-1].at == pytest.approx((both[-1].at - both[50].at) / 2)
 
 
+def test_a_run_of_one_request_has_no_rate() -> None:
+    with pytest.raises(ValueError, match="arrive at once"):
+        Plan(TRACE, 1, [1.0], 6, 3).runs()
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--speed", ["0"]),
+        ("--speed", ["nan"]),
+        ("--requests", ["-1"]),
+        ("--shrink", ["0", "3"]),
+        ("--max-num-seqs", ["0"]),
+    ],
+)
+def test_a_value_that_makes_no_sense(
+    option: str, values: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([f"{option}={values[0]}"] if len(values) == 1 else [option, *values])
+    assert f"argument {option}: {values[0]!r} is not" in capsys.readouterr().err
+
+
+def test_a_recording_that_cannot_be_kept_is_said_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no vLLM either
+    path = tmp_path / "nowhere" / "made.json"
+    assert main(["--serve", str(tmp_path), "--recording", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
+
+
 def test_a_trace_that_ends_too_soon_is_refused() -> None:
     with pytest.raises(ValueError, match="too few requests"):
         Plan(TRACE, 10_000, [1.0, 1.0], 6, 3).runs()

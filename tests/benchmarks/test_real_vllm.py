@@ -136,6 +136,10 @@ def _prompt(sample: Sample, run: str) -> str:
         (["127.0.0.1"], "host:port"),
         (["127.0.0.1:1", "--policy", "completion,nonsense"], "'nonsense' is none of"),
         (["--serve", "x"], "--max-num-seqs"),
+        (["--serve", "x", "--max-num-seqs", "0"], "'0' is not a whole number of at least 1"),
+        (["127.0.0.1:1", "--rate", "0"], "'0' is not a finite number above 0"),
+        (["127.0.0.1:1", "--requests=-1"], "'-1' is not a whole number of at least 1"),
+        (["127.0.0.1:1", "--warm-up=-1"], "'-1' is not a whole number of at least 0"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -159,6 +163,14 @@ def test_without_vllm_the_error_is_one_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["--serve", "a,b"]) == 1
     assert capsys.readouterr().err.startswith("real_vllm: cannot start vllm-")
+
+
+def test_a_result_that_cannot_be_kept_is_said_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nowhere" / "result.json"
+    assert main(["127.0.0.1:1", "--json", str(path)]) == 1
+    assert str(path) in capsys.readouterr().err
 
 
 @pytest.mark.process

@@ -1,0 +1,26 @@
+import re
+from pathlib import Path
+from subprocess import check_call
+
+import pytest
+
+from benchmarks.about import about
+
+
+def test_a_result_says_what_it_was_made_with() -> None:
+    made = about("benchmarks.load", ["--url", "http://a b"])
+    assert made["command"] == "python -m benchmarks.load --url 'http://a b'"
+    assert {"python", "extproc", "grpcio", "numpy"} <= made["versions"].keys()
+
+
+def test_the_commit_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.about._ROOT", tmp_path)
+    assert about("benchmarks.load", [])["commit"] is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("as committed")
+    for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"]):
+        check_call([*git, *command])
+    commit = about("benchmarks.load", [])["commit"]
+    assert re.fullmatch("[0-9a-f]{7,}", commit)
+    (tmp_path / "file").write_text("changed")
+    assert about("benchmarks.load", [])["commit"] == f"{commit}-dirty"
