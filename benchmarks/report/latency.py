@@ -42,7 +42,7 @@ def at_a_glance(contenders: Sequence[Contender]) -> "Figure | None":
 def distribution(
     contenders: Sequence[Contender], what: Callable[[Request], float | None], name: str
 ) -> "Figure | None":
-    """Time by percentile, the tail stretched; a band from the least to the most over repeats."""
+    """Time by percentile, the tail stretched; a band from the least to the most over turns."""
     drawn = [one for one in contenders if any(measured(run, what) for run in one.runs)]
     if not drawn:
         return None
@@ -95,7 +95,7 @@ def _dots(axis: "Axes", contenders: Sequence[Contender], metric: Metric) -> None
 
 
 def _curves(one: Contender, what: Callable[[Request], float | None], nines: Floats) -> Floats:
-    """Of every repeat, the time that so large a part of the requests stay below."""
+    """Of every turn, the time that so large a part of the requests stay below."""
     timed = [values for run in one.runs if (values := measured(run, what))]
     return np.array([np.quantile(values, 1 - 10.0**-nines) for values in timed])
 

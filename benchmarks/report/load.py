@@ -25,7 +25,7 @@ _MOST_NAMED = 16
 
 
 def over_time(contenders: Sequence[Contender], events: Sequence[Event]) -> "Figure | None":
-    """Requests on each replica, a row each; the first repeat of each contender."""
+    """Requests on each replica, a row each; the first turn of each contender."""
     from matplotlib.ticker import LogLocator
 
     runs = [(one.name, min(one.runs, key=lambda run: run.run.repeat)) for one in contenders]
