@@ -195,7 +195,7 @@ def to_json(of: Mapping[str, Any]) -> dict[str, Any]:
     assert isinstance(results, Results)
     every = contenders(results)
     subject, others = rivals(every, results.ours)
-    beside = {one.name: subject and beside_best(subject, others, one) for one in METRICS}
+    beside = {one.name: beside_best(subject, others, one) if subject else None for one in METRICS}
     return {
         "contenders": {
             one.name: {

@@ -73,7 +73,7 @@ class Page(HTMLParser):
 
 
 def request(number: int, completion: float, **more: Any) -> Json:
-    fields = {"at_s": 0.1 * number, "ttft_s": completion / 10, "completion_s": completion}
+    fields: Json = {"at_s": 0.1 * number, "ttft_s": completion / 10, "completion_s": completion}
     fields |= {"replica": f"r-{number % 2}", "predicted_completion_s": completion}
     return fields | {"streamed": number % 4 == 0} | more
 
