@@ -72,7 +72,7 @@ def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:
     if len(every) > 1:
         yield "The figure with × compares with the best other of the same turn: below 1 is better."
         yield (
-            "Behind it its least and greatest. Shaded: better in all turns. ≈: turns do not agree, "
+            "Below it its least and greatest. Shaded: better in all turns. ≈: turns do not agree, "
             "no clear difference."
             if turns > 1
             else "One turn does not show how much of that is chance."
@@ -121,16 +121,16 @@ def _cell(one: Contender, every: Sequence[Contender], metric: Metric) -> str:
     beside = beside_best(one, [other for other in every if not other.reference], metric)
     if beside is None:
         return cell(seconds(its.median), small)
-    small.append(_ratio(beside))
+    small += _ratio(beside)
     best = beside.better is True and not one.doubtful and not one.reference
     return cell(seconds(its.median), small, best)
 
 
-def _ratio(beside: Beside) -> str:
-    """Of the turns, and their least and greatest; ≈ where they do not agree."""
-    spread = ratios(beside.ratio.least, beside.ratio.most)
+def _ratio(beside: Beside) -> tuple[str, str]:
+    """Of the turns, ≈ where they do not agree, and below it their least and greatest."""
     sign = "≈ " if beside.ratio.turns > 1 and beside.better is None else ""
-    return f"{sign}{ratio(beside.ratio.median)}" + (f" ({spread})" if spread else "")
+    of = beside.ratio
+    return f"{sign}{ratio(of.median)}", ratios(of.least, of.most)
 
 
 def _drawings(results: Results, every: Sequence[Contender]) -> Iterator[Drawing]:

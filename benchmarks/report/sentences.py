@@ -15,8 +15,8 @@ from benchmarks.report.results import Overhead, Results
 from benchmarks.report.units import ratio, ratios, seconds
 
 _TOLD = (
-    "Requests told how long their answers would be (max_tokens with ignore_eos), which callers "
-    "seldom do: whoever predicts from them predicts better than with yours."
+    "Warning: requests told how long their answers would be (max_tokens with ignore_eos), which "
+    "callers seldom do: whoever predicts from them predicts better than with yours."
 )
 
 
