@@ -1,13 +1,10 @@
 """What stands between clients and replicas."""
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-import aiohttp
 
 from benchmarks.compare.fleets import Fleet, Servers
 
@@ -55,18 +52,3 @@ class Contender(Protocol):
         Raises:
             ProcessError: it does not start, or does not get ready.
         """
-
-
-async def get_text(url: str) -> str:
-    """The page at a URL; empty where there is none yet."""
-    timeout = aiohttp.ClientTimeout(total=5.0)
-    try:
-        async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
-            return await response.text() if response.status == 200 else ""
-    except (aiohttp.ClientError, TimeoutError):
-        return ""
-
-
-async def get_json(url: str) -> Any:
-    """The JSON at a URL; None where there is none yet."""
-    return json.loads(await get_text(url) or "null")

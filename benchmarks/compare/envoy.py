@@ -1,6 +1,6 @@
 """Envoy alone, with a load balancing policy of its own."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,18 +8,25 @@ from typing import Any
 
 import yaml
 
-from benchmarks.compare.contenders import Prediction, Requests, get_text
+from benchmarks.compare.contenders import Prediction, Requests
 from benchmarks.compare.fleets import Fleet, Servers
+from benchmarks.compare.pages import get_text
+from extproc.demo.access_log import add_access_log
 from extproc.demo.envoy_config import render
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, answers, envoy_binary
 
+_LEAST_REQUEST = "least_request.v3.LeastRequest"
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",
-    "least_request": "least_request.v3.LeastRequest",
+    "least_request": _LEAST_REQUEST,
+    "least_request_weighted": _LEAST_REQUEST,
     "random": "random.v3.Random",
 }
 POLICIES = tuple(_TYPES)
+
+_FASTEST = 100
+"""Weight of the fastest replica."""
 
 _WORKERS = 2
 """As many as the demo's stack gives the Envoy beside a router."""
@@ -31,8 +38,11 @@ class EnvoyAlone:
 
     def __init__(self, policy: str) -> None:
         self.name = f"envoy:{policy}"
-        self.about = f"Envoy's own {policy.upper()}, no router"
+        name, weighted, _ = policy.partition("_weighted")
+        told = ", replicas weighted by their true speeds" if weighted else ""
+        self.about = f"Envoy's own {name.upper()}, no router{told}"
         self._policy = policy
+        self._weighted = bool(weighted)
 
     @asynccontextmanager
     async def running(
@@ -41,7 +51,8 @@ class EnvoyAlone:
         """Runs it; the seed is of no use to it."""
         ports = pick_ports({"envoy": 0, "admin": 0})
         config = directory / "envoy.yaml"
-        config.write_text(yaml.safe_dump(self._bootstrap(ports, servers), sort_keys=False))
+        bootstrap = self._bootstrap(ports, fleet, servers)
+        config.write_text(add_access_log(bootstrap, directory / "access.log"))
         options = ["--concurrency", str(_WORKERS), "--log-level", "warning"]
         argv: list[str | Path] = [envoy_binary(), "--config-path", config, *options]
         argv += ["--disable-hot-restart"]
@@ -51,7 +62,7 @@ class EnvoyAlone:
             even = self._policy == "round_robin"
             yield _Front(f"http://127.0.0.1:{ports['envoy']}", admin, len(servers), even)
 
-    def _bootstrap(self, ports: dict[str, int], servers: Servers) -> Any:
+    def _bootstrap(self, ports: Mapping[str, int], fleet: Fleet, servers: Servers) -> str:
         bootstrap = yaml.safe_load(
             render(
                 listen_port=ports["envoy"],
@@ -62,24 +73,50 @@ class EnvoyAlone:
         )
         resources = bootstrap["static_resources"]
         clusters = {one["name"]: one for one in resources["clusters"]}
-        clusters["replicas"]["load_balancing_policy"] = _balancing(self._policy)
-        resources["clusters"] = [clusters["replicas"]]
-        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-        filters = manager["http_filters"]
+        replicas = clusters["replicas"]
+        replicas["load_balancing_policy"] = _balancing(self._policy)
+        if self._weighted:
+            (group,) = replicas["load_assignment"]["endpoints"]
+            for member, weight in zip(
+                group["lb_endpoints"], _weights(fleet.speeds, servers), strict=True
+            ):
+                member["load_balancing_weight"] = weight
+        resources["clusters"] = [replicas]
+        filters = _manager(bootstrap)["http_filters"]
         filters[:] = [one for one in filters if one["name"] != "envoy.filters.http.ext_proc"]
-        # A real vLLM does not say who served; a simulated replica says the same.
-        manager["route_config"]["response_headers_to_add"] = [
-            {
-                "header": {"key": "x-served-by", "value": "%UPSTREAM_REMOTE_ADDRESS%"},
-                "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
-            }
-        ]
-        return bootstrap
+        return says_who(yaml.safe_dump(bootstrap, sort_keys=False))
+
+
+def says_who(bootstrap: str) -> str:
+    """The Envoy file, as YAML, that also puts who served a request into each response.
+
+    A real vLLM does not say; a simulated replica says the same.
+    """
+    config = yaml.safe_load(bootstrap)
+    _manager(config)["route_config"]["response_headers_to_add"] = [
+        {
+            "header": {"key": "x-served-by", "value": "%UPSTREAM_REMOTE_ADDRESS%"},
+            "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+        }
+    ]
+    return yaml.safe_dump(config, sort_keys=False)
+
+
+def _manager(bootstrap: Any) -> Any:
+    """What the file says of HTTP connections."""
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    return listener["filter_chains"][0]["filters"][0]["typed_config"]
+
+
+def _weights(speeds: Mapping[str, float], servers: Servers) -> list[int]:
+    """In the order of the servers, in proportion to their speeds."""
+    fastest = max(speeds.values())
+    return [max(round(_FASTEST * speeds[name] / fastest), 1) for name in servers]
 
 
 def _balancing(policy: str) -> dict[str, Any]:
     kind = f"type.googleapis.com/envoy.extensions.load_balancing_policies.{_TYPES[policy]}"
-    name = f"envoy.load_balancing_policies.{policy}"
+    name = f"envoy.load_balancing_policies.{_TYPES[policy].partition('.')[0]}"
     return {
         "policies": [{"typed_extension_config": {"name": name, "typed_config": {"@type": kind}}}]
     }
@@ -96,7 +133,8 @@ class _Front:
     async def complaints(self, requests: Requests) -> list[str]:
         found = await replica_trouble(self.admin, self.replicas)
         sent = await _sent(self.admin)
-        if self.even and max(sent) - min(sent) > _WORKERS:  # each has a round of its own
+        # Each worker has a round of its own.
+        if self.even and max(sent, default=0) - min(sent, default=0) > _WORKERS:
             found.append(f"round robin sent the replicas {sent} requests: not in turn")
         return found
 
@@ -107,6 +145,8 @@ class _Front:
 async def replica_trouble(admin: str, replicas: int) -> list[str]:
     """What an Envoy met on its way to the replicas that its policy did not ask for."""
     stats = await envoy_stats(admin)
+    if not stats:
+        return [f"Envoy does not say what it did: {admin}/stats does not answer"]
     found = []
     healthy = stats.get("cluster.replicas.membership_healthy", 0)
     if healthy != replicas:

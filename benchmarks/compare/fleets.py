@@ -9,15 +9,19 @@ from typing import Any, Protocol, Self
 
 import aiohttp
 
+from benchmarks.compare.pages import get_json, get_text
 from benchmarks.fleet import FleetFile
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, ProcessError, answers
 from extproc.poll.metrics_text import read_metrics
+from extproc.predict.step import StepModel
 from extproc.simulator.replica import DEFAULT_MODEL_LEN
 
 _READY_S = 30.0
 _IDLE_S = 60.0
 _CHECK_INTERVAL_S = 0.1
+_BATCH, _CONTEXT_TOKENS = 16, 1200
+"""Of the decode step by which replicas' speeds are told: sequences, and tokens of each."""
 
 Servers = Mapping[str, str]
 """Name → ``ip:port``."""
@@ -38,6 +42,10 @@ class Fleet(Protocol):
     def profiles(self) -> Mapping[str, str]:
         """Name → the hardware profile that a router is told it has."""
 
+    @property
+    def speeds(self) -> Mapping[str, float]:
+        """Name → decode steps a second, which whoever measured the replicas knows."""
+
     def fresh(self, directory: Path) -> AbstractAsyncContextManager[Servers]:
         """The replicas, running nothing and with empty prefix caches; logs go to ``directory``.
 
@@ -46,7 +54,10 @@ class Fleet(Protocol):
         """
 
     async def lateness(self, servers: Servers) -> dict[str, Any]:
-        """How late each replica's process delivered its steps; empty where none can tell."""
+        """How late each replica's process delivered its steps until now.
+
+        None for a replica that does not answer; empty where none can tell.
+        """
 
 
 class Simulated:
@@ -63,6 +74,7 @@ class Simulated:
         if file.events:
             raise ValueError("its events are played by benchmarks.simulate only: leave them out")
         self.profiles = {name: one.name for name, one in file.believed.items()}
+        self.speeds = {name: _speed(one.step) for name, one in file.members.items()}
         self._true = {name: one.name for name, one in file.members.items()}
         least = min(one.kv_tokens for one in file.members.values())
         self.context = min(least, DEFAULT_MODEL_LEN)
@@ -89,11 +101,10 @@ class Simulated:
             yield {name: f"127.0.0.1:{port}" for name, port in ports.items()}
 
     async def lateness(self, servers: Servers) -> dict[str, Any]:
-        async with aiohttp.ClientSession() as session:
-            return {
-                name: await _json(session, f"http://{address}/simulate/late")
-                for name, address in servers.items()
-            }
+        return {
+            name: await get_json(f"http://{address}/simulate/late")
+            for name, address in servers.items()
+        }
 
 
 class RealVllm:
@@ -107,48 +118,64 @@ class RealVllm:
         self.model = model
         self.context = context
         self.profiles = dict.fromkeys(servers, profile)
+        self.speeds = dict.fromkeys(servers, 1.0)
         self._servers = servers
 
     @classmethod
     async def of(cls, servers: Servers, profile: str) -> Self:
-        """Servers alike, which a router is told have this hardware profile."""
-        async with aiohttp.ClientSession() as session:
-            page = await _json(session, f"http://{next(iter(servers.values()))}/v1/models")
+        """Servers alike, which a router is told have this hardware profile.
+
+        Raises:
+            ProcessError: the first does not say what it serves.
+        """
+        url = f"http://{next(iter(servers.values()))}/v1/models"
+        if not (page := await get_json(url)):
+            raise ProcessError(f"{url} does not answer")
         (served,) = page["data"]
         return cls(servers, served["id"], served["max_model_len"], profile)
 
     @asynccontextmanager
     async def fresh(self, directory: Path) -> AsyncIterator[Servers]:
-        async with aiohttp.ClientSession() as session:
-            for name, address in self._servers.items():
-                await _empty(session, name, f"http://{address}")
+        for name, address in self._servers.items():
+            await _empty(name, f"http://{address}")
         yield self._servers
 
     async def lateness(self, servers: Servers) -> dict[str, Any]:
         return {}
 
 
-async def _empty(session: aiohttp.ClientSession, name: str, url: str) -> None:
+def _speed(step: StepModel) -> float:
+    return 1 / step.step_time(prefill=0, batch=_BATCH, kv=_BATCH * _CONTEXT_TOKENS)
+
+
+async def _empty(name: str, url: str) -> None:
     try:
         async with asyncio.timeout(_IDLE_S):
-            while await _busy(session, url):  # noqa: ASYNC110
+            while await _busy(name, url):  # noqa: ASYNC110
                 await asyncio.sleep(_CHECK_INTERVAL_S)
     except TimeoutError:
         raise ProcessError(f"{name} ({url}) still runs requests after {_IDLE_S:g} s") from None
-    async with session.post(f"{url}/reset_prefix_cache") as response:
-        if response.status != 200:
-            raise ProcessError(
-                f"{name} ({url}) does not empty its prefix cache: /reset_prefix_cache answered "
-                f"{response.status}; start it with VLLM_SERVER_DEV_MODE=1"
-            )
+    if (said := await _reset(url)) != "200":
+        raise ProcessError(
+            f"{name} ({url}) does not empty its prefix cache: /reset_prefix_cache answered "
+            f"{said}; start it with VLLM_SERVER_DEV_MODE=1"
+        )
 
 
-async def _busy(session: aiohttp.ClientSession, url: str) -> bool:
-    async with session.get(f"{url}/metrics") as response:
-        figures = read_metrics(await response.read())
+async def _reset(url: str) -> str:
+    """The status, or why there is none."""
+    try:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/reset_prefix_cache") as response,
+        ):
+            return str(response.status)
+    except aiohttp.ClientError as error:
+        return repr(error)
+
+
+async def _busy(name: str, url: str) -> bool:
+    if not (page := await get_text(f"{url}/metrics")):
+        raise ProcessError(f"{name} ({url}) does not answer: /metrics")
+    figures = read_metrics(page.encode())
     return figures.running + figures.waiting > 0
-
-
-async def _json(session: aiohttp.ClientSession, url: str) -> Any:
-    async with session.get(url) as response:
-        return await response.json()

@@ -12,8 +12,9 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.contenders import Prediction, Requests, get_json, get_text
+from benchmarks.compare.contenders import Prediction, Requests
 from benchmarks.compare.fleets import Fleet, Servers
+from benchmarks.compare.pages import get_json, get_text
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Check, Process
 
@@ -21,7 +22,6 @@ INSTALLED = Path(__file__).parents[2] / ".peers"
 """Where ``make peers`` puts them."""
 
 _READY_S = 60.0
-_POLICIES = ("round_robin", "random", "power_of_two", "cache_aware", "consistent_hash")
 
 _ALWAYS_ZERO = (
     *("retries_total", "retries_exhausted_total", "request_errors_total", "cb_state"),
@@ -38,12 +38,16 @@ class Product:
     """Of its package and of its command."""
     best: str
     """Its policy that looks at how busy replicas are."""
-    policies: tuple[str, ...]
     decisions: str
     """Its counter of decisions, by policy."""
     words: tuple[str, ...] = ()
     """Further words of its command line, before the options."""
     options: tuple[str, ...] = ()
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Those that are known to work here; it has more."""
+        return ("round_robin", self.best)
 
     @property
     def command(self) -> Path:
@@ -69,14 +73,12 @@ PRODUCTS = {
         Product(
             name="vllm-router",
             best="power_of_two",
-            policies=_POLICIES,
             decisions="vllm_router_policy_decisions_total",
             options=("--worker-startup-timeout-secs", "20", "--worker-startup-check-interval", "1"),
         ),
         Product(
             name="smg",
             best="least_load",
-            policies=(*_POLICIES, "least_load"),
             decisions="smg_worker_selection_total",
             words=("launch",),
             options=("--backend", "vllm", "--load-monitor-interval", "1"),
@@ -86,7 +88,6 @@ PRODUCTS = {
             # Not power_of_two: it asks replicas for /get_load, which vLLM does not have, takes each
             # for equally busy then, and so picks at random.
             best="cache_aware",
-            policies=("round_robin", "random", "cache_aware", "consistent_hash"),
             decisions="smg_worker_selection_total",
             words=("launch",),
         ),

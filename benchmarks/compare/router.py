@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.attached import Attached
-from benchmarks.compare.contenders import Prediction, Requests, get_json
-from benchmarks.compare.envoy import envoy_stats, replica_trouble
+from benchmarks.compare.contenders import Prediction, Requests
+from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
 from benchmarks.compare.fleets import Fleet, Servers
+from benchmarks.compare.pages import get_json
 from extproc.demo.stack import Stack
 
 _DECISIONS_KEPT = 25_000
@@ -27,13 +28,23 @@ class Router:
     async def running(
         self, fleet: Fleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator["_Front"]:
-        """Runs the whole system anew: it knows of the replicas what its configuration says."""
+        """Runs the whole system anew: it knows of the replicas what its configuration says.
+
+        That is a hardware profile of each, to start from, right or wrong: see ``Fleet.profiles``.
+        """
         settings: dict[str, dict[str, object]] = {
             "route": {"policy": self._policy, "seed": seed},
             "serve": {"decisions_kept": _DECISIONS_KEPT},
         }
-        async with Attached(directory, servers, fleet.profiles, settings) as stack:
+        async with _Behind(directory, servers, fleet.profiles, settings) as stack:
             yield _Front(stack.url, stack, self._policy)
+
+
+class _Behind(Attached):
+    """With the same Envoy as the contenders that are Envoy alone."""
+
+    def _bootstrap(self) -> str:
+        return says_who(super()._bootstrap())
 
 
 @dataclass(frozen=True, slots=True)

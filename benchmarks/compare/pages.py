@@ -1,0 +1,22 @@
+"""What processes say of themselves over HTTP."""
+
+import json
+from typing import Any
+
+import aiohttp
+
+_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+
+
+async def get_text(url: str) -> str:
+    """The page at a URL; empty where there is none."""
+    try:
+        async with aiohttp.ClientSession(timeout=_TIMEOUT) as session, session.get(url) as response:
+            return await response.text() if response.status == 200 else ""
+    except (aiohttp.ClientError, TimeoutError):
+        return ""
+
+
+async def get_json(url: str) -> Any:
+    """The JSON at a URL; None where there is none."""
+    return json.loads(await get_text(url) or "null")
