@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -10,35 +10,40 @@ from typing import Any
 
 from benchmarks.compare.contenders import Contender, Prediction
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.compare.validity import validity, watching
+from benchmarks.compare.validity import between, load_since, validity, watching
 from extproc.clock import wall
 from extproc.demo.processes import Process, ProcessError
 
 _SOME_FAILED = 1
 """Exit status of the load client."""
+_TIMEOUT_S = 60.0
+"""For an answer: beyond it a request has failed, and a contender with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What is sent to every contender."""
+    """What is sent to every contender: each repeat the next part of the trace, in other words."""
 
     traces: tuple[Path, ...]
     speed: float
+    from_s: float
+    """Into the trace, at this speed: where the part of the first repeat begins."""
     duration_s: float
     stream_share: float
     seed: int
     known_lengths: bool = False
     """For servers that end answers where they like."""
 
-    @property
-    def arguments(self) -> list[str]:
+    def arguments(self, repeat: int) -> list[str]:
         """The load client's."""
         options = {
             "trace": ",".join(map(str, self.traces)),
             "speed": self.speed,
+            "from": self.from_s + repeat * self.duration_s,
             "duration": self.duration_s,
             "stream-share": self.stream_share,
-            "seed": self.seed,
+            "seed": self.seed + repeat,
+            "timeout": _TIMEOUT_S,
         }
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         return [*words, "--known-lengths"] if self.known_lengths else words
@@ -55,19 +60,19 @@ async def play(
     directory.mkdir(parents=True)  # noqa: ASYNC240
     async with (
         fleet.fresh(directory) as servers,
-        contender.running(fleet, servers, directory, traffic.seed) as front,
+        contender.running(fleet, servers, directory, traffic.seed + repeat) as front,
     ):
-        async with watching(servers, wall) as watched:
-            result = await _load(front.url, fleet, traffic, directory)
-        complaints = await front.complaints(result["requests"])
+        async with watching(fleet, servers, wall) as looks:
+            result = await _load(front.url, fleet, traffic.arguments(repeat), directory)
+        complaints = [*work(result["requests"]), *await front.complaints(result["requests"])]
         predictions = await front.predictions()
-        late = await fleet.lateness(servers)
     names = {address: name for name, address in servers.items()}
     requests = [_seen(one, predictions.get(one["request_id"]), names) for one in result["requests"]]
     summary = result["summary"]
     summary["replicas"] = {names.get(k, k): v for k, v in summary["replicas"].items()}
-    machine = validity(watched, summary["late_s"]["p99"], late)
-    complaints = [*_work(summary), *complaints]
+    start_s = datetime.fromisoformat(result["run"]["started"]).timestamp()
+    arriving = between(looks, start_s, start_s + max(one["at_s"] for one in requests))
+    machine = validity(arriving, summary["late_s"]["p99"])
     summary["warnings"] += [*complaints, *(f"the machine: {one}" for one in machine.doubts)]
     return {
         "run": result["run"] | {"name": contender.name, "repeat": repeat},
@@ -75,16 +80,18 @@ async def play(
         "complaints": complaints,
         "summary": summary,
         "requests": requests,
-        "load": watched.load_since(datetime.fromisoformat(result["run"]["started"]).timestamp()),
-        "late": late,
+        "load": load_since(looks, start_s),
+        "late": arriving[-1].late,
     }
 
 
-async def _load(url: str, fleet: Fleet, traffic: Traffic, directory: Path) -> dict[str, Any]:
+async def _load(
+    url: str, fleet: Fleet, arguments: Sequence[str], directory: Path
+) -> dict[str, Any]:
     answer = directory / "load.json"
     log = directory / "load.log"
     argv = [sys.executable, "-m", "benchmarks.load", "--url", url, "--model", fleet.model]
-    argv += ["--context", str(fleet.context), *traffic.arguments, "--json", str(answer)]
+    argv += ["--context", str(fleet.context), *arguments, "--json", str(answer)]
     async with await Process.start("load", argv, log=log) as process:
         if await process.wait() not in (0, _SOME_FAILED):
             raise ProcessError(f"the load client did not begin:\n{process.last_lines()}")
@@ -102,12 +109,16 @@ def _seen(request: dict[str, Any], prediction: Prediction | None, names: Servers
     return request | {"replica": names.get(replica, replica)}
 
 
-def _work(summary: Mapping[str, Any]) -> list[str]:
-    """Whether all of the work was done, and no other."""
+def work(requests: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether all of the work was done, and no other; complaints where it was not."""
+    answered = [one for one in requests if one["error"] is None]
+    other = sum(one["output_tokens"] != one["planned_output_tokens"] for one in answered)
     found = []
-    if summary["failed"]:
-        found.append(f"{summary['failed']} of {summary['requests']} requests failed")
-    planned, counted = (summary["output_tokens"][key] for key in ("planned", "counted"))
-    if not summary["failed"] and planned != counted:
-        found.append(f"replicas generated {counted} tokens, but {planned} were asked for")
+    if failed := len(requests) - len(answered):
+        found.append(f"{failed} of {len(requests)} requests failed")
+    if other:
+        found.append(
+            f"{other} of {len(requests)} requests got another number of tokens than asked for, "
+            "or were not told how many"
+        )
     return found

@@ -1,32 +1,34 @@
-"""Whether the machine kept up: otherwise it is the machine that was measured."""
+"""Whether the machine kept up while requests arrived: otherwise the machine was measured.
+
+The time in which only the last answers are waited for is left out: it would make shares small.
+"""
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
-from benchmarks.compare.fleets import Servers
+from benchmarks.compare.fleets import Fleet, Servers
+from benchmarks.compare.pages import get_text
+from benchmarks.load.summary import LATE_S
 from extproc.clock import Clock
 from extproc.poll.metrics_text import read_metrics
 
 _INTERVAL_S = 1.0
 
 MOST_BUSY = 0.85
-"""Share of all cores over a run."""
-MOST_LATE_CLIENT_S = 0.05
-"""p99 of the delay with which requests left."""
-MOST_LATE_REPLICAS_S = 0.05
-"""p99 of the delay with which simulated steps were delivered, on the worst replica."""
+"""Share of all cores."""
+MOST_FOREIGN = 0.1
+"""Share of all cores that something else on the machine had."""
 
 
 @dataclass(frozen=True, slots=True)
 class Validity:
-    """What the machine did in a run; seconds, and shares of all its cores."""
+    """What the machine did while requests arrived; seconds, and shares of all its cores."""
 
     cpu_share: float
     cpu_own_share: float
@@ -38,6 +40,8 @@ class Validity:
     replicas_late_p99_s: float
     replicas_lost_s: float
     """Time that simulated engines did not catch up on, over all replicas."""
+    silent: tuple[str, ...] = ()
+    """Replicas that did not say how late they were."""
 
     @property
     def doubts(self) -> list[str]:
@@ -45,12 +49,16 @@ class Validity:
         found = []
         if self.cpu_share > MOST_BUSY:
             found.append(f"CPU {self.cpu_share:.0%} busy")
-        if self.client_late_p99_s > MOST_LATE_CLIENT_S:
+        if (foreign := self.cpu_share - self.cpu_own_share) > MOST_FOREIGN:
+            found.append(f"something else used {foreign:.0%} of the CPU")
+        if self.client_late_p99_s > LATE_S:
             found.append(f"the client's p99 was {1e3 * self.client_late_p99_s:.0f} ms late")
-        if self.replicas_late_p99_s > MOST_LATE_REPLICAS_S:
+        if self.replicas_late_p99_s > LATE_S:
             found.append(f"steps' p99 was {1e3 * self.replicas_late_p99_s:.0f} ms late")
         if self.replicas_lost_s:
             found.append(f"replicas lost {self.replicas_lost_s:.1f} s")
+        if self.silent:
+            found.append(f"{', '.join(self.silent)} did not say how late steps were")
         return found
 
     def to_json(self) -> dict[str, Any]:
@@ -58,77 +66,84 @@ class Validity:
         return {**asdict(self), "doubts": self.doubts}
 
 
-def validity(watched: "Watched", client_late_p99_s: float, late: Mapping[str, Any]) -> Validity:
-    """Of what was seen of the machine, the client, and what replicas say of themselves."""
-    steps = [one["late_s"] for one in late.values()]
-    total = max(watched.cpu.total, 1)
+def validity(looks: "Looks", client_late_p99_s: float) -> Validity:
+    """Of what was seen of the machine and its replicas, and how late the client sent."""
+    late = looks[-1].late if looks else {}
+    told = {name: one for name, one in late.items() if one}
+    steps = [one["late_s"] for one in told.values()]
+    seconds = [after.cpu - before.cpu for before, after in pairwise(looks)]
+    whole = Ticks.total_of(seconds)
     return Validity(
-        cpu_share=watched.cpu.busy / total,
-        cpu_own_share=watched.cpu.own / total,
-        cpu_busiest_second=watched.busiest_second,
+        cpu_share=whole.share(whole.busy),
+        cpu_own_share=whole.share(whole.own),
+        cpu_busiest_second=max((one.share(one.busy) for one in seconds), default=0.0),
         client_late_p99_s=client_late_p99_s,
         replicas_late_mean_s=max((one["mean"] for one in steps), default=0.0),
         replicas_late_p99_s=max((one["p99"] for one in steps), default=0.0),
-        replicas_lost_s=sum(one["lost_s"] for one in late.values()),
+        replicas_lost_s=sum(one["lost_s"] for one in told.values()),
+        silent=tuple(name for name in late if name not in told),
     )
 
 
-@dataclass(slots=True)
-class Watched:
-    """What was seen while it was watched."""
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was seen at a moment."""
 
+    at_s: float
+    """By the clock."""
     cpu: "Ticks"
-    busiest_second: float = 0.0
-    load: list[dict[str, Any]] = field(default_factory=list)
-    """``at_s``, by the clock, and ``running`` and ``waiting`` by replica."""
+    load: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """``running`` and ``waiting`` by replica."""
+    late: Mapping[str, Any] = field(default_factory=dict)
+    """How late steps were until then, by replica; None for one that does not answer."""
 
-    def load_since(self, start_s: float) -> list[dict[str, Any]]:
-        """The load from then on, in seconds since."""
-        return [
-            one | {"at_s": one["at_s"] - start_s} for one in self.load if one["at_s"] >= start_s
-        ]
+
+Looks = Sequence[Look]
+"""In order."""
+
+
+def between(looks: Looks, start_s: float, end_s: float) -> list[Look]:
+    """From the last look before the start to the first after the end."""
+    before = sum(one.at_s <= start_s for one in looks)
+    until = sum(one.at_s < end_s for one in looks)
+    return list(looks[max(before - 1, 0) : until + 1])
+
+
+def load_since(looks: Looks, start_s: float) -> list[dict[str, Any]]:
+    """The load from then on, in seconds since."""
+    return [{"at_s": one.at_s - start_s, **one.load} for one in looks if one.at_s >= start_s]
 
 
 @asynccontextmanager
-async def watching(servers: Servers, clock: Clock) -> AsyncIterator[Watched]:
-    """Looks at CPU and replicas every second until the block ends."""
-    began = ticks()
-    watched = Watched(began - began)
-    task = asyncio.create_task(_watch(watched, servers, clock))
+async def watching(fleet: Fleet, servers: Servers, clock: Clock) -> AsyncIterator[list[Look]]:
+    """Looks at CPU and replicas every second until the block ends, and once more then."""
+    looks: list[Look] = []
+    task = asyncio.create_task(_watch(looks, fleet, servers, clock))
     try:
-        yield watched
+        yield looks
     finally:
         task.cancel()
         await asyncio.wait([task])
-        watched.cpu = ticks() - began
-        async with aiohttp.ClientSession() as session:
-            watched.load.append(await _look(session, servers, clock))
+    looks.append(await _look(fleet, servers, clock))
 
 
-async def _watch(watched: Watched, servers: Servers, clock: Clock) -> None:
-    last = ticks()
-    async with aiohttp.ClientSession() as session:
-        while True:
-            await asyncio.sleep(_INTERVAL_S)
-            watched.load.append(await _look(session, servers, clock))
-            now = ticks()
-            second = now - last
-            watched.busiest_second = max(watched.busiest_second, second.busy / max(second.total, 1))
-            last = now
+async def _watch(looks: list[Look], fleet: Fleet, servers: Servers, clock: Clock) -> None:
+    while True:
+        looks.append(await _look(fleet, servers, clock))
+        await asyncio.sleep(_INTERVAL_S)
 
 
-async def _look(session: aiohttp.ClientSession, servers: Servers, clock: Clock) -> dict[str, Any]:
-    at_s = clock()
-    pages = [await _page(session, address) for address in servers.values()]
-    loads = dict(zip(servers, pages, strict=True))
-    return {"at_s": at_s} | {name: load for name, load in loads.items() if load}
+async def _look(fleet: Fleet, servers: Servers, clock: Clock) -> Look:
+    at_s, cpu = clock(), ticks()
+    pages = {name: await _load(address) for name, address in servers.items()}
+    load = {name: page for name, page in pages.items() if page}
+    return Look(at_s, cpu, load, await fleet.lateness(servers))
 
 
-async def _page(session: aiohttp.ClientSession, address: str) -> dict[str, int] | None:
+async def _load(address: str) -> dict[str, int] | None:
     try:
-        async with session.get(f"http://{address}/metrics") as response:
-            figures = read_metrics(await response.read())
-    except (aiohttp.ClientError, TimeoutError, ValueError):
+        figures = read_metrics((await get_text(f"http://{address}/metrics")).encode())
+    except ValueError:
         return None
     return {"running": figures.running, "waiting": figures.waiting}
 
@@ -140,10 +155,24 @@ class Ticks:
     total: int
     busy: int
     own: int
-    """Of this process and its children, those that have ended too."""
+    """Of this process and those it started, and that these started, ended ones too."""
 
     def __sub__(self, other: "Ticks") -> "Ticks":
         return Ticks(self.total - other.total, self.busy - other.busy, self.own - other.own)
+
+    @classmethod
+    def total_of(cls, several: Iterable["Ticks"]) -> "Ticks":
+        """Their sum."""
+        several = list(several)
+        return cls(
+            sum(one.total for one in several),
+            sum(one.busy for one in several),
+            sum(one.own for one in several),
+        )
+
+    def share(self, part: int) -> float:
+        """Of all cores' time."""
+        return part / max(self.total, 1)
 
 
 def ticks(proc: Path = Path("/proc")) -> Ticks:
@@ -154,14 +183,27 @@ def ticks(proc: Path = Path("/proc")) -> Ticks:
         return Ticks(0, 0, 0)
     counts = [int(word) for word in first.split()[1:9]]  # guests' are in user's already
     idle = counts[3] + counts[4]
-    return Ticks(sum(counts), sum(counts) - idle, sum(_own(proc)))
+    return Ticks(sum(counts), sum(counts) - idle, _own(proc))
 
 
-def _own(proc: Path) -> Iterator[int]:
+def _own(proc: Path) -> int:
+    parents, used = {}, {}
+    for pid, fields in _processes(proc):
+        parents[pid] = int(fields[1])
+        used[pid] = sum(map(int, fields[11:15]))  # its own, and that of its children that ended
+    return sum(spent for pid, spent in used.items() if os.getpid() in _line(pid, parents))
+
+
+def _line(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
+    """The process, its parent, and so on."""
+    while pid:
+        yield pid
+        pid = parents.get(pid, 0)
+
+
+def _processes(proc: Path) -> Iterator[tuple[int, list[str]]]:
     for stat in proc.glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            yield int(stat.parent.name), stat.read_text().rpartition(")")[2].split()
         except OSError:  # it has ended
             continue
-        if os.getpid() in (int(stat.parent.name), int(fields[1])):
-            yield sum(map(int, fields[11:15]))
