@@ -1,13 +1,13 @@
 """This router beside what people use today: the same trace, one contender after the other.
 
     python -m benchmarks.compare --fleet benchmarks/fleets/live-mixed.yaml \\
-        --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 6 --duration 16
+        --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 16
 
 Everything is real but the GPUs: Envoy, Redis, router, the peers that `make peers` installed, and
 simulated replicas as processes; or with --vllm real vLLM servers, which it starts on CPU cores.
-Each contender begins with fresh replicas, and a router with nothing learned. The exit status is 0
-when every contender did its own policy and answered every request, 1 when one did not, 2 when the
-comparison could not be made.
+Each contender begins with fresh replicas, and a router with the hardware profiles of the fleet file
+(``believed``, right or wrong) and nothing else. The exit status is 0 when every contender did its
+own policy and answered every request, 1 when one did not, 2 when the comparison could not be made.
 """
 
 import argparse
@@ -18,15 +18,18 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from benchmarks import arguments, fleet, report
 from benchmarks.about import about
 from benchmarks.compare import envoy, terminal
 from benchmarks.compare.contenders import Contender
 from benchmarks.compare.fleets import Fleet, RealVllm, Simulated
-from benchmarks.compare.peers import PRODUCTS, Peer
+from benchmarks.compare.peers import PRODUCTS, Peer, Product
 from benchmarks.compare.play import Traffic, play
 from benchmarks.compare.router import Router
 from benchmarks.real_vllm import vllm_servers
@@ -36,47 +39,78 @@ from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.route.policies import POLICIES
 
 _HERE = Path(__file__).parents[1]
-_DURATION_S, _REPEATS = 16.0, 3
-_QUICK_DURATION_S = 8.0
+_SPEED = 4.0
+_FROM_S = 120.0
+"""Of the trace's own time: in its first two minutes the Azure conversation trace speeds up."""
+_DURATION_S, _REPEATS = 16.0, 2
+_QUICK_DURATION_S = 6.0
+_INTERRUPTED = 130
+"""128 + SIGINT, as shells count."""
+
+
+@dataclass(slots=True)
+class _Turns:
+    """Those that were made, and those that could not be: nothing finished is lost."""
+
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    not_run: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """What the exit status says of them."""
+        return int(bool(self.not_run) or any(run["complaints"] for run in self.runs))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     logs = Path(tempfile.mkdtemp(prefix="extproc-compare-"))
+    turns = _Turns()
+    origin = about("benchmarks.compare", sys.argv[1:] if argv is None else argv)
     try:
+        contenders = _contenders(args)
         _outputs(args)
-        origin = about("benchmarks.compare", sys.argv[1:] if argv is None else argv)
-        runs = asyncio.run(_compare(args, logs))
+        asyncio.run(_compare(args, contenders, turns, logs))
+        status = turns.status
     except (ProcessError, OSError, ValueError) as error:
-        print(f"compare: {error}\nlogs: {logs}", file=sys.stderr)
-        return 2
-    result = _result(args, origin, runs)
-    print("\n" + terminal.result(result))
-    if args.json:
-        args.json.write_text(json.dumps(result) + "\n")
-    if args.report:
-        print(report.write(result, args.report))
-    if any(run["complaints"] for run in runs):
+        print(f"compare: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("\ncompare: interrupted", file=sys.stderr)
+        status = _INTERRUPTED
+    if turns.runs:
+        _tell(args, _result(args, origin, turns))
+    if status:
         print(f"logs: {logs}", file=sys.stderr)
-        return 1
-    shutil.rmtree(logs, ignore_errors=True)
-    return 0
+    else:
+        shutil.rmtree(logs, ignore_errors=True)
+    return status if turns.runs else max(status, 2)
 
 
 def _outputs(args: argparse.Namespace) -> None:
     """Raises OSError or ValueError now, not after minutes, where a result could not be written."""
     if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.open("a").close()
     if args.report:
         report.writable(args.report)
 
 
-async def _compare(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]:
+def _tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    print("\n" + terminal.result(result))
+    if args.json:
+        args.json.write_text(json.dumps(result) + "\n")
+    if args.report:
+        print(report.write(result, args.report))
+
+
+async def _compare(
+    args: argparse.Namespace, contenders: Sequence[Contender], turns: _Turns, logs: Path
+) -> None:
     """Every contender once, then again: what changes on the machine meets all of them."""
-    contenders = [contender(name) for name in args.contenders]
     traffic = Traffic(
         tuple(args.trace),
         args.speed,
+        args.start,
         args.duration,
         args.stream_share,
         args.seed,
@@ -85,14 +119,23 @@ async def _compare(args: argparse.Namespace, logs: Path) -> list[dict[str, Any]]
     for one in contenders:
         print(f"{one.name:28}{one.about}")
     print("\n" + terminal.progress_header(), flush=True)
-    runs = []
     async with _fleet(args, logs) as replicas:
         for repeat in range(args.repeats):
-            for one in contenders:
+            for one in _rotated(contenders, repeat):
                 directory = logs / f"{repeat}-{one.name.replace(':', '-')}"
-                runs.append(await play(one, replicas, traffic, repeat, directory))
-                print(terminal.progress_line(runs[-1]), flush=True)
-    return runs
+                try:
+                    turns.runs.append(await play(one, replicas, traffic, repeat, directory))
+                    print(terminal.progress_line(turns.runs[-1]), flush=True)
+                except (ProcessError, aiohttp.ClientError, OSError, ValueError) as error:
+                    missed = {"name": one.name, "repeat": repeat, "why": str(error)}
+                    turns.not_run.append(missed)
+                    print(f"{repeat + 1} {one.name:26}  wrong: not run: {error}", flush=True)
+
+
+def _rotated(contenders: Sequence[Contender], repeat: int) -> list[Contender]:
+    """Another one begins each repeat: none is always the first on a machine, nor the last."""
+    first = repeat % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
 
 
 @asynccontextmanager
@@ -130,35 +173,58 @@ def _among(kind: str, policy: str, known: Sequence[str]) -> str:
     return policy
 
 
-def _usual(quick: bool) -> list[str]:
-    """This router, Envoy without it, and unless it must be quick every peer that is installed."""
-    peers = (
-        [] if quick else [f"{one.name}:{one.best}" for one in PRODUCTS.values() if one.installed]
-    )
-    return ["router:completion", "envoy:round_robin", "envoy:least_request", *peers]
+def _contenders(args: argparse.Namespace) -> list[Contender]:
+    """Those that were asked for; else this router, Envoy alone, and the peers that are installed.
+
+    Raises:
+        OSError: the fleet's file cannot be read.
+        ValueError: it does not describe a fleet.
+    """
+    names = args.contenders or [
+        "router:completion",
+        "envoy:round_robin",
+        "envoy:least_request",
+        *(["envoy:least_request_weighted"] if _unequal(args) else []),
+        *(f"{one.name}:{one.best}" for one in _installed() if not args.quick),
+    ]
+    return [contender(name) for name in names]
 
 
-def _result(
-    args: argparse.Namespace,
-    origin: dict[str, Any],
-    runs: list[dict[str, Any]],
-) -> dict[str, Any]:
+def _unequal(args: argparse.Namespace) -> bool:
+    """Whether some replicas are faster than others."""
+    return not args.vllm and len({*fleet.read(args.fleet).members.values()}) > 1
+
+
+def _installed() -> list[Product]:
+    return [one for one in PRODUCTS.values() if one.installed]
+
+
+def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> dict[str, Any]:
     """What --json writes."""
     servers = f"vLLM: {', '.join(map(str, args.vllm))}" if args.vllm else str(args.fleet)
+    real = {"profile": args.profile, "max_num_seqs": args.max_num_seqs} if args.vllm else {}
+    ran = list(dict.fromkeys(run["run"]["name"] for run in turns.runs))
+    kinds = {name.partition(":")[0] for name in ran}
+    peers = {one.name: one.version for one in _installed() if one.name in kinds}
     result = {
         "compare": {
             **origin,
+            "versions": {**origin["versions"], **peers},
             "fleet": servers,
+            **real,
             "trace": ",".join(map(str, args.trace)),
+            "known_lengths": bool(args.vllm),
             "speed": args.speed,
+            "from_s": args.start,
             "duration_s": args.duration,
             "stream_share": args.stream_share,
             "seed": args.seed,
             "repeats": args.repeats,
-            "ours": [name for name in args.contenders if name.startswith("router:")],
-            "contenders": {name: contender(name).about for name in args.contenders},
+            "ours": [name for name in ran if name.startswith("router:")],
+            "contenders": {name: contender(name).about for name in ran},
         },
-        "runs": runs,
+        "not_run": turns.not_run,
+        "runs": turns.runs,
     }
     return result | {"figures": figures.to_json(result)}
 
@@ -174,13 +240,25 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[_HERE / "traces" / "azure-2023-conv.jsonl.gz"],
         metavar="FILE[,FILE]",
     )
-    add("--speed", type=arguments.positive, default=6.0, metavar="X", help="of the trace [6]")
+    add("--speed", type=arguments.positive, default=_SPEED, metavar="X", help="of the trace [4]")
+    add(
+        "--from",
+        type=arguments.time,
+        dest="start",
+        metavar="S",
+        help="leave out what arrives before, at this speed [two minutes of the trace]",
+    )
     add("--duration", type=arguments.positive, metavar="S", help="of the arrivals of a run [16]")
-    add("--repeats", type=arguments.count, metavar="N", help="of each contender [3]")
+    add(
+        "--repeats",
+        type=arguments.count,
+        metavar="N",
+        help="of each contender, each with the next part of the trace [2]",
+    )
     add("--contenders", type=_names, metavar="a,b,c", help="kind:policy, see benchmarks/README.md")
     add("--stream-share", type=arguments.share, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
-    add("--quick", action="store_true", help="two minutes: without peers, once, for 8 s")
+    add("--quick", action="store_true", help="a minute or two: without peers, once, for 6 s")
     add("--vllm", type=arguments.paths, metavar="DIR,DIR", help="models: real servers on CPU cores")
     add("--max-num-seqs", type=_numbers, default=[16, 8], metavar="N,N", help="of the real servers")
     add("--profile", choices=PROFILES, default=DEFAULT_PROFILE, help="told of the real servers")
@@ -189,9 +267,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.vllm and len(args.vllm) != len(args.max_num_seqs):
         parser.error("--max-num-seqs needs a number for each model of --vllm")
+    args.start = _FROM_S / args.speed if args.start is None else args.start
     args.duration = args.duration or (_QUICK_DURATION_S if args.quick else _DURATION_S)
     args.repeats = args.repeats or (1 if args.quick else _REPEATS)
-    args.contenders = args.contenders or _usual(args.quick)
     return args
 
 
