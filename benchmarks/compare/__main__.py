@@ -117,7 +117,7 @@ async def _compare(
         known_lengths=bool(args.vllm),
     )
     for one in contenders:
-        print(f"{one.name:28}{one.about}")
+        print(f"{one.name:30}{one.about}")
     print("\n" + terminal.progress_header(), flush=True)
     async with _fleet(args, logs) as replicas:
         for repeat in range(args.repeats):
@@ -129,7 +129,7 @@ async def _compare(
                 except (ProcessError, aiohttp.ClientError, OSError, ValueError) as error:
                     missed = {"name": one.name, "repeat": repeat, "why": str(error)}
                     turns.not_run.append(missed)
-                    print(f"{repeat + 1} {one.name:26}  wrong: not run: {error}", flush=True)
+                    print(f"{repeat + 1} {one.name}\n  wrong: not run: {error}", flush=True)
 
 
 def _rotated(contenders: Sequence[Contender], repeat: int) -> list[Contender]:
