@@ -258,7 +258,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--contenders", type=_names, metavar="a,b,c", help="kind:policy, see benchmarks/README.md")
     add("--stream-share", type=arguments.share, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
-    add("--quick", action="store_true", help="a minute or two: without peers, once, for 6 s")
+    add("--quick", action="store_true", help="two minutes: without peers, once, for 6 s")
     add("--vllm", type=arguments.paths, metavar="DIR,DIR", help="models: real servers on CPU cores")
     add("--max-num-seqs", type=_numbers, default=[16, 8], metavar="N,N", help="of the real servers")
     add("--profile", choices=PROFILES, default=DEFAULT_PROFILE, help="told of the real servers")

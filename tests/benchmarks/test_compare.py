@@ -156,7 +156,8 @@ def test_a_machine_that_did_not_keep_up_is_doubted() -> None:
     good = validity([start, Look(1.0, Ticks(100, 30, 25), late=said)], 0.001)
     assert (good.cpu_share, good.cpu_own_share, good.replicas_late_p99_s) == (0.3, 0.25, 0.004)
     assert good.doubts == []
-    said = {"a": late(0.3, 1.5), "b": late(0.004), "c": None}
+    silent: dict[str, Any] = {"c": None}
+    said = {"a": late(0.3, 1.5), "b": late(0.004)} | silent
     bad = validity([start, Look(1.0, Ticks(100, 95, 20), late=said)], 0.2)
     assert bad.doubts == [
         "CPU 95% busy",
@@ -346,11 +347,25 @@ async def test_weights_are_in_proportion_to_speed(
     assert weights == {"h100-0": 100, "h100-1": 100, "a10-0": 22, "a10-1": 22}
 
 
+SHORT = [
+    {
+        "timestamp": 100 * number,
+        "input_length": 50 + 37 * number % 900,
+        "output_length": 5 + 7 * number % 40,
+        "max_tokens": None if number % 3 else 64,
+    }
+    for number in range(60)
+]
+"""Ten requests a second, whose answers end soon on any replica."""
+
+
 @pytest.mark.process
 @pytest.mark.timeout(300)
 def test_quick_on_a_mixed_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "new" / "quick.json"
-    status = compare.main(["--quick", "--json", str(file)])
+    file, trace = tmp_path / "new" / "quick.json", tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(map(json.dumps, SHORT)))
+    argv = ["--quick", "--trace", str(trace), "--from", "1", "--speed", "1", "--json", str(file)]
+    status = compare.main(argv)
     said = capsys.readouterr()
     assert status in (0, 1), said
     result = json.loads(file.read_text())
@@ -362,7 +377,7 @@ def test_quick_on_a_mixed_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[st
         [(one["at_s"], one["endpoint"], one["prompt_tokens"], one["output_tokens"]) for one in each]
         for each in (one["requests"] for one in runs.values())
     ]
-    assert len(sent[0]) > 20
+    assert [tokens for *_, tokens in sent[0]] == [one["output_length"] for one in SHORT[10:]]
     assert all(each == sent[0] for each in sent), "the same requests and answers for all"
     for one in runs.values():
         assert one["summary"]["answered"] == one["summary"]["requests"]
