@@ -236,6 +236,7 @@ def _replicas(said: Fields, members: Sequence[str]) -> dict[str, Any]:
     sources = said.take("loadBalancer.endpointOverride.extractFrom")
     override = {"override_host_sources": sources, "fallback_policy": _policy("least_request")}
     idle = {"idle_timeout": _seconds(said.take("timeout.http.connectionIdleTimeout"))}
+    passive = "healthCheck.passive"
     return {
         **_cluster(_REPLICAS, said, members),
         "load_balancing_policy": _policy("override_host", override),
@@ -243,6 +244,12 @@ def _replicas(said: Fields, members: Sequence[str]) -> dict[str, Any]:
             "thresholds": [
                 _breakers(said) | {"max_retries": said.take("circuitBreaker.maxParallelRetries")}
             ]
+        },
+        "outlier_detection": {
+            "base_ejection_time": _seconds(said.take(f"{passive}.baseEjectionTime")),
+            "consecutive_5xx": 5,
+            "interval": _seconds(said.take(f"{passive}.interval")),
+            "max_ejection_percent": said.take(f"{passive}.maxEjectionPercent"),
         },
         "typed_extension_protocol_options": _http(
             {"http_protocol_options": {}}, {"common_http_protocol_options": idle}

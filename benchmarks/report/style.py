@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 DPI = 120
 FAINT = "#8b8b8a"
+_SMALL_PRINT = 14
+"""Characters in an inch."""
 # Okabe and Ito's colours, told apart by the colour-blind; orange and sky blue darker, for white.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c58a00", "#3fa0db")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
@@ -124,10 +127,13 @@ def apart(values: Sequence[float], gap: float, least: float, most: float) -> lis
     return [float(one) for one in back]
 
 
-def save(figure: "Figure", path: Path, heading: str, below: str) -> None:
+def save(figure: "Figure", path: Path, heading: str, below: Sequence[str]) -> None:
     """A PNG on white that is understood without the page."""
+    width = int(figure.get_figwidth() * _SMALL_PRINT)
     figure.suptitle(heading, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    figure.supxlabel(below, x=0.01, ha="left", fontsize=8, color=FAINT)
+    figure.supxlabel(
+        "\n".join(fill(line, width) for line in below), x=0.01, ha="left", fontsize=8, color=FAINT
+    )
     figure.savefig(path, dpi=DPI, facecolor="white")
 
 

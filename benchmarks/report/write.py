@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryFile
-from textwrap import fill
 from typing import Any
 
 from benchmarks.report import costs, runs
@@ -55,13 +54,13 @@ def _pictures(content: Content, folder: Path) -> dict[str, str]:
     for one in content.drawings:
         if one.figure is not None:
             drawn[one.name] = svg(one.figure, one.name, one.heading)
-            below = f"{fill(one.caption, 150)}\n{_footer(content.about)}"
+            below = [one.caption, *_footer(content.about)]
             save(one.figure, folder / f"{one.name}.png", one.heading, below)
     return drawn
 
 
-def _footer(about: Mapping[str, Any]) -> str:
+def _footer(about: Mapping[str, Any]) -> list[str]:
     """Date, machine and command, as far as they are known."""
     facts = [about.get("date") or about.get("started"), about.get("machine")]
     lines = [" · ".join(str(one) for one in facts if one), str(about.get("command") or "")]
-    return "\n".join(fill(line, 150) for line in lines if line)
+    return [line for line in lines if line]
