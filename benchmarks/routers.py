@@ -125,7 +125,7 @@ class Routers:
         ttft: float | None,
     ) -> None:
         """Its own router learns from it."""
-        self._owner[number].router.learn(decision, replica, tokens, took, ttft)
+        self._owner[number].router.learn(decision.forecast(), replica, tokens, took, ttft)
 
     def publish(self, state: ReplicaState) -> None:
         """Reaches every router at once."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from extproc.address import split_address
+from extproc.demo.envoy_config import socket_address
 
 _REPLICAS = "httproute/default/vllm/rule/0"
 _ROUTER = "envoyextensionpolicy/default/vllm/extproc/0"
@@ -93,7 +94,7 @@ def bootstrap(
     for fields in said.values():
         fields.end()
     return {
-        "admin": {"address": _at(admin)},
+        "admin": {"address": socket_address(*split_address(admin))},
         "static_resources": {"listeners": [listener], "clusters": clusters},
     }
 
@@ -153,7 +154,7 @@ def _listener(
     }
     return {
         "name": "default/eg/http",
-        "address": _at(address),
+        "address": socket_address(*split_address(address)),
         "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
         "per_connection_buffer_limit_bytes": _bytes(said.take("connection.bufferLimit")),
         "max_connections_to_accept_per_socket_event": 1,
@@ -300,7 +301,7 @@ def _router(said: Fields, members: Sequence[str]) -> dict[str, Any]:
 
 
 def _cluster(name: str, said: Fields, members: Sequence[str]) -> dict[str, Any]:
-    endpoints = [{"endpoint": {"address": _at(one)}} for one in members]
+    endpoints = [{"endpoint": {"address": socket_address(*split_address(one))}} for one in members]
     return {
         "name": name,
         "type": "STATIC",
@@ -333,11 +334,6 @@ def _policy(name: str, config: Mapping[str, Any] | None = None) -> dict[str, Any
         "typed_config": {"@type": kind, **(config or {})},
     }
     return {"policies": [{"typed_extension_config": extension}]}
-
-
-def _at(address: str) -> dict[str, Any]:
-    host, port = split_address(address)
-    return {"socket_address": {"address": host, "port_value": port}}
 
 
 def _bytes(quantity: str) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from extproc.address import split_address
+from extproc.demo.envoy_config import socket_address
 
 REPLICAS = "outbound|8000||vllm.default.svc.cluster.local"
 ROUTER = "outbound|50051||router.default.svc.cluster.local"
@@ -36,7 +37,7 @@ def bootstrap(
     for patch in resource["spec"]["configPatches"]:
         _apply(patch, listener, clusters)
     return {
-        "admin": {"address": _at(admin)},
+        "admin": {"address": socket_address(*split_address(admin))},
         "static_resources": {"listeners": [listener], "clusters": clusters},
     }
 
@@ -118,13 +119,13 @@ def _listener(address: str) -> dict[str, Any]:
     }
     return {
         "name": "0.0.0.0_8080",
-        "address": _at(address),
+        "address": socket_address(*split_address(address)),
         "filter_chains": [{"filters": [{"name": _MANAGER, "typed_config": manager}]}],
     }
 
 
 def _cluster(name: str, members: Sequence[str], grpc: bool = False) -> dict[str, Any]:
-    endpoints = [{"endpoint": {"address": _at(one)}} for one in members]
+    endpoints = [{"endpoint": {"address": socket_address(*split_address(one))}} for one in members]
     cluster = {
         "name": name,
         "type": "STATIC",
@@ -148,8 +149,3 @@ def _cluster(name: str, members: Sequence[str], grpc: bool = False) -> dict[str,
         }
         cluster["typed_extension_protocol_options"] = {_HTTP: options}
     return cluster
-
-
-def _at(address: str) -> dict[str, Any]:
-    host, port = split_address(address)
-    return {"socket_address": {"address": host, "port_value": port}}

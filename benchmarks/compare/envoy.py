@@ -10,7 +10,8 @@ import yaml
 
 from benchmarks.compare.contenders import Prediction, Requests
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.compare.pages import get_text
+from benchmarks.envoy_file import drop_ext_proc, manager
+from benchmarks.pages import get_text
 from extproc.demo.access_log import add_access_log
 from extproc.demo.envoy_config import render
 from extproc.demo.ports import pick_ports
@@ -82,8 +83,7 @@ class EnvoyAlone:
             ):
                 member["load_balancing_weight"] = weight
         resources["clusters"] = [replicas]
-        filters = _manager(bootstrap)["http_filters"]
-        filters[:] = [one for one in filters if one["name"] != "envoy.filters.http.ext_proc"]
+        drop_ext_proc(bootstrap)
         return says_who(yaml.safe_dump(bootstrap, sort_keys=False))
 
 
@@ -93,19 +93,13 @@ def says_who(bootstrap: str) -> str:
     A real vLLM does not say; a simulated replica says the same.
     """
     config = yaml.safe_load(bootstrap)
-    _manager(config)["route_config"]["response_headers_to_add"] = [
+    manager(config)["route_config"]["response_headers_to_add"] = [
         {
             "header": {"key": "x-served-by", "value": "%UPSTREAM_REMOTE_ADDRESS%"},
             "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
         }
     ]
     return yaml.safe_dump(config, sort_keys=False)
-
-
-def _manager(bootstrap: Any) -> Any:
-    """What the file says of HTTP connections."""
-    (listener,) = bootstrap["static_resources"]["listeners"]
-    return listener["filter_chains"][0]["filters"][0]["typed_config"]
 
 
 def _weights(speeds: Mapping[str, float], servers: Servers) -> list[int]:

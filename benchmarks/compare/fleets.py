@@ -9,8 +9,8 @@ from typing import Any, Protocol, Self
 
 import aiohttp
 
-from benchmarks.compare.pages import get_json, get_text
 from benchmarks.fleet import FleetFile
+from benchmarks.pages import get_json, get_text
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, ProcessError, answers
 from extproc.poll.metrics_text import read_metrics

@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import Prediction, Requests
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.compare.pages import get_json, get_text
+from benchmarks.pages import get_json, get_text
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Check, Process
 

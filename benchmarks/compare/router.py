@@ -10,7 +10,7 @@ from benchmarks.attached import Attached
 from benchmarks.compare.contenders import Prediction, Requests
 from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.compare.pages import get_json
+from benchmarks.pages import get_json
 from extproc.demo.stack import Stack
 
 _DECISIONS_KEPT = 25_000

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.compare.pages import get_text
 from benchmarks.load.summary import LATE_S
+from benchmarks.pages import get_text
 from extproc.clock import Clock
 from extproc.poll.metrics_text import read_metrics
 

@@ -24,7 +24,8 @@ import uvloop
 
 from benchmarks import arguments, report, trace
 from benchmarks.about import about
-from benchmarks.load.client import Client, Traffic, allow_many_connections, connections
+from benchmarks.limits import allow_many_connections
+from benchmarks.load.client import Client, Traffic, connections
 from benchmarks.load.effort import watch
 from benchmarks.load.plan import plan
 from benchmarks.load.summary import summary, table

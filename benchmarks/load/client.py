@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import resource
 from array import array
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -21,19 +19,6 @@ from extproc.simulator.server import SERVED_BY_HEADER
 _CONNECT_WITHIN_S = 10.0
 _KEEP_ALIVE_S = 4.0
 """Idle connections are closed before uvicorn, which serves vLLM, closes them: after 5 s."""
-
-_FILES = 10_240
-"""Asked for where a process may have any number: more is refused on macOS."""
-
-
-def allow_many_connections() -> None:
-    """Each request in flight is an open file; as many as the system lets this process have."""
-    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if few == resource.RLIM_INFINITY:
-        return
-    files = max(few, _FILES) if most == resource.RLIM_INFINITY else most
-    with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
 
 
 def connections(timeout_s: float) -> aiohttp.ClientSession:

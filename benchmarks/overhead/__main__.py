@@ -9,7 +9,6 @@ replicas: alone, with an ext_proc server that does nothing, and with the router.
 import argparse
 import asyncio
 import json
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import report
 from benchmarks.about import about
+from benchmarks.limits import allow_many_connections
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.stack import Cores, Setup, Stack, running
 from extproc.demo.processes import ProcessError
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = [int(size) for size in args.replicas.split(",")]
     except ValueError:
         parser.error(f"--replicas {args.replicas}: numbers with commas between are wanted")
-    _raise_file_limit()
+    allow_many_connections()  # each request is two of Envoy's
     try:
         if args.report:
             report.writable(args.report)
@@ -156,12 +156,6 @@ async def _hold(stack: Stack, count: int) -> tuple[Report, float]:
         await asyncio.sleep(_SAMPLE_EVERY_S)
         most = max(most, stack.memory_kb())
     return await load, most - before
-
-
-def _raise_file_limit() -> None:
-    """Every request in flight is two connections of Envoy's."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _line(of: Figures, alone: Figures) -> str:

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import yaml
 
+from benchmarks.envoy_file import drop_ext_proc, manager
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.states import POOL, addresses
+from benchmarks.pages import get_text
 from extproc.demo.envoy_config import render
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Check, Process, answers, envoy_binary, listening, start_redis
@@ -182,7 +182,7 @@ def _upstream(port: int, hold_s: float) -> str:
     bootstrap = yaml.safe_load(_UPSTREAM.read_text())
     (listener,) = bootstrap["static_resources"]["listeners"]
     listener["address"]["socket_address"]["port_value"] = port
-    fault, _ = _http_filters(listener)
+    fault, _ = manager(bootstrap)["http_filters"]
     fault["typed_config"]["delay"]["fixed_delay"] = f"{hold_s:.3f}s"
     return yaml.safe_dump(bootstrap)
 
@@ -198,15 +198,8 @@ def _front(setup: Setup, ports: dict[str, int], replicas: Sequence[str]) -> str:
     if setup.router != "none":
         return text
     bootstrap = yaml.safe_load(text)
-    (listener,) = bootstrap["static_resources"]["listeners"]
-    filters = _http_filters(listener)
-    filters[:] = [one for one in filters if one["name"] != "envoy.filters.http.ext_proc"]
+    drop_ext_proc(bootstrap)
     return yaml.safe_dump(bootstrap)
-
-
-def _http_filters(listener: Any) -> list[Any]:
-    filters: list[Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-    return filters
 
 
 def _configuration(redis_url: str, ports: dict[str, int]) -> str:
@@ -228,7 +221,7 @@ def _knows(replicas: int, admin_port: int) -> Check:
     """Whether the router has heard of every replica."""
 
     async def check() -> bool:
-        found = await _get(_url(admin_port, "metrics"))
+        found = await get_text(_url(admin_port, "metrics"))
         return f'extproc_replicas{{health="healthy"}} {float(replicas)}' in found
 
     return check
@@ -239,15 +232,6 @@ def _asked(ports: dict[str, int]) -> Check:
 
     async def check() -> bool:
         member = f"router::127.0.0.1:{ports['router']}::health_flags::healthy"
-        return member in await _get(_url(ports["envoy-admin"], "clusters"))
+        return member in await get_text(_url(ports["envoy-admin"], "clusters"))
 
     return check
-
-
-async def _get(url: str) -> str:
-    """The text at a URL; empty where there is none yet."""
-    try:
-        async with aiohttp.ClientSession() as session, session.get(url) as response:
-            return await response.text()
-    except aiohttp.ClientError:
-        return ""

@@ -38,17 +38,18 @@ def render(
     resources = bootstrap["static_resources"]
     (listener,) = resources["listeners"]
     clusters = {cluster["name"]: cluster for cluster in resources["clusters"]}
-    bootstrap["admin"]["address"] = _address("127.0.0.1", admin_port)
-    listener["address"] = _address("127.0.0.1", listen_port)
+    bootstrap["admin"]["address"] = socket_address("127.0.0.1", admin_port)
+    listener["address"] = socket_address("127.0.0.1", listen_port)
     _set_members(clusters["router"], [("127.0.0.1", port) for port in router_ports])
     _set_members(clusters["replicas"], [split_address(one) for one in replica_addresses])
     return yaml.safe_dump(bootstrap, sort_keys=False)
 
 
-def _address(host: str, port: int) -> dict[str, Any]:
+def socket_address(host: str, port: int) -> dict[str, Any]:
+    """As Envoy files write it."""
     return {"socket_address": {"address": host, "port_value": port}}
 
 
 def _set_members(cluster: dict[str, Any], members: Sequence[tuple[str, int]]) -> None:
-    endpoints = [{"endpoint": {"address": _address(host, port)}} for host, port in members]
+    endpoints = [{"endpoint": {"address": socket_address(host, port)}} for host, port in members]
     cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]

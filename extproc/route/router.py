@@ -148,7 +148,7 @@ class Router:
 
     def learn(
         self,
-        forecast: Forecast | Decision,
+        forecast: Forecast,
         replica: str,
         tokens: float,
         seconds: float,

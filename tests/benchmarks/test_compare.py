@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
+from benchmarks.compare.contenders import Front
 from benchmarks.compare.envoy import EnvoyAlone
 from benchmarks.compare.fleets import Simulated
-from benchmarks.compare.pages import get_text
 from benchmarks.compare.peers import PRODUCTS, Peer, trouble
 from benchmarks.compare.play import Traffic, work
 from benchmarks.compare.validity import Look, Ticks, between, load_since, ticks, validity
+from benchmarks.pages import get_text
 from extproc.demo.processes import ProcessError
 
 FLEETS = Path("benchmarks/fleets")
@@ -304,13 +306,18 @@ def test_what_went_wrong_is_the_exit_status(
     assert compare.main(["--contenders", "envoy:random,envoy", "--repeats", "1"]) == 0
 
 
+def before_nobody(policy: str, directory: Path, port: int) -> AbstractAsyncContextManager[Front]:
+    """Envoy alone, whose replica is not there."""
+    simulated = Simulated(fleet.read(FLEETS / "live-equal.yaml"))
+    servers = {"gone": f"127.0.0.1:{port}"}
+    return EnvoyAlone(policy).running(simulated, servers, directory, 0)
+
+
 @pytest.mark.process
 async def test_an_envoy_that_cannot_reach_a_replica_is_no_fair_contender(
     tmp_path: Path, unused_tcp_port: int
 ) -> None:
-    simulated = Simulated(fleet.read(FLEETS / "live-equal.yaml"))
-    servers = {"gone": f"127.0.0.1:{unused_tcp_port}"}
-    async with EnvoyAlone("least_request").running(simulated, servers, tmp_path, 0) as front:
+    async with before_nobody("least_request", tmp_path, unused_tcp_port) as front:
         assert await front.complaints([]) == []
         async with aiohttp.ClientSession() as session, session.get(f"{front.url}/health") as answer:
             assert answer.status == 503
@@ -321,9 +328,7 @@ async def test_an_envoy_that_cannot_reach_a_replica_is_no_fair_contender(
 async def test_an_envoy_that_does_not_say_what_it_did_is_complained_of(
     tmp_path: Path, unused_tcp_port: int
 ) -> None:
-    simulated = Simulated(fleet.read(FLEETS / "live-equal.yaml"))
-    servers = {"gone": f"127.0.0.1:{unused_tcp_port}"}
-    async with EnvoyAlone("round_robin").running(simulated, servers, tmp_path, 0) as front:
+    async with before_nobody("round_robin", tmp_path, unused_tcp_port) as front:
         pass
     (complaint,) = await front.complaints([])
     assert "Envoy does not say what it did" in complaint

@@ -10,7 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.load.client import Client, Sent, allow_many_connections, connections
+from benchmarks.limits import allow_many_connections
+from benchmarks.load.client import Client, Sent, connections
 from benchmarks.load.plan import Planned
 from benchmarks.load.prompts import Counting
 from benchmarks.load.target import Endpoint, Target
