@@ -81,6 +81,7 @@ class Watch:
                 "prompt_tokens": counters.prompt_tokens,
                 "cached_tokens": counters.cached_tokens,
                 "generated_tokens": counters.generated_tokens,
+                "first_tokens": counters.first_tokens,
                 "preemptions": counters.preemptions,
                 "output_lengths": self._output_lengths(),
                 "scraped_at": now,

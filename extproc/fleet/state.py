@@ -53,6 +53,11 @@ class ReplicaState(BaseModel):
     """Counter: prompt tokens taken from the prefix cache."""
     generated_tokens: float = 0.0
     """Counter: tokens generated."""
+    first_tokens: float = 0.0
+    """Counter: sequences that got their first token, or whose prompt was all there was to do."""
+    accepted_tokens: float = 0.0
+    """Counter: of the tokens generated, those that speculative decoding had drafted; every other
+    one is a sequence's part of a step."""
     preemptions: float = 0.0
     """Counter: sequences preempted."""
 

@@ -27,6 +27,8 @@ _CACHED = (
     b"gpu_prefix_cache_hits",
 )
 _GENERATED = (b"generation_tokens_total", b"generation_tokens")
+_FIRST_TOKENS = (b"time_to_first_token_seconds_count",)
+_ACCEPTED = (b"spec_decode_num_accepted_tokens_total", b"spec_decode_num_accepted_tokens")
 _PREEMPTIONS = (b"num_preemptions_total", b"num_preemptions")
 _FINISHED = (b"request_success_total",)
 _CACHE_CONFIG = (b"cache_config_info",)
@@ -58,6 +60,8 @@ class EngineFigures:
     prompt_tokens: float
     cached_tokens: float
     generated_tokens: float
+    first_tokens: float
+    accepted_tokens: float
     preemptions: float
     finished: float
     """Counter: requests finished."""
@@ -94,6 +98,8 @@ def read_metrics(page: bytes) -> EngineFigures:
         prompt_tokens=_total(page, _PROMPT),
         cached_tokens=_total(page, _CACHED),
         generated_tokens=_total(page, _GENERATED),
+        first_tokens=_total(page, _FIRST_TOKENS),
+        accepted_tokens=_total(page, _ACCEPTED),
         preemptions=_total(page, _PREEMPTIONS),
         finished=_total(page, _FINISHED),
         output_lengths=_output_lengths(_series(page, _LENGTHS)),

@@ -442,6 +442,7 @@ class Engine:
         first = [seq for seq in outcome.prefilled if seq.first_token == outcome.ends_at]
         prompt_tokens = sum(sequence.prompt_tokens for sequence in first)
         tokens = len(outcome.decoded) + sum(seq.output_tokens > 0 for seq in outcome.prefilled)
+        self.counters.first_tokens += len(first)
         self.counters.prompt_tokens += prompt_tokens
         self.counters.cached_tokens += sum(sequence.cached_tokens for sequence in first)
         self.counters.generated_tokens += tokens + (outcome.steps - 1) * len(outcome.decoded)

@@ -41,6 +41,8 @@ class Counters:
     prompt_tokens: int = 0
     """Counted when a prefill ends, cached ones included."""
     cached_tokens: int = 0
+    first_tokens: int = 0
+    """Sequences whose first prefill has ended."""
     generated_tokens: int = 0
     preemptions: int = 0
     prefix_queries: int = 0

@@ -18,21 +18,25 @@ def sample(name: str) -> bytes:
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
-        ("idle", EngineFigures(("tiny",), 0, 0, 0.0, 524_288, 128, 0, 0, 0, 0, 0, 0)),
+        ("idle", EngineFigures(("tiny",), 0, 0, 0.0, 524_288, 128, 0, 0, 0, 0, 0, 0, 0, 0)),
         (
             "busy",
             EngineFigures(
-                ("tiny",), 4, 16, 0.003907203907203893, 524_288, 128, 101, 1600, 0, 401, 0, 0
+                ("tiny",), 4, 16, 0.003907203907203893, 524_288, 128, 101, 1600, 0, 401, 4, 0, 0, 0
             ),
         ),
         (
             "kv-pressure",
-            EngineFigures(("tiny",), 4, 1, 0.6031746031746033, 8192, 128, 303, 9600, 0, 1586, 1, 5),
+            EngineFigures(
+                ("tiny",), 4, 1, 0.6031746031746033, 8192, 128, 303, 9600, 0, 1586, 8, 0, 1, 5
+            ),
         ),
         # 64 blocks an engine; the label num_gpu_blocks of each says 128.
         (
             "two-engines",
-            EngineFigures(("tiny",), 0, 0, 0.0, 16_384, 128, 363.5, 3604, 0, 727, 0, 16, engines=2),
+            EngineFigures(
+                ("tiny",), 0, 0, 0.0, 16_384, 128, 363.5, 3604, 0, 727, 16, 0, 0, 16, engines=2
+            ),
         ),
     ],
 )
@@ -70,9 +74,11 @@ def test_names_of_older_versions() -> None:
         b'vllm:prompt_tokens{model_name="m"} 10.0\n'
         b'vllm:gpu_prefix_cache_hits_total{model_name="m"} 4.0\n'
         b'vllm:generation_tokens{model_name="m"} 20.0\n'
+        b'vllm:time_to_first_token_seconds_count{model_name="m"} 6.0\n'
+        b'vllm:spec_decode_num_accepted_tokens{model_name="m"} 5.0\n'
         b'vllm:num_preemptions{model_name="m"} 3.0\n'
     )
-    assert figures == EngineFigures(("m",), 1, 2, 0.5, 16_000, 16, 0, 10, 4, 20, 3, 0)
+    assert figures == EngineFigures(("m",), 1, 2, 0.5, 16_000, 16, 0, 10, 4, 20, 6, 5, 3, 0)
 
 
 def test_labels_that_look_like_others_and_values_with_timestamps() -> None:
