@@ -181,6 +181,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         longest_prompt=capacity,
         costs=costs,
         decode_step=costs.c0 + costs.c_batch * running + costs.c_kv * kv_used,
+        tokens_per_step=np.ones(len(machines)),
         stretch=stretch,
     )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from uuid import uuid4
 
 import numpy as np
@@ -116,9 +117,9 @@ class Fleet:
         if state.healthy:
             if state.steps < self._replicas.polled_steps[row]:
                 restart(self._replicas, self._requests, row, state.steps)
-            sampled_at = now - age - state.scrape_seconds / 2
-            correct(self._replicas, self._requests, row, state, sampled_at, now)
-        self._progress.changed()
+            asked_at = now - age - state.scrape_seconds
+            mine = correct(self._replicas, self._requests, row, state, before, asked_at, now)
+            self._progress.corrected(row, mine)
 
     def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
         """From the replica's own histogram: what was added since the last poll."""
@@ -174,7 +175,12 @@ class Fleet:
             row = self._replicas.append()
             self._states.append(state)
         self._replicas.write(
-            row, steps=state.steps, polled_steps=state.steps, chunk=1.0, stretch=1.0
+            row,
+            steps=state.steps,
+            polled_steps=state.steps,
+            chunk=1.0,
+            stretch=1.0,
+            sampled_at=inf,
         )
         self.others.clear(row)
         set_hardware(self._replicas, row, state, None)
@@ -297,6 +303,7 @@ class Fleet:
             max_num_seqs,
             longest_prompt,
             decode_step,
+            tokens_per_step,
             stretch,
             *costs,
         ) = replicas.copy() if all_are else replicas.take(rows, axis=1)
@@ -321,6 +328,7 @@ class Fleet:
             longest_prompt,
             StepCosts(*costs),
             decode_step,
+            tokens_per_step,
             stretch,
             candidates.excluded,
         )

@@ -44,6 +44,7 @@ class Ledger:
         kind = lengths.row(profile)
         begin, cut = lengths.place(kind, bound)
         each = profile.prompt_tokens / max(profile.sequences, 1)
+        mark, turn = self._enqueue(replica, profile.prompt_tokens, profile.sequences)
         self._tickets += 1
         row = self._row[self._tickets] = self._requests.append(
             weight=profile.sequences,
@@ -52,7 +53,8 @@ class Ledger:
             sent_at=now,
             prompt=profile.prompt_tokens,
             each=each,
-            mark=self._enqueue(replica, profile.prompt_tokens),
+            mark=mark,
+            turn=turn,
             before=inf,
             bound=bound,
             least=least,
@@ -74,7 +76,9 @@ class Ledger:
         requests.replica[row] = replica
         requests.before[row] = inf
         requests.until[row] = 0.0
-        requests.mark[row] = self._enqueue(replica, requests.prompt[row])
+        requests.mark[row], requests.turn[row] = self._enqueue(
+            replica, requests.prompt[row], requests.weight[row]
+        )
         count(self._replicas, requests, row, 1)
         self._progress.changed()
 
@@ -100,28 +104,36 @@ class Ledger:
             self._row[int(requests.ticket[row])] = row
         return replica
 
-    def _enqueue(self, replica: int, tokens: float) -> float:
+    def _enqueue(self, replica: int, tokens: float, sequences: float) -> tuple[float, float]:
+        """The mark and the turn of a request that comes last."""
         replicas = self._replicas
+        turn = float(replicas.sent[replica]) + max(sequences, 1.0)
+        replicas.sent[replica] = turn
         mark = float(replicas.enqueued[replica]) + tokens
         replicas.enqueued[replica] = mark
         backlog = mark - replicas.prefilled[replica] + replicas.others_backlog[replica]
         replicas.chunk[replica] = max(min(backlog, replicas.token_budget[replica]), 1.0)
-        return mark
+        return mark, turn
 
     def _dequeue(self, row: int) -> None:
         """Takes what is not prefilled of its prompt from the replica's backlog."""
         requests, replicas = self._requests, self._replicas
-        replica, mark = requests.replica[row], requests.mark[row]
+        if requests.before[row] < inf:
+            return
+        replica, mark, turn = requests.replica[row], requests.mark[row], requests.turn[row]
         left = min(max(mark - replicas.prefilled[replica], 0.0), requests.prompt[row])
-        behind = (requests.replica == replica) & (requests.mark >= mark)
+        sequences = max(requests.weight[row], 1.0)
+        behind = ((requests.replica == replica) & (requests.turn >= turn)).nonzero()[0]
         requests.mark[behind] -= left
+        requests.turn[behind] -= sequences
+        replicas.sent[replica] -= sequences
         enqueued = replicas.enqueued[replica] - left
         replicas.enqueued[replica] = max(enqueued, replicas.prefilled[replica])  # by rounding
 
     def _prefilled(self, row: int) -> None:
-        replica = self._requests.replica[row]
-        prefilled = self._replicas.prefilled
-        prefilled[replica] = max(prefilled[replica], self._requests.mark[row])
+        requests, replicas, replica = self._requests, self._replicas, self._requests.replica[row]
+        replicas.prefilled[replica] = max(replicas.prefilled[replica], requests.mark[row])
+        replicas.known[replica] = max(replicas.known[replica], requests.turn[row])
 
 
 def _bound(profile: RequestProfile, context: int | None) -> float:

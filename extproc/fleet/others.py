@@ -155,8 +155,9 @@ class Others:
 
     # -- what it adds up to -----------------------------------------------------------------
 
-    def move(self, part: Floats | float, steps: Floats) -> None:
-        """Moves the load forward: that part of each backlog is prefilled, and steps are made."""
+    def move(self, part: Floats | float, tokens: Floats) -> None:
+        """Moves the load forward: that part of each backlog is prefilled, and each sequence gets so
+        many tokens."""
         load = self._load
         if not load.size:
             return
@@ -166,7 +167,7 @@ class Others:
             load[: _BACKLOG + 1] -= gone
             load[_DECODING] += gone[_JOINING]
             load[_KV] += gone[_BACKLOG]
-        load[_KV] += load[_DECODING] * steps
+        load[_KV] += load[_DECODING] * tokens
         self._add_up()
 
     def beside(self, on: Indices, figures: Floats) -> tuple[Indices, Floats]:
@@ -180,6 +181,7 @@ class Others:
             )
         theirs, since, sequences = self._beside
         made = np.maximum(self._replicas.steps[theirs] - since, 0.0)
+        made *= self._replicas.tokens_per_step[theirs]
         moved = sequences.copy()
         moved[1] += made
         moved[2] = np.maximum(moved[2] - made, np.minimum(moved[2], 1.0))

@@ -4,6 +4,7 @@ from math import inf
 
 import numpy as np
 
+from extproc.fleet.prefills import correct_prefills
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import COSTS, Replicas, Requests
 from extproc.fleet.view import Indices
@@ -45,6 +46,9 @@ def set_hardware(
     if before is not None and before.running == state.running and _queues(before, state):
         limit = min(limit, state.running)
     replicas.max_num_seqs[row] = max(limit, 1)
+    own_steps = state.generated_tokens - state.accepted_tokens
+    drafted = state.accepted_tokens > 0 and own_steps > 0
+    replicas.tokens_per_step[row] = state.generated_tokens / own_steps if drafted else 1.0
 
 
 def _queues(before: ReplicaState, after: ReplicaState) -> bool:
@@ -52,6 +56,7 @@ def _queues(before: ReplicaState, after: ReplicaState) -> bool:
     full. (While a long prompt is prefilled, others wait for the token budget.)"""
     steps = after.steps - before.steps
     generated = after.generated_tokens - before.generated_tokens
+    generated -= after.accepted_tokens - before.accepted_tokens
     waiting = all(state.waiting > 0 and state.kv_usage < _NEARLY_FULL for state in (before, after))
     return waiting and steps > 0 and generated >= _ALL_DECODE * steps * after.running
 
@@ -62,6 +67,7 @@ def restart(replicas: Replicas, requests: Requests, row: int, steps: float) -> N
     requests.before[mine] -= replicas.steps[row] - steps
     requests.until[mine] = 0.0
     replicas.steps[row] = replicas.polled_steps[row] = steps
+    replicas.begun[row] = replicas.sent[row]
 
 
 def correct(
@@ -69,15 +75,34 @@ def correct(
     requests: Requests,
     row: int,
     state: ReplicaState,
-    sampled_at: float,
+    before: ReplicaState | None,
+    asked_at: float,
     now: float,
-) -> None:
-    """Sets steps and others' load right by a poll whose figures were taken at ``sampled_at``.
+) -> Indices:
+    """Sets steps, prefills and others' load right by a poll.
 
-    Requests sent since then stay on top of what the poll saw.
+    Requests sent since it was taken stay on top of what it saw.
+
+    Args:
+        replicas: the table.
+        requests: the table.
+        row: the replica's.
+        state: what the poll saw, within ``state.scrape_seconds`` of being asked for.
+        before: what the poll before saw, if there was one.
+        asked_at: when it was asked for, on the fleet's clock.
+        now: seconds.
+
+    Returns:
+        The rows of the replica's requests.
     """
-    mine = (requests.replica == row).nonzero()[0]
+    sampled_at = asked_at + state.scrape_seconds / 2
+    mine: Indices = (requests.replica == row).nonzero()[0]
     _correct_steps(replicas, requests, row, mine, state.steps, now - sampled_at)
+
+    firsts = state.first_tokens - (before.first_tokens if before else 0.0)
+    if firsts < 0.0:  # another process
+        firsts = state.first_tokens
+    correct_prefills(replicas, requests, row, mine, state, firsts, asked_at, now)
 
     then = mine[requests.sent_at[mine] <= sampled_at]
     weight = requests.weight[then]
@@ -97,6 +122,7 @@ def correct(
     known_kv = float(own_kv @ started) + replicas.others_kv.item(row)
     replicas.kv_beyond[row] = used - known_kv
     replicas.sampled_at[row] = sampled_at
+    return mine
 
 
 def fade(replicas: Replicas, now: float) -> None:

@@ -26,6 +26,7 @@ class Replicas(Table):
     max_num_seqs: Floats
     longest_prompt: Floats  # tokens that its context and its KV cache can hold
     decode_step: Floats  # seconds of a step that only decodes
+    tokens_per_step: Floats  # that a sequence gets; more than one where they are drafted
     stretch: Floats  # actual ÷ predicted decode time
     c0: Floats
     c_prefill: Floats
@@ -36,6 +37,10 @@ class Replicas(Table):
     steps: Floats  # engine steps, as the replica counts them
     polled_steps: Floats  # the last count a poll gave
     chunk: Floats  # prompt tokens in the prefill step in progress
+    sent: Floats  # sequences sent, in all
+    begun: Floats  # of these, with a first token, as polls count
+    known: Floats  # of these, with a first token that was seen, they or one sent after them
+    known_before: Floats  # the same, at the last poll
     decoding: Floats  # sequences of the router's own that decode
     held: Floats  # their prompt tokens
     beyond: Floats  # sequences the last poll saw beyond the router's own and others' digests
@@ -71,6 +76,7 @@ class Requests(Table):
     prompt: Floats  # tokens
     each: Floats  # prompt tokens of one sequence
     mark: Floats  # its prompt is prefilled once the replica's `prefilled` gets here
+    turn: Floats  # its sequences have a first token once the replica's `begun` gets here
     before: Floats  # the replica's step count before the first token's; infinite until then
     bound: Floats  # tokens a sequence may generate
     least: Floats  # tokens it will generate at least

@@ -77,6 +77,8 @@ class FleetView:
     costs: StepCosts
     decode_step: Floats
     """Seconds of a step that only decodes what is in the batch now."""
+    tokens_per_step: Floats
+    """That a sequence gets: more than one where vLLM decodes speculatively."""
     stretch: Floats
     """Actual ÷ predicted decode time, as of late."""
     excluded: tuple[Excluded, ...] = ()

@@ -16,7 +16,8 @@ def engine_counts(figures: EngineFigures, at: float) -> EngineCounts:
         at=at,
         steps=figures.steps,
         computed_tokens=figures.prompt_tokens - figures.cached_tokens,
-        generated_tokens=figures.generated_tokens,
+        # A step gives a sequence one token and those drafted before that were right.
+        generated_tokens=figures.generated_tokens - figures.accepted_tokens,
         in_flight=figures.running + figures.waiting,
         kv_tokens=max(figures.kv_usage * figures.kv_tokens - unfilled, 0.0),
         finished=figures.finished,

@@ -56,11 +56,12 @@ def predict(
     remainder r_i, m_i = min(r_i, o)::
 
         T_first  = rest of step + admission + (W + p)·c_prefill + ceil((W + p)/budget)·step(0, B, K)
-        T_decode = s·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
-        cost     = B·p·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))
+        T_decode = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
+        cost     = B·p·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
 
     s being actual ÷ predicted decode time of the replica, as of late
-    (:class:`~extproc.predict.correction.Correction`).
+    (:class:`~extproc.predict.correction.Correction`), and d the tokens that a sequence gets from a
+    step.
 
     Two sequences about to finish cost next to nothing; one long one costs for the whole way.
     """
@@ -126,10 +127,11 @@ def _decode(
     steps = np.bincount(on, shared, count)
     kv_growth = np.bincount(on, shared * together, count) * 0.5
     kv = np.bincount(on, shared * sequences.context, count) + kv_growth
-    decode = view.stretch * (
+    step_share = 1.0 / view.tokens_per_step
+    decode = (view.stretch * step_share) * (
         later * costs.c0
         + costs.c_batch * (steps + own * later)
         + costs.c_kv * (kv + own * later * (each + later / 2))
     )
-    slower = costs.c_batch * steps + costs.c_kv * (each * steps + kv_growth)
+    slower = step_share * (costs.c_batch * steps + costs.c_kv * (each * steps + kv_growth))
     return decode, costs.c_prefill * prompt * view.batch + own * slower

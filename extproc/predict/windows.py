@@ -29,6 +29,7 @@ class EngineCounts:
     computed_tokens: float
     """Prompt tokens prefilled, cached ones not counted."""
     generated_tokens: float
+    """Without those that were drafted: as many as sequences took part in steps."""
     in_flight: int
     """Requests running and waiting."""
     kv_tokens: float

@@ -1,0 +1,109 @@
+"""Which prompts are prefilled, as far as a poll tells."""
+
+from math import inf
+
+from extproc.fleet.state import ReplicaState
+from extproc.fleet.tables import Replicas, Requests
+from extproc.fleet.view import Floats, Indices
+
+_UNDER_WAY = 0.1
+"""Seconds until a request that was sent reaches the engine: it is parsed and tokenized first."""
+
+
+def correct_prefills(
+    replicas: Replicas,
+    requests: Requests,
+    row: int,
+    mine: Indices,
+    state: ReplicaState,
+    firsts: float,
+    asked_at: float,
+    now: float,
+) -> None:
+    """Moves the prompt tokens that the clock takes for prefilled to where the poll allows.
+
+    A replica counts the sequences that got their first token, and prefills in the order they came.
+    So of the router's own sequences, numbered in that order, it is known up to which one the
+    prompts were prefilled when the poll was taken (the count is exact while nobody else sends
+    there), and that the next one was not: the clock may be ahead by the prompt in progress or, if
+    that is more, by a step. Beside others' requests only the replica's queue tells: those it has
+    admitted are prefilled but for the last prompt, or a step's worth.
+
+    Args:
+        replicas: the table.
+        requests: the table.
+        row: the replica's.
+        mine: rows of its requests.
+        state: what the poll saw.
+        firsts: sequences that got their first token since the poll before.
+        asked_at: when the poll was asked for; it tells nothing of what was sent since.
+        now: seconds.
+    """
+    order = mine[requests.turn[mine].argsort()]
+    sent_at, turn = requests.sent_at[order], requests.turn[order]
+    settled = order[sent_at <= asked_at - _until_seen(replicas, row)]
+    told = state.first_tokens > 0 or state.generated_tokens == 0
+    alone = told and not (
+        replicas.others_requests[row] or replicas.foreign[row] or replicas.beyond[row]
+    )
+    counted = _count(replicas, requests, row, order, firsts, alone)
+    if not state.running + state.waiting and len(settled):
+        counted = replicas.begun[row] = max(counted, requests.turn[settled[-1]])
+
+    ahead = order[turn > counted]
+    prefilled, enqueued = replicas.prefilled.item(row), replicas.enqueued.item(row)
+    if not len(ahead):
+        replicas.prefilled[row] = enqueued
+        return
+    first = ahead[0]
+    start, end = requests.mark.item(first) - requests.prompt.item(first), requests.mark.item(first)
+    budget = replicas.token_budget.item(row)
+    least = max(start, _admitted(requests, settled, state.waiting, budget))
+    most = inf
+    if alone and requests.sent_at[first] <= asked_at:
+        most = max(end, start + budget, least) + _rate(replicas, row) * (now - asked_at)
+    replicas.prefilled[row] = min(max(prefilled, least), most, enqueued)
+
+
+def _count(
+    replicas: Replicas, requests: Requests, row: int, order: Indices, firsts: float, alone: bool
+) -> float:
+    """The number of the last sequence that has its first token."""
+    known = replicas.known.item(row)
+    if alone:
+        # What was seen before the poll before is in the counts; what was seen since may not be.
+        begun = max(replicas.begun.item(row) + firsts, replicas.known_before.item(row))
+        begun = min(begun, replicas.sent.item(row))
+    else:
+        started = order[requests.before[order] < inf]
+        begun = max(known, requests.turn.item(started[-1]) if len(started) else 0.0)
+    replicas.begun[row] = begun
+    replicas.known_before[row] = known
+    return max(begun, known)
+
+
+def _admitted(requests: Requests, settled: Indices, waiting: int, budget: float) -> float:
+    """Up to where the prompts must be prefilled that are not in the replica's queue any more."""
+    if not len(settled):
+        return 0.0
+    turns: Floats = requests.turn[settled]
+    admitted = settled[: int(turns.searchsorted(turns[-1] - waiting, "right"))]
+    if not len(admitted):
+        return 0.0
+    last = admitted[-1]
+    return requests.mark.item(last) - max(budget, requests.prompt.item(last))
+
+
+def _until_seen(replicas: Replicas, row: int) -> float:
+    """Seconds until a request that was sent is among those running or waiting: vLLM says at the end
+    of each step what was there when it began."""
+    budget = replicas.token_budget.item(row)
+    step = replicas.decode_step.item(row) + replicas.c_prefill.item(row) * budget
+    return _UNDER_WAY + 2.0 * step
+
+
+def _rate(replicas: Replicas, row: int) -> float:
+    """Prompt tokens prefilled a second."""
+    chunk = replicas.chunk.item(row)
+    step = replicas.decode_step.item(row) + replicas.c_prefill.item(row) * chunk
+    return chunk / step

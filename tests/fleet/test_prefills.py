@@ -1,0 +1,159 @@
+"""A backlog that is wrong, for whatever reason, is right again one poll later."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from extproc.fleet.digest import Digest, Kind
+from extproc.fleet.fleet import Fleet
+from extproc.predict.hardware import hardware_profile
+from extproc.simulator.engine import Engine
+from extproc.simulator.sequence import Sequence
+from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+
+A10, A100, H100 = "llama-8b-a10", "llama-3-8b-a100", "llama-8b-h100"
+
+
+def backlog(fleet: Fleet) -> float:
+    return float(fleet.view(MODEL).backlog[0])
+
+
+def test_prompts_found_in_the_prefix_cache_leave_the_backlog_with_the_next_poll() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A100)
+    for sent in range(1, 37):
+        fleet.dispatch(replica(1), chat(4000, 400))
+        clock.advance(1 / 12)
+        if sent % 12 == 0:
+            assert backlog(fleet) > 4000
+            fleet.put(state(1, A100, clock, running=sent, first_tokens=sent, steps=20 * sent))
+            assert backlog(fleet) == 0
+            assert fleet.view(MODEL).batch[0] == sent
+
+
+def test_prompts_that_the_clock_took_for_prefilled_come_back_with_the_next_poll() -> None:
+    """The replica is four times slower than is believed."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100)
+    fleet.put(state(1, H100, clock, first_tokens=7))
+    for _ in range(4):
+        fleet.dispatch(replica(1), chat(30_000, 400))
+    clock.advance(5.0)
+    assert backlog(fleet) == 0
+    fleet.put(state(1, H100, clock, running=1, waiting=3, kv_usage=0.1, first_tokens=7))
+    assert 90_000 <= backlog(fleet) <= 120_000
+    clock.advance(0.5)
+    fleet.put(state(1, H100, clock, running=3, waiting=1, kv_usage=0.1, first_tokens=9))
+    assert 30_000 <= backlog(fleet) <= 60_000
+    assert fleet.view(MODEL).batch[0] == 2
+
+
+def test_what_was_sent_since_the_poll_was_asked_for_stays_queued() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, first_tokens=3))
+    fleet.dispatch(replica(1), chat(1000, 100))
+    clock.advance(0.5)
+    fleet.dispatch(replica(1), chat(1500, 100))
+    clock.advance(0.1)
+    fleet.put(state(1, A10, clock, running=2, first_tokens=4, scrape_seconds=0.15))
+    assert 1100 < backlog(fleet) < 1500
+
+
+def test_an_idle_replica_has_no_backlog_whatever_is_believed() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.dispatch(replica(1), chat(16_000, 100))
+    clock.advance(0.5)
+    fleet.put(state(1, A10, clock))
+    assert backlog(fleet) > 10_000, "its first step may not have ended yet"
+    clock.advance(1.0)
+    fleet.put(state(1, A10, clock))
+    assert backlog(fleet) == 0
+
+
+def test_beside_other_routers_what_is_not_queued_any_more_is_prefilled_but_for_a_step() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for _ in range(20):
+        fleet.dispatch(replica(1), chat(1000, 100))
+    clock.advance(1.5)
+    fleet.hear(_other_router(requests=5))
+    fleet.put(state(1, A10, clock, running=20, waiting=5, first_tokens=300))
+    assert backlog(fleet) == pytest.approx(5 * 1000 + 2048, abs=1)
+
+
+def test_a_client_that_hung_up_in_the_queue_does_not_shift_the_count() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, first_tokens=1))
+    fleet.dispatch(replica(1), chat(2000, 100))
+    gone = fleet.dispatch(replica(1), chat(2000, 100))
+    fleet.dispatch(replica(1), chat(2000, 100))
+    fleet.release(gone, prefilled=False)
+    clock.advance(0.3)
+    fleet.put(state(1, A10, clock, running=2, first_tokens=2))
+    assert backlog(fleet) <= 2000
+    clock.advance(0.01)
+    fleet.put(state(1, A10, clock, running=2, first_tokens=3))
+    assert backlog(fleet) == 0
+
+
+def test_a_restarted_replica_owes_nothing_of_what_its_last_process_was_sent() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, first_tokens=50, steps=500))
+    fleet.dispatch(replica(1), chat(16_000, 100))
+    clock.advance(0.1)
+    fleet.put(state(1, A10, clock, first_tokens=0, steps=0))
+    fleet.dispatch(replica(1), chat(1000, 100))
+    clock.advance(0.5)
+    fleet.put(state(1, A10, clock, first_tokens=1, steps=3, running=1))
+    assert backlog(fleet) == 0
+
+
+@pytest.mark.parametrize("believed", [H100, A100, A10])
+@pytest.mark.parametrize("cached", [0.0, 0.9])
+def test_the_backlog_follows_an_engine_that_nobody_was_told_of(
+    believed: str, cached: float
+) -> None:
+    """At each poll it is what the engine has to do still, within a step and a prompt."""
+    random, clock = Random(3), ManualClock(0.0)
+    profile = hardware_profile(A100)
+    engine = Engine(profile, kv_tokens=400_000)
+    fleet = fleet_of(clock, believed)
+    errors = []
+    for number in range(1, 1500):
+        clock.advance(random.expovariate(12.0))
+        prompt, output = random.randrange(50, 4000), random.randrange(1, 200)
+        engine.advance(clock())
+        hashes = list(range(int(prompt * cached) // 16))
+        fleet.dispatch(replica(1), chat(prompt, output))
+        engine.add(Sequence(number, prompt, output, hashes), clock())
+        if number % 3 == 0:
+            clock.advance(0.001)
+            engine.advance(clock())
+            counters = engine.counters
+            fleet.put(
+                state(
+                    1,
+                    believed,
+                    clock,
+                    running=engine.running,
+                    waiting=engine.waiting,
+                    kv_usage=engine.kv_usage,
+                    steps=engine.steps,
+                    first_tokens=counters.first_tokens,
+                    generated_tokens=counters.generated_tokens,
+                )
+            )
+            errors.append(backlog(fleet) - sum(s.prompt_tokens for s in engine.queued))
+    slack = profile.token_budget + 4000
+    assert all(-slack <= error <= slack for error in errors)
+
+
+def _other_router(requests: int) -> Digest:
+    figures = np.array([[requests], [0], [0], [0], [requests], [requests * 500]], dtype=float)
+    on, sequences = np.zeros(1, dtype=np.intp), np.array([[requests], [500.0], [50.0]])
+    return Digest("other", 1, 0.0, Kind.WHOLE, (replica(1),), figures, on, sequences)
