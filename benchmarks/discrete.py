@@ -143,7 +143,11 @@ class Simulation:
             return
         served = Served(number, traced, decision, watched, decision.replica, sequence)
         self._open[number] = served
-        self._tell(served, lambda node: node.sent(number, decision.replica, profile))
+
+        def sent(node: Node) -> None:
+            served.watched |= node.sent(number, decision.replica, profile)
+
+        self._tell(served, sent)
         self._send(served)
 
     def _sequence(self, number: int, traced: TracedRequest) -> Sequence:

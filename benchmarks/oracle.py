@@ -13,7 +13,7 @@ from benchmarks.routers import News
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.view import FleetView, Floats, Sequences, StepCosts
 from extproc.predict.completion import Prediction, predict
-from extproc.predict.correction import Correction
+from extproc.predict.correction import Corrections
 from extproc.request.profile import RequestProfile
 from extproc.route.policy import Choice, Situation, lowest
 from extproc.route.router import Decision
@@ -49,8 +49,10 @@ class Oracle:
         self._policy = Weighed(weight)
         self._clock = clock
         self._random = Random(seed)
-        self._corrections = {name: Correction(clock()) for name in machines}
-        self._stretch = dict.fromkeys(machines, 1.0)
+        self._corrections = Corrections(clock())
+        self._rows = {name: row for row, name in enumerate(machines)}
+        self._corrections.reset(len(machines) - 1)
+        self._stretch = np.ones(len(machines))
 
     def decide(self, number: int, profile: RequestProfile, prefix: Items[int]) -> Decision | None:
         """Where the request goes; its bound must be what it will generate."""
@@ -64,7 +66,9 @@ class Oracle:
         if not machines:
             return None
         exact = [_Exact.of(machine, profile, prefix) for machine in machines]
-        stretch = _floats(self._stretch[machine.name] for machine in machines)
+        if (ratios := self._corrections.ratios(self._clock())) is not None:
+            self._stretch = ratios
+        stretch = self._stretch[[self._rows[machine.name] for machine in machines]]
         view = _view(machines, exact, stretch)
         prediction = predict(profile, float(output), view, _sequences(exact))
         situation = Situation(profile, view, self._with_step_ends(prediction, machines))
@@ -87,9 +91,7 @@ class Oracle:
         if replica == decision.replica:
             predicted = decision.decode_time_per_token * (tokens - 1)
             actual = max(took - decision.predicted_ttft, 0.0)
-            correction = self._corrections[replica]
-            correction.observe(predicted, actual, self._clock())
-            self._stretch[replica] = correction.ratio(self._clock())
+            self._corrections.observe(self._rows[replica], predicted, actual, self._clock())
 
     def publish(self, state: ReplicaState) -> None:
         """Nothing it does not know."""

@@ -8,6 +8,7 @@ from random import Random
 from typing import Protocol
 
 from benchmarks.clock import VirtualClock
+from extproc.fleet.alone import Before
 from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
@@ -23,10 +24,13 @@ class Node:
         self.fleet = fleet
         self.router = Router(fleet, policy, random)
         self._tickets: dict[int, Ticket] = {}
+        self._ended: tuple[int, Before | None] = 0, None
+        """The last one that did, and what was before it if it was alone."""
 
-    def sent(self, number: int, replica: str, profile: RequestProfile) -> None:
-        """A request was sent to a replica."""
+    def sent(self, number: int, replica: str, profile: RequestProfile) -> bool:
+        """A request was sent to a replica; returns whether it teaches the replica's speed."""
         self._tickets[number] = self.fleet.dispatch(replica, profile)
+        return self.fleet.teaches(self._tickets[number])
 
     def moved(self, number: int, replica: str) -> None:
         """It is served by another replica than it was sent to."""
@@ -38,7 +42,22 @@ class Node:
 
     def ended(self, number: int, prefilled: bool) -> None:
         """Its stream is over."""
-        self.fleet.release(self._tickets.pop(number), prefilled)
+        self._ended = number, self.fleet.release(self._tickets.pop(number), prefilled)
+
+    def learn(
+        self,
+        number: int,
+        decision: Decision,
+        replica: str,
+        tokens: int,
+        took: float,
+        ttft: float | None,
+    ) -> None:
+        """It has just ended, and its response said how many tokens it had."""
+        ended, alone = self._ended
+        assert ended == number
+        forecast = decision.forecast()
+        self.router.learn(forecast, replica, tokens, took, ttft, alone)
 
     def answered(self, replica: str, well: bool) -> None:
         """Response headers came from a replica, or none and an error."""
@@ -48,7 +67,7 @@ class Node:
             self.fleet.failed(replica)
 
 
-News = Callable[[Node], None]
+News = Callable[[Node], object]
 
 
 class Deciding(Protocol):
@@ -125,7 +144,7 @@ class Routers:
         ttft: float | None,
     ) -> None:
         """Its own router learns from it."""
-        self._owner[number].router.learn(decision.forecast(), replica, tokens, took, ttft)
+        self._owner[number].learn(number, decision, replica, tokens, took, ttft)
 
     def publish(self, state: ReplicaState) -> None:
         """Reaches every router at once."""

@@ -8,6 +8,7 @@ from uuid import uuid4
 import numpy as np
 
 from extproc.clock import Clock, monotonic, wall
+from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.health import Health
@@ -21,7 +22,7 @@ from extproc.fleet.stalls import Stalls
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
-from extproc.predict.correction import Correction
+from extproc.predict.correction import Corrections
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
@@ -72,7 +73,8 @@ class Fleet:
         self._newcomers = Newcomers()
         self._stalled: dict[str, str] = {}
         self._stalls_looked_at = clock()
-        self._corrections: dict[str, Correction] = {}
+        self._corrections = Corrections(clock())
+        self._alone = Alone(self._replicas)
 
     # -- membership and polls ---------------------------------------------------------------
 
@@ -108,16 +110,17 @@ class Fleet:
         if before is None or _seen_by_policies(state) != _seen_by_policies(before):
             self._candidates.clear()
         self._states[row] = state
-        self._replicas.stretch[row] = self._corrections[state.id].ratio(now)
         self._stalls.heard(state, now)
         self._newcomers.heard(state)
         self._look_for_stalls(now)
-        set_hardware(self._replicas, row, state, before)
         self._learn_lengths(state, before)
+        asked_at = now - age - state.scrape_seconds
+        if state.healthy:
+            self._alone.polled(row, state, asked_at, now)
+        set_hardware(self._replicas, row, state, before, self._alone.step(row, state, now))
         if state.healthy:
             if state.steps < self._replicas.polled_steps[row]:
                 restart(self._replicas, self._requests, row, state.steps)
-            asked_at = now - age - state.scrape_seconds
             mine = correct(self._replicas, self._requests, row, state, before, asked_at, now)
             self._progress.corrected(row, mine)
 
@@ -136,7 +139,6 @@ class Fleet:
         self._news.forget(replica)
         self._stalls.forget(replica)
         self._newcomers.forget(replica)
-        self._corrections.pop(replica, None)
         self._candidates.clear()
 
     def drop_silent(self, after: float) -> None:
@@ -162,11 +164,11 @@ class Fleet:
     def _join(self, state: ReplicaState) -> int:
         """A row for a replica: the one it had, so that its requests are still on it; else one that
         nobody uses; else a new one."""
-        self._corrections[state.id] = Correction(self._clock())
         departed = [row for row, known in enumerate(self._states) if known.id == state.id]
         if departed:
-            self._rows[state.id] = departed[0]
-            return departed[0]
+            row = self._rows[state.id] = departed[0]
+            self._corrections.reset(row)
+            return row
         taken = set(self._rows.values()) | set(self._requests.replica.tolist())
         free = [row for row in range(len(self._replicas)) if row not in taken]
         if free:
@@ -183,7 +185,10 @@ class Fleet:
             sampled_at=inf,
         )
         self.others.clear(row)
-        set_hardware(self._replicas, row, state, None)
+        self._corrections.reset(row)
+        self._alone.forget(row)
+        step = self._alone.step(row, state, self._clock())
+        set_hardware(self._replicas, row, state, None, step)
         self._replicas.decode_step[row] = self._replicas.c0[row]
         self._rows[state.id] = row
         return row
@@ -210,7 +215,10 @@ class Fleet:
         self.health.sent(replica)
         now = self._clock()
         self._progress.advance(now)
-        return self._ledger.take(row, profile, now, self._states[row].max_model_len)
+        state = self._states[row]
+        ticket = self._ledger.take(row, profile, now, state.max_model_len)
+        self._alone.sent(row, ticket.number, state)
+        return ticket
 
     def move(self, ticket: Ticket, replica: str) -> None:
         """The request was served by another replica than it was sent to (a retry).
@@ -220,6 +228,7 @@ class Fleet:
         row = self._rows.get(replica)
         if row is not None:
             self._progress.advance(self._clock())
+            self._alone.left(self._ledger.replica(ticket), ticket.number)
             self._ledger.move(ticket, row)
 
     def first_token(self, ticket: Ticket) -> None:
@@ -227,17 +236,44 @@ class Fleet:
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
-    def release(self, ticket: Ticket, prefilled: bool = True) -> None:
+    def release(self, ticket: Ticket, prefilled: bool = True) -> Before | None:
         """Takes it out of the ledger; a second release of the same ticket does nothing.
 
         Args:
             ticket: what :meth:`dispatch` returned.
             prefilled: its prompt is known to be prefilled, and so are those queued before it.
+
+        Returns:
+            What was counted of its replica before it, where it may have been alone there; for
+            :meth:`served_alone`.
         """
         self._progress.advance(self._clock())
         row = self._ledger.release(ticket, prefilled)
+        if row is None:
+            return None
+        self._newcomers.ended(self._states[row].id)
+        return self._alone.left(row, ticket.number)
+
+    def teaches(self, ticket: Ticket) -> bool:
+        """Whether it is alone on a replica whose speed is not known yet."""
+        row = self._ledger.replica(ticket)
+        return (
+            self._alone.is_alone(row, ticket.number)
+            and not self._states[row].measured
+            and not self._alone.sure(row, self._clock())
+        )
+
+    def served_alone(self, replica: str, before: Before, served: Served) -> None:
+        """What became of a request that may have been alone there; the next poll tells if it was.
+
+        Args:
+            replica: ``ip:port``; one that is no member is passed over.
+            before: from :meth:`release`.
+            served: the request.
+        """
+        row = self._rows.get(replica)
         if row is not None:
-            self._newcomers.ended(self._states[row].id)
+            self._alone.served(row, before, served, self._clock())
 
     def decoded(self, replica: str, predicted: float, actual: float) -> None:
         """A request there took ``actual`` seconds from its first token to its last.
@@ -247,9 +283,9 @@ class Fleet:
             predicted: seconds, before any correction.
             actual: seconds.
         """
-        correction = self._corrections.get(replica)
-        if correction is not None:
-            correction.observe(predicted, actual, self._clock())
+        row = self._rows.get(replica)
+        if row is not None:
+            self._corrections.observe(row, predicted, actual, self._clock())
 
     def failed(self, replica: str) -> None:
         """A request sent there was answered with a 5xx, or had to be served by another."""
@@ -284,6 +320,8 @@ class Fleet:
             self._progress.changed()
         self._progress.advance(now)
         self._progress.refresh()
+        if (ratios := self._corrections.ratios(now)) is not None:
+            self._replicas.stretch[:] = ratios
         candidates = self._find(model, among)
         if self._newcomers:
             candidates = self._without_full(candidates)

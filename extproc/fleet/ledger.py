@@ -66,6 +66,14 @@ class Ledger:
         count(self._replicas, self._requests, row, 1)
         return Ticket(self._tickets)
 
+    def replica(self, ticket: Ticket) -> int:
+        """The replica that a request is on.
+
+        Raises:
+            KeyError: it was released.
+        """
+        return int(self._requests.replica[self._row[ticket.number]])
+
     def move(self, ticket: Ticket, replica: int) -> None:
         """The request is on another replica than it was sent to."""
         requests, row = self._requests, self._row[ticket.number]

@@ -9,6 +9,7 @@ from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import COSTS, Replicas, Requests
 from extproc.fleet.view import Indices
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
+from extproc.predict.step import StepModel
 
 _STALE = 2.0
 """Seconds without a poll after which what it saw of others' requests no longer counts."""
@@ -21,7 +22,11 @@ _ALL_DECODE = 0.95
 
 
 def set_hardware(
-    replicas: Replicas, row: int, state: ReplicaState, before: ReplicaState | None
+    replicas: Replicas,
+    row: int,
+    state: ReplicaState,
+    before: ReplicaState | None,
+    step: StepModel,
 ) -> None:
     """Speed and limits of a replica: learned or said by itself, else its profile's.
 
@@ -30,9 +35,9 @@ def set_hardware(
         row: the replica's.
         state: what this poll saw.
         before: what the poll before saw, if there was one.
+        step: its step times.
     """
     profile = PROFILES.get(state.profile) or PROFILES[DEFAULT_PROFILE]
-    step = state.learned or profile.step
     for name in COSTS:
         getattr(replicas, name)[row] = getattr(step, name)
     replicas.c0[row] = max(step.c0, _SHORTEST_STEP)

@@ -6,8 +6,9 @@ from operator import mul, truediv
 
 import numpy as np
 
+from extproc.predict.fit import coefficients, descend, relative
 from extproc.predict.step import StepModel
-from extproc.predict.windows import SECONDS, EngineCounts, Terms, Windows, Work
+from extproc.predict.windows import SECONDS, EngineCounts, Windows, Work
 
 _MEMORY = 7200.0
 """Seconds of work in which what was learned loses two thirds of its weight."""
@@ -25,7 +26,6 @@ _PRIOR = 1e-4
 """Weight of the profile it starts from, in windows of the longest kind: it keeps what the counters
 do not tell apart. With ten times as much, a profile seven times too fast takes minutes to be
 put right under light load; with a hundredth, the chance of prompts alone moves c0 by half."""
-_PRIORS = _PRIOR * np.eye(4, 5)
 _LITTLE = 0.01
 """Windows' worth of work that tells nothing of replicas in general."""
 _KNOWN = 1.0
@@ -38,8 +38,6 @@ inverse fourth power of the excess: however wrong a reading, it cannot weigh muc
 the profile is wrong, and their weights are alike.)"""
 _NONSENSE = 1000.0
 """No profile expects work to take so many times as long as it takes."""
-_ROUNDS = 4
-"""Of coordinate descent at each poll; it starts from the last solution."""
 
 
 class Calibration:
@@ -63,9 +61,8 @@ class Calibration:
         """
         self._start = start
         # Coefficients are counted in units of the start, so that all are near one.
-        self._unit = _coefficients(start)
-        self._units = np.array([*self._unit, 1.0])
-        begin = self._unit if known is None else _coefficients(known)
+        self._unit = coefficients(start)
+        begin = self._unit if known is None else coefficients(known)
         self._solution = list(map(truediv, begin, self._unit))
         self._equations = np.zeros((4, 5))
         """Normal equations, the right side as the last column."""
@@ -119,8 +116,8 @@ class Calibration:
 
     @property
     def _scale(self) -> float:
-        coefficients = map(mul, self._solution, self._unit)
-        expected: float = sum(map(mul, coefficients, self._recent.terms))
+        learned = map(mul, self._solution, self._unit)
+        expected: float = sum(map(mul, learned, self._recent.terms))
         scale = (self._recent.seconds + _DOUBT) / (expected + _DOUBT)
         return min(max(scale, 1 / _MOST_SCALE), _MOST_SCALE)
 
@@ -134,14 +131,13 @@ class Calibration:
         # What departs from the speed so far may pass: the scale has it, the coefficients wait.
         scale = self._scale
         trust = min(scale, 1.0 / scale) ** 2
-        stretches = np.array([(*work.terms, work.seconds) for work in windows])
-        seconds = stretches[:, 4:]
-        relative = stretches * self._units / seconds
+        rows = relative(windows, self._unit)
+        seconds = np.array([[work.seconds] for work in windows])
         # So does work that should have taken far longer: one reading of a counter may be wrong.
-        expected = relative[:, :4] @ np.maximum(self._solution, self._overall())[:, None]
+        expected = rows[:, :4] @ np.maximum(self._solution, self._overall())[:, None]
         doubt = (np.maximum(expected, _MUCH) / _MUCH) ** 4
         weight = seconds * (trust / SECONDS[-1]) / doubt
-        self._equations += (relative[:, :4] * weight).T @ relative
+        self._equations += (rows[:, :4] * weight).T @ rows
 
     def _totals(self) -> tuple[float, float]:
         """Weight of all that was seen, and the same as long as it took."""
@@ -156,14 +152,5 @@ class Calibration:
     def _solve(self, typical: float) -> None:
         """Coordinate descent towards the non-negative least squares solution."""
         seen, took = self._totals()
-        pull = _PRIOR * (took + _PRIOR * typical) / (seen + _PRIOR)
-        equations, solution = (self._equations + _PRIORS).tolist(), self._solution
-        for _ in range(_ROUNDS):
-            for k, row in enumerate(equations):
-                missing = row[4] + pull - sum(map(mul, row, solution))
-                better = solution[k] + missing / row[k]
-                solution[k] = better if better > 0.0 else 0.0
-
-
-def _coefficients(model: StepModel) -> Terms:
-    return model.c0, model.c_prefill, model.c_batch, model.c_kv
+        center = (took + _PRIOR * typical) / (seen + _PRIOR)
+        descend(self._equations, [_PRIOR] * 4, [center] * 4, self._solution)

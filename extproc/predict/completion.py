@@ -60,7 +60,7 @@ def predict(
         cost     = B·p·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
 
     s being actual ÷ predicted decode time of the replica, as of late
-    (:class:`~extproc.predict.correction.Correction`), and d the tokens that a sequence gets from a
+    (:class:`~extproc.predict.correction.Corrections`), and d the tokens that a sequence gets from a
     step.
 
     Two sequences about to finish cost next to nothing; one long one costs for the whole way.

@@ -1,6 +1,10 @@
 """How much longer requests decode than predicted."""
 
-from math import exp
+from math import exp, inf
+
+import numpy as np
+
+from extproc.fleet.view import Floats
 
 _MEMORY = 30.0
 """Seconds in which what was seen loses two thirds of its weight."""
@@ -9,8 +13,12 @@ _DOUBT = 5.0
 _LEAST, _MOST = 0.5, 3.0
 
 
-class Correction:
-    """Actual ÷ predicted decode time of one replica, as of late.
+_EVERY = 0.2
+"""Seconds between two looks at what has faded."""
+
+
+class Corrections:
+    """Actual ÷ predicted decode time of each replica, as of late.
 
     A prediction knows the requests in flight, and not those that come later: their prefill and
     their place in the batch prolong it by 40% where a fleet is well used. Nor does the step-time
@@ -18,34 +26,43 @@ class Correction:
     lengths known, is 8% instead of 27%: of the first 4,000 requests of the conversation trace at
     1.5 times its speed on eight equal replicas, by ``python -m benchmarks.simulate --trace
     benchmarks/traces/azure-2023-conv.jsonl.gz --fleet benchmarks/fleets/equal.yaml --speed 1.5
-    --know lengths --requests 4000``, as it is and with :meth:`ratio` always 1.
+    --know lengths --requests 4000``, as it is and with all ratios 1.
     """
 
-    __slots__ = ("_actual", "_at", "_predicted")
-
     def __init__(self, now: float) -> None:
-        self._actual = 0.0
-        self._predicted = 0.0
+        self._sums: Floats = np.zeros((2, 0))
+        """Seconds of decoding, actual and predicted, a column a replica."""
         self._at = now
+        self._told_at = -inf
 
-    def observe(self, predicted: float, actual: float, now: float) -> None:
+    def reset(self, row: int) -> None:
+        """Another replica has that row from now on, perhaps a new row."""
+        missing = row + 1 - self._sums.shape[1]
+        if missing > 0:
+            self._sums = np.pad(self._sums, ((0, 0), (0, missing)))
+        self._sums[:, row] = 0.0
+        self._told_at = -inf
+
+    def observe(self, row: int, predicted: float, actual: float, now: float) -> None:
         """A request decoded in ``actual`` seconds."""
         self._fade(now)
-        self._actual += min(actual, _MOST * predicted)
-        self._predicted += predicted
+        self._sums[:, row] += min(actual, _MOST * predicted), predicted
+        self._told_at = -inf
 
-    def ratio(self, now: float) -> float:
-        """Actual ÷ predicted as of now; it fades to 1 where nothing ends.
+    def ratios(self, now: float) -> Floats | None:
+        """Actual ÷ predicted of each row as of now; None where they are as they were last told.
 
-        One that does not fade would keep requests away for ever, and with them all that could
-        prove it wrong.
+        A ratio fades to 1 where nothing ends: one that does not would keep requests away for ever,
+        and with them all that could prove it wrong.
         """
+        if now - self._told_at < _EVERY:
+            return None
         self._fade(now)
-        ratio = (self._actual + _DOUBT) / (self._predicted + _DOUBT)
-        return min(max(ratio, _LEAST), _MOST)
+        self._told_at = now
+        actual, predicted = self._sums + _DOUBT
+        ratios: Floats = np.clip(actual / predicted, _LEAST, _MOST)
+        return ratios
 
     def _fade(self, now: float) -> None:
-        keep = exp((self._at - now) / _MEMORY)
+        self._sums *= exp((self._at - now) / _MEMORY)
         self._at = now
-        self._actual *= keep
-        self._predicted *= keep

@@ -1,5 +1,6 @@
 """A request that was sent to a replica, until its response has ended."""
 
+from extproc.fleet.alone import Before
 from extproc.request.usage import UsageReader
 from extproc.route.router import Decision
 from extproc.server import messages
@@ -84,7 +85,7 @@ class InFlight:
         complete = self._complete()
         streamed = self._forecast.profile.stream
         prefilled = self._first_chunk is not None or (complete and not streamed)
-        services.fleet.release(self._ticket, prefilled)
+        alone = services.fleet.release(self._ticket, prefilled)
         if self._status is None and not self._unseen:
             services.metrics.requests.add("unanswered")
         if not complete:
@@ -92,7 +93,7 @@ class InFlight:
         outcome.completion_s = services.clock() - self._sent_at
         if self._first_chunk is not None:
             outcome.ttft_s = self._first_chunk - self._sent_at
-        self._learn(outcome.completion_s)
+        self._learn(outcome.completion_s, alone)
         self._account(self._forecast.predicted_completion, outcome.completion_s)
 
     def _served(self, upstream: str) -> None:
@@ -112,12 +113,15 @@ class InFlight:
             services.fleet.answered(self._served_by)
 
     def _worth_reading(self, content_type: str) -> bool:
-        """Every whole response, for it is one message, and a sample of the streams."""
+        """Every whole response, for it is one message, and of the streams a sample, and those that
+        teach how fast a replica is."""
         if self._status != 200:
             return False
         if not content_type.startswith("text/event-stream"):
             return True
-        return self._services.random.random() < self._services.config.serve.stream_sample
+        services = self._services
+        sampled = services.random.random() < services.config.serve.stream_sample
+        return sampled or services.fleet.teaches(self._ticket)
 
     def _complete(self) -> bool:
         """Whether it was answered to the end, as far as can be told.
@@ -129,7 +133,7 @@ class InFlight:
             return False
         return self._usage is None or self._ended
 
-    def _learn(self, seconds: float) -> None:
+    def _learn(self, seconds: float, alone: Before | None) -> None:
         """From the usage a response reported, ``seconds`` after the decision."""
         usage = None if self._usage is None else self._usage.usage()
         if usage is None:
@@ -139,9 +143,17 @@ class InFlight:
         outcome.output_tokens = usage.completion_tokens
         if usage.prompt_tokens and profile.prompt_bytes:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
-        if usage.completion_tokens and profile.sequences:
-            each = usage.completion_tokens / profile.sequences
-            services.router.learn(self._forecast, self._served_by, each, seconds, outcome.ttft_s)
+        if usage.completion_tokens or not profile.sequences:
+            each = usage.completion_tokens / max(profile.sequences, 1)
+            services.router.learn(
+                self._forecast,
+                self._served_by,
+                each,
+                seconds,
+                outcome.ttft_s,
+                alone,
+                usage.prompt_tokens,
+            )
 
     def _account(self, predicted: float, actual: float) -> None:
         metrics = self._services.metrics

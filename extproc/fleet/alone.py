@@ -1,0 +1,119 @@
+"""Requests that a replica served alone, and what they tell of its speed."""
+
+from dataclasses import dataclass
+
+from extproc.fleet.state import ReplicaState
+from extproc.fleet.tables import Replicas
+from extproc.predict.firsthand import Firsthand, work_of
+from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
+from extproc.predict.step import StepModel
+
+_MOST_KEPT = 32
+"""Requests of a replica that wait for the next poll."""
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What was counted of a replica when an idle one was sent a request."""
+
+    state: ReplicaState
+    """As of the last poll."""
+    sent: float
+    """Sequences sent by the router, in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request that ended; one sequence at most."""
+
+    prompt_tokens: float
+    tokens: float
+    """Generated; 0: its prompt was all there was to do."""
+    seconds: float
+    """From its dispatch to its end."""
+    ttft: float | None
+    """Seconds to its first token; None where that was not seen."""
+
+
+class Alone:
+    """Finds the requests that had a replica to themselves, and learns its step times from them.
+
+    Whether one had is known when it has ended and a poll says that nobody else's were served
+    meanwhile; and how much of its prompt was cached.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._now: dict[int, tuple[int, Before]] = {}
+        """By row: the only request there, and what was before it."""
+        self._ended: dict[int, list[tuple[float, Before, Served]]] = {}
+        self._seen: dict[int, Firsthand] = {}
+
+    def sent(self, row: int, ticket: int, state: ReplicaState) -> None:
+        """A request was sent to the replica in that row, which is in the ledger now."""
+        replicas = self._replicas
+        if replicas.requests[row] > 1 or replicas.others_requests[row] or replicas.beyond[row]:
+            self._now.pop(row, None)
+        else:
+            self._now[row] = ticket, Before(state, replicas.sent.item(row) - 1.0)
+
+    def is_alone(self, row: int, ticket: int) -> bool:
+        """Whether nothing else was sent there since it was."""
+        return row in self._now and self._now[row][0] == ticket
+
+    def left(self, row: int, ticket: int) -> Before | None:
+        """The request has ended, or moved; what was before it, if it was alone."""
+        return self._now.pop(row)[1] if self.is_alone(row, ticket) else None
+
+    def served(self, row: int, before: Before, served: Served, now: float) -> None:
+        """What became of one that was alone."""
+        kept = self._ended.setdefault(row, [])
+        if len(kept) < _MOST_KEPT:
+            kept.append((now, before, served))
+
+    def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> None:
+        """A poll came that was asked for at ``asked_at``."""
+        ended = self._ended.get(row)
+        if not ended:
+            return
+        told = [one for one in ended if one[0] <= asked_at]
+        self._ended[row] = ended[len(told) :]
+        for _, before, served in told:
+            self._learn(row, state, before, served, now)
+
+    def sure(self, row: int, now: float) -> bool:
+        """Whether the replica's speed is known from such requests."""
+        return row in self._seen and self._seen[row].sure(now)
+
+    def step(self, row: int, state: ReplicaState, now: float) -> StepModel:
+        """The step times of a replica, by these requests and by what the poller learned."""
+        known = state.learned or _profile(state)
+        seen = self._seen.get(row)
+        return known if seen is None else seen.model(known, state.measured, now)
+
+    def forget(self, row: int) -> None:
+        """Another replica has that row from now on."""
+        for kept in (self._now, self._ended, self._seen):
+            kept.pop(row, None)
+
+    def _learn(
+        self, row: int, state: ReplicaState, before: Before, served: Served, now: float
+    ) -> None:
+        firsts = state.first_tokens - before.state.first_tokens
+        prompts = state.prompt_tokens - before.state.prompt_tokens
+        cached = state.cached_tokens - before.state.cached_tokens
+        if not 0.0 <= firsts <= self._replicas.sent[row] - before.sent or cached < 0.0:
+            return  # somebody else's were served, too, or by another process
+        share = cached / prompts if prompts > 0.0 else 0.0
+        computed = max(served.prompt_tokens * (1.0 - share), 1.0)
+        budget = self._replicas.token_budget.item(row)
+        works = work_of(computed, served.tokens, budget, served.seconds, served.ttft)
+        if works:
+            seen = self._seen.get(row)
+            if seen is None:
+                seen = self._seen[row] = Firsthand(_profile(state), now)
+            seen.observe(works, now)
+
+
+def _profile(state: ReplicaState) -> StepModel:
+    return (PROFILES.get(state.profile) or PROFILES[DEFAULT_PROFILE]).step

@@ -1,0 +1,109 @@
+"""Learns the step times of a replica from requests that it served alone."""
+
+from collections.abc import Sequence
+from math import ceil, exp
+
+import numpy as np
+
+from extproc.predict.fit import coefficients, descend, relative
+from extproc.predict.step import StepModel
+from extproc.predict.windows import SECONDS, Work
+
+_MEMORY = 20.0
+"""Seconds of such work in which what was seen loses two thirds of its weight: some ten answers of
+usual length, each of them exact. A throttled card is known after one or two."""
+_IDLE_MEMORY = 60.0
+"""The same for seconds of any kind, as for the counters: who was slow for long is tried again."""
+_MEASURED, _BELIEVED = 0.1, 1e-4
+"""Weight of what the counters taught, and of a profile that nobody measured, in the windows of the
+longest kind that step times are learned from."""
+_SURE = 0.05
+"""Weight from which on a replica's speed is known: a second of work."""
+_LITTLE = 1e-5
+"""Weight below which nothing is known."""
+_LEAST = 0.1
+"""A coefficient that was learned to be less than this part of its profile's counts as that part
+when it is asked how far another one is away from it."""
+
+
+class Firsthand:
+    """Step times by the requests that a router saw a replica serve one at a time.
+
+    The counters tell how fast a replica works in stretches of a second and more without a pause;
+    one that serves short requests now and then has none. Of such a request itself the router knows
+    the work and the time. Both are brought into one estimate: least squares on relative errors as
+    in :class:`~extproc.predict.calibration.Calibration`, with what the counters taught (or the
+    profile) as one more observation.
+    """
+
+    def __init__(self, profile: StepModel, now: float) -> None:
+        self._units = coefficients(profile)
+        self._equations = np.zeros((4, 5))
+        self._solution = [1.0] * 4
+        self._weight = 0.0
+        """Of what was seen, in windows of the longest kind."""
+        self._at = now
+
+    def observe(self, works: Sequence[Work], now: float) -> None:
+        """Requests were served; their first tokens and the rest may be told apart."""
+        self._fade(now)
+        rows = relative(works, self._units)
+        seconds = np.array([[work.seconds] for work in works])
+        self._keep(exp(-float(seconds.sum()) / _MEMORY))
+        self._weight += float(seconds.sum()) / SECONDS[-1]
+        self._equations += (rows[:, :4] * (seconds / SECONDS[-1])).T @ rows
+
+    def sure(self, now: float) -> bool:
+        """Whether enough was seen."""
+        self._fade(now)
+        return self._weight > _SURE
+
+    def model(self, known: StepModel, measured: bool, now: float) -> StepModel:
+        """What agrees best with what was seen here and what is known from elsewhere.
+
+        Args:
+            known: step times as learned from counters, or the profile's.
+            measured: whether they were measured on this replica.
+            now: seconds.
+        """
+        self._fade(now)
+        if self._weight < _LITTLE:
+            return known
+        weight = _MEASURED if measured else _BELIEVED
+        centers = [one / unit for one, unit in zip(coefficients(known), self._units, strict=True)]
+        weights = [weight / max(center, _LEAST) ** 2 for center in centers]
+        descend(self._equations, weights, centers, self._solution)
+        c0, prefill, batch, kv = (
+            one * unit for one, unit in zip(self._solution, self._units, strict=True)
+        )
+        return StepModel(c0, prefill, batch, kv, known.c_att)
+
+    def _fade(self, now: float) -> None:
+        self._keep(exp((self._at - now) / _IDLE_MEMORY))
+        self._at = now
+
+    def _keep(self, part: float) -> None:
+        self._equations *= part
+        self._weight *= part
+
+
+def work_of(
+    prompt: float, tokens: float, budget: float, seconds: float, ttft: float | None
+) -> list[Work]:
+    """What a replica did for a request that it served alone.
+
+    Args:
+        prompt: tokens that were prefilled.
+        tokens: generated; 0: it was prefilled and no more.
+        budget: prompt tokens of a step, at most.
+        seconds: from its dispatch to its end.
+        ttft: seconds to its first token; None where that was not seen.
+    """
+    later = max(tokens - 1.0, 0.0)
+    first = Work(ttft or seconds, (ceil(prompt / budget), prompt, 0.0, 0.0))
+    rest = Work(seconds - (ttft or 0.0), (later, 0.0, later, later * (prompt + later / 2)))
+    if not later:
+        return [first]
+    if ttft is None:
+        return [Work(seconds, first.plus(rest).terms)]
+    return [first, rest] if rest.seconds > 0.0 else []
