@@ -1,7 +1,7 @@
 """Learns the step-time model of a replica from the counters it publishes."""
 
 from collections.abc import Sequence
-from math import exp
+from math import exp, log
 from operator import mul, truediv
 
 import numpy as np
@@ -20,7 +20,11 @@ and it follows the accidents of single prompts."""
 _IDLE_REACTION = 30.0
 """The same for seconds without work: one that was slow a moment ago is not believed to be fast
 again because it was left alone; it fades over two minutes."""
-_DOUBT = 0.25
+_ODD = 0.3
+"""A second of work that departs from this speed by so much, as a logarithm, makes what was seen
+before count as if it were twice as long ago: more than the accidents of prompts amount to. One that
+departs by a factor of three makes it count for nothing."""
+_DOUBT = 0.1
 """Seconds of work that count for the coefficients when the speed as a whole is told from them."""
 _PRIOR = 1e-4
 """Weight of the profile it starts from, in windows of the longest kind: it keeps what the counters
@@ -99,7 +103,8 @@ class Calibration:
         self._forget(elapsed, idle=counts.in_flight == 0)
         if (stretches := self._windows.poll(counts)) and self._sensible(stretches[0]):
             latest, *windows = stretches
-            keep = exp(-latest.seconds / _REACTION)
+            odd = min(latest.seconds, 1.0) * log(self._slower(latest) / self._scale) / _ODD
+            keep = exp(-latest.seconds * (1.0 + odd * odd) / _REACTION)
             self._recent = self._recent.times(keep).plus(latest)
             if windows:
                 self._learn(windows)
@@ -116,10 +121,13 @@ class Calibration:
 
     @property
     def _scale(self) -> float:
+        return min(max(self._slower(self._recent), 1 / _MOST_SCALE), _MOST_SCALE)
+
+    def _slower(self, work: Work) -> float:
+        """How many times as long it took as by the coefficients."""
         learned = map(mul, self._solution, self._unit)
-        expected: float = sum(map(mul, learned, self._recent.terms))
-        scale = (self._recent.seconds + _DOUBT) / (expected + _DOUBT)
-        return min(max(scale, 1 / _MOST_SCALE), _MOST_SCALE)
+        expected: float = sum(map(mul, learned, work.terms))
+        return (work.seconds + _DOUBT) / (expected + _DOUBT)
 
     def _forget(self, elapsed: float, idle: bool) -> None:
         keep = exp(-elapsed / (_IDLE_MEMORY if idle else _MEMORY))

@@ -1,7 +1,7 @@
 """Learns the step times of a replica from requests that it served alone."""
 
 from collections.abc import Sequence
-from math import ceil, exp
+from math import ceil, exp, log
 
 import numpy as np
 
@@ -9,14 +9,16 @@ from extproc.predict.fit import coefficients, descend, relative
 from extproc.predict.step import StepModel
 from extproc.predict.windows import SECONDS, Work
 
-_MEMORY = 20.0
-"""Seconds of such work in which what was seen loses two thirds of its weight: some ten answers of
-usual length, each of them exact. A throttled card is known after one or two."""
+_MEMORY = 5.0
+"""Seconds of such work in which what was seen loses two thirds of its weight: a few answers, each
+of them exact. A throttled card is known after one or two."""
 _IDLE_MEMORY = 60.0
 """The same for seconds of any kind, as for the counters: who was slow for long is tried again."""
 _MEASURED, _BELIEVED = 0.1, 1e-4
 """Weight of what the counters taught, and of a profile that nobody measured, in the windows of the
 longest kind that step times are learned from."""
+_CHANGE = 0.2
+"""Change of what the counters teach, as a logarithm, that does the same: it is news."""
 _SURE = 0.05
 """Weight from which on a replica's speed is known: a second of work."""
 _LITTLE = 1e-5
@@ -42,6 +44,7 @@ class Firsthand:
         self._solution = [1.0] * 4
         self._weight = 0.0
         """Of what was seen, in windows of the longest kind."""
+        self._known = 1.0
         self._at = now
 
     def observe(self, works: Sequence[Work], now: float) -> None:
@@ -71,6 +74,10 @@ class Firsthand:
             return known
         weight = _MEASURED if measured else _BELIEVED
         centers = [one / unit for one, unit in zip(coefficients(known), self._units, strict=True)]
+        if measured:
+            told = sum(centers)
+            self._keep(exp(-abs(log(told / self._known)) / _CHANGE))
+            self._known = told
         weights = [weight / max(center, _LEAST) ** 2 for center in centers]
         descend(self._equations, weights, centers, self._solution)
         c0, prefill, batch, kv = (

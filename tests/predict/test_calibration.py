@@ -232,3 +232,38 @@ def test_one_reading_that_is_nonsense_is_forgotten(counter: str, value: float) -
         wrong = {counter: value} if number == 200 else {}
         calibration.poll(EngineCounts(**{**asdict(poll), **wrong}))
     assert_like(calibration.model, A10)
+
+
+def test_a_card_that_is_suddenly_throttled_is_known_after_a_few_seconds_of_work() -> None:
+    """It gets little to do: three requests in six seconds, then none for twenty."""
+    calibration, counts = Calibration(A10), EngineCounts(0.0, 0.0, 0.0, 0.0, 0, 0.0)
+    for _ in range(30):
+        counts = _serve(calibration, counts, 1.0)
+    for _ in range(3):
+        counts = _serve(calibration, counts, 4.0)
+    for _ in range(100):
+        counts = replace(counts, at=counts.at + 0.2, in_flight=0)
+        calibration.poll(counts)
+    assert calibration.model.c0 == pytest.approx(4.0 * A10.c0, rel=0.2)
+
+
+def _serve(calibration: Calibration, counts: EngineCounts, slow: float) -> EngineCounts:
+    """A prompt of 2,000 tokens and an answer of 40, polled every 0.2 s; then a second's pause."""
+    prefill, step = A10.step_time(2000, 1, 0) * slow, A10.step_time(0, 1, 2000) * slow
+    took = prefill + 39 * step
+    start = counts
+    for poll in range(1, int(took / 0.2) + 2):
+        decoding = min(max(poll * 0.2 - prefill, 0.0), 39 * step)
+        steps = 1.0 + decoding // step if poll * 0.2 >= prefill else 0.0
+        counts = EngineCounts(
+            at=start.at + poll * 0.2,
+            steps=start.steps + steps,
+            computed_tokens=start.computed_tokens + (2000 if steps else 0),
+            generated_tokens=start.generated_tokens + steps,
+            in_flight=int(poll * 0.2 < took),
+            kv_tokens=2000.0,
+        )
+        calibration.poll(counts)
+    counts = replace(counts, at=counts.at + 1.0)
+    calibration.poll(counts)
+    return counts
