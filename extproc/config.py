@@ -182,13 +182,19 @@ class RequestSettings(Section):
     """Request header that names a tenant, whose output lengths are then learned by themselves."""
 
 
+_TIMEOUTS = 3
+"""In a row, and a scrape has failed: vLLM under load is late with its page now and then, one that
+hangs always."""
+
+
 class PollSettings(Section):
     """How replicas are scraped."""
 
     interval_s: float = Field(default=0.2, gt=0, le=1)
     """Seconds between two scrapes of a replica; predictions live on fresh figures."""
     timeout_s: float = Field(default=1.0, gt=0)
-    """A scrape that takes longer has failed."""
+    """A scrape that takes longer is late: nothing is learned from it. One that takes three times as
+    long has failed."""
     jitter: float = Field(default=0.1, ge=0, lt=1)
     """Each wait is stretched or cut by up to this fraction, so that scrapes spread out."""
     backoff_max_s: float = Field(default=2.0, gt=0)
@@ -209,12 +215,19 @@ class PollSettings(Section):
         if not {"interval_s", "timeout_s", "jitter", "backoff_max_s"} <= given.keys():
             return ttl_s  # one of them is wrong itself
         wait_s = max(given["interval_s"] * (1 + given["jitter"]), given["backoff_max_s"])
-        if ttl_s <= wait_s + given["timeout_s"]:
+        longest_s = wait_s + _TIMEOUTS * given["timeout_s"]
+        if ttl_s <= longest_s:
             raise ValueError(
-                f"must be more than {wait_s + given['timeout_s']:g}, the longest time between two "
-                "scrapes: poll.timeout_s and the wait (poll.backoff_max_s, or poll.interval_s)"
+                f"must be more than {longest_s:g}, the longest time between two scrapes: "
+                f"{_TIMEOUTS} times poll.timeout_s, and the wait (poll.backoff_max_s, or "
+                "poll.interval_s)"
             )
         return ttl_s
+
+    @property
+    def give_up_s(self) -> float:
+        """Seconds after which a scrape that is not answered has failed."""
+        return _TIMEOUTS * self.timeout_s
 
 
 class XdsSettings(Section):

@@ -121,7 +121,7 @@ async def polling(
         config.replicas, config.replicas_file, settings.resolve_s, membership=membership
     )
     typical = Typical()
-    async with open_session(settings.timeout_s) as session:
+    async with open_session(settings.give_up_s) as session:
 
         def watch(target: Target, known: ReplicaState | None) -> Watch:
             return Watch(

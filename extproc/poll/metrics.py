@@ -15,6 +15,7 @@ class PollMetrics:
             "extproc_poll_scrapes", "Scrapes of replicas.", ["result"], registry=registry
         )
         self.good = scrapes.labels("ok")
+        self.late = scrapes.labels("late")
         self.failed = scrapes.labels("failed")
         self.seconds = Histogram(
             "extproc_poll_scrape_seconds",

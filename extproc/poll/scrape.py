@@ -20,6 +20,10 @@ class ScrapeError(Exception):
     """A replica that is dead, hung, or answers what no healthy vLLM would; the text says which."""
 
 
+class UnreachableError(ScrapeError):
+    """No connection to it: its process is gone, or its machine."""
+
+
 class Model(BaseModel):
     """One entry of ``/v1/models``: the model itself, or a LoRA adapter."""
 
@@ -116,7 +120,7 @@ async def _get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes
     except TimeoutError:
         raise ScrapeError(f"{path} did not answer in full in {session.timeout.total:g} s") from None
     except aiohttp.ClientConnectorError as error:
-        raise ScrapeError(f"cannot connect: {_reason(error.os_error)}") from None
+        raise UnreachableError(f"cannot connect: {_reason(error.os_error)}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise ScrapeError(f"{path} failed: {_reason(error)}") from None
 

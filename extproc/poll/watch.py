@@ -19,7 +19,7 @@ from extproc.poll.discovery import Target
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.models import Models
-from extproc.poll.scrape import Model, ModelList, ScrapeError, read_models, scrape
+from extproc.poll.scrape import Model, ModelList, ScrapeError, UnreachableError, read_models, scrape
 from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import hardware_profile
 from extproc.predict.step import StepModel
@@ -100,12 +100,17 @@ class Watch:
         try:
             figures = await scrape(self._session, self._target.id, self._asks_health(started))
         except ScrapeError as error:
-            self._failed(str(error))
+            self._failed(error)
             return self._backoff.next()
         seconds = self._monotonic() - started
         if self._another_model(figures):
             self._calibration = Calibration(self._start)
-        self._calibrate(figures, started + seconds / 2)
+        if seconds <= self._settings.timeout_s:
+            self._metrics.good.inc()
+            self._calibrate(figures, started + seconds / 2)
+        else:  # of which moment the figures are is known too roughly
+            self._metrics.late.inc()
+            self._calibration.interrupted()
         self._succeeded(figures, self._wall(), seconds)
         self._models.refresh(started)
         spread = self._random.uniform(-self._settings.jitter, self._settings.jitter)
@@ -126,7 +131,6 @@ class Watch:
         if not self.healthy:
             log.info("replica is healthy", extra={"replica": self._who})
         self._backoff.reset()
-        self._metrics.good.inc()
         self._metrics.seconds.observe(seconds)
         self._figures = figures
         learned = {
@@ -140,13 +144,15 @@ class Watch:
         self._calibration.poll(engine_counts(figures, at), self._typical.value)
         self._typical.report(self._target.id, self._calibration.ratio)
 
-    def _failed(self, problem: str) -> None:
+    def _failed(self, error: ScrapeError) -> None:
+        problem = str(error)
         if self._state is None or self.healthy:
             extra = {"replica": self._who, "problem": problem}
             log.warning("replica is not healthy", extra=extra)
         self._metrics.failed.inc()
         self._calibration.interrupted()
-        self._models.forget()  # it may come back as another model
+        if isinstance(error, UnreachableError):
+            self._models.forget()  # it may come back with others
         last = self._state or self._blank()
         self._publish(last.model_copy(update={"healthy": False, "problem": problem}))
 

@@ -217,9 +217,8 @@ def test_a_number_is_finite(key: str, text: str) -> None:
     "flags",
     [
         {"poll.ttl_s": "3"},
-        {"poll.timeout_s": "8"},
-        {"poll.backoff_max_s": "9"},
-        {"poll.timeout_s": "9"},
+        {"poll.timeout_s": "2.7"},
+        {"poll.backoff_max_s": "7"},
     ],
 )
 def test_a_state_lives_until_the_next_scrape(flags: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ from extproc.state.store import Put, Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
 from tests.poll.replica import Replica
 
-PATIENT = {"timeout_s": 60, "ttl_s": 100}
+PATIENT = {"timeout_s": 20, "ttl_s": 100}
 """Waits for an answer longer than any test does."""
 
 

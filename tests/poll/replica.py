@@ -43,6 +43,16 @@ async def hang(_: web.Request) -> web.StreamResponse:
     raise AssertionError
 
 
+def late(seconds: float, body: str) -> Handler:
+    """Answers after more than so many seconds."""
+
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(1.2 * seconds)
+        return web.Response(text=body)
+
+    return answer
+
+
 async def endless(request: web.Request) -> web.StreamResponse:
     """Sends metrics until the other side hangs up."""
     response = web.StreamResponse()

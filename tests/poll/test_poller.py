@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -19,7 +20,18 @@ from extproc.state.connection import connect
 from extproc.state.store import Put, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.poll.polling import PATIENT, config, healthy, polling, unhealthy, watching
-from tests.poll.replica import Handler, Replica, drip, hang, huge, models, page, serving, text
+from tests.poll.replica import (
+    Handler,
+    Replica,
+    drip,
+    hang,
+    huge,
+    late,
+    models,
+    page,
+    serving,
+    text,
+)
 
 pytestmark = pytest.mark.process
 
@@ -91,8 +103,8 @@ async def test_a_restarted_poller_knows_what_the_one_before_it_learned(
     ("path", "answer", "problem"),
     [
         ("/health", text("", 503), "/health answered 503"),
-        ("/metrics", hang, "/metrics did not answer in full in 0.3 s"),
-        ("/metrics", drip, "/metrics did not answer in full in 0.3 s"),
+        ("/metrics", hang, "/metrics did not answer in full in 0.9 s"),
+        ("/metrics", drip, "/metrics did not answer in full in 0.9 s"),
         ("/metrics", huge, "/metrics is larger than 4 MiB"),
         ("/metrics", text("<html></html>"), "is this vLLM?"),
     ],
@@ -115,6 +127,41 @@ async def test_a_sick_replica_is_told_of_and_comes_back(
         assert line["replica"] == sick.id
         assert problem in str(line["problem"])
         assert [line["replica"] for line in logged.lines("replica is healthy")].count(sick.id) == 2
+
+
+def runs(requests: int, state: ReplicaState) -> bool:
+    return state.running == requests
+
+
+async def test_a_replica_whose_answers_are_late_stays_in(redis_server: RedisServer) -> None:
+    async with serving() as replica:
+        settings = config(redis_server, replica)
+        async with watching(settings) as seen:
+            await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
+            for running in (7, 8, 9):  # three in a row, and each counts when it comes
+                replica.answers["/metrics"] = late(settings.poll.timeout_s, page(running=running))
+                await seen.replica(replica, partial(runs, running))
+            assert all(state.healthy for state in seen.history)
+            assert all(state.models == ("tiny", "adapter") for state in seen.history[-3:])
+            assert replica.asked.count("/v1/models") == 1
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"http://{settings.poll.admin}/metrics") as response,
+            ):
+                metrics = await response.text()
+    assert 'extproc_poll_scrapes_total{result="late"}' in metrics
+    assert 'extproc_poll_scrapes_total{result="failed"} 0.0' in metrics
+
+
+async def test_a_replica_that_hung_is_still_known_to_serve_its_adapters(
+    redis_server: RedisServer,
+) -> None:
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
+        replica.answers |= {"/metrics": hang, "/v1/models": hang}
+        await seen.replica(replica, unhealthy)
+        replica.answers["/metrics"] = text(page(steps=101))
+        assert (await seen.replica(replica, healthy)).models == ("tiny", "adapter")
 
 
 async def test_a_replica_that_starts_late_and_dies(
