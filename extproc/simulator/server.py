@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from random import Random
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 from uuid import uuid4
 
@@ -60,6 +61,9 @@ class TokenizeBody(Body):
     messages: list[Message] | None = None
 
 
+Seconds = Annotated[float, Field(ge=0, le=60)]
+
+
 class Faults(BaseModel):
     """``/simulate``: what shall go wrong from now on. For chaos tests and demos only.
 
@@ -74,6 +78,8 @@ class Faults(BaseModel):
     """Accept, and never answer: requests, streams, /health and /metrics stand still."""
     fail: Literal[0] | Annotated[int, Field(ge=400, le=599)] = 0
     """Answer inference at once with this status, /health and /metrics as ever; 0: do not."""
+    metrics_seconds: tuple[Seconds, Seconds] = (0.0, 0.0)
+    """Answer /metrics after a time between these two, drawn anew for each."""
 
 
 class ReplicaServer:
@@ -81,9 +87,11 @@ class ReplicaServer:
 
     engine: asyncio.Task[NoReturn]
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, random: Random) -> None:
         self.replica = replica
+        self._random = random
         self._fail = 0
+        self._metrics_seconds = (0.0, 0.0)
 
     def app(self) -> web.Application:
         """The application; it runs the replica's engine while it is up."""
@@ -185,7 +193,14 @@ class ReplicaServer:
             live.hanging = faults.hang
         if "fail" in faults.model_fields_set:
             self._fail = faults.fail
-        now = Faults(slow=engine.slow, hang=live.hanging, fail=self._fail).model_dump()
+        if "metrics_seconds" in faults.model_fields_set:
+            self._metrics_seconds = faults.metrics_seconds
+        now = Faults(
+            slow=engine.slow,
+            hang=live.hanging,
+            fail=self._fail,
+            metrics_seconds=self._metrics_seconds,
+        ).model_dump()
         logger.info("simulated faults changed", extra=now)
         return web.json_response(now)
 
@@ -205,6 +220,7 @@ class ReplicaServer:
         return web.json_response({"object": "list", "data": [model]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self._random.uniform(*self._metrics_seconds))
         page = self.replica.metrics.page()
         return web.Response(body=page.encode(), headers={"content-type": CONTENT_TYPE})
 
@@ -314,7 +330,7 @@ async def start(replica: Replica, host: str, port: int) -> Serving:
     """
     # A handler must end when its client hangs up: it holds a place in the batch. Bodies are taken
     # as they come, whatever encoding they claim, as vLLM takes them.
-    server = ReplicaServer(replica)
+    server = ReplicaServer(replica, Random(replica.settings.seed))
     runner = web.AppRunner(
         server.app(),
         access_log=None,

@@ -7,6 +7,7 @@
 import argparse
 import asyncio
 from enum import StrEnum
+from random import Random
 
 import uvloop
 from aiohttp import web
@@ -36,8 +37,8 @@ class Page(StrEnum):
 class MisbehavingServer(ReplicaServer):
     """Answers as a replica does, but for its metrics."""
 
-    def __init__(self, replica: Replica) -> None:
-        super().__init__(replica)
+    def __init__(self, replica: Replica, random: Random) -> None:
+        super().__init__(replica, random)
         self._page = Page.GOOD
 
     def app(self) -> web.Application:
@@ -69,7 +70,7 @@ class MisbehavingServer(ReplicaServer):
 
 async def _serve(args: argparse.Namespace) -> None:
     settings = ReplicaSettings(model=args.model, profile=args.profile, speed=args.speed)
-    server = MisbehavingServer(Replica(settings))
+    server = MisbehavingServer(Replica(settings), Random(args.seed))
     runner = web.AppRunner(server.app(), access_log=None, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, args.host, args.port).start()

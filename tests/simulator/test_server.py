@@ -280,8 +280,28 @@ async def test_a_replica_told_to_hang_answers_nothing_until_told_otherwise(
 
 
 async def test_a_replica_told_to_be_slow_is(client: ClientSession, replica: Replica) -> None:
-    assert await reply(client, "/simulate", {"slow": 3}) == {"slow": 3, "hang": False, "fail": 0}
+    assert await reply(client, "/simulate", {"slow": 3}) == {
+        "slow": 3,
+        "hang": False,
+        "fail": 0,
+        "metrics_seconds": [0, 0],
+    }
     assert replica.engine.slow == 3
+
+
+async def test_a_replica_told_to_be_slow_with_its_metrics_is_with_nothing_else(
+    client: ClientSession,
+) -> None:
+    await reply(client, "/simulate", {"metrics_seconds": [60, 60]})
+    metrics = asyncio.ensure_future(client.get("/metrics"))
+    await reply(client, CHAT, chat(max_tokens=1))
+    async with client.get("/health") as response:
+        assert response.status == 200
+    assert not metrics.done()
+    metrics.cancel()
+    await reply(client, "/simulate", {"metrics_seconds": [0.01, 0.02]})
+    async with client.get("/metrics") as response:
+        assert response.status == 200
 
 
 async def test_steps_take_the_time_the_profile_says(
