@@ -11,8 +11,9 @@ from extproc.fleet.view import Indices
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.predict.step import StepModel
 
-_STALE = 2.0
-"""Seconds without a poll after which what it saw of others' requests no longer counts."""
+_STALE = 5.0
+"""Seconds without a poll after which what it saw of others' requests no longer counts: longer than
+any pause between two polls of a replica that answers late."""
 _SHORTEST_STEP = 1e-4
 """Seconds: no engine steps faster, whatever was learned of one that was always busy."""
 _NEARLY_FULL = 0.9
