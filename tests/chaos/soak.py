@@ -1,0 +1,187 @@
+"""``python -m tests.chaos.soak``: replicas that are slow to tell their figures stay in the fleet.
+
+    python -m tests.chaos.soak --minutes 60 --rate 4
+
+A real Envoy with a router, a poller, a Redis and four simulated replicas, whose ``/metrics`` take
+0.2 to 2 s to answer, while requests arrive at a steady rate. Exits with 1 where a replica left the
+fleet for a moment, a request failed, or the memory of the router or the poller grew.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from extproc.demo.stack import SimulatedReplica, Stack
+from tests.chaos.load import Load
+
+METRICS_SECONDS = (0.2, 2.0)
+MOST_GROWTH_MIB = 16.0
+"""Of a process, from the end of the warm-up on: what Python's allocator may keep of a busy moment.
+A leak of 1 kB a request is as much after an hour and a quarter."""
+_REPLICAS = tuple(
+    SimulatedReplica(f"r{number}", "llama-8b-h100", ("--seed", str(number)))
+    for number in range(1, 5)
+)
+_PROCESSES = ("router", "poller")
+_SETTINGS = {"serve": {"decisions_kept": 200}}
+"""Few, so that they are as many as they will be when the warm-up ends."""
+_WARM_UP_S = 120.0
+_LOOK_EVERY_S = 0.5
+_TELL_EVERY_S = 300.0
+
+
+class Soak:
+    """Looks at router and poller again and again, and notes what must not be."""
+
+    def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
+        self.problems: Counter[str] = Counter()
+        """And how often each was seen."""
+        self.decisions = 0
+        """Those looked at."""
+        self._stack = stack
+        self._session = session
+
+    async def slow_metrics(self) -> None:
+        """From now on every replica takes its time with its figures."""
+        for replica in _REPLICAS:
+            url = f"http://{self._stack.address(replica.name)}/simulate"
+            faults = {"metrics_seconds": METRICS_SECONDS}
+            async with self._session.post(url, json=faults) as response:
+                response.raise_for_status()
+
+    async def watch(self) -> None:
+        """Looks until cancelled."""
+        while True:
+            for process in self._stack.ended():
+                self._note(f"{process.name} ended with status {process.returncode}")
+            with suppress(TimeoutError):  # the machine is busy: the next look tells
+                await self._look_at_fleet()
+                await self._look_at_decisions()
+                await self._look_at_poller()
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    async def scrapes(self) -> dict[str, float]:
+        """How many there were, by result."""
+        return await self._counts("extproc_poll_scrapes_total", "result")
+
+    def memory_mib(self) -> dict[str, float]:
+        """Resident memory of each process (Linux)."""
+        found = {}
+        for name in _PROCESSES:
+            status = Path(f"/proc/{self._stack.process(name).pid}/status").read_text()
+            line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+            found[name] = int(line.split()[1]) / 1024
+        return found
+
+    async def _look_at_fleet(self) -> None:
+        fleet = (await self._get("router", "/fleet"))["replicas"]
+        for missing in {one.name for one in _REPLICAS} - {one["name"] for one in fleet}:
+            self._note(f"router: {missing} left the fleet")
+        for one in fleet:
+            if not one["healthy"]:
+                self._note(f"router: {one['name']} is not healthy: {one['problem']}")
+
+    async def _look_at_decisions(self) -> None:
+        while records := await self._get("router", f"/decisions?after={self.decisions}"):
+            self.decisions = records[-1]["number"]
+            for one in (one for record in records for one in record["excluded"]):
+                self._note(f"a decision left {one['name']} out: {one['why']}")
+
+    async def _look_at_poller(self) -> None:
+        healthy = (await self._counts("extproc_poll_replicas_healthy", "pool"))["default"]
+        if healthy < len(_REPLICAS):
+            self._note(f"poller: {healthy:.0f} of {len(_REPLICAS)} replicas are healthy")
+
+    async def _counts(self, metric: str, label: str) -> dict[str, float]:
+        async with self._session.get(f"{self._stack.admin('poller')}/metrics") as response:
+            page = await response.text()
+        families = text_string_to_metric_families(page)
+        samples = [sample for family in families for sample in family.samples]
+        return {one.labels[label]: one.value for one in samples if one.name == metric}
+
+    async def _get(self, name: str, path: str) -> Any:
+        async with self._session.get(self._stack.admin(name) + path) as response:
+            return await response.json()
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:
+            print(f"{time.strftime('%H:%M:%S')} {problem}", flush=True)
+        self.problems[problem] += 1
+
+
+async def run(directory: Path, minutes: float, rate: float) -> list[str]:
+    """Prints figures as time goes on; returns what must not be."""
+    seconds = 60.0 * minutes
+    warm_up = min(_WARM_UP_S, seconds / 4)
+    timeout = aiohttp.ClientTimeout(total=10)
+    async with (
+        Stack(directory, _REPLICAS, _SETTINGS) as stack,
+        aiohttp.ClientSession(timeout=timeout) as session,
+    ):
+        soak = Soak(stack, session)
+        await soak.slow_metrics()
+        watching = asyncio.create_task(soak.watch())
+        load = Load(stack.url, rate, Random(1))
+        async with load:
+            ends = time.monotonic() + seconds
+            await asyncio.sleep(warm_up)
+            first = soak.memory_mib()
+            await _tell(soak, load)
+            while (left := ends - time.monotonic()) > 0:
+                await asyncio.sleep(min(_TELL_EVERY_S, left))
+                await _tell(soak, load)
+        watching.cancel()
+        last, scrapes = soak.memory_mib(), await soak.scrapes()
+    if watching.done() and not watching.cancelled():
+        watching.result()
+    failures = Counter(answer.problem for answer in load.answers if answer.problem)
+    found = [f"{count} times: {problem}" for problem, count in soak.problems.items()]
+    found += [f"{count} requests failed: {problem}" for problem, count in failures.items()]
+    found += [
+        f"the {name} grew by {last[name] - first[name]:.1f} MiB, more than {MOST_GROWTH_MIB:g}"
+        for name in first
+        if last[name] - first[name] > MOST_GROWTH_MIB
+    ]
+    if not scrapes.get("late"):
+        found.append("no scrape was late: nothing was tried")
+    if soak.decisions < len(load.answers) * 0.99:
+        found.append(f"the router decided on {soak.decisions} of {len(load.answers)} requests only")
+    return found
+
+
+async def _tell(soak: Soak, load: Load) -> None:
+    scrapes = ", ".join(f"{count:.0f} {result}" for result, count in (await soak.scrapes()).items())
+    memory = ", ".join(f"{name} {mib:.1f} MiB" for name, mib in soak.memory_mib().items())
+    failed = sum(bool(answer.problem) for answer in load.answers)
+    print(
+        f"{time.strftime('%H:%M:%S')} {len(load.answers)} requests, {failed} failed; "
+        f"{soak.decisions} decisions; scrapes {scrapes}; {memory}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Runs once; 1 where something was that must not be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak")
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--rate", type=float, default=4.0, help="requests/s")
+    args = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="extproc-soak-"))
+    print(f"logs: {directory}")
+    problems = asyncio.run(run(directory, args.minutes, args.rate))
+    for problem in problems:
+        print(f"FAILED {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
