@@ -1,7 +1,7 @@
 """Every replica in memory: what polls said, what this router sent, and how far it has come."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from uuid import uuid4
 
@@ -11,14 +11,12 @@ from extproc.clock import Clock, monotonic, wall
 from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
-from extproc.fleet.health import Health
+from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.ledger import UNBOUNDED, Ledger, Ticket
-from extproc.fleet.newcomers import Newcomers
-from extproc.fleet.news import News
+from extproc.fleet.newcomers import favour_idle
 from extproc.fleet.others import Others
 from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.progress import Progress
-from extproc.fleet.stalls import Stalls
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
@@ -27,8 +25,6 @@ from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
 _MODELS_REMEMBERED = 64
-_STALLS_EVERY = 1.0
-"""Seconds between two looks for replicas that stalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,7 @@ class Fleet:
         self.router = uuid4().hex[:16]
         """Names this router among others, from its start to its end."""
         self.lengths = lengths
-        self.health = Health(clock)
+        self.eligibility = Eligibility(clock)
         self._clock = clock
         self._rows: dict[str, int] = {}
         self._states: list[ReplicaState] = []
@@ -68,11 +64,6 @@ class Fleet:
         )
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[tuple[str, frozenset[str] | None], _Candidates] = {}
-        self._news = News(clock())
-        self._stalls = Stalls(self._news)
-        self._newcomers = Newcomers()
-        self._stalled: dict[str, str] = {}
-        self._stalls_looked_at = clock()
         self._corrections = Corrections(clock())
         self._alone = Alone(self._replicas)
 
@@ -81,7 +72,7 @@ class Fleet:
     @property
     def heard_at(self) -> float:
         """When the last news of any replica came, on the fleet's clock; at first, its start."""
-        return self._news.latest
+        return self.eligibility.news.latest
 
     @property
     def states(self) -> list[ReplicaState]:
@@ -104,15 +95,10 @@ class Fleet:
         """
         now = self._clock()
         self._progress.advance(now)
-        self._news.heard(state.id, now)
+        self.eligibility.heard(state)
         before = self._states[self._rows[state.id]] if state.id in self._rows else None
         row = self._join(state) if before is None else self._rows[state.id]
-        if before is None or _seen_by_policies(state) != _seen_by_policies(before):
-            self._candidates.clear()
         self._states[row] = state
-        self._stalls.heard(state, now)
-        self._newcomers.heard(state)
-        self._look_for_stalls(now)
         self._learn_lengths(state, before)
         asked_at = now - age - state.scrape_seconds
         if state.healthy:
@@ -135,11 +121,7 @@ class Fleet:
     def remove(self, replica: str) -> None:
         """A replica left the pool; its requests in flight stay until they end."""
         self._rows.pop(replica, None)
-        self.health.forget(replica)
-        self._news.forget(replica)
-        self._stalls.forget(replica)
-        self._newcomers.forget(replica)
-        self._candidates.clear()
+        self.eligibility.forget(replica)
 
     def drop_silent(self, after: float) -> None:
         """Removes replicas not heard of for ``after`` seconds in which others were, and routers
@@ -149,17 +131,8 @@ class Fleet:
         """
         if self.others.look(self._clock()):
             self._progress.changed()
-        for name in self._news.silent(after):
+        for name in self.eligibility.news.silent(after):
             self.remove(name)
-
-    def _look_for_stalls(self, now: float) -> None:
-        if now - self._stalls_looked_at < _STALLS_EVERY:
-            return
-        self._stalls_looked_at = now
-        stalled = self._stalls.reasons()
-        if stalled != self._stalled:
-            self._stalled = stalled
-            self._candidates.clear()
 
     def _join(self, state: ReplicaState) -> int:
         """A row for a replica: the one it had, so that its requests are still on it; else one that
@@ -212,7 +185,7 @@ class Fleet:
             KeyError: the replica is not a member.
         """
         row = self._rows[replica]
-        self.health.sent(replica)
+        self.eligibility.sent(replica)
         now = self._clock()
         self._progress.advance(now)
         state = self._states[row]
@@ -251,7 +224,7 @@ class Fleet:
         row = self._ledger.release(ticket, prefilled)
         if row is None:
             return None
-        self._newcomers.ended(self._states[row].id)
+        self.eligibility.ended(self._states[row].id)
         return self._alone.left(row, ticket.number)
 
     def teaches(self, ticket: Ticket) -> bool:
@@ -289,12 +262,11 @@ class Fleet:
 
     def failed(self, replica: str) -> None:
         """A request sent there was answered with a 5xx, or had to be served by another."""
-        if replica in self._rows:
-            self.health.failed(replica)
+        self.eligibility.failed(replica)
 
     def answered(self, replica: str) -> None:
         """A request sent there was answered."""
-        self.health.answered(replica)
+        self.eligibility.answered(replica)
 
     # -- what other routers tell ------------------------------------------------------------
 
@@ -310,11 +282,7 @@ class Fleet:
     # -- what policies see ------------------------------------------------------------------
 
     def view(self, model: str, among: frozenset[str] | None = None) -> FleetView:
-        """The healthy replicas that serve ``model``, as of now; of those ``among`` a few, if given.
-
-        Where none says it serves it, every healthy one is in: an adapter may have been loaded
-        since the poller asked, and a replica knows best what it does not serve.
-        """
+        """The replicas that may serve ``model``, as of now; of those ``among`` a few, if given."""
         now = self._clock()
         if self.others.look(now):
             self._progress.changed()
@@ -323,7 +291,8 @@ class Fleet:
         if (ratios := self._corrections.ratios(now)) is not None:
             self._replicas.stretch[:] = ratios
         candidates = self._find(model, among)
-        if self._newcomers:
+        newcomers = self.eligibility.newcomers
+        if newcomers:
             candidates = self._without_full(candidates)
         replicas, rows = self._replicas.first(IN_VIEW), candidates.rows
         all_are = len(rows) == len(self._replicas)
@@ -370,8 +339,8 @@ class Fleet:
             stretch,
             candidates.excluded,
         )
-        if self._newcomers:
-            self._newcomers.favour_idle(view)
+        if newcomers:
+            favour_idle(view, newcomers)
         return view
 
     def sequences(self, view: FleetView) -> Sequences:
@@ -401,7 +370,7 @@ class Fleet:
         return Sequences(on, *figures)
 
     def _find(self, model: str, among: frozenset[str] | None) -> _Candidates:
-        if self.health.changed():
+        if self.eligibility.changed():
             self._candidates.clear()
         found = self._candidates.get((model, among))
         if found is None:
@@ -412,31 +381,22 @@ class Fleet:
         return found
 
     def _choose_candidates(self, model: str, among: frozenset[str] | None) -> _Candidates:
-        """The healthy ones, without those that should not be used, unless that is all of them."""
         rows = self._rows
-        members = sorted(rows[name] for name in (rows if among is None else rows.keys() & among))
-        left_out = self._unhealthy(members)
-        usable = [row for row in members if row not in left_out]
-        reasons = (
-            partial(self._not_serving, model),
-            self._stalled_among,
-            self._failing,
-            self._draining,  # last: those draining serve rather than one that is failing
-        )
-        for reject in reasons:
-            rejected = reject(usable)
-            if len(rejected) < len(usable):
-                left_out |= rejected
-                usable = [row for row in usable if row not in rejected]
-        return self._candidates_of(usable, left_out)
+        members = rows if among is None else rows.keys() & among
+        return self._candidates_of(*self.eligibility.admit(members, model))
 
-    def _candidates_of(self, usable: list[int], left_out: dict[int, str]) -> _Candidates:
-        states = [self._states[row] for row in usable]
+    def _candidates_of(self, usable: Iterable[str], left_out: Mapping[str, str]) -> _Candidates:
+        rows = sorted(self._rows[name] for name in usable)
+        states = [self._states[row] for row in rows]
+        excluded = [
+            (self._states[row], left_out[name])
+            for row, name in sorted((self._rows[name], name) for name in left_out)
+        ]
         return _Candidates(
-            rows=np.array(usable, dtype=np.intp),
+            rows=np.array(rows, dtype=np.intp),
             ids=[state.id for state in states],
             names=[state.name or state.id for state in states],
-            excluded=tuple(self._excluded(row, left_out[row]) for row in sorted(left_out)),
+            excluded=tuple(Excluded(one.id, one.name or one.id, why) for one, why in excluded),
         )
 
     def _without_full(self, candidates: _Candidates) -> _Candidates:
@@ -444,43 +404,13 @@ class Fleet:
         requests = self._replicas.requests + self._replicas.foreign
         if self.others.counted:
             requests += self._replicas.others_requests
-        rows = candidates.rows.tolist()
         found = (
-            (row, self._newcomers.too_much(self._states[row].id, requests[row])) for row in rows
+            (name, self.eligibility.too_much(name, requests[row]))
+            for name, row in zip(candidates.ids, candidates.rows.tolist(), strict=True)
         )
-        full = {row: why for row, why in found if why is not None}
-        if not full or len(full) == len(rows):
+        full = {name: why for name, why in found if why}
+        if not full or len(full) == len(candidates.ids):
             return candidates
-        admitted = self._candidates_of([row for row in rows if row not in full], full)
+        left = [name for name in candidates.ids if name not in full]
+        admitted = self._candidates_of(left, full)
         return replace(admitted, excluded=candidates.excluded + admitted.excluded)
-
-    def _unhealthy(self, rows: list[int]) -> dict[int, str]:
-        states = {row: self._states[row] for row in rows}
-        return {
-            row: state.problem or "not healthy"
-            for row, state in states.items()
-            if not state.healthy
-        }
-
-    def _failing(self, rows: list[int]) -> dict[int, str]:
-        why = "it failed several requests in a row"
-        return {row: why for row in rows if not self.health.usable(self._states[row].id)}
-
-    def _not_serving(self, model: str, rows: list[int]) -> dict[int, str]:
-        why = f"does not serve {model!r}"
-        return {row: why for row in rows if model not in self._states[row].models}
-
-    def _stalled_among(self, rows: list[int]) -> dict[int, str]:
-        ids = {row: self._states[row].id for row in rows}
-        return {row: self._stalled[name] for row, name in ids.items() if name in self._stalled}
-
-    def _draining(self, rows: list[int]) -> dict[int, str]:
-        return {row: "draining" for row in rows if self._states[row].draining}
-
-    def _excluded(self, row: int, why: str) -> Excluded:
-        state = self._states[row]
-        return Excluded(state.id, state.name or state.id, why)
-
-
-def _seen_by_policies(state: ReplicaState) -> tuple[object, ...]:
-    return state.healthy, state.problem, state.models, state.name, state.draining

@@ -145,7 +145,9 @@ class Exchange:
 
     def _wait_for_body(self) -> bytes:
         services = self._services
-        self._unseen = not services.watch.sees(services.clock(), services.fleet.health.troubled)
+        self._unseen = not services.watch.sees(
+            services.clock(), services.fleet.eligibility.doubtful
+        )
         if self._unseen:
             return messages.body_only(self._body_mode)
         return messages.proceed("request_headers")
@@ -249,9 +251,11 @@ class Exchange:
         Raises:
             Refusal: it is not to be served.
         """
-        decision = self._services.router.decide(profile, self._policy, self._subset)
+        router = self._services.router
+        decision = router.decide(profile, self._policy, self._subset)
         if decision is None:
-            if self._gateway or self._subset is not None:
+            apart = router.fleet.eligibility.only_some_serve(profile.model)
+            if self._gateway or self._subset is not None or apart:
                 raise NoReplica(_NONE_READY)
             return None
         longest = self._services.config.route.max_ttft_s

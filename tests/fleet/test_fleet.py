@@ -151,16 +151,16 @@ def test_a_replica_that_fails_fast_is_left_out_for_a_while() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(3):
-        fleet.health.failed(replica(1))
+        fleet.failed(replica(1))
     assert fleet.view(MODEL).ids == [replica(2)]
     clock.advance(1.1)
     assert len(fleet.view(MODEL)) == 2
-    fleet.health.failed(replica(1))
+    fleet.failed(replica(1))
     clock.advance(1.1)
     assert fleet.view(MODEL).ids == [replica(2)]
     clock.advance(1.1)
-    fleet.health.answered(replica(1))
-    fleet.health.failed(replica(1))
+    fleet.answered(replica(1))
+    fleet.failed(replica(1))
     assert len(fleet.view(MODEL)) == 2
 
 
@@ -320,7 +320,7 @@ def test_a_pause_that_ends_between_two_looks_does_no_harm() -> None:
     fleet = fleet_of(clock, A10, A10)
     fleet.dispatch(replica(1), chat(100, 500))
     for _ in range(3):
-        fleet.health.failed(replica(1))
+        fleet.failed(replica(1))
     view = fleet.view(MODEL)
     clock.advance(5.0)
     assert len(fleet.sequences(view).replica) == 0
@@ -331,9 +331,9 @@ def test_a_replica_that_fails_for_hours_stays_out() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(2000):
-        fleet.health.failed(replica(1))
+        fleet.failed(replica(1))
         clock.advance(31.0)
-    fleet.health.failed(replica(1))
+    fleet.failed(replica(1))
     assert fleet.view(MODEL).ids == [replica(2)]
 
 
@@ -341,7 +341,7 @@ def test_failures_at_once_count_for_one_pause() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(20):
-        fleet.health.failed(replica(1))
+        fleet.failed(replica(1))
     clock.advance(1.1)
     assert len(fleet.view(MODEL)) == 2
 
@@ -451,7 +451,7 @@ def test_what_is_left_out_says_why() -> None:
     fleet.put(state(1, A10, clock, healthy=False, problem="/health answered 503"))
     fleet.put(state(2, A10, clock, models=("another",)))
     for _ in range(3):
-        fleet.health.failed(replica(3))
+        fleet.failed(replica(3))
     assert fleet.view(MODEL).ids == [replica(4)]
     assert excluded(fleet) == {
         replica(1): "/health answered 503",
@@ -486,7 +486,7 @@ def test_an_engine_that_steps_no_more_is_left_out() -> None:
         poll_for(fleet, clock, 1, 1)
         fleet.put(state(2, A10, clock, running=1, steps=clock()))
     assert fleet.view(MODEL).ids == [replica(2)]
-    assert "no engine step" in excluded(fleet)[replica(1)]
+    assert "nothing moved" in excluded(fleet)[replica(1)]
 
 
 def test_where_all_stall_all_are_used() -> None:

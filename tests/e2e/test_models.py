@@ -1,0 +1,49 @@
+"""Replicas of different models in one pool."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests.e2e.client import Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+REPLICAS = (
+    SimulatedReplica("one", "llama-8b-h100"),
+    SimulatedReplica("another", "llama-8b-h100", ("--model", "another")),
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    directory = tmp_path_factory.mktemp("models")
+    async with Stack(directory, REPLICAS, {"serve": {"stream_sample": 1.0}}) as running:
+        yield running
+
+
+async def test_a_model_whose_replicas_are_down_is_said_to_be_and_not_to_be_unknown(
+    client: Client, stack: Stack
+) -> None:
+    async def gone() -> bool:
+        return not (await client.replica("one"))["healthy"]
+
+    assert (await client.chat()).decision["replica_name"] == "one"
+    await stack.kill("one")
+    await client.until(gone)
+    for _ in range(4):
+        answer = await client.chat()
+        assert answer.status == 503, "another model's replica answers 404, and nobody tries again"
+        assert answer.headers["Retry-After"] == "1"
+        assert json.loads(answer.body)["error"]["type"] == "service_unavailable_error"
+        assert (await client.chat(model="another")).decision["replica_name"] == "another"
+    assert (await client.chat(model="nobody's")).status == 404, "the replica says so"
+    await stack.start("one")
+
+    async def back() -> bool:
+        return (await client.chat()).status == 200
+
+    await client.until(back)
+    assert (await client.chat(model=MODEL)).decision["replica_name"] == "one"

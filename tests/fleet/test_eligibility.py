@@ -1,0 +1,95 @@
+"""What speaks against a replica, as the fleet's candidates show it."""
+
+import pytest
+
+from extproc.fleet.eligibility import Eligibility
+from extproc.fleet.fleet import Fleet
+from extproc.predict.lengths import OutputLengths
+from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
+
+A10 = "llama-8b-a10"
+
+
+def excluded(fleet: Fleet) -> dict[str, str]:
+    return {one.id: one.why for one in fleet.view(MODEL).excluded}
+
+
+def test_doubt_ends_when_the_replica_is_well_or_nothing_fails_any_more() -> None:
+    clock = ManualClock()
+    eligibility = Eligibility(clock)
+    for number in (1, 2):
+        eligibility.heard(state(number, A10, clock))
+    assert not eligibility.doubtful
+    eligibility.failed(replica(1))
+    assert eligibility.doubtful
+    eligibility.answered(replica(1))
+    assert not eligibility.doubtful
+    eligibility.failed(replica(2))
+    clock.advance(59)
+    assert eligibility.doubtful
+    clock.advance(2)
+    assert not eligibility.doubtful, "nobody has sent it anything"
+    eligibility.failed(replica(2))
+    assert eligibility.doubtful
+    eligibility.forget(replica(2))
+    assert not eligibility.doubtful
+
+
+def test_one_that_gets_nothing_is_in_no_doubt() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(3):
+        fleet.failed(replica(1))
+    assert not fleet.eligibility.doubtful, "it is left out"
+    clock.advance(1.1)
+    assert fleet.eligibility.doubtful, "the next request may try it"
+    fleet.eligibility.sent(replica(1))
+    assert not fleet.eligibility.doubtful, "one is enough"
+
+
+@pytest.mark.parametrize(
+    "figure",
+    ["steps", "prompt_tokens", "generated_tokens", "first_tokens", "kv_usage", "running"],
+)
+def test_an_engine_with_work_in_which_anything_moves_is_no_dead_one(figure: str) -> None:
+    """vLLM counts no step that only prefills part of a prompt."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for second in range(1, 60):
+        clock.advance(0.25)
+        moved = {"running": 1} | {figure: second if figure != "kv_usage" else second / 100}
+        fleet.put(state(1, A10, clock, running=40, waiting=20, steps=500, kv_usage=0.9))
+        fleet.put(state(2, A10, clock, **moved))
+    assert fleet.view(MODEL).ids == [replica(2)]
+    assert excluded(fleet) == {
+        replica(1): "nothing moved in its engine for 10 s, though it has requests"
+    }
+
+
+def test_requests_go_to_no_replica_of_another_model_while_there_are_some_of_their_own() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.put(state(2, A10, clock, models=("other",)))
+    for figures in ({"healthy": False}, {"draining": True}, {}):
+        fleet.put(state(1, A10, clock, **figures))
+        assert replica(2) not in fleet.view(MODEL).ids
+    fleet.put(state(1, A10, clock, healthy=False))
+    assert not fleet.view(MODEL).ids
+    assert excluded(fleet) == {replica(1): "not healthy", replica(2): "does not serve 'llama'"}
+    assert fleet.view("an adapter just loaded").ids == [replica(2)]
+
+
+def test_one_that_comes_back_is_as_if_nothing_had_been() -> None:
+    clock = ManualClock()
+    fleet = Fleet(OutputLengths(), clock)
+    for number in (1, 2):
+        fleet.put(state(number, A10, clock, running=1))
+    for _ in range(3):
+        fleet.failed(replica(1))
+    clock.advance(60)
+    fleet.remove(replica(1))
+    for _ in range(2):
+        clock.advance(1)
+        for number in (1, 2):
+            fleet.put(state(number, A10, clock, running=1, steps=clock()))
+    assert fleet.view(MODEL).ids == [replica(1), replica(2)]
