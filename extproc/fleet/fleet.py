@@ -79,6 +79,10 @@ class Fleet:
         """What the last poll said of each member."""
         return [self._states[row] for row in self._rows.values()]
 
+    def __contains__(self, replica: object) -> bool:
+        """Whether it is a member, by its ``ip:port``."""
+        return replica in self._rows
+
     @property
     def only_model(self) -> str | None:
         """A model that every member serves, where they all serve the same; else None."""

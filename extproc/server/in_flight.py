@@ -99,7 +99,8 @@ class InFlight:
     def _served(self, upstream: str) -> None:
         """Which replica it was in the end, and whether it failed."""
         services = self._services
-        if upstream and upstream != self._served_by:
+        # An address that is no member's, a tunnel's or a sidecar's, tells nothing.
+        if upstream != self._served_by and upstream in services.fleet:
             # Envoy passed the choice over or tried it in vain.
             services.fleet.failed(self._served_by)
             services.fleet.move(self._ticket, upstream)
@@ -124,14 +125,12 @@ class InFlight:
         return sampled or services.fleet.teaches(self._ticket)
 
     def _complete(self) -> bool:
-        """Whether it was answered to the end, as far as can be told.
+        """Whether it is known to have been answered to the end.
 
         Envoy closes the stream alike when a response has ended and when a client hangs up; only
         where the response's chunks were read is the last one known.
         """
-        if self._status is None or self._status >= 400:
-            return False
-        return self._usage is None or self._ended
+        return self._status is not None and self._status < 400 and self._ended
 
     def _learn(self, seconds: float, alone: Before | None) -> None:
         """From the usage a response reported, ``seconds`` after the decision."""

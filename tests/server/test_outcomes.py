@@ -1,0 +1,68 @@
+"""What is held against replicas, and what is learned, from how responses end."""
+
+import pytest
+from prometheus_client.registry import Collector
+
+from extproc.config import Config
+from extproc.server.services import Services
+from tests.fakes import replica
+from tests.server.envoy_side import CHAT, EnvoySide, destination
+
+TUNNEL = "127.0.0.1:15001"
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate({"serve": {"stream_sample": 0.0}})
+
+
+def count(metric: Collector) -> float:
+    (family,) = metric.collect()
+    return next(one.value for one in family.samples if one.name.endswith("_count"))
+
+
+async def test_an_answer_through_a_tunnel_is_one_of_the_replica_chosen(
+    envoy: EnvoySide, services: Services
+) -> None:
+    for number in range(3):
+        async with envoy.stream() as stream:
+            await stream.request_headers(headers={"x-request-id": str(number)})
+            first = destination(await stream.request_body(CHAT))[0]
+            await stream.response_headers(upstream=TUNNEL)
+            assert services.fleet.in_flight_on(first) == 1
+            await stream.end()
+        (record,) = services.log.of_request(str(number))
+        assert record.outcome.served_by == first
+    assert not services.fleet.eligibility.doubtful
+    assert set(services.fleet.view("llama").ids) == {replica(1), replica(2)}
+
+
+async def test_a_failure_through_a_tunnel_is_one_of_the_replica_chosen(
+    envoy: EnvoySide, services: Services
+) -> None:
+    for _ in range(5):  # three of one of the two
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+            await stream.response_headers(500, upstream=TUNNEL)
+            await stream.end()
+    (excluded,) = services.fleet.view("llama").excluded
+    assert excluded.why == "it failed several requests in a row"
+
+
+async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(
+    envoy: EnvoySide, services: Services
+) -> None:
+    """Envoy closes its stream alike when a response has ended and when a client hung up."""
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-request-id": "s"})
+        await stream.request_body(CHAT | {"stream": True})
+        reply = await stream.response_headers(content_type="text/event-stream")
+        assert reply.mode_override is None
+        await stream.end()
+    (record,) = services.log.of_request("s")
+    assert record.outcome.status == 200
+    assert record.outcome.completion_s is None
+    assert count(services.metrics.completion_seconds) == 0
+    assert count(services.metrics.prediction_error) == 0
+    assert services.fleet.in_flight == 0
