@@ -113,7 +113,8 @@ class ServeSettings(Section):
     """Requests in flight that one process looks after; Envoy goes on with further ones without
     the router."""
     drain_s: float = Field(default=30.0, ge=0)
-    """On SIGTERM, open streams have this many seconds to end."""
+    """On SIGTERM, open streams have this many seconds to end; in the first 1.5 s new ones are still
+    taken."""
     clear_route_cache: bool = False
     """Set it only where an Envoy route matches on the destination header."""
     second_choice: bool = True

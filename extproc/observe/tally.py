@@ -6,7 +6,7 @@ router's CPU. These count in one thread and are brought into its families when t
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -29,6 +29,12 @@ class Counts(Collector):
     def add(self, *labels: str) -> None:
         """Counts one."""
         self._counts[labels] += 1
+
+    def keep(self, label: str, values: Container[str]) -> None:
+        """Forgets the combinations in which the label has none of these values."""
+        at = self._labels.index(label)
+        for gone in [labels for labels in self._counts if labels[at] not in values]:
+            del self._counts[gone]
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """For the registry."""

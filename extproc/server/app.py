@@ -196,6 +196,7 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         for one in pools:
             one.fleet.drop_silent(one.config.poll.ttl_s)
         states = [state for fleet in fleets for state in fleet.states]
+        metrics.decisions.keep("replica", {state.id for state in states})
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)

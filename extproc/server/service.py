@@ -1,7 +1,9 @@
 """The ext_proc gRPC server."""
 
+import asyncio
 import logging
 from collections.abc import Mapping
+from math import inf
 from types import MappingProxyType
 
 import grpc
@@ -40,6 +42,9 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 _KEEPALIVE_S = 20.0
+LAME_DUCK_S = 1.5
+"""Seconds for which a router that stops still takes new streams: Envoy, as in ``envoy/*.yaml``,
+asks for its health every 0.5 s, and leaves it out after two bad answers."""
 
 
 class ExternalProcessor:
@@ -57,6 +62,8 @@ class ExternalProcessor:
         self._unknown: set[str] = set()
         self._most = services.config.serve.max_streams
         self._open = 0
+        self._opened_at = -inf
+        """When the last stream began."""
         self._full = False
         """Whether streams were turned away of late."""
         services.metrics.open_streams.set_function(lambda: self._open)
@@ -76,6 +83,7 @@ class ExternalProcessor:
             logger.info("again fewer requests are in flight than serve.max_streams allows")
         exchange = Exchange(self._asked_for(context))
         self._open += 1
+        self._opened_at = self._services.clock()
         try:
             while (raw := await context.read()) is not grpc.aio.EOF:
                 replies = exchange.answer(ProcessingRequest.FromString(raw))
@@ -93,6 +101,11 @@ class ExternalProcessor:
         finally:
             self._open -= 1
             exchange.close()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no stream is open, nor any came of late."""
+        return not self._open and self._services.clock() - self._opened_at > LAME_DUCK_S
 
     async def _turn_away(self, context: grpc.aio.ServicerContext) -> None:
         """For too many are open; Envoy goes on without the router."""
@@ -167,7 +180,8 @@ class GrpcServer:
             self._server = grpc.aio.server(options=options)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._server.add_generic_rpc_handlers((ExternalProcessor(services, pools).handler(),))
+        self._processor = ExternalProcessor(services, pools)
+        self._server.add_generic_rpc_handlers((self._processor.handler(),))
 
     async def start(self, address: str) -> int:
         """Listens on ``host:port`` and returns the port (of use where it was 0).
@@ -195,9 +209,16 @@ class GrpcServer:
         return port
 
     async def stop(self, drain_s: float) -> None:
-        """Takes no new streams, and gives the open ones ``drain_s`` seconds to end."""
+        """Ends within ``drain_s`` seconds.
+
+        Its health is bad at once. It takes new streams until Envoy must have noticed, unless it is
+        idle; a stream that is refused would be a request without the router, though others might be
+        there. Open ones have the rest of the time to end.
+        """
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
-        await self._server.stop(drain_s)
+        lame_duck_s = 0.0 if self._processor.idle else min(LAME_DUCK_S, drain_s)
+        await asyncio.sleep(lame_duck_s)
+        await self._server.stop(drain_s - lame_duck_s)
 
     async def _report(self, status: int) -> None:
         for service in _HEALTH_NAMES:

@@ -1,6 +1,7 @@
 """Replicas come and go by command while requests run through Envoy."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -52,6 +53,15 @@ async def test_a_removed_replica_gets_nothing_until_it_is_added(
     async def names() -> set[str]:
         return {one["name"] for one in (await client.fleet())["replicas"]}
 
+    labels = f'policy="round_robin",replica="{stack.address("fast-2")}"'
+    counted = partial(client.metric, f"extproc_decisions_total{{{labels}}}")
+
+    async def forgotten() -> bool:
+        return await counted() == 0
+
+    for _ in range(8):
+        await client.chat(tokens=1, headers={"x-extproc-policy": "round_robin"})
+    assert await counted() > 0
     async with traffic(client) as answers:
         await more(answers, 3)
         assert await replicas(stack, "remove", "fast-2") == 0
@@ -62,6 +72,7 @@ async def test_a_removed_replica_gets_nothing_until_it_is_added(
         await client.until(gone)
         removed = len(answers)
         await more(answers, 10)
+        await client.until(forgotten)
         assert await replicas(stack, "add", stack.address("fast-2")) == 0
 
         async def back() -> bool:
