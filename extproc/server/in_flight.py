@@ -121,8 +121,9 @@ class InFlight:
         if not content_type.startswith("text/event-stream"):
             return True
         services = self._services
-        sampled = services.random.random() < services.config.serve.stream_sample
-        return sampled or services.fleet.teaches(self._ticket)
+        share = services.config.serve.stream_sample
+        sampled = services.random.random() < share
+        return sampled or (share > 0.0 and services.fleet.teaches(self._ticket))
 
     def _complete(self) -> bool:
         """Whether it is known to have been answered to the end.
