@@ -69,3 +69,6 @@ class ReplicaState(BaseModel):
     """Seconds since the epoch, on the poller's clock."""
     scrape_seconds: float = 0.0
     """How long the scrape took: the figures are at most this much older than ``scraped_at``."""
+    life_s: float = 0.0
+    """How long it is kept in Redis, in seconds: what is left of that tells its age there without
+    two machines' clocks; 0: not known."""

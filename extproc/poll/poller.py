@@ -99,7 +99,10 @@ class Poller:
             await self._discover()
 
     async def _discover(self) -> None:
-        self._targets = {target.id: target for target in await self._discovery.targets()}
+        targets = {target.id: target for target in await self._discovery.targets()}
+        for replica in targets.keys() - self._targets.keys():
+            self._sink.forget(replica)  # it may have left while Redis was away: that is over
+        self._targets = targets
 
     async def _follow(self, tasks: asyncio.TaskGroup) -> None:
         targets = self._targets

@@ -40,7 +40,7 @@ class Publisher:
             self.put(self._current[replica_id])
 
     def forget(self, replica_id: str) -> None:
-        """Another poller has the replica now."""
+        """Another poller has the replica now, or is to: it is not removed."""
         self._current.pop(replica_id, None)
         self._pending.pop(replica_id, None)
 
@@ -70,6 +70,4 @@ class Publisher:
 
     async def _write(self, batch: dict[str, ReplicaState | None]) -> None:
         await self._writer.put([state for state in batch.values() if state is not None])
-        for replica_id, state in batch.items():
-            if state is None:
-                await self._writer.remove(replica_id)
+        await self._writer.remove([replica for replica, state in batch.items() if state is None])

@@ -57,7 +57,7 @@ class Watch:
         self._wall = wall
         self._random = random
         self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
-        self._identity = asdict(target)
+        self._identity = asdict(target) | {"life_s": settings.ttl_s}
         self._state = None if known is None else known.model_copy(update=self._identity)
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf

@@ -132,26 +132,28 @@ async def follow_state(config: Config, fleet: Fleet) -> None:
     try:
         async with aclosing(StateReader(redis, config.pool, Random()).changes()) as changes:
             async for change in changes:
-                apply(change, fleet)
-                await asyncio.sleep(0)  # a message tells of many replicas; requests come first
+                await apply(change, fleet)
     finally:
         await redis.aclose()
 
 
-def apply(change: Change, fleet: Fleet) -> None:
-    """One change of the shared state, brought into the fleet."""
+async def apply(change: Change, fleet: Fleet) -> None:
+    """One change of the shared state, brought into the fleet, replica by replica: a message or a
+    snapshot tells of many, and requests come first."""
     match change:
-        case Snapshot(states):
+        case Snapshot(states, ages):
             # A Redis that was just started holds few of them yet: what is missing is dropped
             # only when it stays silent. Those not measured first: at a router's start they are no
             # newcomers among the others.
             for state in sorted(states, key=lambda state: state.measured):
-                fleet.put(state, age=max(wall() - state.scraped_at, 0.0))
+                fleet.put(state, age=ages.get(state.id, 0.0))
+                await asyncio.sleep(0)
         case Put(state):
-            # Pushed at once; the clocks of two machines may differ by more than that took.
+            # Pushed at once: it took less than the clocks of two machines differ by.
             fleet.put(state)
         case Removed(replica):
             fleet.remove(replica)
+    await asyncio.sleep(0)
 
 
 def admin_routes(*pools: Services) -> list[web.RouteDef]:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -31,6 +31,8 @@ RECONNECT_MOST_S = 0.5
 _IN_A_MESSAGE = 16
 """States at most. To receive a message of one costs every router as much as to read and to apply
 the state in it; a message of 16 keeps it from its requests for a millisecond."""
+_IN_A_PAGE = 64
+"""States at most that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Snapshot:
     """All states in Redis. It comes first, and again whenever pushes may have been missed."""
 
     states: tuple[ReplicaState, ...]
+    ages: dict[str, float] = field(default_factory=dict, compare=False)
+    """Seconds that Redis has had each, by its id and by Redis's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,29 @@ end
 return refused
 """
 
+# KEYS: of each replica its lease and its state. ARGV: the poller that removes it (empty: whoever
+# has the lease), channel, messages. Whoever has the lease meanwhile scrapes it.
+_REMOVE = """
+for i = 1, #KEYS / 2 do
+  local holder = redis.call('GET', KEYS[2 * i - 1])
+  if ARGV[1] == '' or not holder or holder == ARGV[1] then
+    redis.call('DEL', KEYS[2 * i])
+    redis.call('PUBLISH', ARGV[2], ARGV[2 + i])
+  end
+end
+"""
+
+# KEYS: states. What is none is neither here nor there: nil, as with MGET.
+_READ = """
+local values, left = {}, {}
+for i = 1, #KEYS do
+  local value = redis.pcall('GET', KEYS[i])
+  values[i] = type(value) == 'string' and value
+  left[i] = redis.call('PTTL', KEYS[i])
+end
+return {values, left}
+"""
+
 
 class StateWriter:
     """Writes replica states and tells the pool's routers.
@@ -119,24 +146,29 @@ class StateWriter:
         """
         if not states:
             return
-        pool = self._pool
-        keys = [key(pool, state.id) for state in states for key in (lease_key, replica_key)]
+        keys = self._keys([state.id for state in states])
         values = [state.model_dump_json() for state in states]
-        options = (self._poller, self._ttl_ms, changes_channel(pool))
+        options = (self._poller, self._ttl_ms, changes_channel(self._pool))
         async with in_time():
             await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
 
-    async def remove(self, replica_id: str) -> None:
-        """Delete a state and announce it in one round trip.
+    async def remove(self, replicas: Sequence[str]) -> None:
+        """Delete the states and announce it in one round trip; not of what another poller has.
 
         Raises:
             RedisError: Redis did not take it.
         """
-        message = _Message(removed=replica_id).model_dump_json(exclude_none=True)
-        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            pipe.delete(replica_key(self._pool, replica_id))
-            pipe.publish(changes_channel(self._pool), message)
-            await pipe.execute()
+        if not replicas:
+            return
+        keys = self._keys(replicas)
+        messages = [_Message(removed=one).model_dump_json(exclude_none=True) for one in replicas]
+        options = (self._poller, changes_channel(self._pool))
+        async with in_time():
+            await self._redis.eval(_REMOVE, len(keys), *keys, *options, *messages)
+
+    def _keys(self, replicas: Sequence[str]) -> list[str]:
+        pool = self._pool
+        return [key(pool, replica) for replica in replicas for key in (lease_key, replica_key)]
 
 
 class StateReader:
@@ -173,7 +205,7 @@ class StateReader:
                 if message["type"] == "subscribe":
                     # Only now is nothing missed between the snapshot and the first push. The client
                     # subscribes again by itself when it reconnects, hence again on each of these.
-                    snapshot = Snapshot(await self.states())
+                    snapshot = await self._read(list(await self._keys()))
                     self._backoff.reset()
                     self._outage.succeeded()
                     yield snapshot
@@ -187,7 +219,7 @@ class StateReader:
         Raises:
             RedisError: Redis did not tell.
         """
-        return await self._states(list(await self._keys()))
+        return (await self._read(list(await self._keys()))).states
 
     async def states_of(self, replicas: Iterable[str]) -> tuple[ReplicaState, ...]:
         """The states of these replicas, as far as they are in Redis now.
@@ -195,14 +227,22 @@ class StateReader:
         Raises:
             RedisError: Redis did not tell.
         """
-        return await self._states([replica_key(self._pool, replica) for replica in replicas])
+        keys = [replica_key(self._pool, replica) for replica in replicas]
+        return (await self._read(keys)).states
 
-    async def _states(self, keys: Sequence[bytes | str]) -> tuple[ReplicaState, ...]:
-        async with in_time():
-            values = await self._redis.mget(keys) if keys else []
-        found = zip(keys, values, strict=True)
-        states = (self._state(key, value) for key, value in found if value is not None)
-        return tuple(state for state in states if state is not None)
+    async def _read(self, keys: Sequence[bytes | str]) -> Snapshot:
+        """Page by page: to read a thousand states at once keeps a router from its requests."""
+        states: list[ReplicaState] = []
+        ages: dict[str, float] = {}
+        for first in range(0, len(keys), _IN_A_PAGE):
+            page = keys[first : first + _IN_A_PAGE]
+            async with in_time():
+                values, left = await self._redis.eval(_READ, len(page), *page)
+            for key, value, left_ms in zip(page, values, left, strict=True):
+                if value is not None and (state := self._state(key, value)) is not None:
+                    states.append(state)
+                    ages[state.id] = max(state.life_s - left_ms / 1000, 0.0)
+        return Snapshot(tuple(states), ages)
 
     async def state(self, replica_id: str) -> ReplicaState | None:
         """One replica's state in Redis now; None where there is none.

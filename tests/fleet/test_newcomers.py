@@ -86,10 +86,10 @@ def test_at_the_start_of_a_pool_nothing_is_held_back() -> None:
         fleet.dispatch(NEW, chat(10, 10))
 
 
-def test_at_the_start_of_a_router_nothing_is_held_back() -> None:
+async def test_at_the_start_of_a_router_nothing_is_held_back() -> None:
     clock = ManualClock()
     fleet = Fleet(OutputLengths(), clock)
-    apply(Snapshot((state(1, A10, clock, measured=True), state(3, A10, clock))), fleet)
+    await apply(Snapshot((state(1, A10, clock, measured=True), state(3, A10, clock))), fleet)
     for _ in range(20):
         assert NEW in fleet.view(MODEL).ids
         fleet.dispatch(NEW, chat(10, 10))

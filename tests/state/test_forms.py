@@ -46,8 +46,8 @@ async def share_through(url: str) -> None:
             assert await following() == Snapshot((A,))
             await writer.put([A, B])
             assert [await following(), await following()] == [Put(A), Put(B)]
-        await writer.remove(A.id)
-        await writer.remove(B.id)
+        await writer.remove([A.id])
+        await writer.remove([B.id])
 
 
 async def until_known(following: Next, state: ReplicaState) -> None:

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from extproc.fleet.state import ReplicaState
 from extproc.state.connection import connect
-from extproc.state.keys import changes_channel, replica_key
+from extproc.state.keys import changes_channel, lease_key, replica_key
 from extproc.state.store import Change, Put, Removed, Snapshot, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer
 
@@ -59,7 +59,7 @@ async def test_a_reader_gets_what_is_there_and_then_what_changes(
         assert await following() == Snapshot((A,))
         await writer.put([A, B])
         assert [await following(), await following()] == [Put(A), Put(B)]
-        await writer.remove(A.id)
+        await writer.remove([A.id])
         assert await following() == Removed(A.id)
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot((B,))
@@ -75,6 +75,44 @@ async def test_state_that_nobody_refreshes_ends(
         while await redis_client.exists(replica_key("test", A.id)):
             pass
         assert await following() == Snapshot(())
+
+
+async def test_what_another_poller_has_is_not_removed(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    before, now = (StateWriter(redis_client, "test", ttl_s=60, poller=name) for name in "ab")
+    lease = lease_key("test", A.id)
+    await redis_client.set(lease, "b")
+    async with reading(redis_server.url) as following:
+        assert await following() == Snapshot(())
+        await now.put([A])
+        assert await following() == Put(A)
+        await before.remove([A.id])
+        await now.put([A])
+        assert await following() == Put(A)
+        await now.remove([A.id])
+        assert await following() == Removed(A.id)
+        await now.put([A])
+        assert await following() == Put(A)
+        await redis_client.delete(lease)
+        await before.remove([A.id, B.id])
+        assert [await following(), await following()] == [Removed(A.id), Removed(B.id)]
+
+
+async def test_the_age_of_what_is_there_is_told_by_redis_alone(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    states = [ReplicaState(id=f"10.0.0.1:{port}", life_s=60) for port in range(200)]
+    writer = StateWriter(redis_client, "test", ttl_s=60)
+    await writer.put([*states, A])
+    await redis_client.pexpire(replica_key("test", states[7].id), 48_000)
+    async with reading(redis_server.url) as following:
+        snapshot = await following()
+    assert isinstance(snapshot, Snapshot)
+    assert {state.id for state in snapshot.states} == {A.id} | {state.id for state in states}
+    assert snapshot.ages.pop(states[7].id) == pytest.approx(12, abs=2)
+    assert snapshot.ages.pop(A.id) == 0.0  # how long it was to be kept is not known
+    assert max(snapshot.ages.values()) < 2
 
 
 async def test_pools_do_not_see_each_other(redis_server: RedisServer, redis_client: Redis) -> None:
