@@ -2,11 +2,15 @@
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from math import isfinite
 from typing import Any
 
+import numpy as np
+
+from extproc.fleet.view import Floats
 from extproc.route.router import Decision
 
 
@@ -44,8 +48,13 @@ class DecisionRecord:
         """How many replicas were compared."""
         return len(self.decision.situation.view)
 
-    def to_json(self) -> dict[str, Any]:
-        """The record as JSON: the comparison of all candidates, and the outcome."""
+    def to_json(self, most: int | None = None) -> dict[str, Any]:
+        """The record as JSON: the comparison of the candidates, and the outcome.
+
+        Args:
+            most: only so many candidates, those with the best scores, and the one chosen;
+                None: all.
+        """
         decision, profile = self.decision, self.decision.profile
         return {
             "number": self.number,
@@ -69,7 +78,8 @@ class DecisionRecord:
             "others_age_s": _short(decision.news_age),
             "predicted_ttft_s": _short(decision.predicted_ttft),
             "predicted_completion_s": _short(decision.predicted_completion),
-            "candidates": list(self._candidates()),
+            "compared": self.candidates,
+            "candidates": self._compared(most),
             "excluded": [
                 {"replica": one.id, "name": one.name, "why": one.why}
                 for one in decision.situation.view.excluded
@@ -84,36 +94,48 @@ class DecisionRecord:
             },
         }
 
-    def _candidates(self) -> Iterator[dict[str, Any]]:
-        decision = self.decision
-        view, prediction = decision.situation.view, decision.prediction
-        for index, replica in enumerate(view.ids):
-            yield {
-                "replica": replica,
-                "name": view.names[index],
-                "score": _short(float(decision.choice.scores[index])),
-                "requests": _short(float(view.requests[index])),
-                "waiting": _short(float(view.waiting[index])),
-                "kv_usage": _short(float(view.kv_usage[index])),
-                "backlog_tokens": _short(float(view.backlog[index])),
-                "predicted_ttft_s": _short(float(prediction.ttft[index])),
-                "predicted_completion_s": _short(float(prediction.completion[index])),
-                "terms_s": {
-                    "step_rest": _short(float(prediction.step_rest[index])),
-                    "admission": _short(float(prediction.admission[index])),
-                    "prefill": _short(float(prediction.prefill[index])),
-                    "decode": _short(float(prediction.decode[index])),
-                    "cost_to_others": _short(float(prediction.cost_to_others[index])),
-                },
-                "stretch": _short(float(view.stretch[index])),
-                "cost_weight": _short(float(prediction.cost_weight[index])),
-                "kv_pressure": _short(float(prediction.kv_pressure[index])),
-            }
+    def _compared(self, most: int | None) -> list[dict[str, Any]]:
+        """Column by column: value by value, a thousand candidates take 20 ms instead of 2."""
+        choice, view = self.decision.choice, self.decision.situation.view
+        prediction = self.decision.prediction
+        shown = np.arange(len(view))
+        if most is not None and most < len(view):
+            best = choice.scores.argsort(kind="stable")[:most]
+            shown = np.union1d(best, choice.first)
+        terms = ("step_rest", "admission", "prefill", "decode", "cost_to_others")
+        columns: dict[str, list[Any]] = {
+            "replica": [view.ids[row] for row in shown],
+            "name": [view.names[row] for row in shown],
+            "score": _figures(choice.scores[shown]),
+            "requests": _figures(view.requests[shown]),
+            "waiting": _figures(view.waiting[shown]),
+            "kv_usage": _figures(view.kv_usage[shown]),
+            "backlog_tokens": _figures(view.backlog[shown]),
+            "predicted_ttft_s": _figures(prediction.ttft[shown]),
+            "predicted_completion_s": _figures(prediction.completion[shown]),
+            "terms_s": _rows({name: _figures(getattr(prediction, name)[shown]) for name in terms}),
+            "stretch": _figures(view.stretch[shown]),
+            "cost_weight": _figures(prediction.cost_weight[shown]),
+            "kv_pressure": _figures(prediction.kv_pressure[shown]),
+        }
+        return _rows(columns)
+
+
+_DIGITS = 5
+
+
+def _rows(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _figures(values: Floats) -> list[float | None]:
+    """As :func:`_short`."""
+    return [value if isfinite(value) else None for value in values.round(_DIGITS).tolist()]
 
 
 def _short(value: float | None) -> float | None:
     """Rounded for people; what JSON cannot say (infinity) becomes null."""
-    return None if value is None or value in (float("inf"), float("-inf")) else round(value, 5)
+    return None if value is None or not isfinite(value) else round(value, _DIGITS)
 
 
 _MOST_CANDIDATES = 100_000

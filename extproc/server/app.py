@@ -9,7 +9,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from random import Random
 from typing import Any
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from extproc.clock import monotonic, wall
@@ -24,6 +23,7 @@ from extproc.poll.metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
+from extproc.server.admin import admin_routes
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from extproc.server.sharing import share
@@ -34,9 +34,6 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_EVERY = 1.0
 """Seconds."""
-_PAGE = 50
-"""Decisions in one reply."""
-_DIGITS = 15
 
 
 async def run_router(
@@ -154,42 +151,6 @@ async def apply(change: Change, fleet: Fleet) -> None:
         case Removed(replica):
             fleet.remove(replica)
     await asyncio.sleep(0)
-
-
-def admin_routes(*pools: Services) -> list[web.RouteDef]:
-    """What the admin address serves beside metrics and health."""
-    services = pools[0]  # decisions of all pools are in one log
-
-    async def decisions(request: web.Request) -> web.Response:
-        if "request_id" in request.query:
-            records = services.log.of_request(request.query["request_id"])
-        elif "after" in request.query:
-            records = services.log.after(_number(request.query["after"]), _PAGE)
-        else:
-            records = services.log.last(_PAGE)
-        shown = []
-        for record in records:
-            shown.append(record.to_json())
-            await asyncio.sleep(0)  # a large fleet's records take long; requests come first
-        return web.json_response(shown)
-
-    async def fleet(_: web.Request) -> web.Response:
-        replicas = [
-            state.model_dump()
-            | {"in_flight": one.fleet.in_flight_on(state.id), "pool": one.config.pool}
-            for one in pools
-            for state in one.fleet.states
-        ]
-        in_flight = sum(one.fleet.in_flight for one in pools)
-        return web.json_response({"in_flight": in_flight, "replicas": replicas})
-
-    return [web.get("/decisions", decisions), web.get("/fleet", fleet)]
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or len(text) > _DIGITS:
-        raise web.HTTPBadRequest(text=f"after={text[:_DIGITS]!r} is not a decision's number\n")
-    return int(text)
 
 
 async def _housekeeping(pools: Sequence[Services]) -> None:

@@ -20,7 +20,8 @@ from extproc.fleet.view import Excluded
 from extproc.observe.admin import serve_admin
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision
-from extproc.server.app import admin_routes, build
+from extproc.server.admin import admin_routes
+from extproc.server.app import build
 from extproc.server.services import Services
 from tests.fakes import ManualClock, chat, embedding, replica, state
 

@@ -2,6 +2,7 @@ import json
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from extproc.fleet.view import Excluded
@@ -40,6 +41,23 @@ def test_the_terms_of_a_candidate_add_up() -> None:
         assert candidate["predicted_ttft_s"] == pytest.approx(ttft, abs=1e-4)
         completion = ttft + terms["decode"]
         assert candidate["predicted_completion_s"] == pytest.approx(completion, abs=1e-4)
+
+
+def test_the_best_candidates_and_the_chosen_one_are_shown_where_all_are_too_many() -> None:
+    made = decision(replicas=40)
+    first, worst = 30, 31
+    scores = np.arange(40.0)
+    scores[worst] = np.inf
+    made = replace(made, choice=replace(made.choice, first=first, scores=scores))
+    record = DecisionLog(10).add("id", 1.0, made)
+    ids = made.situation.view.ids
+    for most, rows in ((5, [*range(5), first]), (None, range(40)), (40, range(40))):
+        shown = record.to_json(most)
+        assert [one["replica"] for one in shown["candidates"]] == [ids[row] for row in rows]
+        assert [one["score"] for one in shown["candidates"]] == [
+            None if row == worst else scores[row] for row in rows
+        ]
+        assert shown["compared"] == 40
 
 
 def test_a_record_says_why_in_words() -> None:

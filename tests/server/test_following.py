@@ -17,6 +17,7 @@ from extproc.state.connection import connect
 from extproc.state.store import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, state
+from tests.large import A_FEW_MS, longest_piece, thousand
 from tests.state.servers import eventually
 
 pytestmark = pytest.mark.process
@@ -41,7 +42,7 @@ async def following(server: RedisServer) -> AsyncIterator[Fleet]:
 
 def knows(fleet: Fleet, wanted: list[ReplicaState]) -> Callable[[], Awaitable[bool]]:
     async def known() -> bool:
-        return {one.id: one for one in fleet.states} == {one.id: one for one in wanted}
+        return fleet.states == wanted
 
     return known
 
@@ -64,3 +65,18 @@ async def test_a_pollers_clock_may_be_wrong(
         await eventually(knows(fleet, [seen, other]))
         after = fleet.sequences(fleet.view(MODEL)).remaining.max()
         assert after > before - 200  # else the skew is taken for steps done
+
+
+async def test_a_large_fleet_does_not_hold_requests_up_as_it_comes(
+    redis_server: RedisServer,
+) -> None:
+    replicas = thousand()
+    async with connect(redis_server.url, "default") as redis:
+        await StateWriter(redis, "default", LIFE_S).put(replicas)
+    async with longest_piece() as longest, following(redis_server) as fleet:
+
+        async def all_known() -> bool:
+            return len(fleet.states) == len(replicas)
+
+        await eventually(all_known)
+    assert longest[0] < A_FEW_MS

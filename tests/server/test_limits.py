@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.observe.admin import serve_admin
-from extproc.server.app import admin_routes
+from extproc.server.admin import admin_routes
 from extproc.server.room import Room
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services

@@ -1,0 +1,39 @@
+"""A large fleet, and how long a router is kept from its requests by it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from extproc.fleet.state import ReplicaState
+from tests.fakes import ManualClock, state
+
+REPLICAS = 1000
+A_FEW_MS = 0.02
+"""Seconds, on a machine that is slow or busy; a tenth of what Envoy waits for the router."""
+
+
+def thousand() -> tuple[ReplicaState, ...]:
+    clock = ManualClock()
+    return tuple(
+        state(0, "llama-8b-a10", clock, id=f"10.1.{number // 250}.{number % 250}:8000")
+        for number in range(REPLICAS)
+    )
+
+
+@asynccontextmanager
+async def longest_piece() -> AsyncIterator[list[float]]:
+    """What the event loop did between two turns, at most: seconds of this thread's CPU."""
+    longest = [0.0]
+
+    async def measure() -> None:
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            longest[0] = max(longest[0], time.thread_time() - before)
+
+    task = asyncio.create_task(measure())
+    try:
+        yield longest
+    finally:
+        task.cancel()

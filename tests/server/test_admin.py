@@ -1,0 +1,75 @@
+"""What the admin address shows, and how little it holds requests up."""
+
+import asyncio
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from extproc.observe.admin import serve_admin
+from extproc.server.admin import admin_routes
+from extproc.server.app import apply
+from extproc.server.services import Services
+from extproc.state.store import Snapshot
+from tests.fakes import chat
+from tests.large import A_FEW_MS, REPLICAS, longest_piece, thousand
+
+DECISIONS = 60
+PAGE = 50
+
+
+@pytest.fixture
+async def large(services: Services) -> Services:
+    """A router with a thousand replicas and some decisions among them."""
+    services.fleet.remove("10.0.0.1:8000")
+    services.fleet.remove("10.0.0.2:8000")
+    await apply(Snapshot(thousand()), services.fleet)
+    for number in range(DECISIONS):
+        decision = services.router.decide(chat(500, 200))
+        assert decision is not None
+        services.fleet.dispatch(decision.replica, decision.profile)
+        services.log.add(f"request-{number}", 1.0, decision)
+    return services
+
+
+async def get(services: Services, path: str) -> Any:
+    """Asked from another thread, whose work is none of the router's."""
+
+    def fetch(address: str) -> Any:
+        with urllib.request.urlopen(f"http://{address}{path}") as response:
+            return response.read()
+
+    routes = admin_routes(services)
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
+        async with longest_piece() as longest:
+            answer = await asyncio.to_thread(fetch, address)
+        assert longest[0] < A_FEW_MS
+    return json.loads(answer)
+
+
+async def test_a_large_fleets_decisions_do_not_hold_requests_up(large: Services) -> None:
+    shown = await get(large, "/decisions")
+    assert [one["request_id"] for one in shown] == [
+        f"request-{number}" for number in range(DECISIONS - PAGE, DECISIONS)
+    ]
+    for one in shown:
+        assert one["compared"] == REPLICAS
+        assert 20 <= len(one["candidates"]) <= 21
+        assert one["replica"] in {candidate["replica"] for candidate in one["candidates"]}
+    assert await get(large, "/decisions?after=0") == (await get(large, "/decisions?after=0"))[:PAGE]
+
+
+async def test_one_requests_decision_shows_all_candidates(large: Services) -> None:
+    (shown,) = await get(large, "/decisions?request_id=request-7")
+    assert len(shown["candidates"]) == REPLICAS
+    assert await get(large, "/decisions?request_id=nobody") == []
+
+
+async def test_a_large_fleet_is_shown_without_holding_requests_up(large: Services) -> None:
+    shown = await get(large, "/fleet")
+    assert shown["in_flight"] == DECISIONS
+    assert len(shown["replicas"]) == REPLICAS
+    assert sum(one["in_flight"] for one in shown["replicas"]) == DECISIONS
+    assert {one["pool"] for one in shown["replicas"]} == {"default"}
