@@ -1,15 +1,18 @@
 """What commands asked of the pool's membership, as this poller knows it."""
 
 import asyncio
+import logging
 from collections.abc import Iterable
 from contextlib import suppress
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from extproc.clock import Clock
 from extproc.config import ReplicaSource
 from extproc.fleet.state import ReplicaState
 from extproc.state.members import Member, Members, MemberStore
+
+log = logging.getLogger(__name__)
 
 _EVERY_S = 0.25
 """Seconds between two looks: that soon a command has its effect."""
@@ -32,6 +35,7 @@ class Membership:
         self._void_since: dict[str, float] = {}
         """From when on a command has changed nothing."""
         self._changed = asyncio.Event()
+        self._refused = False
 
     @property
     def added(self) -> tuple[ReplicaSource, ...]:
@@ -64,8 +68,23 @@ class Membership:
 
     async def look(self, store: MemberStore, now: float) -> None:
         """Reads what is in Redis, where it answers, and fills one that came back empty again."""
-        with suppress(RedisError, OSError):  # the publisher says so
+        try:
             await self._sync(store, now)
+        except ResponseError as error:  # no right to: the publisher may have all that it needs
+            self._note(store.key, str(error))
+        except (RedisError, OSError):  # the publisher says so
+            pass
+        else:
+            self._note(store.key, "")
+
+    def _note(self, key: str, refused: str) -> None:
+        """One line when Redis begins to refuse, and one when it no longer does."""
+        if refused and not self._refused:
+            extra = {"key": key, "error": refused, "allow": f"~{key} +@read +@write"}
+            log.error("redis refuses a key: 'extproc replicas' has no effect", extra=extra)
+        elif self._refused and not refused:
+            log.warning("redis refuses the key no longer", extra={"key": key})
+        self._refused = bool(refused)
 
     async def _sync(self, store: MemberStore, now: float) -> None:
         members = await store.read()

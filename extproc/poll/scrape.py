@@ -5,7 +5,7 @@ import os
 from functools import lru_cache
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yarl import URL
 
 from extproc.poll.metrics_text import EngineFigures, MetricsError, read_metrics
@@ -14,6 +14,8 @@ MAX_BYTES = 4 * 2**20
 """Largest answer that is read; a vLLM's ``/metrics`` page has 60 kB per engine or two."""
 
 _LONGEST_REASON = 200
+_LONGEST_CONTEXT = 2**40
+"""Tokens; nothing true is longer."""
 
 
 class ScrapeError(Exception):
@@ -30,7 +32,7 @@ class Model(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     id: str
-    max_model_len: int | None = None
+    max_model_len: int | None = Field(default=None, gt=0, le=_LONGEST_CONTEXT)
 
 
 class ModelList(BaseModel):

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_EVERY_S = 2.0
 """Seconds between two looks at a healthy replica's ``/health``."""
+_LONGEST_PROBLEM = 200
 
 
 class Watch:
@@ -87,7 +88,11 @@ class Watch:
             # Many watches may begin at once: their second scrapes are spread over an interval.
             share_of_wait = self._random.random()
             while True:
-                wait_s = await self._scrape_once()
+                try:
+                    wait_s = await self._scrape_once()
+                except Exception as error:  # it is this replica's alone: the others go on
+                    self._start_anew(error)
+                    wait_s = self._backoff.next()
                 await asyncio.sleep(wait_s * share_of_wait)
                 share_of_wait = 1.0
         finally:
@@ -155,6 +160,18 @@ class Watch:
             self._models.forget()  # it may come back with others
         last = self._state or self._blank()
         self._publish(last.model_copy(update={"healthy": False, "problem": problem}))
+
+    def _start_anew(self, error: Exception) -> None:
+        """Nobody foresaw this: nothing the replica told is kept, for it may be what led here."""
+        problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
+        if self._state is None or self._state.problem != problem:
+            extra = {"replica": self._who}
+            log.error("replica cannot be polled, retrying", extra=extra, exc_info=error)
+        self._metrics.failed.inc()
+        self._figures = None
+        self._calibration = Calibration(self._start)
+        self._models.forget()
+        self._publish(self._blank(healthy=False, problem=problem))
 
     def _publish(self, state: ReplicaState) -> None:
         self._state = state

@@ -41,7 +41,7 @@ class MemberStore:
 
     def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis
-        self._key = members_key(pool)
+        self.key = members_key(pool)
         self._warned: set[str] = set()
 
     async def read(self) -> dict[str, Member]:
@@ -51,8 +51,8 @@ class MemberStore:
             RedisError: Redis did not tell.
         """
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            pipe.hgetall(self._key)
-            pipe.expire(self._key, _TTL_S)
+            pipe.hgetall(self.key)
+            pipe.expire(self.key, _TTL_S)
             values, _ = await pipe.execute()
         read = ((str_if_bytes(key), self._member(key, value)) for key, value in values.items())
         return {key: member for key, member in read if member is not None}
@@ -65,8 +65,8 @@ class MemberStore:
         """
         values: dict[Any, Any] = {key: _json(member) for key, member in members.items()}
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(self._key, mapping=values)
-            pipe.expire(self._key, _TTL_S)
+            pipe.hset(self.key, mapping=values)
+            pipe.expire(self.key, _TTL_S)
             await pipe.execute()
 
     async def restore(self, members: Members) -> None:
@@ -77,8 +77,8 @@ class MemberStore:
         """
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             for key, member in members.items():
-                pipe.hsetnx(self._key, key, _json(member))
-            pipe.expire(self._key, _TTL_S)
+                pipe.hsetnx(self.key, key, _json(member))
+            pipe.expire(self.key, _TTL_S)
             await pipe.execute()
 
     async def forget(self, keys: Iterable[str]) -> None:
@@ -88,7 +88,7 @@ class MemberStore:
             RedisError: Redis did not do it.
         """
         async with in_time():
-            await self._redis.hdel(self._key, *keys)
+            await self._redis.hdel(self.key, *keys)
 
     def _member(self, key: bytes | str, value: bytes | str) -> Member | None:
         try:

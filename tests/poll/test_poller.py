@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -15,6 +17,7 @@ from extproc.cli import main
 from extproc.demo.processes import answers
 from extproc.fleet.state import ReplicaState
 from extproc.poll.app import run_poller
+from extproc.poll.metrics_text import EngineFigures, read_metrics
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.state.connection import connect
 from extproc.state.store import Put, StateReader, StateWriter
@@ -165,6 +168,33 @@ async def test_a_replica_that_hung_is_still_known_to_serve_its_adapters(
         await seen.replica(replica, unhealthy)
         replica.answers["/metrics"] = text(page(steps=101))
         assert (await seen.replica(replica, healthy)).models == ("tiny", "adapter")
+
+
+async def test_an_error_nobody_foresaw_is_one_replicas_alone(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as odd, serving() as well:
+
+        def read(page: bytes) -> EngineFigures:
+            figures = read_metrics(page)
+            return figures if figures.running != 13 else replace(figures, kv_usage=inf)
+
+        monkeypatch.setattr("extproc.poll.scrape.read_metrics", read)
+        async with watching(config(redis_server, odd, well)) as seen:
+            await seen.until(lambda states: len(states) == 2)
+            odd.answers["/metrics"] = text(page(running=13))
+            state = await seen.replica(odd, unhealthy)
+            assert "led to an error: ValidationError" in state.problem
+            odd.asked.clear()
+            await odd.asked_for("/metrics", times=5)  # again and again
+            well.answers["/metrics"] = text(page(running=7))
+            await seen.replica(well, lambda state: state.running == 7)
+            odd.answers["/metrics"] = text(page(running=8))
+            state = await seen.replica(odd, healthy)
+            assert (state.running, state.problem) == (8, "")
+    (line,) = [line for line in caplog.records if line.levelname == "ERROR"]
+    assert line.exc_info
+    assert vars(line)["replica"] == odd.id
 
 
 async def test_a_replica_that_starts_late_and_dies(

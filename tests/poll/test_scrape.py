@@ -93,6 +93,8 @@ async def test_models_and_adapters() -> None:
         text("[]"),
         text('{"data": [{"id": 7}]}'),
         text('{"data": [{}]}'),
+        text('{"data": [{"id": "a", "max_model_len": 0}]}'),
+        text('{"data": [{"id": "a", "max_model_len": 1%s}]}' % ("0" * 400)),
         text("[" * 100_000),
         text(b"\xff"),
         endless,

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling, watching
 from tests.poll.replica import Replica, page, serving, text
+from tests.state.servers import command
 
 pytestmark = pytest.mark.process
 
@@ -79,6 +80,35 @@ async def test_one_that_the_file_names_is_removed_and_taken_back(
             await run("add", one.id)
             await seen.until(lambda states: set(states) == {one.id, two.id})
             assert seen.states[one.id].name == "first"
+
+
+@pytest.fixture
+async def refusing(redis_server: RedisServer) -> AsyncIterator[RedisServer]:
+    """A Redis that lets users do everything but what commands ask for."""
+    async with connect(redis_server.url, "default") as redis:
+        keys = "~{default}:replica:* ~{default}:lease:* ~{default}:pollers"
+        await command(redis, "ACL", "SETUSER", "default", "resetkeys", *keys.split())
+        yield redis_server
+
+
+async def test_a_poller_that_may_not_read_commands_says_so_once(
+    refusing: RedisServer, run: Run, logged: Logged
+) -> None:
+    async with serving() as one, serving() as two, watching(config(refusing, one)) as seen:
+        await seen.until(lambda states: set(states) == {one.id})
+        line = await logged.line("redis refuses a key: 'extproc replicas' has no effect")
+        assert line["key"] == "{default}:members"
+        assert "permission" in str(line["error"])
+        error = await run("add", two.id, status=1)
+        assert "refuses" in error
+        assert "{default}:members" in error
+        async with connect(refusing.url, "default") as redis:
+            rule = str(line["allow"]).split()
+            await command(redis, "ACL", "SETUSER", "default", *rule)
+        await logged.line("redis refuses the key no longer")
+        await run("add", two.id)
+        await seen.until(lambda states: set(states) == {one.id, two.id})
+    assert len(logged.lines("redis refuses a key: 'extproc replicas' has no effect")) == 1
 
 
 async def test_draining_is_told_and_taken_back(redis_server: RedisServer, run: Run) -> None:
