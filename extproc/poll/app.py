@@ -18,6 +18,7 @@ from extproc.config import Config
 from extproc.fleet.state import ReplicaState
 from extproc.observe.admin import serve_admin
 from extproc.poll.discovery import Discovery, Target
+from extproc.poll.health import Health
 from extproc.poll.members import Membership
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.poller import Known, Poller, Shares, Sink
@@ -51,13 +52,15 @@ async def run_poller(config: Config) -> None:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     metrics = PollMetrics(registry)
-    async with serve_admin(config.poll.admin, registry) as admin:
-        names = ", ".join(pool.pool for pool in config.each_pool)
-        log.info("poller ready", extra={"pool": names, "admin": admin})
-        await until_signalled(*(_share(pool, metrics) for pool in config.each_pool))
+    names = [pool.pool for pool in config.each_pool]
+    health = Health(names, monotonic)
+    admin = serve_admin(config.poll.admin, registry, live=health.live, ready=health.ready)
+    async with admin as address:
+        log.info("poller ready", extra={"pool": ", ".join(names), "admin": address})
+        await until_signalled(*(_share(pool, metrics, health) for pool in config.each_pool))
 
 
-async def _share(config: Config, metrics: PollMetrics) -> None:
+async def _share(config: Config, metrics: PollMetrics, health: Health) -> None:
     """Brings what is seen of one pool's replicas into Redis."""
     random = Random()
     pool = config.pool
@@ -68,6 +71,7 @@ async def _share(config: Config, metrics: PollMetrics) -> None:
         backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
         publisher = Publisher(writer, outage, backoff)
         leases = Leases(redis, pool, name, outage, monotonic)
+        health.watch(pool, leases, outage)
         members, membership = MemberStore(redis, pool), Membership()
         await membership.look(members, monotonic())
         known = partial(_known, StateReader(redis, pool, random))

@@ -1,11 +1,12 @@
 """What a router's admin address shows of its decisions and its fleet."""
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from aiohttp import web
 from pydantic_core import to_json
 
+from extproc.observe.admin import Check
 from extproc.server.services import Services
 
 _PAGE = 50
@@ -33,6 +34,21 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
         return await _answer(request, _fleet(pools))
 
     return [web.get("/decisions", decisions), web.get("/fleet", fleet)]
+
+
+def readiness(pools: Sequence[Services], stopping: asyncio.Event) -> Check:
+    """Whether a router can choose replicas: it knows some, and is not about to end.
+
+    One that has lost Redis still can. So can one that knows only those of one pool: an empty pool
+    is to take no router from the others.
+    """
+
+    def why_not() -> str:
+        if stopping.is_set():
+            return "stopping"
+        return "" if any(one.fleet.states for one in pools) else "no replica is known yet"
+
+    return why_not
 
 
 def _fleet(pools: Iterable[Services]) -> Iterator[bytes]:

@@ -23,7 +23,7 @@ from extproc.poll.metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
-from extproc.server.admin import admin_routes
+from extproc.server.admin import admin_routes, readiness
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from extproc.server.sharing import share
@@ -63,7 +63,7 @@ async def run_router(
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     server = GrpcServer(services, others)
     async with (
-        _admin(pools, registry) as admin,
+        _admin(pools, registry, stopping) as admin,
         _background(_states(pools, registry), stopping) as state,
         _background(_housekeeping(pools), stopping) as housekeeping,
     ):
@@ -82,11 +82,14 @@ async def run_router(
 
 
 @asynccontextmanager
-async def _admin(pools: Sequence[Services], registry: CollectorRegistry) -> AsyncIterator[str]:
+async def _admin(
+    pools: Sequence[Services], registry: CollectorRegistry, stopping: asyncio.Event
+) -> AsyncIterator[str]:
     address = pools[0].config.serve.admin
     async with AsyncExitStack() as stack:
         try:
-            serving = serve_admin(address, registry, admin_routes(*pools))
+            ready = readiness(pools, stopping)
+            serving = serve_admin(address, registry, admin_routes(*pools), ready=ready)
             bound = await stack.enter_async_context(serving)
         except OSError as error:
             reason = f"cannot listen on {address} (serve.admin): {error.strerror}"

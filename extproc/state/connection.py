@@ -88,17 +88,18 @@ class Outage:
 
     def __init__(self, redis: Redis) -> None:
         self._address = address(redis)
-        self._lost = False
+        self.lost = False
+        """Whether the last attempt failed."""
 
     def failed(self, error: Exception) -> None:
         """Note a failed attempt."""
-        if not self._lost:
+        if not self.lost:
             extra = {"redis": self._address, "error": str(error)}
             log.warning("redis is lost, retrying", extra=extra)
-        self._lost = True
+        self.lost = True
 
     def succeeded(self) -> None:
         """Note a successful attempt."""
-        if self._lost:
+        if self.lost:
             log.warning("redis is back", extra={"redis": self._address})
-        self._lost = False
+        self.lost = False

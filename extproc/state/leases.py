@@ -108,6 +108,8 @@ class Leases:
         self._held: frozenset[str] = frozenset()
         self._introduced = False
         self._takes_from = clock()
+        self.tended_at: float | None = None
+        """When the last round ended, by the clock; None: none has yet."""
 
     async def tend(self, replicas: Collection[str]) -> Held:
         """Renew the leases on these replicas and take a fair share, in one round trip.
@@ -115,6 +117,12 @@ class Leases:
         Args:
             replicas: all of the pool; leases on others are left to expire.
         """
+        try:
+            return await self._tend(replicas)
+        finally:
+            self.tended_at = self._clock()
+
+    async def _tend(self, replicas: Collection[str]) -> Held:
         mine = [replica for replica in replicas if replica in self._held]
         others = [replica for replica in replicas if replica not in self._held]
         try:

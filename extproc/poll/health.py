@@ -1,0 +1,47 @@
+"""Whether a poller polls, and whether anybody hears of it."""
+
+from collections.abc import Iterable
+
+from extproc.clock import Clock
+from extproc.state.connection import Outage
+from extproc.state.leases import Leases
+
+_STUCK_S = 10.0
+"""Seconds without a round of all replicas: five times as long as one takes whose every question to
+Redis is answered at the last moment."""
+
+
+class Health:
+    """What is known of a poller's pools.
+
+    Args:
+        pools: their names.
+        clock: that of the leases.
+    """
+
+    def __init__(self, pools: Iterable[str], clock: Clock) -> None:
+        self._clock = clock
+        self._starting = set(pools)
+        self._pools: dict[str, tuple[Leases, Outage]] = {}
+
+    def watch(self, pool: str, leases: Leases, outage: Outage) -> None:
+        """A pool is about to be polled."""
+        self._starting.discard(pool)
+        self._pools[pool] = leases, outage
+
+    def live(self) -> str:
+        """Why it has to be started again: it hangs. Empty where it polls, with Redis or without."""
+        now = self._clock()
+        return "; ".join(
+            f"pool {pool}: no round of its replicas for {now - leases.tended_at:.0f} s"
+            for pool, (leases, _) in self._pools.items()
+            if leases.tended_at is not None and now - leases.tended_at > _STUCK_S
+        )
+
+    def ready(self) -> str:
+        """Why nobody hears of what it sees; empty where routers do."""
+        pools = self._pools.items()
+        starting = self._starting | {pool for pool, (one, _) in pools if one.tended_at is None}
+        lost = [f"pool {pool}: redis is lost" for pool, (_, outage) in pools if outage.lost]
+        reasons = [*(f"pool {pool}: no round of its replicas yet" for pool in starting), *lost]
+        return "; ".join(reasons) or self.live()

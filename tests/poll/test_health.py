@@ -1,0 +1,60 @@
+"""What a poller says of itself, with a real Redis."""
+
+import aiohttp
+import pytest
+from redis.asyncio import Redis
+
+from extproc.poll.health import Health
+from extproc.state.connection import Outage
+from extproc.state.leases import Leases
+from tests.conftest import Logged, RedisServer
+from tests.fakes import ManualClock
+from tests.poll.polling import config, polling
+from tests.poll.replica import serving
+from tests.state.servers import eventually
+
+pytestmark = pytest.mark.process
+
+
+async def test_a_poller_without_redis_is_not_ready_and_lives(
+    redis_server: RedisServer, logged: Logged
+) -> None:
+    async with serving() as replica, aiohttp.ClientSession() as session:
+        settings = config(redis_server, replica, pools={"second": {"replicas": []}})
+
+        async def says(path: str) -> tuple[int, str]:
+            async with session.get(f"http://{settings.poll.admin}{path}") as response:
+                return response.status, await response.text()
+
+        async def ready() -> bool:
+            return await says("/readyz") == (200, "ok\n")
+
+        async def alone() -> bool:
+            lost = "pool default: redis is lost; pool second: redis is lost\n"
+            return await says("/readyz") == (503, lost)
+
+        async with polling(settings):
+            await logged.line("poller ready")
+            await eventually(ready)
+            await redis_server.kill()
+            await eventually(alone)
+            assert await says("/livez") == await says("/healthz") == (200, "ok\n")
+            await redis_server.start()
+            await eventually(ready)
+
+
+async def test_a_poller_whose_rounds_have_ended_does_not_live(redis_client: Redis) -> None:
+    clock = ManualClock()
+    health = Health(["one"], clock)
+    assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
+    outage = Outage(redis_client)
+    leases = Leases(redis_client, "one", "poller", outage, clock)
+    health.watch("one", leases, outage)
+    clock.advance(60)
+    assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
+    await leases.tend(["10.0.0.1:8000"])
+    assert (health.live(), health.ready()) == ("", "")
+    clock.advance(12)
+    assert health.live() == health.ready() == "pool one: no round of its replicas for 12 s"
+    await leases.tend(["10.0.0.1:8000"])
+    assert (health.live(), health.ready()) == ("", "")
