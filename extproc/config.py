@@ -98,7 +98,7 @@ class ServeSettings(Section):
     listen: str = "127.0.0.1:50051"
     """gRPC address Envoy connects to."""
     admin: str = "127.0.0.1:9090"
-    """HTTP address of /metrics, /decisions, /fleet and /healthz."""
+    """HTTP address of /metrics, /decisions, /fleet and health."""
     tls_cert: Path | None = None
     """PEM file of the certificate to show Envoy, with those between it and its authority; without
     it, Envoy connects in plain text."""
@@ -205,7 +205,7 @@ class PollSettings(Section):
     resolve_s: float = Field(default=2.0, gt=0)
     """DNS names and the replicas file are looked at again this often."""
     admin: str = "127.0.0.1:9089"
-    """HTTP address of the poller's /metrics and /healthz."""
+    """HTTP address of the poller's /metrics and health."""
 
     _address = field_validator("admin")(_host_and_port)
 
