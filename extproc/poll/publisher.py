@@ -25,13 +25,17 @@ class Publisher:
         self._outage = outage
         self._backoff = backoff
         self._current: dict[str, ReplicaState] = {}
-        self._pending: dict[str, ReplicaState | None] = {}
+        self._changed: set[str] = set()
+        """Whose current state is not written yet."""
+        self._leaving: set[str] = set()
+        """Whose state is not deleted yet."""
         self._some = asyncio.Event()
 
     def put(self, state: ReplicaState) -> None:
         """Have the state written."""
         self._current[state.id] = state
-        self._pending[state.id] = state
+        self._changed.add(state.id)
+        self._leaving.discard(state.id)
         self._some.set()
 
     def put_again(self, replica_id: str) -> None:
@@ -40,14 +44,15 @@ class Publisher:
             self.put(self._current[replica_id])
 
     def forget(self, replica_id: str) -> None:
-        """Another poller has the replica now, or is to: it is not removed."""
+        """Another poller has the replica now, or is to: it is not deleted either."""
         self._current.pop(replica_id, None)
-        self._pending.pop(replica_id, None)
+        self._changed.discard(replica_id)
+        self._leaving.discard(replica_id)
 
     def remove(self, replica_id: str) -> None:
         """Have the replica's state deleted."""
-        self._current.pop(replica_id, None)
-        self._pending[replica_id] = None
+        self.forget(replica_id)
+        self._leaving.add(replica_id)
         self._some.set()
 
     async def run(self) -> None:
@@ -56,18 +61,17 @@ class Publisher:
             await self._some.wait()
             await asyncio.sleep(_GATHER_S)
             self._some.clear()
-            batch, self._pending = self._pending, {}
+            changed, self._changed = self._changed, set()
+            leaving = frozenset(self._leaving)
             try:
-                await self._write(batch)
+                await self._writer.put([self._current[replica] for replica in changed])
+                await self._writer.remove([*leaving])
             except (RedisError, OSError) as error:
-                self._pending = {**batch, **self._current, **self._pending}
+                self._changed.update(self._current)
                 self._some.set()
                 self._outage.failed(error)
                 await asyncio.sleep(self._backoff.next())
             else:
+                self._leaving -= leaving
                 self._backoff.reset()
                 self._outage.succeeded()
-
-    async def _write(self, batch: dict[str, ReplicaState | None]) -> None:
-        await self._writer.put([state for state in batch.values() if state is not None])
-        await self._writer.remove([replica for replica, state in batch.items() if state is None])

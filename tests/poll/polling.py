@@ -53,8 +53,6 @@ class Seen:
         self.states: dict[str, ReplicaState] = {}
         self.history: list[ReplicaState] = []
         """All that were pushed."""
-        self.removed: list[str] = []
-        """All of which it was pushed that they left."""
         self._changed = asyncio.Event()
 
     async def follow(self, settings: Config) -> None:
@@ -71,7 +69,6 @@ class Seen:
                         self.history.append(state)
                     case Removed(replica_id):
                         self.states.pop(replica_id, None)
-                        self.removed.append(replica_id)
                 self._changed.set()
 
     async def until(self, holds: Callable[[dict[str, ReplicaState]], bool]) -> None:

@@ -359,26 +359,6 @@ async def test_a_replica_that_leaves_while_redis_hangs(
             await seen.until(lambda states: set(states) == {two.id})
 
 
-async def test_a_replica_that_is_back_before_redis_is_not_removed(
-    redis_server: RedisServer, tmp_path: Path, logged: Logged
-) -> None:
-    file = tmp_path / "replicas.yaml"
-    async with serving() as one, serving() as two:
-        file.write_text(f"['{one.id}', '{two.id}']")
-        async with watching(config(redis_server, replicas_file=file)) as seen:
-            await seen.until(lambda states: len(states) == 2)
-            os.kill(redis_server.pid, signal.SIGSTOP)
-            await logged.line("redis is lost, retrying")
-            file.write_text(f"['{two.id}']")
-            await logged.line("replica left")
-            file.write_text(f"['{one.id}', '{two.id}', 'nowhere.invalid:1']")
-            await logged.line("replica's host does not resolve, retrying")
-            one.answers["/metrics"] = text(page(running=77))
-            os.kill(redis_server.pid, signal.SIGCONT)
-            await seen.replica(one, lambda state: state.running == 77)
-        assert not seen.removed
-
-
 async def test_the_poller_goes_on_without_redis_and_tells_of_itself(
     redis_server: RedisServer, logged: Logged
 ) -> None:

@@ -1,0 +1,138 @@
+"""What is written of what the watches saw, by a Redis that answers when told."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from extproc.backoff import Backoff
+from extproc.config import Config
+from extproc.fleet.state import ReplicaState
+from extproc.poll.app import polling
+from extproc.poll.inside import Everything
+from extproc.poll.metrics import PollMetrics
+from extproc.poll.publisher import Publisher
+from extproc.state.connection import Outage, connect
+from extproc.state.store import StateWriter
+from tests.poll.replica import serving
+
+A, B, C = (ReplicaState(id=f"10.0.0.{number}:8000") for number in range(3))
+
+
+class Writer(StateWriter):
+    """Fails until told otherwise."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis, "default", ttl_s=10)
+        self.there = False
+        self.asked, self.answered = asyncio.Event(), asyncio.Event()
+        self.written: list[ReplicaState] = []
+        self.removed: list[str] = []
+
+    async def put(self, states: Sequence[ReplicaState]) -> None:
+        self.asked.set()
+        await self.answered.wait()
+        if not self.there:
+            raise RedisConnectionError
+        self.written += states
+
+    async def remove(self, replicas: Sequence[str]) -> None:
+        self.removed += replicas
+
+
+@asynccontextmanager
+async def publishing() -> AsyncIterator[tuple[Publisher, Writer]]:
+    async with connect("redis://127.0.0.1:1", "default") as redis:
+        writer = Writer(redis)
+        publisher = Publisher(writer, Outage(redis), Backoff(0.001, 0.001, Random(1)))
+        task = asyncio.create_task(publisher.run())
+        try:
+            yield publisher, writer
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def attempt(writer: Writer, there: bool) -> None:
+    """Have an attempt to write end well, or not."""
+    writer.there = there
+    writer.asked.clear()
+    writer.answered.set()
+    await writer.asked.wait()
+
+
+async def test_what_is_back_while_it_is_being_removed_is_not_tried_again() -> None:
+    async with publishing() as (publisher, writer), asyncio.timeout(10):
+        for state in (A, B):
+            publisher.put(state)
+            publisher.remove(state.id)
+        await writer.asked.wait()
+        publisher.forget(A.id)
+        await attempt(writer, there=False)
+        await attempt(writer, there=True)
+        publisher.put(C)
+        await attempt(writer, there=True)
+    assert set(writer.removed) == {B.id}
+    assert A not in writer.written
+    assert B not in writer.written
+
+
+class Sink:
+    """Notes what becomes of a replica."""
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted
+        self._noted: asyncio.Queue[str] = asyncio.Queue()
+
+    def _note(self, what: str, replica_id: str) -> None:
+        if replica_id == self._wanted:
+            self._noted.put_nowait(what)
+
+    def put(self, state: ReplicaState) -> None:
+        self._note("put", state.id)
+
+    def put_again(self, replica_id: str) -> None:
+        self._note("put", replica_id)
+
+    def forget(self, replica_id: str) -> None:
+        self._note("forget", replica_id)
+
+    def remove(self, replica_id: str) -> None:
+        self._note("remove", replica_id)
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+    async def until(self, what: str) -> list[str]:
+        """What was noted up to this."""
+        noted: list[str] = []
+        async with asyncio.timeout(10):
+            while what not in noted:
+                noted.append(await self._noted.get())
+        return noted
+
+
+async def nothing(_: object) -> dict[str, ReplicaState]:
+    return {}
+
+
+async def test_a_replica_that_left_and_is_back_is_no_longer_to_be_removed(tmp_path: Path) -> None:
+    file = tmp_path / "replicas.yaml"
+    async with serving() as one:
+        file.write_text(f"['{one.id}']")
+        settings = Config.model_validate({"replicas_file": file, "poll": {"resolve_s": 0.02}})
+        sink, metrics = Sink(one.id), PollMetrics(CollectorRegistry())
+        async with polling(settings, metrics, sink, Everything(), nothing, Random(1)) as poller:
+            task = asyncio.create_task(poller.run())
+            await sink.until("put")
+            file.write_text("[]")
+            await sink.until("remove")
+            file.write_text(f"['{one.id}'] ")
+            assert "forget" in await sink.until("put")
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
