@@ -92,13 +92,9 @@ class RedisSettings(Section):
     _is_one = field_validator("url")(_of_redis)
 
 
-class ServeSettings(Section):
-    """The ext_proc server."""
+class TlsFiles(Section):
+    """TLS on a gRPC port that Envoy connects to."""
 
-    listen: str = "127.0.0.1:50051"
-    """gRPC address Envoy connects to."""
-    admin: str = "127.0.0.1:9090"
-    """HTTP address of /metrics, /decisions, /fleet and health."""
     tls_cert: Path | None = None
     """PEM file of the certificate to show Envoy, with those between it and its authority; without
     it, Envoy connects in plain text."""
@@ -107,6 +103,26 @@ class ServeSettings(Section):
     tls_client_ca: Path | None = None
     """PEM file of the authorities that sign what Envoy must show (mTLS); without it, whoever
     reaches the port may connect."""
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> "TlsFiles":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError(
+                "tls_client_ca needs tls_cert and tls_key: Envoy shows a certificate "
+                "only where it is shown one"
+            )
+        return self
+
+
+class ServeSettings(TlsFiles):
+    """The ext_proc server."""
+
+    listen: str = "127.0.0.1:50051"
+    """gRPC address Envoy connects to."""
+    admin: str = "127.0.0.1:9090"
+    """HTTP address of /metrics, /decisions, /fleet and health."""
     workers: int = Field(default=1, ge=1)
     """Router processes; number k, from 0, takes the ports of ``listen`` and ``admin`` plus k."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
@@ -139,17 +155,6 @@ class ServeSettings(Section):
                 f"{last[0]}) and serve.admin ({addresses[1]} to {last[1]}) overlap"
             )
         return workers
-
-    @model_validator(mode="after")
-    def _tls_is_whole(self) -> "ServeSettings":
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: one is given without the other")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ValueError(
-                "tls_client_ca needs tls_cert and tls_key: Envoy shows a certificate "
-                "only where it is shown one"
-            )
-        return self
 
 
 class RouteSettings(Section):
@@ -231,7 +236,7 @@ class PollSettings(Section):
         return _TIMEOUTS * self.timeout_s
 
 
-class XdsSettings(Section):
+class XdsSettings(TlsFiles):
     """The control plane for Envoy."""
 
     listen: str = "127.0.0.1:18000"

@@ -14,7 +14,7 @@ from extproc.check.rules import RULES
 from extproc.check.schema import problems
 from extproc.check.transport import transport_fits
 from extproc.check.workers import workers_are_listed
-from extproc.config import Config, PoolReplicas, ServeSettings
+from extproc.config import Config, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.server import certificates
 from extproc.state.connection import address, connect
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = settings.load(settings.flags_of(args), os.environ, args.config)
         TokenCounter(config.request)
-        doubt = _doubt(config.serve)
+        doubts = [*_doubts("serve", config.serve), *_doubts("xds", config.xds)]
     except settings.ConfigError as error:
         return _wrong(error.problems)
     except TokenizerError as error:
@@ -52,18 +52,19 @@ def run(args: argparse.Namespace) -> int:
         return _wrong([str(error)])
     if args.envoy is None or args.config or config != Config():
         print(understood(config))
-    if doubt:
-        print(f"{Level.WARNING:<8} {doubt}: Envoy will not trust this router", file=sys.stderr)
+    for doubt in doubts:
+        print(f"{Level.WARNING:<8} {doubt}: Envoy will not trust it", file=sys.stderr)
     return 0 if args.envoy is None else _check(args.envoy, config.serve)
 
 
-def _doubt(serve: ServeSettings) -> str:
-    """What Envoy will have against the router's certificate, if anything.
+def _doubts(section: str, files: TlsFiles) -> list[str]:
+    """What Envoy will have against the certificate of a section, if anything.
 
     Raises:
         CertificateError: it cannot be used at all.
     """
-    return "" if serve.tls_cert is None else certificates.read(serve).doubt
+    doubt = "" if files.tls_cert is None else certificates.read(files, section).doubt
+    return [f"{section}.tls_cert: {doubt}"] if doubt else []
 
 
 def _check(path: Path, serve: ServeSettings) -> int:
@@ -127,6 +128,8 @@ def understood(config: Config) -> str:
         "poller": f"every {config.poll.interval_s:g} s, {_poller(config)}",
         "replicas": _replicas(config) or "none: a poller has nothing to do",
     }
+    if config.xds != XdsSettings():
+        lines["xds"] = f"{config.xds.listen} for Envoy{_tls(config.xds)}"
     others = [f"pool {name}: {_replicas(pool) or 'none'}" for name, pool in config.pools.items()]
     return "\n".join([*(f"{name:<8} {text}" for name, text in lines.items()), *others])
 
@@ -144,7 +147,7 @@ def _router(serve: ServeSettings) -> str:
     return f"{first}; {others} more on the next ports" if others else first
 
 
-def _tls(serve: ServeSettings) -> str:
-    if serve.tls_cert is None:
+def _tls(files: TlsFiles) -> str:
+    if files.tls_cert is None:
         return ""
-    return " (TLS)" if serve.tls_client_ca is None else " (mTLS)"
+    return " (TLS)" if files.tls_client_ca is None else " (mTLS)"

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from extproc.config import ServeSettings
+from extproc.config import TlsFiles
 
 
 class CertificateError(ValueError):
@@ -17,7 +17,7 @@ class Certificates:
     """What was in the files, in PEM."""
 
     chain: bytes
-    """The router's certificate, and those between it and its authority."""
+    """The certificate to show, and those between it and its authority."""
     key: bytes
     client_ca: bytes | None
     """Authorities of those who may connect; None: anybody may."""
@@ -25,23 +25,27 @@ class Certificates:
     """Why peers will not take the certificate (it has expired, say); empty where they will."""
 
 
-def read(serve: ServeSettings) -> Certificates:
+def read(files: TlsFiles, section: str) -> Certificates:
     """Reads and tries the files of a configuration that has TLS.
+
+    Args:
+        files: its settings.
+        section: the part of the configuration that they are in, for messages.
 
     Raises:
         CertificateError: one of them cannot be used; the message names it and says why.
     """
-    assert serve.tls_cert is not None
-    assert serve.tls_key is not None
-    chain = _content("serve.tls_cert", serve.tls_cert)
-    key = _content("serve.tls_key", serve.tls_key)
+    assert files.tls_cert is not None
+    assert files.tls_key is not None
+    chain = _content(f"{section}.tls_cert", files.tls_cert)
+    key = _content(f"{section}.tls_key", files.tls_key)
     client_ca = None
-    if serve.tls_client_ca is not None:
-        client_ca = _content("serve.tls_client_ca", serve.tls_client_ca)
-        _try_authorities("serve.tls_client_ca", serve.tls_client_ca)
-    _try_authorities("serve.tls_cert", serve.tls_cert)
-    doubt = _try_pair(serve.tls_cert, serve.tls_key)
-    return Certificates(chain, key, client_ca, doubt and f"{serve.tls_cert}: {doubt}")
+    if files.tls_client_ca is not None:
+        client_ca = _content(f"{section}.tls_client_ca", files.tls_client_ca)
+        _try_authorities(f"{section}.tls_client_ca", files.tls_client_ca)
+    _try_authorities(f"{section}.tls_cert", files.tls_cert)
+    doubt = _try_pair(files.tls_cert, files.tls_key, section)
+    return Certificates(chain, key, client_ca, doubt and f"{files.tls_cert}: {doubt}")
 
 
 def _content(setting: str, path: Path) -> bytes:
@@ -58,13 +62,13 @@ def _try_authorities(setting: str, path: Path) -> None:
         raise CertificateError(f"{setting}: {path} holds no certificate (PEM)") from None
 
 
-def _try_pair(cert: Path, key: Path) -> str:
+def _try_pair(cert: Path, key: Path, section: str) -> str:
     """What a client that trusts this very certificate has against it."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         server.load_cert_chain(cert, key, password="")  # gRPC takes no password
     except ssl.SSLError as error:
-        raise CertificateError(f"serve.tls_key: {key}: {_reason(error, cert)}") from None
+        raise CertificateError(f"{section}.tls_key: {key}: {_reason(error, cert)}") from None
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it

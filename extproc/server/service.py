@@ -162,12 +162,9 @@ class GrpcServer:
             pools: those of others, by name.
             keepalive_s: silence in seconds after which a peer is asked whether it is there. It has
                 as long again to answer; then its requests are over.
-
-        Raises:
-            ValueError: a file of its TLS settings cannot be used.
         """
         serve = services.config.serve
-        self._credentials = tls.credentials(serve)
+        self._files = serve
         keepalive_ms = round(keepalive_s * 1000)
         options = [
             *_OPTIONS,
@@ -188,24 +185,12 @@ class GrpcServer:
 
         Raises:
             OSError: the address cannot be listened on.
+            ValueError: a file of its TLS settings cannot be used.
         """
-        try:
-            port = self._open_port(address)
-        except RuntimeError:  # its message says no more
-            raise OSError(
-                f"cannot listen for Envoy on {address} (serve.listen): "
-                "it is taken, or not an address of this machine"
-            ) from None
+        port = tls.open_port(self._server, address, self._files, "serve")
         with threads.patient():
             await self._server.start()
         await self._report(health_pb2.HealthCheckResponse.SERVING)
-        return port
-
-    def _open_port(self, address: str) -> int:
-        if self._credentials is None:
-            port: int = self._server.add_insecure_port(address)
-        else:
-            port = self._server.add_secure_port(address, self._credentials)
         return port
 
     async def stop(self, drain_s: float) -> None:

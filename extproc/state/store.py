@@ -181,6 +181,11 @@ class StateReader:
         self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
         self._warned: set[str] = set()
 
+    @property
+    def lost(self) -> bool:
+        """Whether Redis is away, so that changes are not heard of."""
+        return self._outage.lost
+
     async def changes(self) -> AsyncGenerator[Change]:
         """Yield a snapshot, then every change as it is pushed, for ever.
 

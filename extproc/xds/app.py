@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import Collection, Coroutine, Mapping
+from contextlib import AsyncExitStack, aclosing
 from random import Random
 from typing import Any
 
@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 _SETTLE_S = 0.05
 """Changes that come together are told together."""
 _LOOK_EVERY = 1.0
-"""Seconds between two looks for silent replicas, and at the Envoy file."""
+"""Seconds between two looks for silent replicas, at the Envoy file, and at Redis."""
+_CUT_OFF_S = 3
+"""Without Redis for so long, health checks are told: another instance may have it."""
+_SEND_AWAY_S = 5
+"""So often streams are ended from then on: the first time, Envoy's health checks have noticed."""
 
 
 async def run_xds(config: Config) -> None:
@@ -46,29 +50,48 @@ async def run_xds(config: Config) -> None:
         file = WatchedEnvoyFile(config.xds.envoy_file, config.pool)
         _serve_file(file.read(), catalog)
         parts.append(_follow_file(file, catalog))
-    parts += [_follow(one, pools[one.pool], changed) for one in configs]
-    parts += [
-        _drop_silent(pools, config.poll.ttl_s, changed),
-        _serve_endpoints(pools, catalog, changed),
-    ]
-    server = XdsServer(catalog)
-    port = await server.start(config.xds.listen)
-    logger.info("xds ready", extra={"port": port, "pool": ", ".join(pools)})
-    try:
+    server = XdsServer(catalog, config.xds)
+    async with AsyncExitStack() as stack:
+        port = await server.start(config.xds.listen)
+        stack.push_async_callback(server.stop)
+        readers = {}
+        for one in configs:
+            redis = await stack.enter_async_context(connect(one.redis.url, one.pool))
+            readers[one.pool] = StateReader(redis, one.pool, Random())
+        parts += [_follow(reader, pools[pool], changed) for pool, reader in readers.items()]
+        parts += [
+            _drop_silent(pools, config.poll.ttl_s, changed),
+            _serve_endpoints(pools, catalog, changed),
+            _tell_health(readers.values(), server),
+        ]
+        logger.info("xds ready", extra={"port": port, "pool": ", ".join(pools)})
         await until_signalled(*parts)
-    finally:
-        await server.stop()
 
 
-async def _follow(config: Config, members: Members, changed: asyncio.Event) -> None:
+async def _follow(reader: StateReader, members: Members, changed: asyncio.Event) -> None:
     """Brings every change that pollers write to a pool into its members, for ever."""
-    async with (
-        connect(config.redis.url, config.pool) as redis,
-        aclosing(StateReader(redis, config.pool, Random()).changes()) as changes,
-    ):
+    async with aclosing(reader.changes()) as changes:
         async for change in changes:
             if members.apply(change):
                 changed.set()
+
+
+async def _tell_health(readers: Collection[StateReader], server: XdsServer) -> None:
+    """Has Envoy move to an instance that hears of changes, if there is one.
+
+    Nobody knows whether there is. So what is known here is served all the same, to whoever comes:
+    if all are cut off, Envoy finds none healthy, asks any, and gets the newest there is. Only the
+    streams do not last, for Envoy would never look elsewhere by itself.
+    """
+    away_s = 0
+    while True:
+        await asyncio.sleep(_LOOK_EVERY)
+        away_s = away_s + 1 if any(reader.lost for reader in readers) else 0
+        if away_s == _CUT_OFF_S:
+            logger.warning("cut off from redis: envoy is sent to other instances")
+        await server.report(serving=away_s < _CUT_OFF_S)
+        if away_s > _CUT_OFF_S and (away_s - _CUT_OFF_S) % _SEND_AWAY_S == 0:
+            server.send_away()
 
 
 async def _drop_silent(pools: Mapping[str, Members], ttl_s: float, changed: asyncio.Event) -> None:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 _TYPES = "type.googleapis.com/envoy.config"
@@ -23,13 +24,19 @@ class Wakeable(Protocol):
         """Wake who waits."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Selection:
-    """The resources that one subscriber asked for."""
+    """Resources that one subscriber asked for, by name."""
 
-    version: str
-    """A hash of them: the same from every server, and after a restart."""
-    resources: tuple[bytes, ...]
+    resources: Mapping[str, bytes]
+
+    @cached_property
+    def version(self) -> str:
+        """A hash of them: the same from every server, and after a restart."""
+        digest = hashlib.sha256()
+        for _, resource in sorted(self.resources.items()):
+            digest.update(len(resource).to_bytes(8) + resource)
+        return digest.hexdigest()[:16]
 
 
 class Catalog:
@@ -51,15 +58,17 @@ class Catalog:
         return self._resources.get(type_url, {}).keys()
 
     def select(self, type_url: str, names: Collection[str]) -> Selection | None:
-        """The named resources, or all; None where there is nothing to tell yet."""
-        known = self._resources.get(type_url, {})
+        """The named resources, or all; None where there is nothing to tell yet.
+
+        That there are none any more is told of clusters and listeners alone: of other types Envoy
+        keeps what is missing.
+        """
+        if (known := self._resources.get(type_url)) is None:
+            return None
         if type_url in WILDCARDS and (not names or "*" in names):
             names = known
-        found = [(name, known[name]) for name in sorted(names) if known.get(name) is not None]
-        if not found:
-            return None
-        resources = tuple(value for _, value in found if value is not None)
-        return Selection(_version(resources), resources)
+        found = {name: value for name in names if (value := known.get(name)) is not None}
+        return Selection(found) if found or type_url in WILDCARDS else None
 
     @contextmanager
     def watched_by(self, watcher: Wakeable) -> Iterator[None]:
@@ -69,10 +78,3 @@ class Catalog:
             yield
         finally:
             self._watchers.discard(watcher)
-
-
-def _version(resources: tuple[bytes, ...]) -> str:
-    digest = hashlib.sha256()
-    for resource in resources:
-        digest.update(len(resource).to_bytes(8) + resource)
-    return digest.hexdigest()[:16]

@@ -45,7 +45,7 @@ class WatchedEnvoyFile:
     def __init__(self, path: Path, pool: str) -> None:
         self._path = path
         self._pool = pool
-        self._seen: tuple[int, int] | None = None
+        self._read: tuple[int, int] | None = None
         self._problem = ""
 
     def read(self) -> Resources:
@@ -55,18 +55,21 @@ class WatchedEnvoyFile:
             OSError: it cannot be read.
             ValueError: it is no Envoy file; the message names it and says what is wrong.
         """
-        stat = self._path.stat()
-        self._seen = (stat.st_mtime_ns, stat.st_size)
+        stamp = self._stamp()
         try:
             return resources(read_yaml(self._path), self._pool)
         except ValueError as error:
             raise ValueError(f"{self._path} (xds.envoy_file): {error}") from None
+        except OSError:
+            stamp = None  # it may be readable the next time, without any change
+            raise
+        finally:
+            self._read = stamp
 
     def news(self) -> Resources | None:
         """What is in it, if it changed and can be used; what cannot be is logged once."""
         try:
-            stat = self._path.stat()
-            if (stat.st_mtime_ns, stat.st_size) == self._seen:
+            if self._stamp() == self._read:
                 return None
             read = self.read()
         except (OSError, ValueError) as error:
@@ -77,6 +80,15 @@ class WatchedEnvoyFile:
         self._problem = ""
         logger.info("envoy file is read again", extra={"file": str(self._path)})
         return read
+
+    def _stamp(self) -> tuple[int, int] | None:
+        """Differs when the file was written to.
+
+        Raises:
+            OSError: it is not there.
+        """
+        stat = self._path.stat()
+        return stat.st_mtime_ns, stat.st_size
 
 
 def resources(tree: object, pool: str) -> Resources:

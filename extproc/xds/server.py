@@ -8,6 +8,8 @@ import grpc
 from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryRequest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from extproc.config import TlsFiles
+from extproc.server import tls
 from extproc.xds.catalog import Catalog
 from extproc.xds.subscriptions import Subscriptions
 
@@ -33,11 +35,16 @@ _OPTIONS = [
 ]
 
 
+_PLAIN = TlsFiles()
+
+
 class XdsServer:
     """Serves a catalog, and the health service."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, files: TlsFiles = _PLAIN) -> None:
         self._catalog = catalog
+        self._files = files
+        self._streams: set[asyncio.Task[None]] = set()
         self._server = grpc.aio.server(options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -54,18 +61,24 @@ class XdsServer:
 
         Raises:
             OSError: the address cannot be listened on.
+            ValueError: a file of its TLS settings cannot be used.
         """
-        try:
-            port: int = self._server.add_insecure_port(address)
-        except RuntimeError:  # its message says no more
-            raise OSError(
-                f"cannot listen for Envoy on {address} (xds.listen): "
-                "it is taken, or not an address of this machine"
-            ) from None
+        port = tls.open_port(self._server, address, self._files, "xds")
         await self._server.start()
-        for service in ("", *_METHODS):
-            await self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await self.report(serving=True)
         return port
+
+    async def report(self, serving: bool) -> None:
+        """What health checks are answered. Streams are served either way."""
+        kinds = health_pb2.HealthCheckResponse
+        for service in ("", *_METHODS):
+            await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
+
+    def send_away(self) -> None:
+        """Ends the streams there are. Envoy keeps what it has, and asks whom its health checks
+        leave."""
+        for stream in self._streams:
+            stream.cancel()
 
     async def stop(self) -> None:
         """Ends all streams; Envoy goes on with what it has."""
@@ -79,6 +92,7 @@ class XdsServer:
         woken = asyncio.Event()
         reading = asyncio.create_task(_read(requests, subscriptions, woken))
         reading.add_done_callback(lambda _: woken.set())
+        self._streams.add(reading)
         try:
             with self._catalog.watched_by(woken):
                 while not reading.done():
@@ -87,11 +101,14 @@ class XdsServer:
                         yield bytes(response)
                     await woken.wait()
                     woken.clear()
+            if reading.cancelled():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "ask another control plane")
             await reading
         except ValueError:
             logger.warning("a client sent what is no DiscoveryRequest", extra=_peer(context))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a DiscoveryRequest")
         finally:
+            self._streams.discard(reading)
             reading.cancel()
 
 

@@ -11,12 +11,21 @@ from dataclasses import dataclass
 from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryRequest, DiscoveryResponse
 from envoy_data_plane.google.protobuf import Any
 
-from extproc.xds.catalog import CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, WILDCARDS, Catalog
+from extproc.xds.catalog import (
+    CLUSTERS,
+    ENDPOINTS,
+    LISTENERS,
+    ROUTES,
+    WILDCARDS,
+    Catalog,
+    Selection,
+)
 
 logger = logging.getLogger(__name__)
 
 _ORDER = (CLUSTERS, ENDPOINTS, LISTENERS, ROUTES)
 """What is named comes before what names it."""
+_NAMING_CLUSTERS = (LISTENERS, ROUTES)
 
 
 @dataclass(slots=True)
@@ -24,10 +33,21 @@ class _Subscription:
     names: frozenset[str]
     nonce: str = ""
     """Of the last response."""
-    sent: str | None = None
-    """Version in it; None: to be sent, whatever Envoy has."""
+    sent: Selection | None = None
+    """What was in it."""
+    again: bool = False
+    """Whether that is to be sent once more."""
     answered: bool = True
     """Whether Envoy said if it took that."""
+    refused: bool = False
+    """Whether it said that it did not."""
+
+    def has(self, selected: Selection | None) -> bool:
+        """Whether Envoy took just these; or there is nothing to take."""
+        if selected is None:
+            return True
+        taken = self.answered and not self.refused
+        return taken and self.sent is not None and self.sent.version == selected.version
 
 
 class Subscriptions:
@@ -54,39 +74,74 @@ class Subscriptions:
             return  # older than the last response, which Envoy will answer too
         self._warn_of_unknown(request.type_url, names - subscription.names)
         subscription.names = names
-        if request.error_detail is not None and not subscription.answered:
+        if subscription.answered:
+            return  # it only asks for more, or repeats itself
+        subscription.answered, subscription.refused = True, request.error_detail is not None
+        if request.error_detail is not None:
             extra = self._of(request.type_url) | {"reason": request.error_detail.message}
             logger.error("envoy refused what it was sent", extra=extra)
-        subscription.answered = True
 
     def due(self) -> Iterator[DiscoveryResponse]:
-        """What Envoy does not have yet; a version that it refused is not sent again."""
+        """What Envoy does not have yet; a version that it refused is not sent again.
+
+        Clusters are made before what names them changes, and broken after.
+        """
         for type_url in _ORDER:
             subscription = self._by_type.get(type_url)
-            if subscription is None:
+            if subscription is None or (type_url in _NAMING_CLUSTERS and not self._clusters_stand):
                 continue
-            selected = self._catalog.select(type_url, subscription.names)
-            if selected is None or selected.version == subscription.sent:
+            selected = self._selected(type_url)
+            if type_url == CLUSTERS:
+                selected = self._with_those_still_named(selected)
+            if selected is None or (selected == subscription.sent and not subscription.again):
                 continue
             subscription.nonce = str(next(self._nonces))
-            subscription.sent = selected.version
-            subscription.answered = False
+            subscription.sent, subscription.again = selected, False
+            subscription.answered = subscription.refused = False
             if type_url == CLUSTERS and ENDPOINTS in self._by_type:
                 # A cluster that changed waits for endpoints, though these did not change.
-                self._by_type[ENDPOINTS].sent = None
+                self._by_type[ENDPOINTS].again = True
+            resources = [value for _, value in sorted(selected.resources.items())]
             yield DiscoveryResponse(
                 version_info=selected.version,
-                resources=[Any(type_url=type_url, value=value) for value in selected.resources],
+                resources=[Any(type_url=type_url, value=value) for value in resources],
                 type_url=type_url,
                 nonce=subscription.nonce,
             )
+
+    def _selected(self, type_url: str) -> Selection | None:
+        subscription = self._by_type.get(type_url)
+        return None if subscription is None else self._catalog.select(type_url, subscription.names)
+
+    @property
+    def _clusters_stand(self) -> bool:
+        """Whether Envoy, as far as it asks here, has each cluster that there is.
+
+        It answers no sooner than it has warmed them, that is, has their endpoints.
+        """
+        if (selected := self._selected(CLUSTERS)) is None:
+            return True
+        clusters = self._by_type[CLUSTERS]
+        sent = clusters.sent.resources if clusters.sent else {}
+        return clusters.answered and selected.resources.items() <= sent.items()
+
+    def _with_those_still_named(self, selected: Selection | None) -> Selection | None:
+        """And the clusters that are no more, until Envoy took what names them no longer."""
+        sent = self._by_type[CLUSTERS].sent
+        naming = [one for one in _NAMING_CLUSTERS if one in self._by_type]
+        if selected is None or sent is None or all(map(self._is_taken, naming)):
+            return selected
+        return Selection({**sent.resources, **selected.resources})
+
+    def _is_taken(self, type_url: str) -> bool:
+        return self._by_type[type_url].has(self._selected(type_url))
 
     def _warn_of_unknown(self, type_url: str, names: frozenset[str]) -> None:
         served = self._catalog.names(type_url)
         if unknown := sorted(names - set(served) - {"*"}):
             extra = {"asked": ", ".join(unknown), "served": ", ".join(served) or "nothing"}
             logger.warning("envoy asks for what is not served", extra=extra | self._of(type_url))
-        elif not served and type_url in WILDCARDS:
+        elif type_url in WILDCARDS and self._catalog.select(type_url, names) is None:
             extra = {"asked": "all", "served": "nothing: set xds.envoy_file"}
             logger.warning("envoy asks for what is not served", extra=extra | self._of(type_url))
 

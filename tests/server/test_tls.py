@@ -1,8 +1,8 @@
-"""TLS and mTLS on the gRPC port, and certificates that change while it serves."""
+"""TLS and mTLS on the ports of router and control plane, and certificates that change meanwhile."""
 
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 import grpc
@@ -11,9 +11,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
-from extproc.config import Config
+from extproc.config import Config, XdsSettings
 from extproc.server.app import build
 from extproc.server.service import GrpcServer
+from extproc.xds.catalog import Catalog
+from extproc.xds.server import XdsServer
 from tests.certificates import Authority
 from tests.conftest import Logged
 
@@ -39,14 +41,20 @@ class Files:
         files = {"tls_cert": self.cert, "tls_key": self.key, "tls_client_ca": self.client_ca}
         return {name: str(path) for name, path in files.items()}
 
+    def flags(self, section: str) -> list[str]:
+        return [f"--{section}.{name}={path}" for name, path in self.settings.items()]
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
+Serving = Callable[[dict[str, str]], AbstractAsyncContextManager[int]]
+
+
 @asynccontextmanager
-async def serving(settings: dict[str, str]) -> AsyncIterator[int]:
+async def router(settings: dict[str, str]) -> AsyncIterator[int]:
     services = build(Config.model_validate({"serve": settings}), CollectorRegistry())
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
@@ -54,6 +62,23 @@ async def serving(settings: dict[str, str]) -> AsyncIterator[int]:
         yield port
     finally:
         await server.stop(0)
+
+
+@asynccontextmanager
+async def control_plane(settings: dict[str, str]) -> AsyncIterator[int]:
+    server = XdsServer(Catalog(), XdsSettings.model_validate(settings))
+    port = await server.start("127.0.0.1:0")
+    try:
+        yield port
+    finally:
+        await server.stop()
+
+
+@pytest.fixture(params=[router, control_plane])
+def serving(request: pytest.FixtureRequest) -> Serving:
+    """Runs a server with these settings, and gives its port."""
+    kind: Serving = request.param
+    return kind
 
 
 async def health(port: int, trusted: Authority, shown: tuple[Path, Path] | None = None) -> int:
@@ -75,7 +100,9 @@ async def refused(port: int, trusted: Authority, shown: tuple[Path, Path] | None
     return False
 
 
-async def test_with_an_authority_only_those_it_signed_connect(files: Files) -> None:
+async def test_with_an_authority_only_those_it_signed_connect(
+    serving: Serving, files: Files
+) -> None:
     async with serving(files.settings) as port:
         assert await health(port, files.ours, files.ours.sign("envoy")) == SERVING
         assert await refused(port, files.ours, files.others.sign("stranger"))
@@ -86,13 +113,15 @@ async def test_with_an_authority_only_those_it_signed_connect(files: Files) -> N
                 await health_pb2_grpc.HealthStub(plain).Check(health_pb2.HealthCheckRequest())
 
 
-async def test_without_one_anybody_connects_over_tls(files: Files) -> None:
+async def test_without_one_anybody_connects_over_tls(serving: Serving, files: Files) -> None:
     del (settings := files.settings)["tls_client_ca"]
     async with serving(settings) as port:
         assert await health(port, files.ours) == SERVING
 
 
-async def test_files_that_change_are_used_from_the_next_connection_on(files: Files) -> None:
+async def test_files_that_change_are_used_from_the_next_connection_on(
+    serving: Serving, files: Files
+) -> None:
     envoy = files.ours.sign("envoy")
     async with serving(files.settings) as port:
         assert await health(port, files.ours, envoy) == SERVING
@@ -104,7 +133,9 @@ async def test_files_that_change_are_used_from_the_next_connection_on(files: Fil
         assert await health(port, files.others, files.others.sign("envoy")) == SERVING
 
 
-async def test_files_that_cannot_be_used_change_nothing(files: Files, logged: Logged) -> None:
+async def test_files_that_cannot_be_used_change_nothing(
+    serving: Serving, files: Files, logged: Logged
+) -> None:
     envoy = files.ours.sign("envoy")
     async with serving(files.settings) as port:
         cert, key = files.ours.sign("renewed")
@@ -121,10 +152,12 @@ async def test_files_that_cannot_be_used_change_nothing(files: Files, logged: Lo
         assert len(logged.lines("the old certificate stays in use")) == 2
 
 
-async def test_an_expired_certificate_is_a_warning(files: Files, logged: Logged) -> None:
+async def test_an_expired_certificate_is_a_warning(
+    serving: Serving, files: Files, logged: Logged
+) -> None:
     files.put(*files.ours.sign("router", days=-1))
     async with serving(files.settings):
-        (line,) = logged.lines("Envoy will not trust this router")
+        (line,) = logged.lines("Envoy will not trust this certificate")
     assert line["reason"] == f"{files.cert}: certificate has expired"
 
 
@@ -145,7 +178,10 @@ def of(files: Files, problem: str) -> None:
             files.client_ca.write_bytes(b"")
 
 
-@pytest.mark.parametrize("command", ["serve", "check"])
+@pytest.mark.parametrize(
+    ("command", "section"),
+    [("serve", "serve"), ("xds", "xds"), ("check", "serve"), ("check", "xds")],
+)
 @pytest.mark.parametrize(
     ("problem", "setting", "said"),
     [
@@ -161,33 +197,33 @@ def test_a_file_that_cannot_be_used_is_named(
     files: Files,
     capsys: pytest.CaptureFixture[str],
     command: str,
+    section: str,
     problem: str,
     setting: str,
     said: str,
 ) -> None:
     of(files, problem)
-    flags = [word for name, path in files.settings.items() for word in (f"--serve.{name}", path)]
-    assert main([command, *flags]) == 1
+    assert main([command, *files.flags(section)]) == 1
     error = capsys.readouterr().err
-    assert f"serve.{setting}: {files.settings[setting]}" in error
+    assert f"{section}.{setting}: {files.settings[setting]}" in error
     assert said in error
 
 
+@pytest.mark.parametrize("section", ["serve", "xds"])
 def test_check_warns_of_an_expired_certificate(
-    files: Files, capsys: pytest.CaptureFixture[str]
+    files: Files, capsys: pytest.CaptureFixture[str], section: str
 ) -> None:
     files.put(*files.ours.sign("router", days=-1))
-    flags = [word for name, path in files.settings.items() for word in (f"--serve.{name}", path)]
-    assert main(["check", *flags]) == 0
+    assert main(["check", *files.flags(section)]) == 0
     output = capsys.readouterr()
-    assert "certificate has expired" in output.err
+    assert f"{section}.tls_cert: {files.cert}: certificate has expired" in output.err
     assert "mTLS" in output.out
 
 
-@pytest.mark.parametrize("given", [["tls_cert"], ["tls_key"], ["tls_client_ca"]])
+@pytest.mark.parametrize("section", ["serve", "xds"])
+@pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_client_ca"])
 def test_one_file_without_the_others_is_refused(
-    given: list[str], capsys: pytest.CaptureFixture[str]
+    section: str, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [word for name in given for word in (f"--serve.{name}", "a.pem")]
-    assert main(["check", *flags]) == 1
+    assert main(["check", f"--{section}.{given}", "a.pem"]) == 1
     assert "tls_cert and tls_key" in capsys.readouterr().err

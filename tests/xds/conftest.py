@@ -48,8 +48,9 @@ class EnvoySide:
 class ControlPlane:
     """A server on a port of its own."""
 
-    def __init__(self, catalog: Catalog, channel: grpc.aio.Channel) -> None:
+    def __init__(self, catalog: Catalog, server: XdsServer, channel: grpc.aio.Channel) -> None:
         self.catalog = catalog
+        self.server = server
         self.channel = channel
 
     def stream(self, service: str = ADS, method: str = "StreamAggregatedResources") -> EnvoySide:
@@ -62,7 +63,7 @@ async def serving(catalog: Catalog) -> AsyncIterator[ControlPlane]:
     server = XdsServer(catalog)
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield ControlPlane(catalog, channel)
+        yield ControlPlane(catalog, server, channel)
     await server.stop()
 
 

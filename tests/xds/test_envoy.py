@@ -1,7 +1,9 @@
 """What is served, in a real Envoy."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import yaml
 from envoy_data_plane.envoy.config.core.v3 import HealthStatus
 
 from extproc.demo.envoy_config import render
-from extproc.demo.processes import Process, answers, envoy_binary, free_port
+from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
 from extproc.xds.catalog import CLUSTERS, ENDPOINTS, Catalog
 from extproc.xds.endpoints import load_assignment
 from extproc.xds.envoy_file import resources
@@ -201,6 +203,64 @@ async def test_a_cluster_that_changes_keeps_its_replicas(tmp_path: Path) -> None
             await until(taken)
             assert await envoy.members() == {a: "HEALTHY"}
             assert (await post(envoy.url))["name"] == "a"
+
+
+async def test_no_request_fails_while_a_cluster_is_renamed(tmp_path: Path) -> None:
+    port, catalog = free_port(), Catalog()
+    async with replica("a") as a, serving(catalog) as bootstrap:
+        serve(catalog, whole(port), healthy(a))
+        async with running(tmp_path, bootstrap, port) as envoy:
+            answered, over = 0, asyncio.Event()
+
+            async def client() -> None:
+                nonlocal answered
+                while not over.is_set():
+                    assert (await post(envoy.url))["name"] == "a"
+                    answered += 1
+
+            async with asyncio.TaskGroup() as clients:
+                for _ in range(4):
+                    clients.create_task(client())
+                for name in ("renamed", "replicas", "renamed"):
+                    serve(catalog, with_replicas_called(name, port), healthy(a))
+                    await until(partial(has_only, envoy, {"router", "xds", name}))
+                    before = answered
+
+                    async def more(before: int = before) -> bool:
+                        return answered > before + 20
+
+                    await until(more)
+                over.set()
+
+
+def with_replicas_called(name: str, port: int) -> dict[str, Any]:
+    tree = whole(port)
+    tree["static_resources"]["clusters"][-1]["name"] = name
+    manager = tree["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]
+    (host,) = manager["typed_config"]["route_config"]["virtual_hosts"]
+    host["routes"][0]["route"]["cluster"] = name
+    return tree
+
+
+async def has_only(envoy: Envoy, clusters: set[str]) -> bool:
+    found = (await envoy.ask("/clusters?format=json"))["cluster_statuses"]
+    return {one["name"] for one in found} == clusters
+
+
+async def test_listeners_that_are_no_more_are_closed(tmp_path: Path) -> None:
+    port, catalog = free_port(), Catalog()
+    async with replica("a") as a, serving(catalog) as bootstrap:
+        serve(catalog, whole(port), healthy(a))
+        async with running(tmp_path, bootstrap, port) as envoy:
+            assert (await post(envoy.url))["name"] == "a"
+            tree = whole(port)
+            tree["static_resources"]["listeners"] = []
+            serve(catalog, tree, healthy(a))
+
+            async def closed() -> bool:
+                return not await listening(port)()
+
+            await until(closed)
 
 
 async def test_what_envoy_refuses_is_logged_and_it_keeps_what_it_had(

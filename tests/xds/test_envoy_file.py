@@ -3,6 +3,9 @@
 import copy
 import os
 import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +160,30 @@ def test_a_file_is_read_again_when_it_changes_and_a_broken_one_is_passed_over(
     problems = [line["error"] for line in logged.lines("envoy file is not usable")]
     assert len(problems) == 2
     assert "no field 'nam'" in str(problems[0])
+
+
+@contextmanager
+def too_many_open_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_that_could_not_be_read_once_is_read_the_next_time(
+    tmp_path: Path, logged: Logged
+) -> None:
+    path = tmp_path / "envoy.yaml"
+    write(path, yaml.safe_dump(GOOD), 1)
+    file = WatchedEnvoyFile(path, "default")
+    file.read()
+    write(path, "static_resources: {clusters: [{name: x}]}", 2)
+    with too_many_open_files():
+        assert file.news() is None
+    (line,) = logged.lines("envoy file is not usable")
+    assert "Too many open files" in str(line["error"])
+    changed = file.news()
+    assert changed is not None
+    assert set(changed[CLUSTERS]) == {"x"}

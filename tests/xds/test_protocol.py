@@ -5,7 +5,7 @@ import pytest
 from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryResponse
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from extproc.xds.catalog import CLUSTERS, ENDPOINTS, LISTENERS, Catalog
+from extproc.xds.catalog import CLUSTERS, ENDPOINTS, LISTENERS, ROUTES, Catalog
 from extproc.xds.server import XdsServer
 from tests.conftest import Logged
 from tests.xds.conftest import ControlPlane, EnvoySide, serving
@@ -114,6 +114,65 @@ async def test_all_clusters_come_where_none_is_named(plane: ControlPlane) -> Non
     assert values(await stream.response()) == [b"2"]
 
 
+async def test_that_there_are_no_listeners_any_more_is_told(plane: ControlPlane) -> None:
+    plane.catalog.replace(LISTENERS, {"one": b"1"})
+    stream = plane.stream()
+    await stream.ask(LISTENERS)
+    await stream.ask(LISTENERS, answering=await stream.response())
+    plane.catalog.replace(LISTENERS, {})
+    emptied = await stream.response()
+    assert (emptied.type_url, values(emptied)) == (LISTENERS, [])
+
+
+async def renamed(plane: ControlPlane) -> EnvoySide:
+    """A stream that has a cluster and its route; both are renamed, which it is about to hear."""
+    plane.catalog.replace(CLUSTERS, {"old": b"old"})
+    plane.catalog.replace(ROUTES, {"all": b"to old"})
+    stream = plane.stream()
+    for type_url, names in ((CLUSTERS, ()), (ROUTES, ("all",))):
+        await stream.ask(type_url, *names)
+        await stream.ask(type_url, *names, answering=await stream.response())
+    plane.catalog.replace(CLUSTERS, {"new": b"new"})
+    plane.catalog.replace(ROUTES, {"all": b"to new"})
+    return stream
+
+
+async def test_a_cluster_stays_until_the_route_to_it_is_gone(plane: ControlPlane) -> None:
+    stream = await renamed(plane)
+    both = await stream.response()
+    assert (both.type_url, values(both)) == (CLUSTERS, [b"new", b"old"])
+    await stream.ask(CLUSTERS, answering=both)  # not before has Envoy warmed the new one
+    routes = await stream.response()
+    assert (routes.type_url, values(routes)) == (ROUTES, [b"to new"])
+    await stream.ask(ROUTES, "all", answering=routes)
+    rest = await stream.response()
+    assert (rest.type_url, values(rest)) == (CLUSTERS, [b"new"])
+
+
+async def test_a_cluster_stays_while_envoy_refuses_the_routes_without_it(
+    plane: ControlPlane,
+) -> None:
+    stream = await renamed(plane)
+    await stream.ask(CLUSTERS, answering=await stream.response())
+    await stream.ask(ROUTES, "all", answering=await stream.response(), refusal="no")
+    plane.catalog.replace(ENDPOINTS, {"a": b"a1"})
+    await stream.ask(ENDPOINTS, "a")
+    assert (await stream.response()).type_url == ENDPOINTS
+    plane.catalog.replace(ROUTES, {"all": b"to new, better"})
+    await stream.ask(ROUTES, "all", answering=await stream.response())
+    assert values(await stream.response()) == [b"new"]
+
+
+async def test_a_route_waits_for_the_cluster_it_leads_to(plane: ControlPlane) -> None:
+    stream = await renamed(plane)
+    clusters = await stream.response()
+    plane.catalog.replace(ENDPOINTS, {"a": b"a1"})
+    await stream.ask(ENDPOINTS, "a")
+    assert (await stream.response()).type_url == ENDPOINTS  # and no routes: it is still warming
+    await stream.ask(CLUSTERS, answering=clusters)
+    assert (await stream.response()).type_url == ROUTES
+
+
 async def test_clusters_that_change_get_their_endpoints_again(plane: ControlPlane) -> None:
     plane.catalog.replace(ENDPOINTS, {"a": b"a1"})
     plane.catalog.replace(CLUSTERS, {"one": b"1"})
@@ -184,6 +243,16 @@ async def test_health_is_told(plane: ControlPlane) -> None:
     health = health_pb2_grpc.HealthStub(plane.channel)
     answer = await health.Check(health_pb2.HealthCheckRequest())
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_streams_that_are_sent_away_end_and_new_ones_are_served(plane: ControlPlane) -> None:
+    plane.catalog.replace(ENDPOINTS, {"a": b"a1"})
+    for _ in range(2):
+        stream = plane.stream()
+        await stream.ask(ENDPOINTS, "a")
+        assert values(await stream.response()) == [b"a1"]
+        plane.server.send_away()
+        assert await stream.call.code() == grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_stream_that_ends_leaves_nothing(plane: ControlPlane) -> None:
