@@ -26,20 +26,29 @@ ENVOY = Path(__file__).parents[2] / "envoy"
 
 
 @asynccontextmanager
+async def control_plane(
+    directory: Path, settings: Mapping[str, object]
+) -> AsyncIterator[tuple[Process, int]]:
+    """The program, and its port."""
+    port = free_port()
+    flags = {"xds.listen": f"127.0.0.1:{port}", **settings}
+    argv = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    async with await Process.start(
+        "xds",
+        [sys.executable, "-m", "extproc", "xds", *argv],
+        log=directory / "xds.log",
+        ready=listening(port),
+    ) as process:
+        yield process, port
+
+
+@asynccontextmanager
 async def running(
     directory: Path, settings: Mapping[str, object]
 ) -> AsyncIterator[tuple[Process, EnvoySide]]:
     """The program, and a stream to it."""
-    port = free_port()
-    flags = {"xds.listen": f"127.0.0.1:{port}", **settings}
-    argv = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     async with (
-        await Process.start(
-            "xds",
-            [sys.executable, "-m", "extproc", "xds", *argv],
-            log=directory / "xds.log",
-            ready=listening(port),
-        ) as process,
+        control_plane(directory, settings) as (process, port),
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         call = channel.stream_stream(f"/{ADS}/StreamAggregatedResources")()
@@ -75,7 +84,9 @@ async def test_an_envoy_file_is_served_and_followed_without_redis(tmp_path: Path
         first = await stream.response()
         await stream.ask(LISTENERS, answering=first)
         await stream.ask(CLUSTERS)
-        assert len((await stream.response()).resources) == 2
+        clusters = await stream.response()
+        assert len(clusters.resources) == 2
+        await stream.ask(CLUSTERS, answering=clusters)
         text = path.read_text(encoding="utf-8").replace("stat_prefix: openai", "stat_prefix: other")
         path.write_text(text, encoding="utf-8")
         second = await stream.response()

@@ -1,6 +1,7 @@
 """What is served, in a real Envoy."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from envoy_data_plane.envoy.config.core.v3 import HealthStatus
 
+from extproc.config import TlsFiles
 from extproc.demo.envoy_config import render
 from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
 from extproc.xds.catalog import CLUSTERS, ENDPOINTS, Catalog
@@ -19,8 +21,10 @@ from extproc.xds.endpoints import load_assignment
 from extproc.xds.envoy_file import resources
 from extproc.xds.members import Member
 from extproc.xds.server import XdsServer
+from tests.certificates import Authority
 from tests.conftest import Logged
 from tests.e2e.client import until
+from tests.e2e.test_security import documented
 from tests.envoy_config.test_envoy import post, replica, validate
 
 pytestmark = pytest.mark.process
@@ -80,10 +84,13 @@ async def running(directory: Path, bootstrap: dict[str, Any], port: int) -> Asyn
         yield envoy
 
 
+PLAIN = TlsFiles()
+
+
 @asynccontextmanager
-async def serving(catalog: Catalog) -> AsyncIterator[dict[str, Any]]:
+async def serving(catalog: Catalog, files: TlsFiles = PLAIN) -> AsyncIterator[dict[str, Any]]:
     """Serves the catalog; gives a bootstrap that takes everything from there."""
-    server = XdsServer(catalog)
+    server = XdsServer(catalog, files)
     port = await server.start("127.0.0.1:0")
     bootstrap: dict[str, Any] = yaml.safe_load((ENVOY / "xds_all.yaml").read_text())
     (cluster,) = bootstrap["static_resources"]["clusters"]
@@ -155,6 +162,31 @@ async def test_an_envoy_that_takes_everything_is_as_one_that_has_the_file(tmp_pa
 
 def without_type(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key != "@type"}
+
+
+async def test_an_envoy_takes_everything_over_mutual_tls(tmp_path: Path) -> None:
+    port, catalog = free_port(), Catalog()
+    authority = Authority(tmp_path / "authority")
+    for name, file in zip(("tls.crt", "tls.key"), authority.sign("router"), strict=True):
+        shutil.copy(file, tmp_path / name)
+    shutil.copy(authority.file, tmp_path / "ca.crt")
+    files = TlsFiles(
+        tls_cert=tmp_path / "tls.crt",
+        tls_key=tmp_path / "tls.key",
+        tls_client_ca=tmp_path / "ca.crt",
+    )
+    async with replica("a") as a, serving(catalog, files) as bootstrap:
+        serve(catalog, whole(port), healthy(a))
+        (cluster,) = bootstrap["static_resources"]["clusters"]
+        cluster |= documented(tmp_path)
+        async with running(tmp_path, bootstrap, port) as envoy:
+            assert (await post(envoy.url))["name"] == "a"
+            (plane,) = [
+                one
+                for one in (await envoy.ask("/clusters?format=json"))["cluster_statuses"]
+                if one["name"] == "xds"
+            ]
+            assert "failed_active_health_check" not in plane["host_statuses"][0]["health_status"]
 
 
 async def test_replicas_join_and_leave_and_health_follows(tmp_path: Path) -> None:
