@@ -3,7 +3,7 @@
 import asyncio
 import io
 import socket
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
     ProcessingResponse,
 )
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from yarl import URL
 
 from extproc.address import split_address
 from extproc.demo.envoy_config import render
-from extproc.demo.processes import Process, answers, envoy_binary, free_port
+from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
+from tests.e2e.client import until
 
 pytestmark = pytest.mark.process
 
@@ -123,7 +125,8 @@ async def replica(name: str) -> AsyncIterator[str]:
     async def answer(request: web.Request) -> web.Response:
         body = await request.read()
         header = request.headers.get(DESTINATION)
-        return web.json_response({"name": name, "header": header, "bytes": len(body)})
+        told = {"name": name, "header": header, "bytes": len(body), "path": request.raw_path}
+        return web.json_response(told | {"headers": dict(request.headers)})
 
     app = web.Application(client_max_size=2**28)
     app.router.add_route("*", "/{path:.*}", answer)
@@ -154,12 +157,16 @@ class Chooser:
     def __init__(self) -> None:
         self.destination = ""
         self.served_by = ""
+        self.path = ""
 
     async def process(
         self, requests: AsyncIterator[ProcessingRequest], _: object
     ) -> AsyncIterator[ProcessingResponse]:
         async for request in requests:
             if request.request_headers is not None:
+                headers = request.request_headers.headers
+                found = {one.key: one.raw_value for one in (headers.headers if headers else [])}
+                self.path = found[":path"].decode()
                 yield ProcessingResponse(request_headers=HeadersResponse(self._choice()))
             elif request.request_body is not None:
                 yield ProcessingResponse(request_body=BodyResponse(CommonResponse()))
@@ -202,9 +209,12 @@ async def serve(chooser: Chooser) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def envoy(
-    directory: Path, router_ports: Sequence[int], replicas: Sequence[str]
+    directory: Path,
+    router_ports: Sequence[int],
+    replicas: Sequence[str],
+    change: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> AsyncIterator[str]:
-    """Our envoy.yaml, running; gives its URL."""
+    """Our envoy.yaml, running, with a change; gives its URL."""
     port, admin = free_port(), free_port()
     config = render(
         listen_port=port,
@@ -212,7 +222,9 @@ async def envoy(
         router_ports=router_ports,
         replica_addresses=replicas,
     )
-    async with running(directory, config, admin):
+    tree = yaml.safe_load(config)
+    change(tree)
+    async with running(directory, yaml.safe_dump(tree), admin):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -228,13 +240,15 @@ async def envoy_of_the_fragment(
 
 
 @asynccontextmanager
-async def running(directory: Path, bootstrap: str, admin: int) -> AsyncIterator[None]:
+async def running(
+    directory: Path, bootstrap: str, admin: int, options: Sequence[str] = ()
+) -> AsyncIterator[None]:
     config = directory / "envoy.yaml"
     config.write_text(bootstrap, encoding="utf-8")
     argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
     async with await Process.start(
         "envoy",
-        [*argv, "--concurrency", "1"],
+        [*argv, "--concurrency", "1", *options],
         log=directory / "envoy.log",
         ready=answers(f"http://127.0.0.1:{admin}/ready"),
     ):
@@ -251,6 +265,19 @@ async def post(
         assert response.status == 200, await response.text()
         answer: dict[str, Any] = await response.json()
         return answer | {"request_id": response.headers.get("x-request-id")}
+
+
+@pytest.fixture
+async def whole_file(tmp_path: Path) -> AsyncIterator[tuple[Chooser, str]]:
+    """A router, and the URL of our envoy.yaml before it and a replica."""
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [a]) as url,
+    ):
+        chooser.destination = a
+        yield chooser, url
 
 
 @pytest.fixture
@@ -273,6 +300,78 @@ async def test_the_first_choice_serves_and_the_router_hears_who_it_was(tmp_path:
             chooser.destination = address
             assert (await post(url))["name"] == name
             assert chooser.served_by == address
+
+
+async def get(url: str, path: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    """Asks for a path just as it is written."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(URL(url + path, encoded=True), headers=headers) as response,
+    ):
+        assert response.status == 200, await response.text()
+        answer: dict[str, Any] = await response.json()
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("asked", "arrives"),
+    [
+        # What clients of such servers send stays as it is.
+        *[(path, path) for path in (
+            "/v1/chat/completions", "/v1/models/org%2Fmodel", "/v1/models/a%20b%C3%A9:7b@main",
+            "/v1/files/f.1/content?u=http://x//y&z=..", "/v1/responses/resp_1/cancel", "/",
+        )],
+        ("//v1//completions", "/v1/completions"),
+        ("/v1/../metrics", "/metrics"),
+        ("/v1/./models/%2e%2e/completions", "/v1/completions"),
+    ],
+)  # fmt: skip
+async def test_router_and_replica_see_one_path(
+    whole_file: tuple[Chooser, str], asked: str, arrives: str
+) -> None:
+    chooser, url = whole_file
+    assert (await get(url, asked))["path"] == arrives
+    assert chooser.path == arrives
+
+
+@pytest.mark.parametrize("in_compose", [False, True])
+async def test_only_in_a_container_others_reach_the_admin_port(
+    tmp_path: Path, in_compose: bool
+) -> None:
+    compose = yaml.safe_load((ENVOY.parent / "compose.yaml").read_text(encoding="utf-8"))
+    program, option, _, *overrides = compose["services"]["envoy"]["command"]
+    assert (program, option) == ("envoy", "-c")
+    tree = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
+    admin = tree["admin"]["address"]["socket_address"]["port_value"] = free_port()
+    tree["static_resources"] = {}
+    options = overrides if in_compose else []
+    async with running(tmp_path, yaml.safe_dump(tree), admin, options):
+        # Another address of this machine: only who listens on all of them answers there.
+        assert await listening(admin, "127.0.0.2")() is in_compose
+
+
+async def test_headers_with_underscores_do_not_pass_for_those_without(
+    whole_file: tuple[Chooser, str],
+) -> None:
+    _, url = whole_file
+    forged = {DESTINATION.replace("-", "_"): "1.2.3.4:5", "x-mine": "kept"}
+    arrived = (await get(url, "/v1/models", forged))["headers"]
+    assert arrived["x-mine"] == "kept"
+    assert not [name for name in arrived if "_" in name]
+
+
+async def test_requests_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
+    def nearly_full(tree: dict[str, Any]) -> None:
+        heap = tree["overload_manager"]["resource_monitors"][0]["typed_config"]
+        heap["max_heap_size_bytes"] = 2**20
+
+    async with replica("a") as a, envoy(tmp_path, [1], [a], nearly_full) as url:
+
+        async def refused() -> bool:
+            async with aiohttp.ClientSession() as session, session.get(url) as response:
+                return response.status == 503 and "overloaded" in await response.text()
+
+        await until(refused)
 
 
 async def test_when_the_first_choice_is_dead_the_second_serves(

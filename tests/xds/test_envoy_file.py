@@ -95,7 +95,8 @@ def test_the_bootstraps_agree_with_the_whole_file() -> None:
     assert (clusters, replicas) == (others, static)
     assert xds["static_resources"]["listeners"] == whole["static_resources"]["listeners"]
     assert everything["static_resources"]["clusters"] == [control_plane]
-    assert everything["admin"] == xds["admin"] == whole["admin"]
+    for part in ("admin", "overload_manager"):
+        assert everything[part] == xds[part] == whole[part]
 
 
 def on_loopback(path: Path) -> Any:
