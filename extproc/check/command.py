@@ -13,6 +13,7 @@ from extproc.check.finding import Finding, Level
 from extproc.check.rules import RULES
 from extproc.check.schema import problems
 from extproc.check.transport import transport_fits
+from extproc.check.tree import is_of_envoy_gateway
 from extproc.check.workers import workers_are_listed
 from extproc.config import Config, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
 from extproc.request.tokens import TokenCounter, TokenizerError
@@ -26,6 +27,14 @@ _NO_ENVOY = (
 )
 _NO_FILTER = (
     "there is no ext_proc filter: Envoy never asks the router. Take it from envoy/ext_proc.yaml"
+)
+_LISTENERS_ELSEWHERE = (
+    "listeners come from a control plane (lds_config), and so does the ext_proc filter: check "
+    "what it serves, too; of 'extproc xds' that is the file xds.envoy_file"
+)
+_OF_ENVOY_GATEWAY = (
+    "these are resources of Envoy Gateway, which makes Envoy's configuration of them, and they are "
+    "not judged here: check what it makes (egctl config envoy-proxy all)"
 )
 _SERVE = ServeSettings()
 
@@ -96,8 +105,12 @@ def check_envoy(tree: object, serve: ServeSettings = _SERVE) -> list[Finding]:
     """
     file = EnvoyFile(tree)
     found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
-    if not file.nodes:
+    if not file.nodes and is_of_envoy_gateway(tree):
+        found.append(Finding("is_envoy", Level.WARNING, "", _OF_ENVOY_GATEWAY))
+    elif not file.nodes:
         found.append(Finding("is_envoy", Level.ERROR, "", _NO_ENVOY))
+    elif not file.has(ExternalProcessor) and file.takes_listeners:
+        found.append(Finding("has_ext_proc", Level.WARNING, "", _LISTENERS_ELSEWHERE))
     elif not file.has(ExternalProcessor):
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
     elif not any(problem.level is Level.ERROR for problem in found):

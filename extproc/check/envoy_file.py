@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from betterproto2 import Message
-from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap
+from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap, BootstrapDynamicResources
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.route.v3 import RouteAction
@@ -83,10 +83,19 @@ class EnvoyFile:
     @property
     def has_all_clusters(self) -> bool:
         """Whether it is a whole bootstrap that takes no clusters from a control plane."""
-        dynamic = [part.message.dynamic_resources for part in self.all(Bootstrap)]
-        return bool(dynamic) and not any(
-            one and (one.cds_config or one.cds_resources_locator) for one in dynamic
+        return self.has(Bootstrap) and not any(
+            one.cds_config or one.cds_resources_locator for one in self._dynamic
         )
+
+    @property
+    def takes_listeners(self) -> bool:
+        """Whether it is a bootstrap that takes listeners from a control plane."""
+        return any(one.lds_config or one.lds_resources_locator for one in self._dynamic)
+
+    @property
+    def _dynamic(self) -> list[BootstrapDynamicResources]:
+        resources = [part.message.dynamic_resources for part in self.all(Bootstrap)]
+        return [one for one in resources if one is not None]
 
     @property
     def cluster_names(self) -> set[str]:

@@ -99,6 +99,13 @@ def _typed(value: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
     return name, fields
 
 
+def is_of_envoy_gateway(tree: object) -> bool:
+    """Whether it holds a resource of Envoy Gateway's own."""
+    documents = tree if isinstance(tree, list) else [tree]
+    versions = [str(one.get("apiVersion")) for one in documents if isinstance(one, Mapping)]
+    return any(one.startswith("gateway.envoyproxy.io/") for one in versions)
+
+
 def snake(key: str) -> str:
     """``camelCase``, as JSON may be written, to ``snake_case``."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()

@@ -104,6 +104,25 @@ def test_our_own_files_pass_every_rule(name: str) -> None:
     assert {finding.level for finding in findings} == {Level.OK}
 
 
+@pytest.mark.parametrize("path", sorted(ENVOY.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_file_of_ours_is_refused(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--envoy", str(path)]) == 0
+    assert str(path) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        ("xds_all", "has_ext_proc", "xds.envoy_file"),
+        ("envoy_gateway", "is_envoy", "not judged here"),
+    ],
+)
+def test_what_is_not_in_a_file_is_said_to_be_unchecked(name: str, rule: str, words: str) -> None:
+    (finding,) = check_envoy(read_yaml(ENVOY / f"{name}.yaml"))
+    assert (finding.rule, finding.level) == (rule, Level.WARNING)
+    assert words in finding.text
+
+
 @pytest.mark.parametrize("name", ["endpoint_picker", "cluster_header", "subset"])
 def test_other_ways_to_follow_the_choice_are_right(name: str) -> None:
     findings = check_envoy(read_yaml(ENVOY / f"{name}.yaml"))
