@@ -8,12 +8,11 @@ import yaml
 
 from extproc.address import split_address
 
-TEMPLATE = Path(__file__).parents[2] / "envoy" / "envoy.yaml"
-"""The file in a clone of the project; an installed package has none."""
+TEMPLATE = Path(__file__).with_name("envoy.yaml")
+"""In a clone a link to ``envoy/envoy.yaml``; an installed package has the file itself."""
 
 
 def render(
-    template: Path = TEMPLATE,
     *,
     listen_port: int,
     admin_port: int,
@@ -23,18 +22,12 @@ def render(
     """The template as YAML, on loopback: its ports, routers and replicas replaced, all else kept.
 
     Args:
-        template: a bootstrap with one listener and the clusters ``router`` and ``replicas``.
         listen_port: where clients connect.
         admin_port: Envoy's own admin port.
         router_ports: one for each router process.
         replica_addresses: ``host:port`` of each replica.
-
-    Raises:
-        FileNotFoundError: there is no such template.
     """
-    if not template.is_file():
-        raise FileNotFoundError(f"{template} is missing: run this from a clone of the project")
-    bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
+    bootstrap = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
     resources = bootstrap["static_resources"]
     (listener,) = resources["listeners"]
     clusters = {cluster["name"]: cluster for cluster in resources["clusters"]}

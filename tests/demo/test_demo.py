@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
+import shutil
 import signal
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,11 +18,21 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc"),
 ]
 
+ROOT = Path(__file__).parents[2]
+
 
 @asynccontextmanager
-async def demo(*arguments: str | Path) -> AsyncIterator[asyncio.subprocess.Process]:
+async def demo(
+    *arguments: str | Path, installed: Path | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The demo of this clone, or of a package installed in that folder."""
+    where = {} if installed is None else {"PYTHONPATH": str(installed)}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "extproc", "demo", *map(str, arguments)), stdout=PIPE, stderr=PIPE
+        *(sys.executable, "-m", "extproc", "demo", *map(str, arguments)),
+        stdout=PIPE,
+        stderr=PIPE,
+        cwd=installed,
+        env=os.environ | where,
     )
     try:
         yield process
@@ -93,3 +105,23 @@ async def test_figures_are_those_of_a_single_run(tmp_path: Path) -> None:
         _, stderr = await process.communicate()
     assert process.returncode == 2
     assert stderr.decode() == "extproc demo: --json needs --once\n"
+
+
+async def test_it_runs_from_an_installed_package(tmp_path: Path) -> None:
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    source.mkdir()
+    for name in ("extproc", "envoy"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    options = ("--no-deps", "--no-build-isolation", "--target", installed)
+    pip = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "pip", "install", *options, source), stdout=PIPE, stderr=STDOUT
+    )
+    output, _ = await pip.communicate()
+    assert pip.returncode == 0, output.decode()
+    shutil.rmtree(source)
+    async with demo("--once", "--requests", "4", "--rate", "20", installed=installed) as process:
+        stdout, stderr = await process.communicate()
+    assert process.returncode == 0, stderr.decode()
+    assert "round_robin" in stdout.decode()

@@ -13,12 +13,11 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.demo.envoy_config import TEMPLATE
 from extproc.demo.processes import answers
 from extproc.demo.stack import MODEL, SimulatedReplica, Stack
 from tests import envoy_gateway, istio
 from tests.e2e.client import CHAT, MESSAGES, Client, until
-from tests.e2e.xds_stack import XdsStack, on_ports
+from tests.e2e.xds_stack import ENVOY, XdsStack, on_ports
 from tests.envoy_config.test_envoy import around_the_fragment
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -83,7 +82,7 @@ class MadeExample(Stack):
         await super().start(name)
 
     def _bootstrap(self) -> str:
-        resources = (TEMPLATE.parent / f"{self.name}.yaml").read_text(encoding="utf-8")
+        resources = (ENVOY / f"{self.name}.yaml").read_text(encoding="utf-8")
         config = OF_OTHERS[self.name](
             list(yaml.safe_load_all(resources)),
             listen=self.address("envoy"),

@@ -5,9 +5,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from extproc.demo.envoy_config import TEMPLATE
 from extproc.demo.processes import Check, free_port, listening
 from extproc.demo.stack import SimulatedReplica, Stack
+
+ENVOY = Path(__file__).parents[2] / "envoy"
 
 
 class XdsStack(Stack):
@@ -56,7 +57,7 @@ def on_ports(stack: Stack, name: str) -> str:
     ports = {
         8080: "envoy", 9901: "envoy-admin", 50051: "router", 18000: "xds", 8001: "one", 8002: "two",
     }  # fmt: skip
-    text = (TEMPLATE.parent / f"{name}.yaml").read_text(encoding="utf-8")
+    text = (ENVOY / f"{name}.yaml").read_text(encoding="utf-8")
     for number, process in ports.items():
         if process in stack.ports:
             port = stack.ports[process]

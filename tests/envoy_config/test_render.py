@@ -1,6 +1,3 @@
-from pathlib import Path
-
-import pytest
 import yaml
 
 from extproc.demo.envoy_config import TEMPLATE, render
@@ -37,14 +34,3 @@ def test_only_addresses_differ_from_the_template() -> None:
         [at("127.0.0.1", 3), at("127.0.0.1", 4)],
         [at("10.0.0.1", 5), at("h", 6)],
     ]
-
-
-def test_without_the_template_the_error_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="run this from a clone"):
-        render(
-            tmp_path / "envoy.yaml",
-            listen_port=1,
-            admin_port=2,
-            router_ports=[],
-            replica_addresses=[],
-        )
