@@ -2,14 +2,14 @@
 
 FROM python:3.11-slim AS build
 WORKDIR /src
-# Every wheel is checked against its hash here. The lock file also holds what tests and demo need;
-# only what the package itself depends on is installed below.
-COPY requirements.txt .
-RUN pip download --quiet --require-hashes --dest /wheels -r requirements.txt
-COPY pyproject.toml README.md LICENSE ./
-COPY extproc extproc
+# What it runs and no more, each wheel checked against its hash.
+COPY requirements-image.txt .
 RUN python -m venv /opt/extproc \
- && /opt/extproc/bin/pip install --quiet --no-index --find-links /wheels ".[tokenizers]" \
+ && /opt/extproc/bin/pip install --quiet --require-hashes -r requirements-image.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY envoy/envoy.yaml envoy/
+COPY extproc extproc
+RUN /opt/extproc/bin/pip install --quiet --no-deps --no-build-isolation . \
  && /opt/extproc/bin/pip uninstall --quiet --yes pip setuptools
 
 FROM python:3.11-slim

@@ -44,11 +44,13 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Maintainers: renew requirements.txt (needs uv) and the compiled messages.
+# Maintainers: renew what is pinned (needs uv) and the compiled messages. The image gets of the
+# same versions only what it runs.
+LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
+  --no-emit-find-links --no-header pyproject.toml requirements-build.in --extra tokenizers
 lock:
-	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-	  --no-emit-find-links --extra demo --extra bench --extra dev --extra tokenizers \
-	  --no-header --output-file requirements.txt pyproject.toml requirements-build.in
+	$(LOCK) --extra demo --extra bench --extra dev --output-file requirements.txt
+	$(LOCK) --constraint requirements.txt --output-file requirements-image.txt
 
 proto: venv
 	$(BIN)/python -m grpc_tools.protoc -I extproc/server/proto --python_out=extproc/server/proto \
