@@ -69,15 +69,15 @@ class Watch:
 
     def _scrape(self, now: float) -> ReplicaState:
         self._backoff.reset()
-        engine, counters = self._machine.engine, self._machine.engine.counters
+        gauges, counters = self._machine.engine.gauges, self._machine.engine.counters
         return self._blank.model_copy(
             update={
                 "learned": self._learn(now),
                 "measured": self._calibration is None or self._calibration.ratio is not None,
-                "running": engine.running,
-                "waiting": engine.waiting,
-                "kv_usage": engine.kv_usage,
-                "steps": engine.steps,
+                "running": gauges.running,
+                "waiting": gauges.waiting,
+                "kv_usage": gauges.kv_usage,
+                "steps": counters.steps,
                 "prompt_tokens": counters.prompt_tokens,
                 "cached_tokens": counters.cached_tokens,
                 "generated_tokens": counters.generated_tokens,
@@ -91,15 +91,16 @@ class Watch:
     def _learn(self, now: float) -> StepModel:
         if self._calibration is None:
             return self._machine.step_model
-        engine, counters = self._machine.engine, self._machine.engine.counters
-        used = engine.kv_usage * engine.capacity
+        engine = self._machine.engine
+        gauges, counters = engine.gauges, engine.counters
+        used = gauges.kv_usage * engine.capacity
         counts = EngineCounts(
             at=now,
-            steps=engine.steps,
+            steps=counters.steps,
             computed_tokens=counters.prompt_tokens - counters.cached_tokens,
             generated_tokens=counters.generated_tokens,
-            in_flight=engine.running + engine.waiting,
-            kv_tokens=max(used - engine.running * engine.pool.block_size / 2, 0.0),
+            in_flight=gauges.running + gauges.waiting,
+            kv_tokens=max(used - gauges.running * engine.pool.block_size / 2, 0.0),
             finished=counters.finished.total(),
         )
         self._calibration.poll(counts, self._typical.value)

@@ -9,7 +9,7 @@ from extproc.predict.hardware import HardwareProfile
 from extproc.predict.step import StepModel
 from extproc.simulator.blocks import BlockPool
 from extproc.simulator.sequence import FinishReason, Sequence
-from extproc.simulator.steps import Counters, Outcome, Step
+from extproc.simulator.steps import Counters, Gauges, Outcome, Step
 from extproc.simulator.stretch import Stretch
 
 
@@ -59,7 +59,8 @@ class Engine:
         self.prefix_caching = prefix_caching
         self.counters = Counters()
         self.steps = 0
-        """Steps completed."""
+        """Steps completed, also those that vLLM does not count."""
+        self.gauges = Gauges()
         self._model: StepModel = profile.step
         self._slow = 1.0
         self._now = 0.0
@@ -164,7 +165,9 @@ class Engine:
         else:
             return
         sequence.reason = FinishReason.ABORT
-        self._finish(sequence, now)
+        sequence.finished = now
+        if self._step is None:
+            self._show(self.waiting)
 
     def schedule(self, now: float) -> Step | None:
         """Begin a step at ``now``; the one before must be complete.
@@ -193,8 +196,10 @@ class Engine:
         for sequence in prefilled:
             self._end_prefill(sequence, step.ends_at)
         finished += [sequence for sequence in prefilled if sequence.finished is not None]
-        outcome = Outcome(step.ends_at, step.steps, decoded, prefilled, finished)
+        first = [sequence for sequence in prefilled if sequence.first_token == step.ends_at]
+        outcome = Outcome(step.ends_at, step.steps, decoded, prefilled, first, finished)
         self._count(outcome)
+        self._show(min(step.waiting, self.waiting))
         return outcome
 
     def advance(self, until: float) -> list[Outcome]:
@@ -220,7 +225,8 @@ class Engine:
             self._admit_waiting(chunks)
         if chunks:
             self._stretch = None
-            self._step = Step(self._now, self._now + self._mixed_time(chunks), 1, chunks)
+            ends_at = self._now + self._mixed_time(chunks)
+            self._step = Step(self._now, ends_at, self.waiting, 1, chunks)
         elif self._decoding:
             self._step = self._decode(until, single=preempted)
         return self._step
@@ -349,7 +355,7 @@ class Engine:
             if stretch.end(last) > until:
                 last = stretch.last_until(until)
         more = self._take_blocks_ahead(last - self.steps)
-        return Step(self._now, stretch.end(self.steps + more), 1 + more)
+        return Step(self._now, stretch.end(self.steps + more), self.waiting, 1 + more)
 
     def _last_end(self) -> int:
         """Number of steps after which the next decoding sequence ends."""
@@ -439,14 +445,20 @@ class Engine:
         sequence.blocks = sequence.computed = 0
 
     def _count(self, outcome: Outcome) -> None:
-        first = [seq for seq in outcome.prefilled if seq.first_token == outcome.ends_at]
+        if not outcome.decoded and not outcome.prefilled:
+            return
+        counters, first = self.counters, outcome.first
         prompt_tokens = sum(sequence.prompt_tokens for sequence in first)
+        cached = sum(sequence.cached_tokens for sequence in first)
         tokens = len(outcome.decoded) + sum(seq.output_tokens > 0 for seq in outcome.prefilled)
-        self.counters.first_tokens += len(first)
-        self.counters.prompt_tokens += prompt_tokens
-        self.counters.cached_tokens += sum(sequence.cached_tokens for sequence in first)
-        self.counters.generated_tokens += tokens + (outcome.steps - 1) * len(outcome.decoded)
-        self.counters.iteration_tokens.observe(tokens + prompt_tokens, outcome.steps)
+        counters.first_tokens += len(first)
+        counters.prompt_tokens += prompt_tokens
+        counters.cached_tokens += cached
+        counters.generated_tokens += tokens + (outcome.steps - 1) * len(outcome.decoded)
+        counters.iteration_tokens.observe(tokens + prompt_tokens - cached, outcome.steps)
+
+    def _show(self, waiting: int) -> None:
+        self.gauges = Gauges(self.running, waiting, self.kv_usage)
 
     def _finish(self, sequence: Sequence, now: float) -> None:
         sequence.finished = now

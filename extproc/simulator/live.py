@@ -68,6 +68,14 @@ class Generation:
             cached=sum(sequence.cached_tokens for sequence in prompts),
         )
 
+    def longest(self) -> list[int]:
+        """Tokens of the longest choice for each prompt, once they have ended."""
+        generated = [answer.sequence.generated for answer in self.answers]
+        return [
+            max(generated[start : start + self.choices])
+            for start in range(0, len(generated), self.choices)
+        ]
+
     @property
     def complete(self) -> bool:
         """Whether all answers have ended."""
@@ -186,6 +194,8 @@ class LiveEngine:
             if sequence.output_tokens:
                 generation, index = self._owners[sequence.id]
                 generation.add_token(index)
+        for sequence in outcome.first:
+            self._metrics.first_token_came(sequence, self.speed)
         for sequence in outcome.finished:
             generation, index = self._owners.pop(sequence.id)
             bound = generation.answers[index].bound

@@ -49,6 +49,12 @@ class Metrics:
         self.preemptions = Histogram(PREEMPTIONS)
         self.prefill_computed = Histogram(TOKENS)
 
+    def first_token_came(self, sequence: Sequence, speed: float) -> None:
+        """Count how long a sequence waited for it; its times are ``speed`` times real seconds."""
+        assert sequence.arrived is not None
+        assert sequence.first_token is not None
+        self.first_token.observe(max(0.0, sequence.first_token - sequence.arrived) / speed)
+
     def sequence_finished(self, sequence: Sequence, bound: int, speed: float) -> None:
         """Count a sequence that was not aborted; its times are ``speed`` times real seconds.
 
@@ -62,10 +68,10 @@ class Metrics:
         assert finished is not None
         self.prompt_tokens.observe(sequence.prompt_tokens)
         self.generation_tokens.observe(sequence.generated)
-        self.max_tokens.observe(bound)
+        if bound:
+            self.max_tokens.observe(bound)
         self.preemptions.observe(sequence.preemptions)
         self.prefill_computed.observe(sequence.prompt_tokens - sequence.cached_tokens)
-        self.first_token.observe(max(0.0, first - arrived) / speed)
         self.e2e.observe(max(0.0, finished - arrived) / speed)
         self.queue.observe(max(0.0, admitted - arrived) / speed)
         self.inference.observe((finished - admitted) / speed)
@@ -75,7 +81,7 @@ class Metrics:
             self.per_token.observe((finished - first) / speed / (sequence.generated - 1))
 
     def request_finished(self, generated: int, choices: int) -> None:
-        """Count a request: the length of its longest answer, and its ``n``."""
+        """Count a prompt: the length of the longest answer to it, and how many were asked for."""
         self.max_generation_tokens.observe(generated)
         self.choices.observe(choices)
 
@@ -90,12 +96,12 @@ class Metrics:
         yield from self._cache_config()
 
     def _gauges(self) -> Iterator[str]:
-        engine = self._engine
-        reasons = {"capacity": engine.waiting, "deferred": 0}
+        now = self._engine.gauges
+        reasons = {"capacity": now.waiting, "deferred": 0}
         gauges: tuple[tuple[str, str, float], ...] = (
-            ("num_requests_running", "Requests in model execution batches.", engine.running),
-            ("num_requests_waiting", "Requests waiting to be processed.", engine.waiting),
-            ("kv_cache_usage_perc", "KV-cache usage, 0 to 1.", engine.kv_usage),
+            ("num_requests_running", "Requests in model execution batches.", now.running),
+            ("num_requests_waiting", "Requests waiting to be processed.", now.waiting),
+            ("kv_cache_usage_perc", "KV-cache usage, 0 to 1.", now.kv_usage),
         )
         for name, text, value in gauges:
             yield from self._family(name, "gauge", text, value)

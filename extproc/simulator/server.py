@@ -162,10 +162,10 @@ class ReplicaServer:
         )
 
     def _leave(self, generation: Generation) -> None:
-        """Count the request if it is complete; end what a client that hung up left behind."""
+        """Count its prompts if it is complete; end what a client that hung up left behind."""
         if generation.complete:
-            longest = max(answer.sequence.generated for answer in generation.answers)
-            self.replica.metrics.request_finished(longest, generation.choices)
+            for longest in generation.longest():
+                self.replica.metrics.request_finished(longest, generation.choices)
         else:
             self.replica.live.abort(generation)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from extproc.simulator.histogram import Histogram
 from extproc.simulator.sequence import Sequence
@@ -16,6 +17,8 @@ class Step:
 
     starts_at: float
     ends_at: float
+    waiting: int
+    """Sequences it left waiting."""
     steps: int = 1
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     """Prompt tokens computed in it, by sequence."""
@@ -31,7 +34,17 @@ class Outcome:
     """Generated one token in each step."""
     prefilled: list[Sequence]
     """Ended their prefill, and with it generated one token, if they generate any."""
+    first: list[Sequence]
+    """Those of them that did so for the first time: not to compute again what preemption took."""
     finished: list[Sequence]
+
+
+class Gauges(NamedTuple):
+    """What a replica shows of its state: vLLM sets its gauges when a step ends, not between."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
 
 
 @dataclass(slots=True)
@@ -49,4 +62,12 @@ class Counters:
     """Tokens looked up in the prefix cache, counted at admission."""
     prefix_hits: int = 0
     finished: Counter[str] = field(default_factory=Counter)
+    """Sequences that ended, by reason; vLLM does not count those whose client hung up."""
     iteration_tokens: Histogram = field(default_factory=lambda: Histogram(ITERATION_TOKENS))
+    """Tokens of each step of which a sequence got something: prompt tokens computed, when their
+    prefill ends in it, and tokens generated."""
+
+    @property
+    def steps(self) -> int:
+        """Steps as vLLM counts them: one that only begins or continues prefills does not count."""
+        return self.iteration_tokens.count

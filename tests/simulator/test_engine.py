@@ -43,6 +43,32 @@ def test_a_pooling_request_ends_with_its_prefill() -> None:
     assert outcomes[-1].finished == [sequence]
     assert (engine.steps, engine.counters.generated_tokens) == (2, 0)
     assert engine.counters.prompt_tokens == 300
+    assert engine.counters.first_tokens == 1
+
+
+def test_a_step_counts_only_if_a_sequence_gets_something_of_it() -> None:
+    engine = Engine(PROFILE)
+    engine.add(Sequence(1, 1000, 3), 0.0)
+    run(engine)
+    assert (engine.steps, engine.counters.steps) == (6, 3)
+    assert engine.counters.iteration_tokens.sum == 1003
+
+
+def test_gauges_show_the_end_of_the_last_step() -> None:
+    engine = Engine(PROFILE, kv_tokens=512, max_num_seqs=1)
+    first, second = Sequence(1, 320, 2), Sequence(2, 10, 1)
+    engine.add(first, 0.0)
+    engine.schedule(0.0)
+    engine.add(second, 0.01)
+    assert engine.gauges == (0, 0, 0.0)
+    engine.complete()
+    assert engine.gauges == (1, 0, 0.5)
+    engine.schedule(1.0)
+    engine.complete()
+    assert engine.gauges == (1, 1, 0.625)
+    engine.abort(first, 1.1)
+    engine.abort(second, 1.1)
+    assert engine.gauges == (0, 0, 0.0)
 
 
 def test_decoding_goes_first_and_prefill_gets_the_rest_of_the_budget() -> None:
@@ -175,7 +201,7 @@ def test_an_aborted_sequence_gives_everything_back(when: str) -> None:
         assert engine.complete().decoded == []
     assert (engine.running, engine.waiting, engine.kv_usage) == (0, 0, 0)
     assert sequence.reason == FinishReason.ABORT
-    assert engine.counters.finished == {FinishReason.ABORT: 1}
+    assert engine.counters.finished.total() == 0
     assert engine.schedule(now) is None
 
 

@@ -69,12 +69,36 @@ async def test_requests_are_counted(client: ClientSession) -> None:
     assert seen["generation_tokens_total"] == 40
     assert seen["request_success_total.length"] == 2
     assert seen["iteration_tokens_total_count"] == 40
-    assert seen["iteration_tokens_total_sum"] == 290
+    assert seen["iteration_tokens_total_sum"] == 178
     assert seen["request_params_max_tokens_sum"] == 40
     assert seen["request_generation_tokens_bucket.20.0"] == 2
     assert seen["e2e_request_latency_seconds_count"] == 2
     assert seen["inter_token_latency_seconds_count"] == 38
     assert (seen["num_requests_running"], seen["kv_cache_usage_perc"]) == (0, 0)
+
+
+async def test_a_first_token_counts_when_it_comes_and_an_aborted_request_never(
+    client: ClientSession,
+) -> None:
+    body = {"prompt": "word", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    async with client.post("/v1/completions", json=body) as response:
+        await response.content.readany()
+        seen = await values(client)
+        assert seen["time_to_first_token_seconds_count"] == seen["prompt_tokens_total"] == 1
+        assert seen["num_requests_running"] == 1
+    while seen["num_requests_running"]:
+        seen = await values(client)
+    assert seen["request_generation_tokens_count"] == seen["request_success_total.abort"] == 0
+
+
+async def test_each_prompt_counts_as_a_request_whatever_its_choices(client: ClientSession) -> None:
+    body = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 5, "ignore_eos": True}
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+    seen = await values(client)
+    assert seen["time_to_first_token_seconds_count"] == 6
+    assert seen["request_params_n_count"] == 3
+    assert seen["request_params_n_sum"] == 6
 
 
 async def test_times_are_what_clients_see(client: ClientSession) -> None:
