@@ -4,10 +4,16 @@ import json
 from dataclasses import dataclass
 
 from extproc.request.bounds import MAX_TOKENS
+from extproc.request.profile import Endpoint
+
+PRELUDE = {Endpoint.RESPONSES: 2}
+"""Events that vLLM sends before its engine has begun: ``response.created`` and
+``response.in_progress``. All other streams begin with the first token."""
 
 _USAGE = b'"usage":'
 
 # Of equal length, so that one overlap between chunks counts each of them once.
+_EVENT = b"\nevent:"  # the second and later ones: JSON has no bare line break
 _DELTA = b'delta":'
 _TEXT = b'"text":'
 _ROLE = b'{"role"'
@@ -45,13 +51,19 @@ class UsageReader:
         "_completion",
         "_deltas",
         "_open",
+        "_prelude",
         "_prompt",
         "_roles",
         "_streamed",
         "_texts",
+        "generating",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, prelude: int = 0) -> None:
+        """``prelude``: with how many events the stream begins before the first token."""
+        self.generating = False
+        """Whether the first token has come."""
+        self._prelude = prelude
         self._carry = b""
         self._open: bytes | None = None
         """What follows a usage key, until it is a whole object."""
@@ -67,8 +79,11 @@ class UsageReader:
         if self._streamed is None and (head := chunk.lstrip()):
             self._streamed = not head.startswith((b"{", b"["))
         window = self._carry + chunk
+        start = max(0, len(self._carry) - _OVERLAP)
+        if not self.generating:
+            self._prelude -= window.count(_EVENT, start)
+            self.generating = self._prelude <= 0
         if self._streamed:
-            start = max(0, len(self._carry) - _OVERLAP)
             self._deltas += window.count(_DELTA, start)
             self._texts += window.count(_TEXT, start)
             self._roles += window.count(_ROLE, start)

@@ -1,7 +1,7 @@
 """A request that was sent to a replica, until its response has ended."""
 
 from extproc.fleet.alone import Before
-from extproc.request.usage import UsageReader
+from extproc.request.usage import PRELUDE, UsageReader
 from extproc.route.router import Decision
 from extproc.server import messages
 from extproc.server.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
@@ -18,7 +18,7 @@ class InFlight:
 
     __slots__ = (
         "_ended",
-        "_first_chunk",
+        "_first_token",
         "_forecast",
         "_outcome",
         "_sent_at",
@@ -51,7 +51,7 @@ class InFlight:
         self._outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
         self._status: int | None = None
         self._usage: UsageReader | None = None
-        self._first_chunk: float | None = None
+        self._first_token: float | None = None
         self._ended = False
         services.metrics.requests.add("routed")
         services.metrics.decisions.add(decision.policy, decision.replica)
@@ -66,7 +66,7 @@ class InFlight:
         self._served(messages.served_by(request))
         if self._ended or not self._worth_reading(headers.get("content-type", "")):
             return False
-        self._usage = UsageReader()
+        self._usage = UsageReader(PRELUDE.get(self._forecast.profile.endpoint, 0))
         return True
 
     def chunk(self, message: HttpBody) -> None:
@@ -74,25 +74,27 @@ class InFlight:
         self._ended = message.end_of_stream
         if self._usage is None:
             return
-        if self._first_chunk is None and message.body and self._forecast.profile.stream:
-            self._first_chunk = self._services.clock()
-            self._services.fleet.first_token(self._ticket)
+        if not message.body:
+            return
         self._usage.feed(message.body)
+        if self._first_token is None and self._usage.generating and self._forecast.profile.stream:
+            self._first_token = self._services.clock()
+            self._services.fleet.first_token(self._ticket)
 
     def end(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
         services, outcome = self._services, self._outcome
         complete = self._complete()
         streamed = self._forecast.profile.stream
-        prefilled = self._first_chunk is not None or (complete and not streamed)
+        prefilled = self._first_token is not None or (complete and not streamed)
         alone = services.fleet.release(self._ticket, prefilled)
         if self._status is None and not self._unseen:
             services.metrics.requests.add("unanswered")
         if not complete:
             return
         outcome.completion_s = services.clock() - self._sent_at
-        if self._first_chunk is not None:
-            outcome.ttft_s = self._first_chunk - self._sent_at
+        if self._first_token is not None:
+            outcome.ttft_s = self._first_token - self._sent_at
         self._learn(outcome.completion_s, alone)
         self._account(self._forecast.predicted_completion, outcome.completion_s)
 

@@ -245,6 +245,7 @@ async def _stream(
         headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
     )
     await response.prepare(request)
+    await response.write(reply.prelude())
     pending = reply.opening(len(generation.answers))
     async for batch in generation.stream():
         pending += b"".join([reply.token(*token) for token in batch])

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.request.usage import Usage, UsageReader
+from extproc.request.profile import Endpoint
+from extproc.request.usage import PRELUDE, Usage, UsageReader
 
 FAKE = 'say "usage": {"prompt_tokens": 666, "completion_tokens": 666} "delta": "text": \\"usage":{}'
 
@@ -117,6 +118,32 @@ RESPONSES: dict[str, bytes] = {
 @pytest.mark.parametrize("body", RESPONSES.values(), ids=RESPONSES)
 def test_usage_of_every_dialect(body: bytes) -> None:
     assert read([body]) == EXPECTED
+
+
+RESPONSES_EVENTS = [
+    {"type": "response.created", "response": {"text": None, "tools": [FUNCTION]}},
+    {"type": "response.in_progress", "response": {"instructions": "\nevent: x"}},
+    {"type": "response.output_item.added", "item": {"content": []}},
+    {"type": "response.output_text.delta", "delta": FAKE},
+]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_a_responses_stream_generates_from_its_third_event_on(size: int) -> None:
+    reader, begun = UsageReader(PRELUDE[Endpoint.RESPONSES]), 0
+    for event in RESPONSES_EVENTS:
+        body = sse(event, done=False)
+        for i in range(0, len(body), size):
+            reader.feed(body[i : i + size])
+        begun += reader.generating
+    assert begun == 2
+
+
+def test_other_streams_begin_with_the_first_token() -> None:
+    reader = UsageReader()
+    assert not reader.generating
+    reader.feed(sse(ROLE, done=False))
+    assert reader.generating
 
 
 def test_a_later_object_that_says_nothing_changes_nothing() -> None:

@@ -190,6 +190,20 @@ async def test_responses_stream_numbered_events(client: ClientSession) -> None:
     assert last["usage"]["output_tokens"] == 3
 
 
+async def test_a_responses_stream_opens_before_the_engine_begins(
+    client: ClientSession, replica: Replica
+) -> None:
+    replica.engine.slow = 1000
+    body = {"input": "hello", "stream": True}
+    async with asyncio.timeout(10), client.post("/v1/responses", json=body) as response:
+        opening = b""
+        while opening.count(b"\n\n") < 2:
+            opening += await response.content.readany()
+        assert b"event: response.created" in opening
+        assert b"event: response.in_progress" in opening
+        assert not replica.engine.counters.first_tokens
+
+
 async def test_messages_stream_in_anthropics_events(client: ClientSession) -> None:
     sent = await lines(client, "/v1/messages", chat(max_tokens=3, ignore_eos=True))
     events = [json.loads(line.removeprefix("data: ")) for line in sent[1::2]]

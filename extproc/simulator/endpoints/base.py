@@ -93,8 +93,12 @@ class Reply(ABC):
         """Name it."""
         self.id = self.id_prefix + self.key
 
+    def prelude(self) -> bytes:
+        """What a stream begins with at once, before the engine has begun."""
+        return b""
+
     def opening(self, sequences: int) -> bytes:
-        """What a stream begins with, once its first token is there."""
+        """What goes before the first token of a stream, and comes with it."""
         return b""
 
     @abstractmethod

@@ -58,16 +58,19 @@ class ResponsesReply(Reply):
         self._number = -1
         self._item = {"item_id": f"msg_{self.key}", "output_index": 0, "content_index": 0}
 
-    def opening(self, sequences: int) -> bytes:
-        """The response begins, an empty message, an empty part in it."""
+    def prelude(self) -> bytes:
+        """The response begins."""
         response = self._response("in_progress")
-        message = self._message("in_progress", [])
-        return (
-            self._event("response.created", response=response)
-            + self._event("response.in_progress", response=response)
-            + self._event("response.output_item.added", output_index=0, item=message)
-            + self._event("response.content_part.added", **self._item, part=self._part(""))
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
         )
+
+    def opening(self, sequences: int) -> bytes:
+        """An empty message, an empty part in it."""
+        message = self._message("in_progress", [])
+        return self._event(
+            "response.output_item.added", output_index=0, item=message
+        ) + self._event("response.content_part.added", **self._item, part=self._part(""))
 
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
         """A piece of the text."""

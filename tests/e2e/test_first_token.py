@@ -1,0 +1,65 @@
+"""A prompt is in the backlog until its first token, however early its stream opens."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests.e2e.client import Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+READ = {"serve": {"stream_sample": 1.0}}
+REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
+PROMPT_TOKENS = 30_000
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Client]:
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with (
+        Stack(tmp_path_factory.mktemp("first"), REPLICA, READ) as stack,
+        aiohttp.ClientSession(timeout=timeout) as session,
+    ):
+        yield Client(stack, session)
+
+
+async def opened(client: Client, name: str) -> aiohttp.ClientResponse:
+    """Sends a long prompt; returns when the stream has opened."""
+    text = name + "word" * PROMPT_TOKENS
+    body = {"model": MODEL, "input": text, "max_output_tokens": 2, "stream": True}
+    response = await client._session.post(
+        client._stack.url + "/v1/responses",
+        data=json.dumps(body),
+        headers={"content-type": "application/json", "x-request-id": name},
+    )
+    assert response.status == 200
+    seen = b""
+    while b"event: response.in_progress" not in seen:
+        seen += await response.content.readany()
+    assert b"response.output_item" not in seen
+    return response
+
+
+async def test_responses_streams_that_have_opened_leave_their_prompts_in_the_backlog(
+    client: Client,
+) -> None:
+    responses = await asyncio.gather(*[opened(client, f"prompt {number}") for number in range(4)])
+    responses.append(await opened(client, "the next"))
+    (decision,) = await client.decisions("the next")
+    for response in responses:
+        response.close()
+    assert decision["candidates"][0]["backlog_tokens"] > 3 * PROMPT_TOKENS
+    await client.ledger_empty()
+
+
+async def test_the_first_token_of_a_responses_stream_comes_with_its_text(client: Client) -> None:
+    body = {"model": MODEL, "input": "word" * 20_000, "max_output_tokens": 2, "stream": True}
+    answer = await client.request("POST", "/v1/responses", body)
+    outcome = answer.decision["outcome"]
+    # A prefill of 20,000 tokens takes seconds on this card, two tokens a twentieth of one.
+    assert outcome["ttft_s"] > 0.8 * outcome["completion_s"]
