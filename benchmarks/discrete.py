@@ -23,6 +23,7 @@ from extproc.route.router import Router
 from extproc.simulator.blocks import trace_hashes
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
+from extproc.simulator.speculation import Speculation
 from extproc.simulator.steps import Outcome
 
 KNOWN = ("lengths", "coefficients")
@@ -57,7 +58,8 @@ class Simulation:
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
         self.machines = {
-            name: Machine(name, profile) for name, profile in self.fleet_file.members.items()
+            name: Machine(name, profile, self._speculation(name))
+            for name, profile in self.fleet_file.members.items()
         }
         self.nodes: list[Node] = []
         self._watches: list[Watch] = []
@@ -273,6 +275,9 @@ class Simulation:
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)
         return Node(Fleet(OutputLengths(), self.clock, self.clock), self.policy, random)
+
+    def _speculation(self, name: str) -> Speculation | None:
+        return self.fleet_file.group(name).speculation(Random(f"{self.seed} {name}"))
 
     def _watch(self, machine: Machine, typical: Typical) -> Watch:
         known = "coefficients" in self.know

@@ -1,6 +1,7 @@
 """Fleet files: which replicas there are, and what happens to them."""
 
 from pathlib import Path
+from random import Random
 from typing import Any, Literal, Self
 
 from pydantic import (
@@ -13,6 +14,8 @@ from pydantic import (
 )
 
 from extproc.predict.hardware import HardwareProfile, hardware_profile
+from extproc.simulator.engine import Engine
+from extproc.simulator.speculation import ACCEPTANCE, Speculation
 from extproc.yaml_file import read_yaml
 
 Happening = Literal["down", "up", "hang"]
@@ -30,6 +33,10 @@ class ReplicaGroup(_Part):
     count: int = Field(default=1, ge=1)
     believed: str | None = None
     """The profile that the configuration says they have; by default the true one."""
+    draft_tokens: int = Field(default=0, ge=0)
+    """They decode speculatively: tokens drafted for a sequence in each step."""
+    acceptance: float = Field(default=ACCEPTANCE, ge=0, le=1)
+    """Probability that a drafted token is accepted where those before it are."""
 
     @field_validator("profile", "believed")
     @classmethod
@@ -38,6 +45,16 @@ class ReplicaGroup(_Part):
             return name and hardware_profile(name).name
         except KeyError as error:
             raise ValueError(error.args[0]) from None
+
+    @model_validator(mode="after")
+    def _drafts_fit(self) -> Self:
+        Engine(hardware_profile(self.profile), speculation=self.speculation(Random(0)))
+        return self
+
+    def speculation(self, random: Random) -> Speculation | None:
+        """What each drafts; None: nothing."""
+        drafts = self.draft_tokens
+        return Speculation(drafts, self.acceptance, random) if drafts else None
 
 
 class FleetEvent(_Part):
@@ -108,6 +125,10 @@ class FleetFile(_Part):
             for group in self.replicas
             for number in range(group.count)
         }
+
+    def group(self, name: str) -> ReplicaGroup:
+        """The one that a replica belongs to."""
+        return next(one for one in self.replicas if name.rpartition("-")[0] == one.name)
 
     @property
     def members(self) -> dict[str, HardwareProfile]:

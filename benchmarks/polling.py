@@ -82,6 +82,7 @@ class Watch:
                 "cached_tokens": counters.cached_tokens,
                 "generated_tokens": counters.generated_tokens,
                 "first_tokens": counters.first_tokens,
+                "accepted_tokens": counters.accepted_tokens,
                 "preemptions": counters.preemptions,
                 "output_lengths": self._output_lengths(),
                 "scraped_at": now,

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 import aiohttp
 
-from benchmarks.fleet import FleetFile
+from benchmarks.fleet import FleetFile, ReplicaGroup
 from benchmarks.pages import get_json, get_text
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, ProcessError, answers
@@ -76,6 +76,7 @@ class Simulated:
         self.profiles = {name: one.name for name, one in file.believed.items()}
         self.speeds = {name: _speed(one.step) for name, one in file.members.items()}
         self._true = {name: one.name for name, one in file.members.items()}
+        self._drafts = {name: _drafts(file.group(name)) for name in file.members}
         least = min(one.kv_tokens for one in file.members.values())
         self.context = min(least, DEFAULT_MODEL_LEN)
 
@@ -89,6 +90,7 @@ class Simulated:
                 ready = answers(f"http://127.0.0.1:{ports[name]}/health")
                 argv = [sys.executable, "-m", "extproc", "replica", "--model", self.model]
                 argv += ["--port", str(ports[name]), "--profile", self._true[name]]
+                argv += self._drafts[name]
                 process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
                 await running.enter_async_context(process)
 
@@ -142,6 +144,13 @@ class RealVllm:
 
     async def lateness(self, servers: Servers) -> dict[str, Any]:
         return {}
+
+
+def _drafts(group: ReplicaGroup) -> list[str]:
+    """What tells ``extproc replica`` to decode speculatively."""
+    if not group.draft_tokens:
+        return []
+    return ["--draft-tokens", str(group.draft_tokens), "--acceptance", str(group.acceptance)]
 
 
 def _speed(step: StepModel) -> float:

@@ -43,7 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULT.output_median,
         help="median output length, in tokens",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the output lengths")
+    parser.add_argument("--seed", type=int, default=0, help="seed of output lengths and drafts")
+    parser.add_argument(
+        "--draft-tokens",
+        type=_positive,
+        default=_DEFAULT.draft_tokens,
+        help="decode speculatively: tokens drafted for a sequence in each step",
+    )
+    parser.add_argument(
+        "--acceptance",
+        type=float,
+        default=_DEFAULT.acceptance,
+        help="probability that a drafted token is accepted, 0 to 1",
+    )
     parser.add_argument(
         "--enable-prompt-tokens-details",
         action="store_true",
@@ -68,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         output_median=args.output_median,
         seed=args.seed,
+        draft_tokens=args.draft_tokens,
+        acceptance=args.acceptance,
         enable_prompt_tokens_details=args.enable_prompt_tokens_details,
     )
     try:

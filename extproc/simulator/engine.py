@@ -9,6 +9,7 @@ from extproc.predict.hardware import HardwareProfile
 from extproc.predict.step import StepModel
 from extproc.simulator.blocks import BlockPool
 from extproc.simulator.sequence import FinishReason, Sequence
+from extproc.simulator.speculation import Speculation
 from extproc.simulator.steps import Counters, Gauges, Outcome, Step
 from extproc.simulator.stretch import Stretch
 
@@ -24,7 +25,9 @@ class Engine:
     admitted in that step.
 
     A step costs O(1) for sequences that only decode, whatever their number: tokens in KV cache are
-    summed, blocks are needed by position modulo block size, and ends are known in steps.
+    summed, blocks are needed by position modulo block size, and ends are known in steps. With
+    speculative decoding it costs a draw for each. A draft is cut short where no block is left;
+    vLLM would preempt for it.
 
     Run it either step by step (:meth:`schedule`, wait, :meth:`complete`) or up to a time
     (:meth:`advance`); both give the same results.
@@ -38,19 +41,25 @@ class Engine:
         max_num_seqs: int | None = None,
         token_budget: int | None = None,
         prefix_caching: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         """An idle engine; what is not given is taken from the profile.
 
         Raises:
-            ValueError: the token budget is below the number of sequences, or there is no KV block.
+            ValueError: the token budget is below the number of sequences, with their drafts, or
+                there is no KV block.
         """
         self.profile = profile
         self.max_num_seqs = max_num_seqs or profile.max_num_seqs
         self.token_budget = token_budget or profile.token_budget
-        if self.token_budget < self.max_num_seqs:
+        self.speculation = speculation
+        self._drafted = speculation.tokens if speculation else 0
+        """Draft tokens of each sequence in a step."""
+        if self.token_budget < self.max_num_seqs * (1 + self._drafted):
+            drafts = f", each with {self._drafted} drafts" if self._drafted else ""
             raise ValueError(
-                f"token budget {self.token_budget} is less than max_num_seqs {self.max_num_seqs}: "
-                "raise the one or lower the other"
+                f"token budget {self.token_budget} is less than max_num_seqs {self.max_num_seqs}"
+                f"{drafts}: raise the one or lower the other"
             )
         blocks = (kv_tokens or profile.kv_tokens) // block_size
         if blocks < 1:
@@ -187,6 +196,7 @@ class Engine:
         decoded = list(self._decoding.values())
         self.steps += step.steps
         self._kv += step.steps * len(decoded)
+        accepted = self._accept(decoded, self.speculation) if self.speculation else {}
         finished = list(self._finish_decoded(step.ends_at))
         prefilled = [
             sequence
@@ -197,7 +207,7 @@ class Engine:
             self._end_prefill(sequence, step.ends_at)
         finished += [sequence for sequence in prefilled if sequence.finished is not None]
         first = [sequence for sequence in prefilled if sequence.first_token == step.ends_at]
-        outcome = Outcome(step.ends_at, step.steps, decoded, prefilled, first, finished)
+        outcome = Outcome(step.ends_at, step.steps, decoded, accepted, prefilled, first, finished)
         self._count(outcome)
         self._show(min(step.waiting, self.waiting))
         return outcome
@@ -225,10 +235,10 @@ class Engine:
             self._admit_waiting(chunks)
         if chunks:
             self._stretch = None
-            ends_at = self._now + self._mixed_time(chunks)
+            ends_at = self._now + self._step_time(chunks)
             self._step = Step(self._now, ends_at, self.waiting, 1, chunks)
         elif self._decoding:
-            self._step = self._decode(until, single=preempted)
+            self._step = self._decode(until, single=preempted or self._drafted > 0)
         return self._step
 
     def _take_decode_blocks(self) -> bool:
@@ -290,7 +300,7 @@ class Engine:
             budget -= chunk
 
     def _budget_left(self) -> int:
-        return self.token_budget - len(self._decoding)
+        return self.token_budget - len(self._decoding) * (1 + self._drafted)
 
     def _take_prefix(self, sequence: Sequence) -> bool:
         """Share the blocks of the longest cached prefix, if all of the sequence fits.
@@ -329,12 +339,16 @@ class Engine:
             full = slice(sequence.computed // size, (sequence.computed + chunk) // size)
             sequence.held += self.pool.publish(sequence.hashes[full])
 
-    def _mixed_time(self, chunks: list[tuple[Sequence, int]]) -> float:
-        """Seconds for a step that prefills ``chunks`` and decodes the rest."""
-        prefill = sum(chunk for _, chunk in chunks)
+    def _step_time(self, chunks: list[tuple[Sequence, int]]) -> float:
+        """Seconds for a step that prefills ``chunks`` and decodes the rest.
+
+        To verify a draft takes what to prefill as many tokens would.
+        """
+        prefill = sum(chunk for _, chunk in chunks) + self._drafted * len(self._decoding)
         context = sum(sequence.computed for sequence, _ in chunks)
         # Each token of a chunk attends to all before it: on average to half the chunk.
         attention = sum(chunk * (sequence.computed + chunk / 2) for sequence, chunk in chunks)
+        attention += self._drafted * self._kv
         return self._model.step_time(prefill, self.running, self._kv + context, attention)
 
     def _decode(self, until: float, single: bool) -> Step:
@@ -346,7 +360,7 @@ class Engine:
         stretch = self._stretch
         if stretch is None or stretch.end(self.steps - 1) != self._now:
             batch = len(self._decoding)
-            time = self._model.step_time(0, batch, self._kv)
+            time = self._step_time([])
             stretch = Stretch(self._now, self.steps, time, self._model.c_kv * batch)
             self._stretch = stretch
         last = self.steps
@@ -386,6 +400,40 @@ class Engine:
             ahead += 1
         self.pool.take(taken)
         return ahead
+
+    def _accept(self, decoded: list[Sequence], speculation: Speculation) -> dict[int, int]:
+        """Move sequences that decoded on by what is accepted of their drafts.
+
+        Returns:
+            Tokens that each got so, by sequence id.
+        """
+        counters, gained = self.counters, {}
+        counters.drafts += len(decoded)
+        counters.draft_tokens += len(decoded) * speculation.tokens
+        for sequence in decoded:
+            accepted = min(speculation.accepted(), self._room(sequence))
+            counters.accepted_tokens += accepted
+            if tokens := min(accepted, sequence.last_step - self.steps):
+                self._skip(sequence, tokens)
+                gained[sequence.id] = tokens
+        return gained
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens it may go on by, in the blocks it has and those that are free."""
+        tokens, pool = sequence.offset + self.steps, self.pool
+        return (pool.blocks_for(tokens) + pool.free) * pool.block_size - tokens
+
+    def _skip(self, sequence: Sequence, tokens: int) -> None:
+        """Move a decoding sequence on, as if it had begun so many steps before."""
+        before, pool = sequence.offset + self.steps, self.pool
+        pool.take(pool.blocks_for(before + tokens) - pool.blocks_for(before))
+        self._needing[-sequence.offset % pool.block_size] -= 1
+        sequence.offset += tokens
+        self._needing[-sequence.offset % pool.block_size] += 1
+        sequence.last_step -= tokens
+        heapq.heappush(self._ends, (sequence.last_step, sequence.id, sequence))
+        self._kv += tokens
+        self._stretch = None
 
     def _finish_decoded(self, now: float) -> Iterator[Sequence]:
         while self._decoding and self._last_end() <= self.steps:
@@ -450,7 +498,8 @@ class Engine:
         counters, first = self.counters, outcome.first
         prompt_tokens = sum(sequence.prompt_tokens for sequence in first)
         cached = sum(sequence.cached_tokens for sequence in first)
-        tokens = len(outcome.decoded) + sum(seq.output_tokens > 0 for seq in outcome.prefilled)
+        tokens = len(outcome.decoded) + sum(outcome.accepted.values())
+        tokens += sum(sequence.output_tokens > 0 for sequence in outcome.prefilled)
         counters.first_tokens += len(first)
         counters.prompt_tokens += prompt_tokens
         counters.cached_tokens += cached

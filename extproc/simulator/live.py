@@ -36,7 +36,7 @@ class Answer:
 
 
 class Token(NamedTuple):
-    """A generated token: its text, and the reason if it is the last one of its answer."""
+    """What a step generated: its text, and the reason if it is the last of its answer."""
 
     answer: int
     text: str
@@ -93,14 +93,15 @@ class Generation:
         """Wait for the end of all sequences, for a request that is not streamed."""
         await self._changed.wait()
 
-    def add_token(self, index: int) -> None:
-        """A token of answer ``index`` was generated."""
+    def add_tokens(self, index: int, count: int) -> None:
+        """Tokens of answer ``index`` were generated in a step: they are sent as one."""
         if self._streamed:
-            answer, position = self.answers[index], self._generated[index]
+            answer = self.answers[index]
             reason = answer.sequence.reason if answer.sequence.finished is not None else None
-            self._tokens.append(Token(index, tokens.generated(answer.start, position), reason))
+            text = tokens.generated_text(answer.start + self._generated[index], count)
+            self._tokens.append(Token(index, text, reason))
             self._changed.set()
-        self._generated[index] += 1
+        self._generated[index] += count
 
     def end(self) -> None:
         """An answer has ended."""
@@ -193,7 +194,7 @@ class LiveEngine:
         for sequence in (*outcome.decoded, *outcome.prefilled):
             if sequence.output_tokens:
                 generation, index = self._owners[sequence.id]
-                generation.add_token(index)
+                generation.add_tokens(index, 1 + outcome.accepted.get(sequence.id, 0))
         for sequence in outcome.first:
             self._metrics.first_token_came(sequence, self.speed)
         for sequence in outcome.finished:

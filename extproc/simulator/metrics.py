@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from extproc.simulator.engine import Engine
 from extproc.simulator.histogram import Histogram
 from extproc.simulator.sequence import Sequence
+from extproc.simulator.steps import Counters
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -120,6 +121,8 @@ class Metrics:
             ("generation_tokens", "Tokens generated.", totals.generated_tokens),
         ):
             yield from self._family(f"{name}_total", "counter", text, value)
+        if self._engine.speculation:
+            yield from self._drafts(totals)
         sources = {
             "local_compute": totals.prompt_tokens - totals.cached_tokens,
             "local_cache_hit": totals.cached_tokens,
@@ -132,6 +135,14 @@ class Metrics:
         yield from self._labelled(
             "request_success_total", "counter", "Requests finished.", "finished_reason", finished
         )
+
+    def _drafts(self, totals: Counters) -> Iterator[str]:
+        for name, text, value in (
+            ("num_drafts", "Drafts.", totals.drafts),
+            ("num_draft_tokens", "Draft tokens.", totals.draft_tokens),
+            ("num_accepted_tokens", "Draft tokens accepted.", totals.accepted_tokens),
+        ):
+            yield from self._family(f"spec_decode_{name}_total", "counter", text, value)
 
     def _histograms(self) -> Iterator[str]:
         tokens = self._engine.counters.iteration_tokens

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from http import HTTPStatus
+from random import Random
 from zlib import crc32
 
 from extproc.clock import Clock, monotonic
@@ -15,6 +16,7 @@ from extproc.simulator.lengths import OutputLengths
 from extproc.simulator.live import Answer, Generation, LiveEngine
 from extproc.simulator.metrics import Metrics
 from extproc.simulator.sequence import FinishReason, Sequence
+from extproc.simulator.speculation import ACCEPTANCE, Speculation
 
 DEFAULT_MODEL_LEN = 32_768
 """Context length in tokens, unless the KV cache holds less."""
@@ -35,6 +37,11 @@ class ReplicaSettings:
     output_median: int = 120
     """Median of the output lengths, in tokens, before any bound."""
     seed: int = 0
+    """Of output lengths, and of what is accepted of drafts."""
+    draft_tokens: int = 0
+    """Tokens drafted for a sequence in each step; 0: it does not decode speculatively."""
+    acceptance: float = ACCEPTANCE
+    """Probability that a drafted token is accepted where those before it are."""
     enable_prompt_tokens_details: bool = False
     """Whether chat, completions and messages report cached prompt tokens, as vLLM's flag."""
 
@@ -49,10 +56,14 @@ class Replica:
             KeyError: there is no such hardware profile.
             ValueError: the settings contradict each other.
         """
-        profile = hardware_profile(settings.profile)
+        drafts, random = settings.draft_tokens, Random(settings.seed)
         self.settings = settings
         self.engine = Engine(
-            profile, settings.block_size, settings.kv_tokens, settings.max_num_seqs
+            hardware_profile(settings.profile),
+            settings.block_size,
+            settings.kv_tokens,
+            settings.max_num_seqs,
+            speculation=Speculation(drafts, settings.acceptance, random) if drafts else None,
         )
         self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)
         if self.max_model_len > self.engine.capacity:

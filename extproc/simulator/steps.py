@@ -32,6 +32,8 @@ class Outcome:
     steps: int
     decoded: list[Sequence]
     """Generated one token in each step."""
+    accepted: dict[int, int]
+    """What drafts gave them on top, by sequence id."""
     prefilled: list[Sequence]
     """Ended their prefill, and with it generated one token, if they generate any."""
     first: list[Sequence]
@@ -57,6 +59,10 @@ class Counters:
     first_tokens: int = 0
     """Sequences whose first prefill has ended."""
     generated_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Draft tokens accepted; vLLM counts also those that are cut since the sequence ends."""
     preemptions: int = 0
     prefix_queries: int = 0
     """Tokens looked up in the prefix cache, counted at admission."""

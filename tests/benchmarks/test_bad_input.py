@@ -105,6 +105,7 @@ def test_a_trace_without_requests(capsys: pytest.CaptureFixture[str], tmp_path: 
         ("replicas: [{name: a, profile: llama-8b-a1}]", "did you mean 'llama-8b-a10'?"),
         ("replicas: [{name: a, profile: llama-8b-a10, count: 0}]", "replicas.0.count: "),
         ("replicas: [{name: a, profile: llama-8b-a10, size: 3}]", "replicas.0.size: "),
+        ("replicas: [{name: a, profile: llama-8b-a10, draft_tokens: 8}]", "token budget 2048"),
         ("replicas: []", "replicas: "),
         ("[", "line 1"),
         ("", "dictionary"),

@@ -55,6 +55,19 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert runs[0] == runs[1]
 
 
+def test_a_fleet_that_decodes_speculatively_answers_sooner(
+    simulate: Simulate, tmp_path: Path
+) -> None:
+    arguments = ["--policy", "round_robin", "--requests", "100", "--no-oracle"]
+    (plain,) = simulate(*arguments)
+    speculative = tmp_path / "speculative.yaml"
+    groups = MIXED.read_text().replace("count:", "draft_tokens: 3, acceptance: 0.8, count:")
+    speculative.write_text(groups)
+    first, again = [simulate(*arguments, fleet_file=speculative)[0] for _ in range(2)]
+    assert first["e2e_s"] == again["e2e_s"]
+    assert first["e2e_s"]["mean"] < 0.7 * plain["e2e_s"]["mean"]
+
+
 def test_prediction_beats_counting_where_replicas_differ(simulate: Simulate) -> None:
     arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "1500"]
     ours, theirs = simulate(*arguments, "--no-oracle")

@@ -1,3 +1,5 @@
+from random import Random
+
 import pytest
 
 from extproc.predict.hardware import HardwareProfile
@@ -5,6 +7,7 @@ from extproc.predict.step import StepModel
 from extproc.simulator.blocks import trace_hashes
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import FinishReason, Sequence
+from extproc.simulator.speculation import Speculation
 from extproc.simulator.steps import Outcome
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, 1e-8)
@@ -226,6 +229,42 @@ def test_a_throttled_card_takes_longer_from_the_next_step_on() -> None:
     assert second.ends_at - second.starts_at == pytest.approx(3 * STEP.step_time(0, 1, 10))
 
 
+def test_accepted_drafts_come_on_top_and_those_beyond_the_end_are_cut() -> None:
+    engine = Engine(PROFILE, speculation=Speculation(3, 1.0, Random(0)))
+    sequence = Sequence(1, 10, 11)
+    engine.add(sequence, 0.0)
+    outcomes = run(engine)
+    # 1, 4, 4 and 2 of 4 tokens.
+    assert [outcome.accepted.get(1, 0) for outcome in outcomes] == [0, 3, 3, 1]
+    assert sequence.generated == engine.counters.generated_tokens == 11
+    counters = engine.counters
+    assert (counters.steps, counters.drafts, counters.draft_tokens) == (4, 3, 9)
+    # As vLLM, which counts them before it cuts.
+    assert counters.accepted_tokens == 9
+
+
+def test_a_step_takes_longer_by_its_drafts_and_they_use_up_its_budget() -> None:
+    engine = Engine(PROFILE, speculation=Speculation(4, 0.0, Random(0)))
+    engine.add(Sequence(1, 10, 3), 0.0)
+    engine.schedule(0.0)
+    engine.complete()
+    long = Sequence(2, 400, 1)
+    engine.add(long, 0.1)
+    step = engine.schedule(0.1)
+    assert step is not None
+    assert step.chunks == [(long, 251)]
+    attention = 4 * 10 + 251 * 251 / 2
+    assert step.ends_at - 0.1 == pytest.approx(STEP.step_time(4 + 251, 2, 10, attention))
+
+
+def test_an_average_draft_gives_what_its_acceptance_says() -> None:
+    engine = Engine(PROFILE, kv_tokens=32_000, speculation=Speculation(4, 0.7, Random(0)))
+    engine.add(Sequence(1, 10, 20_000), 0.0)
+    run(engine)
+    mean = sum(0.7**n for n in range(5))
+    assert engine.steps == pytest.approx(20_000 / mean, rel=0.03)
+
+
 def test_decoding_alone_is_run_in_one_go() -> None:
     engine = Engine(PROFILE)
     engine.add(Sequence(1, 10, 1000), 0.0)
@@ -262,3 +301,7 @@ def test_a_budget_below_the_batch_is_refused() -> None:
         Engine(PROFILE, token_budget=8)
     with pytest.raises(ValueError, match="KV tokens"):
         Engine(PROFILE, kv_tokens=8)
+    with pytest.raises(ValueError, match=r"token budget 256 .* 16 drafts"):
+        Engine(PROFILE, speculation=Speculation(16, 0.5, Random(0)))
+    with pytest.raises(ValueError, match="probability"):
+        Speculation(4, 1.5, Random(0))

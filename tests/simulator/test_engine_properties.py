@@ -3,6 +3,7 @@ many."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from extproc.predict.hardware import HardwareProfile
 from extproc.predict.step import StepModel
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import FinishReason, Sequence
+from extproc.simulator.speculation import Speculation
 
 PROFILE = HardwareProfile("test", StepModel(0.013, 1e-4, 1e-3, 1e-5, 1e-8), 160, 24, 6, "made up")
 BLOCK = 4
@@ -103,17 +105,27 @@ def check(engine: Engine) -> None:
 
 
 def outcome(
-    drive: Callable[[Engine, list[Event]], None], arrivals: list[Arrival], kv_tokens: int
+    drive: Callable[[Engine, list[Event]], None],
+    arrivals: list[Arrival],
+    kv_tokens: int,
+    drafts: int,
 ) -> tuple[Engine, list[Sequence]]:
-    engine = Engine(PROFILE, BLOCK, kv_tokens)
+    speculation = Speculation(drafts, 0.7, Random(1)) if drafts else None
+    engine = Engine(PROFILE, BLOCK, kv_tokens, max_num_seqs=4, speculation=speculation)
     listed = events(arrivals)
     drive(engine, listed)
     return engine, [event.sequence for event in listed if not event.abort]
 
 
-@given(arrivals, st.sampled_from([152, 200, 400, 4000]))
-def test_everything_ends_and_nothing_leaks(arrivals: list[Arrival], kv_tokens: int) -> None:
-    engine, sequences = outcome(in_stretches, arrivals, kv_tokens)
+sizes = st.sampled_from([152, 200, 400, 4000])
+drafts = st.sampled_from([0, 0, 1, 5])
+
+
+@given(arrivals, sizes, drafts)
+def test_everything_ends_and_nothing_leaks(
+    arrivals: list[Arrival], kv_tokens: int, drafts: int
+) -> None:
+    engine, sequences = outcome(in_stretches, arrivals, kv_tokens, drafts)
     assert (engine.running, engine.waiting, engine.kv_usage) == (0, 0, 0)
     assert engine.pool.free == engine.pool.blocks
     for sequence in sequences:
@@ -135,10 +147,12 @@ def test_everything_ends_and_nothing_leaks(arrivals: list[Arrival], kv_tokens: i
     assert counters.steps <= engine.steps
 
 
-@given(arrivals, st.sampled_from([152, 200, 400, 4000]))
-def test_one_step_at_a_time_or_many_is_the_same(arrivals: list[Arrival], kv_tokens: int) -> None:
-    one, single = outcome(step_by_step, arrivals, kv_tokens)
-    other, many = outcome(in_stretches, arrivals, kv_tokens)
+@given(arrivals, sizes, drafts)
+def test_one_step_at_a_time_or_many_is_the_same(
+    arrivals: list[Arrival], kv_tokens: int, drafts: int
+) -> None:
+    one, single = outcome(step_by_step, arrivals, kv_tokens, drafts)
+    other, many = outcome(in_stretches, arrivals, kv_tokens, drafts)
     assert [_record(sequence) for sequence in single] == [_record(sequence) for sequence in many]
     assert one.steps == other.steps
     assert one.counters.preemptions == other.counters.preemptions

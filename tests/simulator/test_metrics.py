@@ -1,10 +1,16 @@
 """The page is vLLM's, as far as it goes."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+
+from extproc.simulator.replica import Replica
+from extproc.simulator.server import start
+from tests.simulator.conftest import SETTINGS
 
 SERIES = Path(__file__).parent.parent / "data" / "vllm_0_32_series.txt"
 KEYS = ("finished_reason", "le", "reason", "source")
@@ -99,6 +105,27 @@ async def test_each_prompt_counts_as_a_request_whatever_its_choices(client: Clie
     assert seen["time_to_first_token_seconds_count"] == 6
     assert seen["request_params_n_count"] == 3
     assert seen["request_params_n_sum"] == 6
+
+
+async def test_drafts_are_counted_and_come_with_the_token_they_follow() -> None:
+    settings = replace(SETTINGS, draft_tokens=3, acceptance=1.0)
+    runner, port, _ = await start(Replica(settings), "127.0.0.1", 0)
+    body = {"prompt": "word", "max_tokens": 9, "ignore_eos": True}
+    async with ClientSession(f"http://127.0.0.1:{port}") as client:
+        async with client.post("/v1/completions", json=body) as response:
+            whole = (await response.json())["choices"][0]["text"]
+        async with client.post("/v1/completions", json=body | {"stream": True}) as response:
+            lines = (await response.text()).split("\n\n")
+        seen = await values(client)
+    await runner.cleanup()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if "text" in line]
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert [len(text.split()) for text in texts] == [1, 4, 4]
+    assert "".join(texts) == whole
+    assert seen["spec_decode_num_drafts_total"] == 4
+    assert seen["spec_decode_num_draft_tokens_total"] == 12
+    assert seen["spec_decode_num_accepted_tokens_total"] == 12
+    assert seen["iteration_tokens_total_count"] == 6
 
 
 async def test_times_are_what_clients_see(client: ClientSession) -> None:
