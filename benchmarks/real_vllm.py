@@ -6,7 +6,8 @@ Servers that run already:
 
 Or servers it starts itself, one core each (needs `vllm`, with its CPU backend, on PATH):
 
-    python -m benchmarks.real_vllm --serve DIR,DIR --max-num-seqs 16,8
+    python -m benchmarks.real_vllm --serve DIR,DIR --max-num-seqs 16,8 \\
+        --options '' --options '--speculative-config {"method":"ngram","num_speculative_tokens":4}'
 
 Redis, poller, router and Envoy are started beside them, and stopped at the end. The router starts
 from a hardware profile that is not theirs; what it knows of them it learns from their /metrics.
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -55,35 +57,42 @@ _CHAT_SHARE = 0.5
 _STREAMED_SHARE = 0.5
 _KNOWN_SHARE = 0.5
 """Requests that generate exactly their bound; the others end when the model ends them."""
-_LOOSE_BOUND = 1024
 _PROMPT = (80, 1.0, 8, 1000)
-_OUTPUT = (80, 0.7, 8, 400)
-"""Log-normal words and tokens: median, spread, least, most."""
+"""Log-normal words: median, spread, least, most."""
+_OUTPUT = (0.7, 0.1, 5.0)
+"""Log-normal tokens: spread, and least and most as a multiple of the median."""
+_OUTPUT_MEDIAN = 80
+_LOOSE_BOUND = 13
+"""The bound of an unknown length, as a multiple of the median."""
 _WORDS = "about after before could every first found great house large might never other people"
 
 
 # -- requests -------------------------------------------------------------------------------
 
 
-def requests(model: str, rate: float, random: Random) -> Iterator[Sample]:
+def requests(
+    model: str, rate: float, random: Random, output_median: int = _OUTPUT_MEDIAN
+) -> Iterator[Sample]:
     """Mixed requests without end, `rate` a second on average, arriving independently.
 
     Their kind is `known` where the bound is the length, else `unknown`.
     """
     at = 0.0
     while True:
-        yield _request(model, at, random)
+        yield _request(model, at, random, output_median)
         at += random.expovariate(rate)
 
 
-def _request(model: str, at: float, random: Random) -> Sample:
+def _request(model: str, at: float, random: Random, output_median: int) -> Sample:
     chat = random.random() < _CHAT_SHARE
     known = random.random() < _KNOWN_SHARE
-    output = _length(_OUTPUT, random)
+    spread, least, most = _OUTPUT
+    shortest, longest = round(least * output_median), round(most * output_median)
+    output = _length((output_median, spread, max(shortest, 1), longest), random)
     body = {
         "model": model,
         "stream": random.random() < _STREAMED_SHARE,
-        "max_tokens": output if known else _LOOSE_BOUND,
+        "max_tokens": output if known else _LOOSE_BOUND * output_median,
         "ignore_eos": known,
     }
     prompt = " ".join(random.choices(_WORDS.split(), k=_length(_PROMPT, random)))
@@ -101,9 +110,14 @@ def _length(distribution: tuple[float, float, int, int], random: Random) -> int:
 
 @asynccontextmanager
 async def vllm_servers(
-    models: Sequence[Path], max_num_seqs: Sequence[int], directory: Path
+    models: Sequence[Path],
+    max_num_seqs: Sequence[int],
+    directory: Path,
+    options: Sequence[Sequence[str]] = (),
 ) -> AsyncIterator[dict[str, str]]:
     """Runs a vLLM server for each model, each on a core of its own; yields name → `ip:port`.
+
+    `options`: further ones of each server, where there are any.
 
     Raises:
         ProcessError: one could not be started, or did not get ready.
@@ -114,6 +128,7 @@ async def vllm_servers(
 
         async def start(core: int, name: str) -> None:
             argv, env = vllm_command(models[core], ports[name], core, max_num_seqs[core])
+            argv += options[core] if options else ()
             ready = answers(f"http://127.0.0.1:{ports[name]}/health")
             log_file = directory / f"{name}.log"
             process = await Process.start(
@@ -330,9 +345,12 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Any:
 
 async def _compare(args: argparse.Namespace, servers: Mapping[str, str], logs: Path) -> list[Run]:
     """A warm-up, then the same requests under each policy."""
-    mixed = requests(args.model, args.rate, Random(args.seed))
-    warm_up = list(islice(mixed, args.warm_up))
-    sent = list(islice(requests(args.model, args.rate, Random(args.seed + 1)), args.requests))
+
+    def mixed(seed: int, count: int) -> list[Sample]:
+        endless = requests(args.model, args.rate, Random(seed), args.output_median)
+        return list(islice(endless, count))
+
+    warm_up, sent = mixed(args.seed, args.warm_up), mixed(args.seed + 1, args.requests)
     plan = [("warm-up", args.policy[0], warm_up)] if warm_up else []
     plan += [(policy, policy, sent) for policy in args.policy]
     runs = []
@@ -350,7 +368,7 @@ async def _run(args: argparse.Namespace, logs: Path) -> list[Run]:
     if args.servers:
         names = {f"vllm-{number}": address for number, address in enumerate(args.servers, 1)}
         return await _compare(args, names, logs)
-    async with vllm_servers(args.serve, args.max_num_seqs, logs) as started:
+    async with vllm_servers(args.serve, args.max_num_seqs, logs, args.options) as started:
         return await _compare(args, started, logs)
 
 
@@ -395,6 +413,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--serve", type=arguments.paths, default=[], metavar="DIR,DIR", help="models"
     )
     parser.add_argument("--max-num-seqs", type=arguments.counts, default=[16, 8], metavar="N,N")
+    parser.add_argument(
+        "--options",
+        type=shlex.split,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="further ones of `vllm serve`, given once for each model",
+    )
     parser.add_argument("--requests", type=arguments.count, default=300, metavar="N")
     parser.add_argument(
         "--warm-up",
@@ -406,6 +432,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rate", type=arguments.positive, default=1.0, metavar="X", help="requests a second [1]"
     )
+    parser.add_argument(
+        "--output-median",
+        type=arguments.count,
+        default=_OUTPUT_MEDIAN,
+        metavar="N",
+        help=f"tokens of an answer [{_OUTPUT_MEDIAN}]",
+    )
     parser.add_argument("--policy", type=_policies, default=["completion"], metavar="a,b,c")
     parser.add_argument("--profile", choices=PROFILES, default=DEFAULT_PROFILE, metavar="NAME")
     parser.add_argument("--seed", type=int, default=0)
@@ -415,6 +448,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give either the addresses of servers, or --serve")
     if args.serve and len(args.serve) != len(args.max_num_seqs):
         parser.error("--max-num-seqs needs a number for each model of --serve")
+    if args.options and len(args.options) != len(args.serve):
+        parser.error("--options is given once for each model of --serve, or not at all")
     if args.serve and args.model != _SERVED_NAME:
         parser.error("--model is for servers that run already")
     return args

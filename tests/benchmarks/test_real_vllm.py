@@ -118,6 +118,13 @@ def test_a_known_length_is_the_bound_and_the_model_cannot_end_it() -> None:
             assert body["max_tokens"] > one.output_tokens
 
 
+def test_answers_may_be_short() -> None:
+    sent = list(islice(requests("m", 1.0, Random(4), output_median=12), 500))
+    assert min(one.output_tokens for one in sent) >= 1
+    assert max(one.body("run")["max_tokens"] for one in sent) == 156
+    assert sorted(one.output_tokens for one in sent)[250] == pytest.approx(12, abs=2)
+
+
 def test_no_prompt_is_in_a_prefix_cache_from_another_run() -> None:
     (one,) = islice(requests("m", 1.0, Random(3)), 1)
     assert _prompt(one, "first")[:4] != _prompt(one, "again")[:4]
@@ -136,6 +143,7 @@ def _prompt(sample: Sample, run: str) -> str:
         (["127.0.0.1"], "host:port"),
         (["127.0.0.1:1", "--policy", "completion,nonsense"], "'nonsense' is none of"),
         (["--serve", "x"], "--max-num-seqs"),
+        (["--serve", "x,y", "--options", "--seed 3"], "--options is given once for each model"),
         (["--serve", "x", "--max-num-seqs", "0"], "'0' is not a whole number of at least 1"),
         (["127.0.0.1:1", "--rate", "0"], "'0' is not a finite number above 0"),
         (["127.0.0.1:1", "--requests=-1"], "'-1' is not a whole number of at least 1"),
