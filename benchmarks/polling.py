@@ -99,7 +99,7 @@ class Watch:
             at=now,
             steps=counters.steps,
             computed_tokens=counters.prompt_tokens - counters.cached_tokens,
-            generated_tokens=counters.generated_tokens,
+            generated_tokens=counters.generated_tokens - counters.accepted_tokens,
             in_flight=gauges.running + gauges.waiting,
             kv_tokens=max(used - gauges.running * engine.pool.block_size / 2, 0.0),
             finished=counters.finished.total(),
