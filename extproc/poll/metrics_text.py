@@ -151,12 +151,15 @@ def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
 
     The label ``num_gpu_blocks`` of each engine counts the blocks of all engines, and with several
     kinds of attention a block does not hold ``block_size`` tokens of a sequence. So vLLM's own sum
-    per engine comes first, where there is one.
+    per engine comes first, where there is one. An engine whose model has no KV cache has one block
+    all the same, which is not used.
     """
     block_size = max(_labels(_BLOCK_SIZE, configs), default=_BLOCK_SIZE_ON_GPUS)
     tokens = sum(_labels(_KV_TOKENS, configs))
     blocks = max(_labels(_BLOCKS, configs), default=0)
-    return block_size, tokens or blocks * block_size
+    if blocks > len(configs):
+        tokens = tokens or blocks * block_size
+    return block_size, tokens
 
 
 def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:

@@ -38,9 +38,36 @@ def sample(name: str) -> bytes:
                 ("tiny",), 0, 0, 0.0, 16_384, 128, 363.5, 3604, 0, 727, 16, 0, 0, 16, engines=2
             ),
         ),
+        ("ngram", EngineFigures(("m63",), 0, 0, 0.0, 25_600, 128, 93, 720, 0, 480, 6, 289, 0, 6)),
+        (
+            "embeddings",
+            EngineFigures(("tiny",), 0, 0, 0.0, 8192, 128, 19, 30_224, 0, 0, 26, 0, 0, 26),
+        ),
+        # It has no KV cache, though its label num_gpu_blocks says 1.
+        ("encoder", EngineFigures(("bert",), 0, 0, 0.0, 0, 128, 2, 1206, 0, 0, 12, 0, 0, 12)),
+        (
+            "0.31",
+            EngineFigures(
+                ("tiny",),
+                8,
+                4,
+                0.6349206349206349,
+                8192,
+                128,
+                118,
+                13_500,
+                2048,
+                971,
+                17,
+                402,
+                0,
+                9,
+            ),
+        ),
+        ("0.10", EngineFigures(("llama",), 2, 0, 0.19, 432_000, 16, 3, 3200, 64, 10, 3, 3, 1, 1)),
     ],
 )
-def test_pages_of_a_real_vllm(name: str, figures: EngineFigures) -> None:
+def test_pages_of_vllm(name: str, figures: EngineFigures) -> None:
     assert replace(read_metrics(sample(name)), output_lengths=()) == figures
 
 
