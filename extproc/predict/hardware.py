@@ -29,29 +29,32 @@ def _profile(
     batch_us: float,
     kv_us: float,
     kv_tokens: int,
-    token_budget: int,
+    limits: tuple[int, int],
     source: str,
-    max_num_seqs: int = 256,
 ) -> HardwareProfile:
     step = StepModel(c0_ms / 1e3, prefill_us / 1e6, batch_us / 1e6, kv_us / 1e6)
-    return HardwareProfile(name, step, kv_tokens, token_budget, max_num_seqs, source)
+    return HardwareProfile(name, step, kv_tokens, *limits, source)
 
+
+# Token budget and sequences by default, of vLLM 0.32 as an API server (`EngineArgs.get_batch_defaults`):
+# the former where the card has 70 GiB or more and is no A100, where a large budget costs throughput.
+_LARGE, _OTHER = (8192, 1024), (2048, 256)
 
 _ROOFLINE = "roofline of the card with usual efficiency"
 _VIDUR = "linear operators of the Vidur simulator's published profiles, fitted"
 _BLIS = "whole-engine fit published with the BLIS simulator"
 
 _LISTED = (
-    _profile("llama-8b-h100", 6.5, 38, 20, 0.047, 400_000, 8192, _ROOFLINE, 1024),
-    _profile("llama-8b-a10", 29, 260, 50, 0.26, 42_000, 2048, _ROOFLINE),
-    _profile("llama-3-8b-a100", 11, 66, 29, 0.086, 400_000, 8192, _VIDUR, 1024),
-    _profile("llama-2-7b-a100", 11, 64, 29, 0.34, 100_000, 8192, _VIDUR, 1024),
-    _profile("llama-2-7b-h100", 7, 20, 11, 0.21, 100_000, 8192, _VIDUR, 1024),
+    _profile("llama-8b-h100", 6.5, 38, 20, 0.047, 400_000, _LARGE, _ROOFLINE),
+    _profile("llama-8b-a10", 29, 260, 50, 0.26, 42_000, _OTHER, _ROOFLINE),
+    _profile("llama-3-8b-a100", 11, 66, 29, 0.086, 400_000, _OTHER, _VIDUR),
+    _profile("llama-2-7b-a100", 11, 64, 29, 0.34, 100_000, _OTHER, _VIDUR),
+    _profile("llama-2-7b-h100", 7, 20, 11, 0.21, 100_000, _LARGE, _VIDUR),
     _profile(
-        "llama-3-70b-4xa100", 26, 158, 70, 0.054, 300_000, 2048, f"{_VIDUR}, without all-reduce"
+        "llama-3-70b-4xa100", 26, 158, 70, 0.054, 300_000, _OTHER, f"{_VIDUR}, without all-reduce"
     ),
-    _profile("qwen2.5-7b-h100", 7.1, 19.5, 25, 0.03, 800_000, 8192, _BLIS, 1024),
-    _profile("llama-3.3-70b-4xh100", 12.6, 76, 67, 0.033, 500_000, 8192, _BLIS, 1024),
+    _profile("qwen2.5-7b-h100", 7.1, 19.5, 25, 0.03, 800_000, _LARGE, _BLIS),
+    _profile("llama-3.3-70b-4xh100", 12.6, 76, 67, 0.033, 500_000, _LARGE, _BLIS),
 )
 
 PROFILES: dict[str, HardwareProfile] = {profile.name: profile for profile in _LISTED}
