@@ -10,7 +10,7 @@ from benchmarks.clock import VirtualClock
 from benchmarks.fleet import FleetEvent, FleetFile
 from benchmarks.machine import Machine
 from benchmarks.oracle import Oracle
-from benchmarks.polling import MODEL, Watch
+from benchmarks.polling import MODEL, Watch, poll_interval
 from benchmarks.routers import Deciding, News, Node, Routers
 from benchmarks.served import Failed, Served
 from benchmarks.speeds import Speeds
@@ -42,7 +42,8 @@ class Simulation:
     fleet_file: FleetFile
     policy: str
     """Name of a policy, or ``oracle``."""
-    poll_interval: float = 0.2
+    poll_interval: float | None = None
+    """Seconds between two scrapes of a replica; None: as usual with the policy."""
     seed: int = 0
     know: frozenset[str] = frozenset()
     """Which of ``KNOWN`` the router is told, though production would not know it."""
@@ -57,6 +58,7 @@ class Simulation:
 
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
+        self._poll_s = self.poll_interval or poll_interval(self.policy)
         self.machines = {
             name: Machine(name, profile, self._speculation(name))
             for name, profile in self.fleet_file.members.items()
@@ -270,7 +272,7 @@ class Simulation:
                 self._deciding.publish(state)
         if now >= self._speeds.due:
             self._speeds.compare(now, self.fleet.view(MODEL))
-        self._poll_at += self.poll_interval
+        self._poll_at += self._poll_s
 
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)
@@ -283,4 +285,4 @@ class Simulation:
         known = "coefficients" in self.know
         profile = self.fleet_file.believed[machine.name]
         believed = None if known else profile.step.slowed(self.profile_error)
-        return Watch(machine, believed, typical, self.poll_interval, Random(self.seed))
+        return Watch(machine, believed, typical, self._poll_s, Random(self.seed))

@@ -157,6 +157,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
     models = [machine.step_model for machine in machines]
     names = [machine.name for machine in machines]
     running = _floats(engine.running for engine in engines)
+    waiting = _floats(engine.waiting for engine in engines)
     kv_usage = _floats(engine.kv_usage for engine in engines)
     capacity = _floats(engine.capacity for engine in engines)
     costs = StepCosts(
@@ -171,8 +172,10 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         rows=np.arange(len(machines)),
         ids=names,
         names=names,
-        requests=running + _floats(engine.waiting for engine in engines),
-        waiting=_floats(engine.waiting for engine in engines),
+        requests=running + waiting,
+        waiting=waiting,
+        polled_waiting=waiting,
+        polled_kv_usage=kv_usage,
         # What is cached of the prompt is as good as computed.
         backlog=_floats(one.backlog - one.cached for one in exact),
         batch=running,

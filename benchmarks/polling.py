@@ -14,10 +14,19 @@ from extproc.predict.windows import EngineCounts
 MODEL = "model"
 _MAX_MODEL_LEN = 131_072
 """Tokens, where the KV cache holds as many."""
+_INTERVAL = 0.2
+"""Seconds between two scrapes, as configured by default."""
+_PICKERS_INTERVAL = 0.05
+"""The default of the gateways that decide on what they polled, llm-d's picker and AIBrix's."""
 _TIMEOUT = 1.0
 """Seconds until a scrape of a replica that hangs is given up, as configured by default."""
 _LONGEST_PAUSE = 2.0
 """Seconds between scrapes of a replica that does not answer, as configured by default."""
+
+
+def poll_interval(policy: str) -> float:
+    """Seconds between two scrapes of a replica, as whoever runs this policy has them by default."""
+    return _PICKERS_INTERVAL if policy in ("queue_kv", "least_kv") else _INTERVAL
 
 
 class Watch:

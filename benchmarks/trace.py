@@ -29,11 +29,16 @@ class TracedRequest:
 
 
 def read(
-    paths: Iterable[Path], speed: float = 1.0, most: int | None = None, start: float = 0.0
+    paths: Iterable[Path],
+    speed: float = 1.0,
+    most: int | None = None,
+    start: float = 0.0,
+    duration: float = inf,
 ) -> list[TracedRequest]:
     """The traces merged by time, ``speed`` times as fast, and of these the first ``most``.
 
-    ``start``: leave out what arrives in so many seconds (at that speed), and count time from there.
+    ``start``: leave out what arrives in so many seconds (at that speed), and count time from there;
+    ``duration``: leave out what arrives later than that from there.
 
     Raises:
         OSError: a file cannot be read.
@@ -42,10 +47,11 @@ def read(
     paths = list(paths)
     merged = heapq.merge(*(_lines(path) for path in paths), key=lambda request: request.at)
     faster = (replace(one, at=one.at / speed - start) for one in merged)
-    requests = list(islice((one for one in faster if one.at >= 0), most))
+    requests = list(islice((one for one in faster if 0 <= one.at < duration), most))
     if not requests:
+        within = f" in the first {duration:g} s" if duration < inf else ""
         later = f" from {start:g} s on" if start else ""
-        raise ValueError(f"{' and '.join(map(str, paths))} has no requests{later}")
+        raise ValueError(f"{' and '.join(map(str, paths))} has no requests{within}{later}")
     return requests
 
 

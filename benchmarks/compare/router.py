@@ -11,6 +11,7 @@ from benchmarks.compare.contenders import Prediction, Requests
 from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.pages import get_json
+from benchmarks.polling import poll_interval
 from extproc.demo.stack import Stack
 
 _DECISIONS_KEPT = 25_000
@@ -34,6 +35,7 @@ class Router:
         """
         settings: dict[str, dict[str, object]] = {
             "route": {"policy": self._policy, "seed": seed},
+            "poll": {"interval_s": poll_interval(self._policy)},
             "serve": {"decisions_kept": _DECISIONS_KEPT},
         }
         async with _Behind(directory, servers, fleet.profiles, settings) as stack:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from random import Random
 from secrets import token_hex
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.report:
             report.writable(args.report)
         origin = about("benchmarks.load", argv)
-        result = uvloop.run(_run(args, _requests(args), origin))
+        requests = trace.read(args.trace, args.speed, args.requests, args.start, args.duration)
+        result = uvloop.run(_run(args, requests, origin))
     except (OSError, ValueError, TargetError) as error:
         print(f"load: {error}", file=sys.stderr)
         return 2
@@ -57,18 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.report:
         print(report.write(result, args.report))
     return 1 if result["summary"]["failed"] else 0
-
-
-def _requests(args: argparse.Namespace) -> list[trace.TracedRequest]:
-    """Raises OSError or ValueError where there are none."""
-    requests = trace.read(args.trace, args.speed, args.requests, args.start)
-    if args.duration is None:
-        return requests
-    in_time = [one for one in requests if one.at < args.duration]
-    if not in_time:
-        later = f" from {args.start:g} s on" if args.start else ""
-        raise ValueError(f"no request of the trace arrives in the first {args.duration:g} s{later}")
-    return in_time
 
 
 async def _run(
@@ -150,6 +140,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--duration",
         type=arguments.positive,
+        default=inf,
         metavar="S",
         help="send what arrives in the first S seconds",
     )

@@ -122,6 +122,7 @@ def correct(
     replicas.foreign[row] = min(beyond, replicas.beyond[row])
     replicas.beyond[row] = beyond
     replicas.polled_waiting[row] = state.waiting
+    replicas.polled_kv_usage[row] = state.kv_usage
     started = requests.before[then] < inf
     own_kv = requests.prompt[then] + weight * requests.generated[then]
     used = state.kv_usage * replicas.kv_capacity[row]
@@ -141,6 +142,7 @@ def fade(replicas: Replicas, now: float) -> None:
             replicas.foreign,
             replicas.kv_beyond,
             replicas.polled_waiting,
+            replicas.polled_kv_usage,
         ):
             column[old] = 0.0
         sampled_at[old] = inf  # forgotten, once and for all

@@ -19,6 +19,7 @@ class Replicas(Table):
     prefilled: Floats  # of these, prefilled
     foreign: Floats  # sequences that two polls in a row saw and no router told of
     polled_waiting: Floats  # requests in the replica's queue
+    polled_kv_usage: Floats  # fraction of its KV cache in use, as it says
     batch: Floats  # sequences decoding
     kv_used: Floats  # KV tokens of the sequences decoding
     kv_capacity: Floats

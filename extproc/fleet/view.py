@@ -63,6 +63,10 @@ class FleetView:
     """In flight: the router's own and those the poll saw beyond them."""
     waiting: Floats
     """Requests that have no token yet, or are in the replica's queue."""
+    polled_waiting: Floats
+    """Requests in the replica's queue at the last poll."""
+    polled_kv_usage: Floats
+    """Fraction of the KV cache in use at the last poll."""
     backlog: Floats
     """Prompt tokens sent and not yet prefilled."""
     batch: Floats

@@ -36,8 +36,8 @@ def _profile(
     return HardwareProfile(name, step, kv_tokens, *limits, source)
 
 
-# Token budget and sequences by default, of vLLM 0.32 as an API server (`EngineArgs.get_batch_defaults`):
-# the former where the card has 70 GiB or more and is no A100, where a large budget costs throughput.
+# Token budget and sequences that vLLM's API server takes by default (`get_batch_defaults` of 0.32's
+# `EngineArgs`): large ones where a card has 70 GiB or more and is no A100.
 _LARGE, _OTHER = (8192, 1024), (2048, 256)
 
 _ROOFLINE = "roofline of the card with usual efficiency"

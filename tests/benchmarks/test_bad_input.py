@@ -41,6 +41,8 @@ def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str
         ("--profile-error", ("0", "inf", "nan")),
         ("--share-lag", ("-0.1", "inf", "nan")),
         ("--from", ("-1", "inf", "nan")),
+        ("--skip", ("-1", "inf", "nan")),
+        ("--duration", ("0", "-1", "inf", "nan")),
         ("--until", ("nan", "0")),
         ("--routers", ("0", "1.5", "many")),
         ("--requests", ("0", "-1")),

@@ -25,8 +25,11 @@ def test_a_later_part_begins_anew(tmp_path: Path) -> None:
     file.write_text("".join(line.format(1000 * second, second) for second in (1, 4, 6, 9)))
     part = trace.read([file], speed=2, most=2, start=2.0)
     assert [(one.at, one.prompt_tokens) for one in part] == [(0.0, 4), (1.0, 6)]
+    assert trace.read([file], speed=2, start=2.0, duration=1.5) == part
     with pytest.raises(ValueError, match="has no requests from 5 s on"):
         trace.read([file], speed=2, start=5.0)
+    with pytest.raises(ValueError, match=r"in the first 0\.5 s from 3\.5 s on"):
+        trace.read([file], speed=2, start=3.5, duration=0.5)
 
 
 def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,11 @@ def test_idle_replicas_alike_share_the_work(policy: str) -> None:
     assert min(chosen.values()) > 25
 
 
-@pytest.mark.parametrize("policy", set(POLICIES) - {"random", "round_robin", "power_of_two"})
+POLLED = ("least_kv", "queue_kv")
+"""Policies that decide on what polls saw, as the gateways do whose policies these are."""
+
+
+@pytest.mark.parametrize("policy", ["completion", "least_request", "lmetric"])
 def test_a_loaded_replica_is_avoided(policy: str) -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
@@ -57,6 +61,20 @@ def test_a_loaded_replica_is_avoided(policy: str) -> None:
         fleet.dispatch(replica(1), chat(4000, 800))
     clock.advance(1.5)
     assert decide(fleet, policy, chat(100, 50)).replica == replica(2)
+
+
+@pytest.mark.parametrize("policy", POLLED)
+def test_the_figures_of_the_last_poll_decide(policy: str) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.put(state(1, A10, clock, running=2, waiting=1, kv_usage=0.2))
+    fleet.put(state(2, A10, clock, running=2, kv_usage=0.1))
+    for _ in range(20):
+        fleet.dispatch(replica(2), chat(1000, 800))
+    clock.advance(1.5)
+    assert decide(fleet, policy, chat(100, 50)).replica == replica(2)
+    fleet.put(state(2, A10, clock, running=2, waiting=20, kv_usage=0.5))
+    assert decide(fleet, policy, chat(100, 50)).replica == replica(1)
 
 
 def test_round_robin_takes_turns() -> None:
