@@ -69,7 +69,9 @@ class Connection(asyncio.Protocol):
         self._sent_at: float | None = None
         self._received = b""
         self._end = 0
-        """Bytes of the whole answer; 0: not known yet."""
+        """Bytes of the whole answer, or up to its next chunk; 0: its head is not here yet."""
+        self._chunked = False
+        """Whether a chunk is to come."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -86,10 +88,21 @@ class Connection(asyncio.Protocol):
             if body < 4:
                 return
             length = _LENGTH.search(self._received, 0, body)
-            assert length is not None
-            self._end = body + int(length[1])
-        if len(self._received) >= self._end:
+            self._chunked = length is None
+            self._end = body + int(length[1] if length else 0)
+        if self._whole():
             self._over(self._received.startswith(b"HTTP/1.1 200"))
+
+    def _whole(self) -> bool:
+        """Whether all of the answer is here."""
+        while self._chunked:
+            data = self._received.find(b"\r\n", self._end) + 2
+            if data < 2:
+                return False
+            size = int(self._received[self._end : data], 16)
+            self._end = data + size + 2
+            self._chunked = size > 0
+        return len(self._received) >= self._end
 
     def connection_lost(self, _: Exception | None) -> None:
         self._load.lost(self)

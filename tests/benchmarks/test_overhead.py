@@ -1,3 +1,4 @@
+import asyncio
 import json
 from pathlib import Path
 from random import Random
@@ -40,6 +41,41 @@ async def test_the_client_sends_at_a_rate_and_counts_what_fails() -> None:
         assert server.port
         report = await Load(server.port, request()).at_rate(500.0, 20, Random(0))
     assert (report.answered, report.failed) == (19, 1)
+
+
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"a\r\ndata: one\n\r\n"
+    b"D\r\ndata: [0\r\n0\r\n\r\n"
+    b"0\r\n\r\n"
+)
+"""The second chunk holds what would be the end, were it not in a chunk."""
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+async def test_the_client_takes_answers_in_chunks(size: int) -> None:
+    """As they come where ext_proc passes the body on, cut anywhere on their way."""
+
+    over: list[asyncio.Event] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        over.append(asyncio.Event())
+        ended = over[-1]
+        await reader.readexactly(len(request()))
+        for start in range(0, len(CHUNKED), size):
+            writer.write(CHUNKED[start : start + size])
+            await writer.drain()
+            await asyncio.sleep(0)
+        writer.write_eof()
+        await reader.read()  # the client has closed its end, too
+        writer.close()
+        ended.set()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        report = await Load(port, request()).at_once(5, seconds=0.0)
+        await asyncio.gather(*(one.wait() for one in over))
+    assert (report.answered, report.failed) == (5, 0)
 
 
 async def test_a_port_that_nobody_listens_on_fails_every_request(unused_tcp_port: int) -> None:
