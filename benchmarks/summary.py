@@ -63,6 +63,8 @@ def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | Non
         "failed": len(failed),
         "ttft_s": _distribution(ttft),
         "e2e_s": _distribution(e2e),
+        "hits": sum(request.sequence.cached_tokens for request in served)
+        / sum(request.traced.prompt_tokens for request in served),
         "preemptions": sum(request.sequence.preemptions for request in served),
         "prediction": {
             "ttft_mape": _median_error(predicted_ttft, ttft),
@@ -101,8 +103,9 @@ def header() -> str:
     """The table's."""
     names = "".join(f"{name:>8}" for name in _FIGURES)
     return (
-        f"{'':18}{'TTFT s':^32}   {'completion s':^32}   error   × the oracle's\n"
-        f"{'policy':18}{names}   {names}            mean    p99  failed   took"
+        f"{'':18}{'TTFT s':^32}   {'completion s':^32}   error  × the oracle's"
+        f"   prefix\n"
+        f"{'policy':18}{names}   {names}           mean    p99     hits  failed    took"
     )
 
 
@@ -114,8 +117,8 @@ def row(run: Run, took: float) -> str:
     gap = run.get("to_oracle")
     distance = f"{gap['e2e_s']['mean']:7.2f}{gap['e2e_s']['p99']:7.2f}" if gap else " " * 14
     line = (
-        f"{_label(run):18}{figures}  {run['prediction']['e2e_mape']:5.0%}  {distance}"
-        f"{run['failed']:8}  {took:4.1f}s"
+        f"{_label(run):18}{figures}  {run['prediction']['e2e_mape']:6.0%} {distance}"
+        f"{run['hits']:9.0%}{run['failed']:8}{took:7.1f}s"
     )
     return "\n".join([line, *map(_learned, run["learned_speed"])])
 

@@ -1,7 +1,7 @@
 """What will be sent, and when."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -31,6 +31,11 @@ class Planned:
     def at_s(self) -> float:
         """Seconds from the start."""
         return self.traced.at
+
+    @property
+    def conversation(self) -> tuple[int, ...]:
+        """Equal for requests whose prompts begin alike, unlike any other's without hash ids."""
+        return self.traced.hash_ids[:1] or (-self.number,)
 
     @property
     def path(self) -> str:
@@ -75,7 +80,7 @@ def plan(
         stream_share: share of the requests that are streamed, 0…1.
         known_lengths: bound each answer to exactly what the trace says it generates; otherwise
             bounds are the trace's, and the target decides.
-        random: draws which are streamed, and which are completions.
+        random: draws which are streamed, and which conversations are completions.
     """
     planned = []
     endpoints = list(target.counting)
@@ -84,9 +89,8 @@ def plan(
         if target.context and one.prompt_tokens + one.output_tokens > target.context - _ROOM_TOKENS:
             continue
         bound = one.output_tokens if known_lengths else _bound(one, target.context)
-        endpoint = _endpoint(drawn, endpoints, bound)
-        planned.append(Planned(number, one, endpoint, streamed, bound, known_lengths))
-    return planned
+        planned.append(Planned(number, one, drawn, streamed, bound, known_lengths))
+    return _together(planned, endpoints)
 
 
 def _bound(one: TracedRequest, context: int | None) -> int | None:
@@ -96,6 +100,15 @@ def _bound(one: TracedRequest, context: int | None) -> int | None:
     return min(one.max_tokens, context - _ROOM_TOKENS - one.prompt_tokens)
 
 
-def _endpoint(drawn: Endpoint, endpoints: Sequence[Endpoint], bound: int | None) -> Endpoint:
-    """Without a bound it is a chat: completions would end after 16 tokens."""
-    return "chat" if bound is None and "chat" in endpoints else drawn
+def _together(planned: Sequence[Planned], endpoints: Collection[Endpoint]) -> list[Planned]:
+    """With every conversation on one endpoint, the one drawn for its first turn: a chat and a
+    completion share nothing in a prefix cache.
+
+    Where a turn has no bound, all are chats: completions would end after 16 tokens.
+    """
+    taken: dict[tuple[int, ...], Endpoint] = {}
+    for one in planned:
+        taken.setdefault(one.conversation, one.endpoint)
+        if one.max_tokens is None and "chat" in endpoints:
+            taken[one.conversation] = "chat"
+    return [replace(one, endpoint=taken[one.conversation]) for one in planned]

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import fleet, trace
 from benchmarks.discrete import Simulation
-from benchmarks.simulate import main
+from benchmarks.simulate import main, summary
 from benchmarks.trace import TracedRequest
 from extproc.route.policies import POLICIES
 
@@ -176,7 +176,9 @@ def test_sharing_at_once_is_as_good_as_one_router() -> None:
 def test_prompts_with_equal_hash_ids_share_their_prefix() -> None:
     requests = [TracedRequest(10.0 * n, 2048, 10, None, (1, 2, 3, 4)) for n in range(2)]
     alone = fleet.FleetFile.model_validate({"replicas": [{"name": "a", "profile": "llama-8b-a10"}]})
-    first, second = Simulation(alone, "completion").run(requests)
+    simulation = Simulation(alone, "completion")
+    first, second = simulation.run(requests)
+    assert summary(simulation, [first, second])["hits"] == pytest.approx((2048 - 16) / 4096)
     assert first.sequence.cached_tokens == 0
     assert second.sequence.cached_tokens == 2048 - 16  # one token at least is computed
     assert second.ttft < first.ttft / 5

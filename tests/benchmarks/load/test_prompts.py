@@ -138,6 +138,27 @@ async def test_what_the_context_has_no_room_for_is_left_out() -> None:
     assert (planned[1].endpoint, planned[1].max_tokens) == ("chat", None)
 
 
+def test_the_turns_of_a_conversation_go_to_one_endpoint() -> None:
+    turns = [
+        TracedRequest(float(turn), 600, 10, 64, (conversation, 100 * conversation + turn))
+        for turn in range(20)
+        for conversation in range(10)
+    ]
+    planned = plan(turns, SIMULATED, 0.5, False, Random(0))
+    endpoints = [{one.endpoint for one in planned[number::10]} for number in range(10)]
+    assert all(len(taken) == 1 for taken in endpoints)
+    assert set.union(*endpoints) == {"chat", "completions"}
+    assert 50 < sum(one.streamed for one in planned) < 150
+
+
+def test_a_conversation_of_which_one_turn_has_no_bound_is_a_chat() -> None:
+    bounds = (64, 64, None)
+    turns = [TracedRequest(0.0, 600, 10, bound, (1,)) for bound in bounds]
+    for seed in range(10):
+        planned = plan(turns, SIMULATED, 0.5, False, Random(seed))
+        assert [one.endpoint for one in planned] == ["chat"] * 3
+
+
 def test_no_body_tells_the_length_unless_asked_to() -> None:
     one = TracedRequest(0.0, 50, 123, 512)
     for known in (False, True):
