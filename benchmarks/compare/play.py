@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.compare.contenders import Contender, Prediction
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.compare.validity import between, load_since, validity, watching
+from benchmarks.compare.validity import between, hits, load_since, validity, watching
 from extproc.clock import wall
 from extproc.demo.processes import Process, ProcessError
 
@@ -69,6 +69,7 @@ async def play(
     names = {address: name for name, address in servers.items()}
     requests = [_seen(one, predictions.get(one["request_id"]), names) for one in result["requests"]]
     summary = result["summary"]
+    summary["hits"] = hits(looks)
     summary["replicas"] = {names.get(k, k): v for k, v in summary["replicas"].items()}
     start_s = datetime.fromisoformat(result["run"]["started"]).timestamp()
     arriving = between(looks, start_s, start_s + max(one["at_s"] for one in requests))

@@ -16,7 +16,7 @@ from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.load.summary import LATE_S
 from benchmarks.pages import get_text
 from extproc.clock import Clock
-from extproc.poll.metrics_text import read_metrics
+from extproc.poll.metrics_text import EngineFigures, read_metrics
 
 _INTERVAL_S = 1.0
 
@@ -94,6 +94,10 @@ class Look:
     cpu: "Ticks"
     load: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """``running`` and ``waiting`` by replica."""
+    prompt_tokens: float = 0.0
+    """Of all replicas, until then."""
+    cached_tokens: float = 0.0
+    """Of these, taken from prefix caches."""
     late: Mapping[str, Any] = field(default_factory=dict)
     """How late steps were until then, by replica; None for one that does not answer."""
 
@@ -112,6 +116,13 @@ def between(looks: Looks, start_s: float, end_s: float) -> list[Look]:
 def load_since(looks: Looks, start_s: float) -> list[dict[str, Any]]:
     """The load from then on, in seconds since."""
     return [{"at_s": one.at_s - start_s, **one.load} for one in looks if one.at_s >= start_s]
+
+
+def hits(looks: Looks) -> float:
+    """Share of the prompt tokens that replicas found in their prefix caches."""
+    first, last = looks[0], looks[-1]
+    prompt_tokens = last.prompt_tokens - first.prompt_tokens
+    return (last.cached_tokens - first.cached_tokens) / max(prompt_tokens, 1.0)
 
 
 @asynccontextmanager
@@ -135,17 +146,23 @@ async def _watch(looks: list[Look], fleet: Fleet, servers: Servers, clock: Clock
 
 async def _look(fleet: Fleet, servers: Servers, clock: Clock) -> Look:
     at_s, cpu = clock(), ticks()
-    pages = {name: await _load(address) for name, address in servers.items()}
-    load = {name: page for name, page in pages.items() if page}
-    return Look(at_s, cpu, load, await fleet.lateness(servers))
+    pages = {name: await _figures(address) for name, address in servers.items()}
+    figures = {name: page for name, page in pages.items() if page}
+    return Look(
+        at_s,
+        cpu,
+        {name: {"running": one.running, "waiting": one.waiting} for name, one in figures.items()},
+        sum(one.prompt_tokens for one in figures.values()),
+        sum(one.cached_tokens for one in figures.values()),
+        await fleet.lateness(servers),
+    )
 
 
-async def _load(address: str) -> dict[str, int] | None:
+async def _figures(address: str) -> EngineFigures | None:
     try:
-        figures = read_metrics((await get_text(f"http://{address}/metrics")).encode())
+        return read_metrics((await get_text(f"http://{address}/metrics")).encode())
     except ValueError:
         return None
-    return {"running": figures.running, "waiting": figures.waiting}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from benchmarks.compare.envoy import EnvoyAlone
 from benchmarks.compare.fleets import Simulated
 from benchmarks.compare.peers import PRODUCTS, Peer, trouble
 from benchmarks.compare.play import Traffic, work
-from benchmarks.compare.validity import Look, Ticks, between, load_since, ticks, validity
+from benchmarks.compare.validity import Look, Ticks, between, hits, load_since, ticks, validity
 from benchmarks.pages import get_text
 from extproc.demo.processes import ProcessError
 
@@ -43,7 +43,13 @@ def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
     }
     return {
         "run": {"name": name, "repeat": repeat},
-        "summary": {"ttft_s": part, "completion_s": part, "gap_s": None, "warnings": []},
+        "summary": {
+            "ttft_s": part,
+            "completion_s": part,
+            "gap_s": None,
+            "hits": 0.5,
+            "warnings": [],
+        },
         "validity": machine,
         "complaints": [],
         "requests": [],
@@ -190,6 +196,15 @@ def test_a_machine_is_judged_while_requests_arrive() -> None:
     assert (found.cpu_share, found.cpu_busiest_second) == (0.9, 0.9)
     assert found.replicas_late_p99_s == 0.03
     assert between(looks, 0.0, 999.0) == looks
+
+
+def test_hits_are_those_of_the_turn() -> None:
+    seen = [
+        Look(at, Ticks(0, 0, 0), prompt_tokens=prompt, cached_tokens=cached)
+        for at, prompt, cached in ((0.0, 100.0, 90.0), (1.0, 200.0, 90.0), (2.0, 500.0, 290.0))
+    ]
+    assert hits(seen) == 0.5
+    assert hits(seen[:1]) == 0.0
 
 
 def test_load_is_told_from_the_clients_first_second_on() -> None:
@@ -387,6 +402,7 @@ def test_quick_on_a_mixed_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for one in runs.values():
         assert one["summary"]["answered"] == one["summary"]["requests"]
         assert one["load"], "replicas were looked at"
+        assert 0 <= one["summary"]["hits"] < 1
         assert one["late"].keys() == {"h100-0", "h100-1", "a10-0", "a10-1"}
         assert {request["replica"] for request in one["requests"]} <= one["late"].keys()
         # On a slow machine the router may miss Envoy's deadline.
