@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AsyncExitStack, aclosing
 from random import Random
-from typing import Any
 
 from extproc.config import Config
 from extproc.signals import until_signalled
@@ -45,11 +44,10 @@ async def run_xds(config: Config) -> None:
     configs = config.each_pool
     pools = {one.pool: Members() for one in configs}
     catalog.replace(ENDPOINTS, dict.fromkeys(pools))
-    parts: list[Coroutine[Any, Any, None]] = []
-    if config.xds.envoy_file is not None:
-        file = WatchedEnvoyFile(config.xds.envoy_file, config.pool)
+    path = config.xds.envoy_file
+    file = None if path is None else WatchedEnvoyFile(path, config.pool)
+    if file is not None:
         _serve_file(file.read(), catalog)
-        parts.append(_follow_file(file, catalog))
     server = XdsServer(catalog, config.xds)
     async with AsyncExitStack() as stack:
         port = await server.start(config.xds.listen)
@@ -58,8 +56,9 @@ async def run_xds(config: Config) -> None:
         for one in configs:
             redis = await stack.enter_async_context(connect(one.redis.url, one.pool))
             readers[one.pool] = StateReader(redis, one.pool, Random())
-        parts += [_follow(reader, pools[pool], changed) for pool, reader in readers.items()]
-        parts += [
+        parts = [
+            *(_follow(reader, pools[pool], changed) for pool, reader in readers.items()),
+            *([] if file is None else [_follow_file(file, catalog)]),
             _drop_silent(pools, config.poll.ttl_s, changed),
             _serve_endpoints(pools, catalog, changed),
             _tell_health(readers.values(), server),

@@ -33,8 +33,6 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5000),
 ]
-
-
 _PLAIN = TlsFiles()
 
 
@@ -102,7 +100,7 @@ class XdsServer:
                     await woken.wait()
                     woken.clear()
             if reading.cancelled():
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "ask another control plane")
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off from redis: ask another")
             await reading
         except ValueError:
             logger.warning("a client sent what is no DiscoveryRequest", extra=_peer(context))
