@@ -1,7 +1,9 @@
 import asyncio
 import logging
 import os
+import resource
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,17 @@ class Logged(logging.Handler):
                 self._more.clear()
                 await self._more.wait()
         return self.lines(message)[0]
+
+
+@contextmanager
+def too_many_open_files() -> Iterator[None]:
+    """Within the block this process can open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture

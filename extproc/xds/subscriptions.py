@@ -44,10 +44,8 @@ class _Subscription:
 
     def has(self, selected: Selection | None) -> bool:
         """Whether Envoy took just these; or there is nothing to take."""
-        if selected is None:
-            return True
         taken = self.answered and not self.refused
-        return taken and self.sent is not None and self.sent.version == selected.version
+        return selected is None or (taken and self.sent == selected)
 
 
 class Subscriptions:

@@ -11,13 +11,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
-from extproc.config import Config, XdsSettings
+from extproc.config import Config, TlsFiles, XdsSettings
+from extproc.server import tls
 from extproc.server.app import build
 from extproc.server.service import GrpcServer
 from extproc.xds.catalog import Catalog
 from extproc.xds.server import XdsServer
 from tests.certificates import Authority
-from tests.conftest import Logged
+from tests.conftest import Logged, too_many_open_files
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -150,6 +151,18 @@ async def test_files_that_cannot_be_used_change_nothing(
         files.client_ca.unlink()
         assert await health(port, files.ours, envoy) == SERVING
         assert len(logged.lines("the old certificate stays in use")) == 2
+
+
+def test_files_that_could_not_be_read_once_are_read_the_next_time(
+    files: Files, logged: Logged
+) -> None:
+    renewed = tls._Renewed(TlsFiles.model_validate(files.settings), "serve")
+    files.put(*files.ours.sign("renewed"))
+    with too_many_open_files():
+        assert renewed._changed() is None
+    (line,) = logged.lines("the old certificate stays in use")
+    assert "Too many open files" in str(line["error"])
+    assert renewed._changed() is not None
 
 
 async def test_an_expired_certificate_is_a_warning(

@@ -3,9 +3,6 @@
 import copy
 import os
 import re
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ from extproc.config import Config
 from extproc.xds.catalog import CLUSTERS, LISTENERS, ROUTES
 from extproc.xds.envoy_file import WatchedEnvoyFile, resources
 from extproc.yaml_file import read_yaml
-from tests.conftest import Logged
+from tests.conftest import Logged, too_many_open_files
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 GOOD: dict[str, Any] = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
@@ -161,16 +158,6 @@ def test_a_file_is_read_again_when_it_changes_and_a_broken_one_is_passed_over(
     problems = [line["error"] for line in logged.lines("envoy file is not usable")]
     assert len(problems) == 2
     assert "no field 'nam'" in str(problems[0])
-
-
-@contextmanager
-def too_many_open_files() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_file_that_could_not_be_read_once_is_read_the_next_time(
