@@ -47,7 +47,7 @@ def state(
             "name": f"r{number}",
             "profile": profile,
             "models": (MODEL,),
-            "max_model_len": 16_384,
+            "max_model_len": 65_536,
             "scraped_at": clock(),
         }
         | figures

@@ -12,12 +12,13 @@ from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
-from extproc.fleet.ledger import UNBOUNDED, Ledger, Ticket
+from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.newcomers import favour_idle
 from extproc.fleet.others import Others
 from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.progress import Progress
 from extproc.fleet.state import ReplicaState
+from extproc.fleet.stored import StoredResponses
 from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.correction import Corrections
@@ -25,6 +26,8 @@ from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
 _MODELS_REMEMBERED = 64
+_UNBOUNDED = 131_072.0
+"""Tokens that a sequence which only polls saw may generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Fleet:
         """Names this router among others, from its start to its end."""
         self.lengths = lengths
         self.eligibility = Eligibility(clock)
+        self.responses = StoredResponses()
         self._clock = clock
         self._rows: dict[str, int] = {}
         self._states: list[ReplicaState] = []
@@ -192,9 +196,8 @@ class Fleet:
         self.eligibility.sent(replica)
         now = self._clock()
         self._progress.advance(now)
-        state = self._states[row]
-        ticket = self._ledger.take(row, profile, now, state.max_model_len)
-        self._alone.sent(row, ticket.number, state)
+        ticket = self._ledger.take(row, profile, now)
+        self._alone.sent(row, ticket.number, self._states[row])
         return ticket
 
     def move(self, ticket: Ticket, replica: str) -> None:
@@ -271,6 +274,13 @@ class Fleet:
     def answered(self, replica: str) -> None:
         """A request sent there was answered."""
         self.eligibility.answered(replica)
+
+    def holder(self, response: str) -> str | None:
+        """The replica that holds a stored response; None where that is not known, or no request
+        may be sent there now. One that drains still answers for what it holds."""
+        replica = self.responses.holder(response) or ""
+        row = self._rows.get(replica)
+        return replica if row is not None and self._states[row].healthy else None
 
     # -- what other routers tell ------------------------------------------------------------
 
@@ -372,7 +382,7 @@ class Fleet:
             others = np.empty((SEEN, len(theirs)))
             others[0] = foreign = foreign[theirs]
             others[1] = np.maximum(self._replicas.kv_beyond[rows[theirs]], 0.0) / foreign
-            others[2] = self.lengths.expected(0, UNBOUNDED)
+            others[2] = self.lengths.expected(0, _UNBOUNDED)
             on, figures = np.concatenate([on, theirs]), np.hstack([figures, others])
         return Sequences(on, *figures)
 

@@ -8,9 +8,6 @@ from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
-UNBOUNDED = 131_072.0
-"""Tokens a sequence may generate where neither the request nor the model says."""
-
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
@@ -35,11 +32,10 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def take(
-        self, replica: int, profile: RequestProfile, now: float, context: int | None
-    ) -> Ticket:
-        """Takes a request in, as sent now to a replica whose model has that context length."""
-        bound, least = float(_bound(profile, context)), float(profile.least_output)
+    def take(self, replica: int, profile: RequestProfile, now: float) -> Ticket:
+        """Takes a request in, as sent now to that replica."""
+        bound = profile.most_output(float(self._replicas.longest_prompt[replica]))
+        least = min(float(profile.least_output), bound)
         lengths = self._lengths
         kind = lengths.row(profile)
         begin, cut = lengths.place(kind, bound)
@@ -49,7 +45,7 @@ class Ledger:
         row = self._row[self._tickets] = self._requests.append(
             weight=profile.sequences,
             context=each,
-            remaining=min(max(lengths.expected(kind, bound), least), bound),
+            remaining=max(lengths.expected(kind, bound), least),
             sent_at=now,
             prompt=profile.prompt_tokens,
             each=each,
@@ -142,9 +138,3 @@ class Ledger:
         requests, replicas, replica = self._requests, self._replicas, self._requests.replica[row]
         replicas.prefilled[replica] = max(replicas.prefilled[replica], requests.mark[row])
         replicas.known[replica] = max(replicas.known[replica], requests.turn[row])
-
-
-def _bound(profile: RequestProfile, context: int | None) -> float:
-    if profile.output_bound is not None:
-        return profile.output_bound
-    return max(context - profile.prompt_tokens, 1) if context else UNBOUNDED

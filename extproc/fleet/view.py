@@ -17,6 +17,11 @@ def least(values: Floats) -> float:
     return float(values[values.argmin()])
 
 
+def most(values: Floats) -> float:
+    """``values.max()``, likewise."""
+    return float(values[values.argmax()])
+
+
 @dataclass(slots=True)
 class StepCosts:
     """:class:`~extproc.predict.step.StepModel` of every candidate, one array a coefficient."""

@@ -69,9 +69,8 @@ def predict(
     prompt, out = float(profile.prompt_tokens), float(output_tokens)
     taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
-    each = prompt / own if profile.sequences else 0.0  # of several prompts each must fit
     wait = admission(view, sequences, taken, own, prompt)
-    _refuse(view, each, wait)
+    _refuse(view, profile.longest_prompt, wait)
     prefill = _prefill(view, prompt)
     decode, cost_to_others = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill

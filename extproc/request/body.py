@@ -42,7 +42,9 @@ _TAIL = 4_096
 _END = 16_384
 """Bytes at the end of a body that are read for the fields that follow a long prompt."""
 
-_NAMES = re.compile(rb'"(?:model|n|stream|max_(?:completion_|output_)?tokens)"\s*:')
+_NAMES = re.compile(
+    rb'"(?:model|n|stream|previous_response_id|max_(?:completion_|output_)?tokens)"\s*:'
+)
 _TRIES = 4
 
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_-]{256}\Z")

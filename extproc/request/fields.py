@@ -1,5 +1,6 @@
 """Which fields of a request body are its prompt."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from extproc.request.profile import Endpoint
@@ -13,6 +14,9 @@ _SCORED = (
 )
 """Names under which vLLM takes the two sides of what it scores."""
 
+_ONE = (1,)
+"""Of an only prompt there is nothing to compare."""
+
 _RERANKED = (("query", "documents"),)
 
 
@@ -21,8 +25,19 @@ class Reading(NamedTuple):
 
     pieces: list[tuple[Prompt, int]]
     """Pieces, and how many times each is read."""
-    prompts: int
-    """Number of prompts."""
+    lengths: Sequence[int]
+    """Of each prompt, to compare them: characters of text, or token ids."""
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts."""
+        return len(self.lengths)
+
+    @property
+    def longest_share(self) -> float:
+        """Share of the longest prompt in all of them."""
+        total = sum(self.lengths)
+        return max(self.lengths) / total if total else 1 / self.prompts
 
 
 def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
@@ -32,17 +47,17 @@ def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
     if endpoint is Endpoint.RERANK:
         return _read_pairs(fields, _RERANKED)
     prompt = Prompt()
-    prompts = 1
+    lengths: Sequence[int] = _ONE
     if endpoint is Endpoint.COMPLETIONS:
-        prompts = prompt.add_inputs(fields.get("prompt"))
-    elif endpoint is Endpoint.EMBEDDINGS:
-        prompts = prompt.add_inputs(fields.get("input"))
+        lengths = prompt.add_inputs(fields.get("prompt"))
+    elif not endpoint.decodes:
+        lengths = prompt.add_inputs(fields.get("input", fields.get("texts")))
         prompt.add_messages(fields.get("messages"))
     elif endpoint is Endpoint.RESPONSES:
         _read_chat(prompt, fields.get("input"), fields.get("instructions"), fields.get("tools"))
     else:
         _read_chat(prompt, fields.get("messages"), fields.get("system"), fields.get("tools"))
-    return Reading([(prompt, 1)], prompts)
+    return Reading([(prompt, 1)], lengths)
 
 
 def _read_chat(prompt: Prompt, messages: object, system: object, tools: object) -> None:
@@ -61,6 +76,15 @@ def _read_pairs(fields: dict[str, object], names: tuple[tuple[str, str], ...]) -
     query, document = Prompt(), Prompt()
     query.add_content(queries)
     document.add_content(documents)
-    pairs = len(documents) if isinstance(documents, list) else 1
-    own_query = isinstance(queries, list) and len(queries) > 1
-    return Reading([(query, 1 if own_query else pairs), (document, 1)], pairs)
+    right_lengths = _lengths(documents)
+    left_lengths, pairs = _lengths(queries), len(right_lengths)
+    own_query = len(left_lengths) > 1
+    each = left_lengths if own_query else left_lengths * pairs
+    lengths = [sum(pair) for pair in zip(each, right_lengths, strict=False)]
+    return Reading([(query, 1 if own_query else pairs), (document, 1)], lengths or _ONE)
+
+
+def _lengths(values: object) -> list[int]:
+    """Characters of each text; 0 for what is not one."""
+    each = values if isinstance(values, list) else [values]
+    return [len(value) if isinstance(value, str) else 0 for value in each]

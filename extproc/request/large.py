@@ -1,7 +1,8 @@
-"""Bodies too large to be read in the time that Envoy waits."""
+"""Bodies of which nothing is known but their length."""
 
-from extproc.request.inspect import endpoint_of
-from extproc.request.profile import RequestProfile
+from extproc.request.audio import audio_clips, audio_tokens
+from extproc.request.bounds import MAX_SEQUENCES, MAX_TOKENS
+from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.tokens import TokenCounter
 
 LARGE_BODY = 8 * 2**20
@@ -12,26 +13,30 @@ _MEDIUM = 2**20
 """Bytes: about one image."""
 
 
-def of_length(path: str, length: int, model: str, tokens: TokenCounter) -> RequestProfile:
-    """A request whose body is only known to be large: nobody writes that much, so it is media.
+def of_length(
+    endpoint: Endpoint, length: int, model: str, tokens: TokenCounter, stream: bool = False
+) -> RequestProfile:
+    """A request whose body holds media, for nobody writes that much: audio or images.
 
     Args:
-        path: the request's path, one that ``endpoint_of`` knows.
+        endpoint: what it asks for.
         length: bytes of its body.
         model: what it is for.
         tokens: knows how many tokens an image is taken for.
-
-    Raises:
-        ValueError: the path carries no inference.
+        stream: whether the answer is streamed, if that is known.
     """
-    endpoint = endpoint_of(path)
-    if endpoint is None:
-        raise ValueError(f"{path!r} carries no inference")
+    if endpoint.takes_audio:
+        prompts, prompt_tokens = audio_clips(length), audio_tokens(length)
+    else:
+        prompts, prompt_tokens = 1, tokens.image_tokens(model) * -(-length // _MEDIUM)
     return RequestProfile(
         endpoint=endpoint,
         model=model,
-        prompt_tokens=tokens.image_tokens * -(-length // _MEDIUM),
+        prompt_tokens=min(prompt_tokens, MAX_TOKENS),
         prompt_bytes=0,
         output_bound=None if endpoint.decodes else 0,
-        sequences=1 if endpoint.decodes else 0,
+        sequences=min(prompts, MAX_SEQUENCES) if endpoint.decodes else 0,
+        stream=stream,
+        longest_share=1 / prompts,
+        stored=endpoint is Endpoint.RESPONSES,
     )

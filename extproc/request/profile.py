@@ -5,20 +5,34 @@ from enum import StrEnum
 
 
 class Endpoint(StrEnum):
-    """The OpenAI-compatible endpoints that make a replica compute."""
+    """The endpoints of vLLM that make a replica compute."""
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
     RESPONSES = "/v1/responses"
     MESSAGES = "/v1/messages"
+    TRANSCRIPTIONS = "/v1/audio/transcriptions"
+    TRANSLATIONS = "/v1/audio/translations"
     EMBEDDINGS = "/v1/embeddings"
+    POOLING = "/pooling"
+    CLASSIFY = "/classify"
     SCORE = "/v1/score"
     RERANK = "/v1/rerank"
 
     @property
     def decodes(self) -> bool:
-        """Whether it generates tokens; embedding, scoring and reranking only prefill."""
-        return self not in (Endpoint.EMBEDDINGS, Endpoint.SCORE, Endpoint.RERANK)
+        """Whether it generates tokens; the others only prefill."""
+        return self not in _PREFILL_ALONE
+
+    @property
+    def takes_audio(self) -> bool:
+        """Whether its body is a form with an audio file instead of JSON."""
+        return self in (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
+
+
+_PREFILL_ALONE = frozenset(
+    {Endpoint.EMBEDDINGS, Endpoint.POOLING, Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.RERANK}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +41,7 @@ class RequestProfile:
 
     endpoint: Endpoint
     model: str
+    """Empty where neither the request nor the fleet says which."""
     prompt_tokens: int
     """Estimated tokens of all its prompts together."""
     prompt_bytes: int
@@ -42,6 +57,31 @@ class RequestProfile:
     ignored, as load generators ask."""
     tenant: str = ""
     """On whose behalf it is made, where a header says so."""
+    longest_share: float = 1.0
+    """Of the prompt tokens, the share of the longest prompt, 0…1."""
+    images: int = 0
+    """Images whose tokens the replica's report will tell; 0 where it tells nothing of them."""
+    image_tokens: int = 0
+    """Of the prompt tokens, those that the images were taken for."""
+    previous_response: str = ""
+    """Id of the stored response that it goes on from."""
+    stored: bool = False
+    """Whether the replica keeps the response, for requests that name it."""
+    in_background: bool = False
+    """The answer comes at once and the work is done later."""
+
+    @property
+    def longest_prompt(self) -> float:
+        """Tokens of the longest of its prompts."""
+        return self.prompt_tokens * self.longest_share
+
+    def most_output(self, context: float) -> float:
+        """Most tokens one sequence may generate where prompt and output share ``context`` tokens.
+
+        vLLM refuses a prompt that leaves room for none, so one is the least.
+        """
+        left = max(context - self.longest_prompt, 1.0)
+        return left if self.output_bound is None else min(self.output_bound, left)
 
 
 NO_WORK = RequestProfile(Endpoint.EMBEDDINGS, "", 0, 0, 0, sequences=0)

@@ -1,7 +1,10 @@
 """What a replica will read: the text, token ids and media in a request body."""
 
+from collections.abc import Sequence
+
 from pydantic_core import to_json
 
+from extproc.request.audio import CLIP_TOKENS, audio_tokens
 from extproc.request.tokens import TokenCounter
 
 TOKENS_PER_MESSAGE = 5
@@ -12,20 +15,17 @@ newline in ChatML (Qwen); ``<|start_header_id|>``, role, ``<|end_header_id|>``, 
 TOKENS_TO_REPLY = 4
 """The header of the answer that closes a chat prompt, in the same templates."""
 
-_AS_IMAGES = {
-    "image": 1,
-    "image_embeds": 1,
-    "image_pil": 1,
-    "image_url": 1,
-    "input_image": 1,
-    # Qwen2-Audio makes 25 tokens a second: a clip of half a minute is an image.
-    "audio_embeds": 1,
-    "audio_url": 1,
-    "input_audio": 1,
-    # vLLM samples 32 frames of a video; Qwen2-VL encodes two of them together.
-    "video_embeds": 16,
-    "video_url": 16,
-}
+_IMAGES = frozenset({"image", "image_embeds", "image_pil", "image_url", "input_image"})
+_AUDIO = frozenset({"audio_embeds", "audio_url", "input_audio"})
+_VIDEO = frozenset({"video_embeds", "video_url"})
+_MEDIA = _IMAGES | _AUDIO | _VIDEO
+
+VIDEO_TOKENS = 32 * 256
+"""vLLM samples 32 frames (``num_frames``), of which InternVL makes 256 tokens each, LLaVA-OneVision
+196, Qwen2-VL up to 384."""
+
+_SCHEME_WITHIN = 16
+"""Characters within which an address has its ``://``; base64 has none."""
 
 _TEXT_FIELDS = frozenset({"text", "name", "arguments", "refusal", "thinking"})
 _CONTENT_FIELDS = frozenset(
@@ -36,25 +36,26 @@ _CONTENT_FIELDS = frozenset(
 class Prompt:
     """Collects the pieces of a prompt. A piece of the wrong type is passed over."""
 
-    __slots__ = ("images", "texts", "tokens")
+    __slots__ = ("images", "media", "texts", "tokens")
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.tokens = 0
         """Tokens that need no estimate: token ids, chat template."""
         self.images = 0
-        """Images, and other media in images' worth."""
+        self.media = 0
+        """Tokens of audio and video, by rough estimate."""
 
     def count(self, counter: TokenCounter, model: str) -> int:
         """Its tokens, for ``model``."""
-        tokens = self.tokens + self.images * counter.image_tokens
+        tokens = self.tokens + self.media + self.images * counter.image_tokens(model)
         return tokens + counter.count(model, self.texts) if self.texts else tokens
 
-    def add_inputs(self, value: object) -> int:
+    def add_inputs(self, value: object) -> Sequence[int]:
         """Add what completions and embeddings take: a text, token ids, or a list of these.
 
         Returns:
-            The number of prompts.
+            The length of each prompt, in characters or token ids.
         """
         if isinstance(value, str):
             self.texts.append(value)
@@ -62,9 +63,9 @@ class Prompt:
             if isinstance(value[0], (str, list)):
                 for prompt in value:
                     self._add_input(prompt)
-                return len(value)
+                return [len(prompt) if isinstance(prompt, (str, list)) else 0 for prompt in value]
             self._add_input(value)
-        return 1
+        return (1,)
 
     def _add_input(self, prompt: object) -> None:
         if isinstance(prompt, str):
@@ -105,10 +106,19 @@ class Prompt:
             elif isinstance(item, list):
                 pending.extend(item)
             elif isinstance(item, dict):
-                if images := _images(item):
-                    self.images += images
+                if kind := _medium(item):
+                    self._add_medium(kind, item)
                 else:
                     self._add_fields(item, pending)
+
+    def _add_medium(self, kind: str, part: dict[str, object]) -> None:
+        if kind in _IMAGES:
+            self.images += 1
+        elif kind in _VIDEO:
+            self.media += VIDEO_TOKENS
+        else:
+            size = _embedded_bytes(part.get(kind))
+            self.media += audio_tokens(size) if size else CLIP_TOKENS
 
     def _add_fields(self, item: dict[str, object], pending: list[object]) -> None:
         """Add the texts of a part; what may hold further ones is left pending."""
@@ -127,12 +137,19 @@ class Prompt:
             self.texts.append(to_json(value).decode())
 
 
-def _images(part: dict[str, object]) -> int:
-    """How many images a content part stands for; 0: it is not media."""
+def _medium(part: dict[str, object]) -> str:
+    """Which kind of medium a content part is; empty: none."""
     kind = part.get("type")
     if isinstance(kind, str):
-        return _AS_IMAGES.get(kind, 0)
+        return kind if kind in _MEDIA else ""
     # vLLM takes media parts without a type, too.
-    if _AS_IMAGES.keys().isdisjoint(part):
+    return next((key for key in part if key in _MEDIA), "")
+
+
+def _embedded_bytes(value: object) -> int:
+    """Bytes of what stands in the request itself, in base64; 0 where only an address does."""
+    if isinstance(value, dict):
+        value = value.get("data") or value.get("url")
+    if not isinstance(value, str) or "://" in value[:_SCHEME_WITHIN]:
         return 0
-    return max(_AS_IMAGES[key] for key in part if key in _AS_IMAGES)
+    return len(value) * 3 // 4

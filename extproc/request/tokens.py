@@ -21,6 +21,15 @@ _MEMORY_TOKENS = 200_000.0
 _REPORT_TOKENS = 20_000.0
 """Weight of one report at most, so that one odd document does not turn the ratio."""
 
+_PRIOR_IMAGES = 4.0
+"""Images' worth of evidence that ``request.image_tokens`` counts for."""
+
+_MEMORY_IMAGES = 200.0
+"""Images after which older reports weigh 1/e as much."""
+
+_MOST_IMAGE_TOKENS = 16_384
+"""Of one image: Qwen2-VL makes no more; what is above is something else."""
+
 _MAX_MODELS = 1_000
 """Models remembered; the one not reported on for the longest is dropped."""
 
@@ -47,7 +56,8 @@ class TokenCounter:
     """
 
     def __init__(self, settings: RequestSettings) -> None:
-        self.image_tokens = settings.image_tokens
+        self._images = settings.image_tokens
+        self._image_sums: dict[str, tuple[float, float]] = {}
         self._prior = settings.bytes_per_token
         self._sums: dict[str, tuple[float, float]] = {}
         self._tokenizers = {m: _load(m, path) for m, path in settings.tokenizers.items()}
@@ -66,6 +76,26 @@ class TokenCounter:
         """The ratio for a model; the configured one until a replica has reported on it."""
         sums = self._sums.get(model)
         return sums[0] / sums[1] if sums else self._prior
+
+    def image_tokens(self, model: str) -> int:
+        """Tokens an image is taken for; the configured ones until a replica reported on some."""
+        sums = self._image_sums.get(model)
+        return round(sums[0] / sums[1]) if sums else self._images
+
+    def learn_images(self, model: str, images: int, tokens: int) -> None:
+        """Learn from a prompt with so many images, which by its report were so many tokens.
+
+        The tokens are what the report has beyond those of the text; reports that cannot be true
+        change nothing.
+        """
+        if not 0 < tokens <= _MOST_IMAGE_TOKENS * images:
+            return
+        prior = (self._images * _PRIOR_IMAGES, _PRIOR_IMAGES)
+        old_tokens, old_images = self._image_sums.pop(model, prior)
+        keep = 1 / (1 + images / _MEMORY_IMAGES)
+        if len(self._image_sums) >= _MAX_MODELS:
+            del self._image_sums[next(iter(self._image_sums))]
+        self._image_sums[model] = (old_tokens * keep + tokens, old_images * keep + images)
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
         """Learn from a prompt of so many bytes that a replica says was so many tokens.

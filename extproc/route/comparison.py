@@ -27,14 +27,14 @@ def compare(situation: Situation, choice: Choice, band: float, same_ttft: float)
     view, completion = situation.view, situation.prediction.completion
     first, second = choice.first, choice.second
     text = f"{view.names[first]} finishes it in {seconds(completion[first])}"
-    if second is None:
-        return f"{text}; no other replica could serve it"
     equals = [int(index) for index in near_lowest(choice.scores, band) if index != first]
     clauses = [_equal(situation, first, equals, same_ttft)] if equals else []
     for other in dict.fromkeys((second, _emptiest(view.requests, choice.scores))):
-        if other not in (first, *equals):
+        if other is not None and other not in (first, *equals):
             clauses.append(_Rival(situation, first, other).clause())
-    return f"{text}, {'; '.join(clauses)}"
+    return (
+        f"{text}, {'; '.join(clauses)}" if clauses else f"{text}; no other replica could serve it"
+    )
 
 
 def seconds(value: float) -> str:

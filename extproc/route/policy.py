@@ -32,7 +32,7 @@ class Choice:
 
     @property
     def second(self) -> int | None:
-        """The next best, for a retry; None where there is no other candidate."""
+        """The next best, for a retry; None where no other candidate could serve it."""
         return runner_up(self.scores, self.first)
 
 
@@ -64,12 +64,11 @@ def near_lowest(scores: Floats, band: float = 0.0) -> Indices:
 
 
 def runner_up(scores: Floats, first: int) -> int | None:
-    """The index of the lowest score but for ``first``; None where there is no other."""
-    if len(scores) < 2:
-        return None
+    """The index of the lowest score but for ``first``; None where no other is finite."""
     others = scores.copy()
     others[first] = np.inf
-    return int(others.argmin())
+    second = int(others.argmin())
+    return second if others[second] < np.inf else None
 
 
 def find_policy(name: str, policies: dict[str, Callable[[], Policy]]) -> Policy:

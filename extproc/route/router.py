@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from extproc.fleet.alone import Before, Served
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.ledger import UNBOUNDED
+from extproc.fleet.view import FleetView, most
 from extproc.predict.completion import Prediction, predict
 from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
+from extproc.route.holder import Holder
 from extproc.route.policies import POLICIES
 from extproc.route.policy import Choice, Policy, Situation, find_policy
 
@@ -135,17 +136,25 @@ class Router:
         view = fleet.view(profile.model, among)
         if not len(view):
             return None
-        expected, p90 = self._output(profile)
+        expected, p90 = self._output(profile, view)
         prediction = predict(profile, expected, view, fleet.sequences(view))
         situation = Situation(profile, view, prediction)
-        name = policy if policy in POLICIES else self._default
-        if name not in self._policies:
-            self._policies[name] = find_policy(name, POLICIES)
-        chosen_by = self._policies[name]
+        name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
         return Decision(
             name, situation, choice, chosen_by, p90, fleet.others.news_age, fleet.others.alone
         )
+
+    def _policy(self, profile: RequestProfile, view: FleetView, asked: str) -> tuple[str, Policy]:
+        """What chooses for a request that asks for a policy or, with an empty name, for none."""
+        if profile.previous_response:
+            holder = self.fleet.holder(profile.previous_response)
+            if holder is not None and holder in view.ids:
+                return Holder.NAME, Holder(holder)
+        name = asked if asked in POLICIES else self._default
+        if name not in self._policies:
+            self._policies[name] = find_policy(name, POLICIES)
+        return name, self._policies[name]
 
     def learn(
         self,
@@ -181,11 +190,12 @@ class Router:
             predicted = forecast.decode_time_per_token * (tokens - 1)
             self.fleet.decoded(replica, predicted, max(seconds - ttft, 0.0))
 
-    def _output(self, profile: RequestProfile) -> tuple[float, float]:
-        """Tokens a sequence of it is expected to generate, and their p90."""
+    def _output(self, profile: RequestProfile, view: FleetView) -> tuple[float, float]:
+        """Tokens a sequence of it is expected to generate, with the most room; and their p90."""
         if not profile.sequences:
             return 0.0, 0.0
-        lengths, least = self.fleet.lengths, float(profile.least_output)
-        bound = UNBOUNDED if profile.output_bound is None else profile.output_bound
+        lengths = self.fleet.lengths
+        bound = profile.most_output(most(view.longest_prompt))
+        least = min(float(profile.least_output), bound)
         row = lengths.row(profile)
         return max(lengths.expected(row, bound), least), max(lengths.p90(row, bound), least)

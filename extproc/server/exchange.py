@@ -7,9 +7,10 @@ from itertools import chain
 
 from extproc.fleet.view import least
 from extproc.request.errors import BadRequest, NoReplica, Refusal, Saturated, error_body
-from extproc.request.inspect import endpoint_of, inspect
+from extproc.request.inspect import inspect
 from extproc.request.large import LARGE_BODY, of_length
-from extproc.request.profile import NO_WORK, RequestProfile
+from extproc.request.paths import endpoint_of, stored_response_of
+from extproc.request.profile import NO_WORK, Endpoint, RequestProfile
 from extproc.route.router import Decision
 from extproc.server import messages
 from extproc.server.in_flight import InFlight
@@ -39,10 +40,10 @@ class Exchange:
         "_asked",
         "_body_mode",
         "_content_length",
+        "_endpoint",
         "_held",
         "_in_flight",
         "_large_for",
-        "_path",
         "_policy",
         "_refused",
         "_request_id",
@@ -56,7 +57,8 @@ class Exchange:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._path = ""
+        self._endpoint: Endpoint | None = None
+        """What it asks for; None: what makes no replica compute."""
         self._request_id = ""
         self._policy = ""
         self._tenant = ""
@@ -118,9 +120,10 @@ class Exchange:
         policy_header, tenant_header = config.route.policy_header, config.request.tenant_header
         headers = messages.headers_of(message, _headers_read(policy_header, tenant_header))
         path = headers.get(":path", "")
-        if endpoint_of(path) is None or headers.get(":method") != "POST":
-            return [self._pass_on()]
-        self._path = path
+        endpoint = endpoint_of(path)
+        if endpoint is None or headers.get(":method") != "POST":
+            return [self._pass_on(path)]
+        self._endpoint = endpoint
         self._request_id = headers.get("x-request-id", "")[:_LONGEST_ID]
         if config.route.allow_policy_header:
             self._policy = headers.get(policy_header, "")
@@ -145,22 +148,28 @@ class Exchange:
 
     def _wait_for_body(self) -> bytes:
         services = self._services
-        self._unseen = not services.watch.sees(
-            services.clock(), services.fleet.eligibility.doubtful
-        )
+        sees = services.watch.sees(services.clock(), services.fleet.eligibility.doubtful)
+        self._unseen = not (sees or self._endpoint is Endpoint.RESPONSES)  # their ids are read
         if self._unseen:
             return messages.body_only(self._body_mode)
         return messages.proceed("request_headers")
 
-    def _pass_on(self) -> bytes:
-        """What is no inference goes wherever Envoy sends it; a gateway has to be told where."""
-        self._services.metrics.requests.add("passed")
+    def _pass_on(self, path: str) -> bytes:
+        """What is no inference goes wherever Envoy sends it; a gateway has to be told where.
+
+        What is about a stored response goes to the replica that holds it.
+        """
+        services = self._services
+        services.metrics.requests.add("passed")
+        holder = services.fleet.holder(stored_response_of(path))
+        if holder is not None and (self._subset is None or holder in self._subset):
+            return self._send_to("request_headers", holder, leave_body=not self._gateway)
         if not self._gateway:
             return messages.LEAVE_ALONE
-        decision = self._services.router.decide(NO_WORK, among=self._subset)
+        decision = services.router.decide(NO_WORK, among=self._subset)
         if decision is None:
             return _refuse(NoReplica(_NONE_READY))
-        return self._send_to("request_headers", decision)
+        return self._send_to("request_headers", self._destination(decision))
 
     def _on_request_body(self, message: HttpBody) -> Iterable[bytes]:
         if self._held is not None:
@@ -171,8 +180,6 @@ class Exchange:
             return self._let_go(complete=not more, last=not more)
         if self._body_mode == messages.FULL_DUPLEX_STREAMED:
             return [messages.pass_chunk("request_body", message.body, message.end_of_stream)]
-        if not self._path or self._asked:
-            return [messages.proceed("request_body")]
         return [self._route("request_body", message.body, partial=not message.end_of_stream)]
 
     def _take_room(self, size: int) -> bool:
@@ -210,30 +217,34 @@ class Exchange:
         finally:
             self._leave_room()
 
-    def _profile(self, body: bytes, partial: bool) -> RequestProfile:
-        profile = self._inspect(body, partial)
+    def _profile(self, endpoint: Endpoint, body: bytes, partial: bool) -> RequestProfile:
+        profile = self._inspect(endpoint, body, partial)
         return replace(profile, tenant=self._tenant) if self._tenant else profile
 
-    def _inspect(self, body: bytes, partial: bool) -> RequestProfile:
+    def _inspect(self, endpoint: Endpoint, body: bytes, partial: bool) -> RequestProfile:
         if self._large_for is not None:
             length = self._content_length or 0
-            return of_length(self._path, length, self._large_for, self._services.tokens)
+            return of_length(endpoint, length, self._large_for, self._services.tokens)
         return inspect(
-            self._path,
+            endpoint,
             body,
             self._services.tokens,
             partial=partial,
             content_length=self._content_length,
+            default_model=self._only_model,
         )
+
+    def _only_model(self) -> str:
+        return self._services.fleet.only_model or ""
 
     def _route(self, phase: str, body: bytes, partial: bool) -> bytes:
         services = self._services
-        if self._asked:
+        if self._asked or self._endpoint is None:
             return messages.proceed(phase)
         self._asked = True
         started = services.clock()
         try:
-            decision = self._decide(self._profile(body, partial))
+            decision = self._decide(self._profile(self._endpoint, body, partial))
         except Refusal as error:
             self._refused = True
             services.metrics.requests.add("refused")
@@ -243,7 +254,8 @@ class Exchange:
             return messages.proceed(phase)
         self._in_flight = InFlight(services, decision, self._request_id, self._unseen)
         services.metrics.decision_seconds.observe(services.clock() - started)
-        return self._send_to(phase, decision)
+        leave_body = self._large_for is not None
+        return self._send_to(phase, self._destination(decision), leave_body)
 
     def _decide(self, profile: RequestProfile) -> Decision | None:
         """None where Envoy is to choose.
@@ -265,16 +277,13 @@ class Exchange:
             raise Saturated(message, code="saturated")
         return decision
 
-    def _send_to(self, phase: str, decision: Decision) -> bytes:
-        serve, destination = self._services.config.serve, decision.replica
-        if serve.second_choice and (second := decision.second) is not None:
-            destination += f",{second}"
-        return messages.send_to(
-            phase,
-            destination,
-            clear_route_cache=serve.clear_route_cache,
-            leave_body=self._large_for is not None,
-        )
+    def _destination(self, decision: Decision) -> str:
+        second = decision.second if self._services.config.serve.second_choice else None
+        return decision.replica if second is None else f"{decision.replica},{second}"
+
+    def _send_to(self, phase: str, destination: str, leave_body: bool = False) -> bytes:
+        clear_route_cache = self._services.config.serve.clear_route_cache
+        return messages.send_to(phase, destination, clear_route_cache, leave_body)
 
     # -- the response -----------------------------------------------------------------------
 

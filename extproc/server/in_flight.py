@@ -1,6 +1,7 @@
 """A request that was sent to a replica, until its response has ended."""
 
 from extproc.fleet.alone import Before
+from extproc.request.response_id import ResponseIdReader
 from extproc.request.usage import PRELUDE, UsageReader
 from extproc.route.router import Decision
 from extproc.server import messages
@@ -21,6 +22,7 @@ class InFlight:
         "_first_token",
         "_forecast",
         "_outcome",
+        "_response_id",
         "_sent_at",
         "_served_by",
         "_services",
@@ -51,6 +53,7 @@ class InFlight:
         self._outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
         self._status: int | None = None
         self._usage: UsageReader | None = None
+        self._response_id = ResponseIdReader() if decision.profile.stored else None
         self._first_token: float | None = None
         self._ended = False
         services.metrics.requests.add("routed")
@@ -80,13 +83,15 @@ class InFlight:
         if self._first_token is None and self._usage.generating and self._forecast.profile.stream:
             self._first_token = self._services.clock()
             self._services.fleet.first_token(self._ticket)
+        if self._response_id is not None and (found := self._response_id.feed(message.body)):
+            self._services.fleet.responses.saw(found, self._served_by)
 
     def end(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
         services, outcome = self._services, self._outcome
-        complete = self._complete()
-        streamed = self._forecast.profile.stream
-        prefilled = self._first_token is not None or (complete and not streamed)
+        profile = self._forecast.profile
+        complete = self._complete() and not profile.in_background
+        prefilled = self._first_token is not None or (complete and not profile.stream)
         alone = services.fleet.release(self._ticket, prefilled)
         if self._status is None and not self._unseen:
             services.metrics.requests.add("unanswered")
@@ -116,11 +121,11 @@ class InFlight:
             services.fleet.answered(self._served_by)
 
     def _worth_reading(self, content_type: str) -> bool:
-        """Every whole response, for it is one message, and of the streams a sample, and those that
-        teach how fast a replica is."""
+        """Every whole response, for it is one message, those whose id is needed, and of the streams
+        a sample, and those that teach how fast a replica is."""
         if self._status != 200:
             return False
-        if not content_type.startswith("text/event-stream"):
+        if self._response_id is not None or not content_type.startswith("text/event-stream"):
             return True
         services = self._services
         share = services.config.serve.stream_sample
@@ -145,6 +150,9 @@ class InFlight:
         outcome.output_tokens = usage.completion_tokens
         if usage.prompt_tokens and profile.prompt_bytes:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
+        if usage.prompt_tokens and profile.images:
+            beyond_text = usage.prompt_tokens - (profile.prompt_tokens - profile.image_tokens)
+            services.tokens.learn_images(profile.model, profile.images, beyond_text)
         if usage.completion_tokens or not profile.sequences:
             each = usage.completion_tokens / max(profile.sequences, 1)
             services.router.learn(

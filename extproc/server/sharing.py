@@ -11,10 +11,14 @@ from extproc.clock import Clock, monotonic, wall
 from extproc.config import Config
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.stored import StoredResponses
 from extproc.observe.metrics import RouterMetrics
 from extproc.state.connection import connect
 from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
+from extproc.state.responses import ResponseReader, ResponseWriter
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
+
+_RESPONSES_AT_ONCE = 100
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
@@ -22,6 +26,10 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
     async with connect(config.redis.url, config.pool) as redis, asyncio.TaskGroup() as tasks:
         tasks.create_task(tell(DigestWriter(redis, config.pool), fleet))
         tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
+        tasks.create_task(tell_responses(ResponseWriter(redis, config.pool), fleet.responses))
+        tasks.create_task(
+            hear_responses(ResponseReader(redis, config.pool, Random()), fleet.responses)
+        )
 
 
 async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> None:
@@ -49,6 +57,27 @@ async def hear(reader: DigestReader, fleet: Fleet, metrics: RouterMetrics) -> No
     async with aclosing(reader.news()) as news:
         async for one in news:
             take(one, fleet, metrics)
+
+
+async def tell_responses(writer: ResponseWriter, responses: StoredResponses) -> None:
+    """Tells where responses are that this router saw, for ever; while Redis is away they wait."""
+    backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, Random())
+    while True:
+        held = await responses.untold(_RESPONSES_AT_ONCE)
+        while True:
+            try:
+                await writer.send(held)
+                break
+            except (RedisError, OSError):
+                await asyncio.sleep(backoff.next())
+        backoff.reset()
+
+
+async def hear_responses(reader: ResponseReader, responses: StoredResponses) -> None:
+    """Remembers where responses are, by every router's word, for ever."""
+    async with aclosing(reader.news()) as news:
+        async for response, replica in news:
+            responses.keep(response, replica)
 
 
 def take(news: News, fleet: Fleet, metrics: RouterMetrics) -> None:

@@ -46,6 +46,11 @@ def router_pattern(pool: str) -> str:
     return router_key(pool, "*")
 
 
+def responses_key(pool: str) -> str:
+    """Key of a stream of stored responses: id → ``ip:port`` of the replica that holds it."""
+    return f"{{{pool}}}:responses"
+
+
 def digests_channel(pool: str) -> str:
     """Pub/sub channel that carries every digest."""
     return f"{{{pool}}}:digests"

@@ -13,7 +13,7 @@ import yaml
 
 from extproc.cli import main
 from extproc.demo.stack import MODEL, SimulatedReplica, Stack
-from tests.e2e.client import Client
+from tests.e2e.client import CHAT, MESSAGES, Client
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -29,7 +29,7 @@ FLEET = (
 
 class Pools(Stack):
     """Two replicas of different models in the pool that is the default, two in another, and a
-    route to a pool that does not exist; the host says which."""
+    route to a pool that does not exist; the host says which, or the path's prefix."""
 
     def _configuration(self) -> dict[str, Any]:
         whole = super()._configuration()
@@ -50,6 +50,7 @@ class Pools(Stack):
         manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
         hosts = manager["route_config"]["virtual_hosts"]
         hosts += [_host(hosts[0], "second", "second"), _host(hosts[0], "lost", "second")]
+        hosts[0]["routes"].insert(0, _by_prefix(hosts[1]["routes"][0]))
         file.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
 
 
@@ -62,6 +63,12 @@ def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:
     overrides = {"@type": kind, "overrides": {"grpc_initial_metadata": metadata}}
     route["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": overrides}
     return host
+
+
+def _by_prefix(pattern: dict[str, Any]) -> dict[str, Any]:
+    """As docs/configuration.md has it: the filter sees the path before it is rewritten."""
+    route = pattern["route"] | {"prefix_rewrite": "/"}
+    return pattern | {"match": {"prefix": "/batch/"}, "route": route}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -100,6 +107,15 @@ async def test_a_route_says_which_pool_serves(client: Client) -> None:
         assert decision["pool"] == "second"
         assert decision["outcome"]["served_by"] == decision["replica"]
         assert {one["name"] for one in decision["candidates"]} == {"second-1", "second-2"}
+
+
+async def test_a_prefix_that_the_route_takes_off_says_which_pool_serves(client: Client) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 4}
+    answer = await client.request("POST", f"/batch{CHAT}", body)
+    assert answer.status == 200
+    decision = answer.decision
+    assert (decision["pool"], decision["endpoint"]) == ("second", CHAT)
+    assert decision["outcome"]["served_by"] == decision["replica"]
 
 
 async def test_no_client_chooses_the_pool(client: Client) -> None:

@@ -5,13 +5,17 @@ import pytest
 
 from extproc.config import RequestSettings
 from extproc.request.errors import BadRequest, error_body
-from extproc.request.inspect import endpoint_of, inspect
+from extproc.request.inspect import inspect
+from extproc.request.paths import endpoint_of, stored_response_of
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.request.prompt import TOKENS_PER_MESSAGE, TOKENS_TO_REPLY
+from extproc.request.prompt import TOKENS_PER_MESSAGE, TOKENS_TO_REPLY, VIDEO_TOKENS
 from extproc.request.tokens import TokenCounter
 
 IMAGE_TOKENS = 100
 FRAME = TOKENS_PER_MESSAGE + TOKENS_TO_REPLY
+MINUTE = "AAAA" * (60 * 16_000 // 3)
+"""A minute of MP3 at 128 kbit/s, in base64."""
+MINUTE_URL = "data:audio/mp3;base64," + MINUTE
 DATA_URL = "data:image/png;base64," + "iVBORw0K" * 10_000
 
 
@@ -32,18 +36,47 @@ def chat(content: Any, **fields: Any) -> int:
 
 class TestEndpoint:
     @pytest.mark.parametrize("endpoint", list(Endpoint))
-    def test_is_named_by_the_path(self, endpoint: Endpoint) -> None:
-        assert endpoint_of(endpoint.value) is endpoint
-        assert endpoint_of(f"{endpoint.value}?api-version=1&x=/v1/score") is endpoint
+    @pytest.mark.parametrize("prefix", ["", "/batch", "/a/b/c/d", "/v1/models"])
+    def test_is_named_by_the_end_of_the_path(self, prefix: str, endpoint: Endpoint) -> None:
+        path = prefix + endpoint.value
+        assert endpoint_of(path) is endpoint
+        assert endpoint_of(f"{path}?api-version=1&x=/v1/models") is endpoint
+
+    @pytest.mark.parametrize(
+        ("path", "endpoint"),
+        [
+            ("/score", Endpoint.SCORE),
+            ("/rerank", Endpoint.RERANK),
+            ("/v2/rerank", Endpoint.RERANK),
+            ("/v2/embed", Endpoint.EMBEDDINGS),
+        ],
+    )
+    def test_has_other_paths_too(self, path: str, endpoint: Endpoint) -> None:
+        assert endpoint_of(path) is endpoint
 
     @pytest.mark.parametrize(
         "path",
-        ["", "/", "?", "/v1/models", "/health", "/openai/v1/score", "/v1/score/", "/V1/score"],
+        [
+            *("", "/", "?", "/v1/models", "/health", "/v1/score/", "/V1/Score", "/v1/highscore"),
+            *("/v1/chat/completions/render", "/v1/messages/count_tokens", "/x?/v1/score"),
+            *("/tokenize", "/detokenize", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel"),
+        ],
     )
     def test_other_paths_carry_no_inference(self, path: str) -> None:
         assert endpoint_of(path) is None
-        with pytest.raises(ValueError, match="carries no inference"):
-            inspect(path, b'{"model": "m"}', counter())
+
+    @pytest.mark.parametrize(
+        ("path", "response"),
+        [
+            ("/v1/responses/resp_1", "resp_1"),
+            ("/v1/responses/resp_1?stream=true", "resp_1"),
+            ("/batch/v1/responses/resp_1/cancel", "resp_1"),
+            *[("/v1/responses", ""), ("/v1/responses/", ""), ("/v1/responses/a/b", "")],
+            *[("/x?/v1/responses/resp_1", ""), ("/v1/models/resp_1", "")],
+        ],
+    )
+    def test_a_path_may_name_a_stored_response(self, path: str, response: str) -> None:
+        assert stored_response_of(path) == response
 
 
 class TestChatPrompt:
@@ -60,16 +93,19 @@ class TestChatPrompt:
         assert chat(["abc", {"text": "de"}]) == 5
 
     @pytest.mark.parametrize(
-        ("part", "images"),
+        ("part", "tokens"),
         [
-            ({"type": "image_url", "image_url": {"url": DATA_URL}}, 1),
-            ({"image_url": DATA_URL}, 1),
-            ({"type": "input_audio", "input_audio": {"data": DATA_URL, "format": "wav"}}, 1),
-            ({"type": "video_url", "video_url": {"url": DATA_URL}}, 16),
+            ({"type": "image_url", "image_url": {"url": DATA_URL}}, IMAGE_TOKENS),
+            ({"image_url": DATA_URL}, IMAGE_TOKENS),
+            ({"type": "video_url", "video_url": {"url": DATA_URL}}, VIDEO_TOKENS),
+            ({"type": "audio_url", "audio_url": {"url": "https://x/y.mp3"}}, 30 * 25),
+            ({"type": "audio_url", "audio_url": {"url": MINUTE_URL}}, 60 * 25),
+            ({"type": "input_audio", "input_audio": {"data": MINUTE, "format": "mp3"}}, 60 * 25),
         ],
     )
-    def test_counts_media_by_the_piece(self, part: dict[str, Any], images: int) -> None:
-        assert chat([{"type": "text", "text": "abc"}, part]) == 3 + images * IMAGE_TOKENS
+    def test_counts_media(self, part: dict[str, Any], tokens: int) -> None:
+        got = chat([{"type": "text", "text": "abc"}, part])
+        assert got == pytest.approx(3 + tokens, rel=0.001)
 
     def test_has_tool_calls_and_their_results(self) -> None:
         call = {"id": "x", "type": "function", "function": {"name": "get", "arguments": '{"a":1}'}}
@@ -311,12 +347,103 @@ class TestPartialBody:
 
 def test_error_body_is_openais() -> None:
     with pytest.raises(BadRequest) as caught:
-        inspect(Endpoint.CHAT, b"{}", counter())
+        inspect(Endpoint.CHAT, b'{"model": 5}', counter())
     assert json.loads(error_body(caught.value)) == {
         "error": {
-            "message": "the request names no model",
+            "message": "the model must be a string",
             "type": "invalid_request_error",
             "param": "model",
-            "code": "missing_model",
+            "code": "invalid_model",
         }
     }
+
+
+class TestLongestPrompt:
+    @pytest.mark.parametrize(
+        ("endpoint", "fields", "longest"),
+        [
+            (Endpoint.CHAT, {"messages": [{"role": "user", "content": "x" * 91}], "n": 4}, 100),
+            (Endpoint.COMPLETIONS, {"prompt": "x" * 100, "n": 4}, 100),
+            (Endpoint.COMPLETIONS, {"prompt": ["x" * 80, "x" * 20], "n": 4}, 80),
+            (Endpoint.COMPLETIONS, {"prompt": [[1] * 30, [1] * 10]}, 30),
+            (Endpoint.EMBEDDINGS, {"input": ["x" * 10] * 9 + ["x" * 60]}, 60),
+            (Endpoint.EMBEDDINGS, {"input": ["", ""]}, 0),
+            (Endpoint.EMBEDDINGS, {"input": ["x" * 90, "x"], "truncate_prompt_tokens": 30}, 30),
+            (Endpoint.CLASSIFY, {"input": ["x" * 10, "x" * 30]}, 30),
+            (Endpoint.POOLING, {"input": "x" * 30}, 30),
+            (Endpoint.SCORE, {"text_1": "xyz", "text_2": ["x" * 7, "x" * 17]}, 20),
+            (Endpoint.SCORE, {"text_1": ["x" * 20, "x"], "text_2": ["x", "x" * 7]}, 21),
+            (Endpoint.RERANK, {"query": "xyz", "documents": ["x" * 7, "x" * 17]}, 20),
+        ],
+    )
+    def test_is_one_of_the_prompts(
+        self, endpoint: Endpoint, fields: dict[str, Any], longest: float
+    ) -> None:
+        assert profile(endpoint, **fields).longest_prompt == pytest.approx(longest)
+
+    def test_shares_the_context_with_the_output(self) -> None:
+        bounded = profile(Endpoint.COMPLETIONS, prompt="x" * 60)
+        assert bounded.most_output(100) == 16
+        assert bounded.most_output(70) == 10
+        assert bounded.most_output(50) == 1
+        assert profile(Endpoint.COMPLETIONS, prompt="x" * 60, n=4).most_output(70) == 10
+        assert profile(Endpoint.CHAT).most_output(100) == 100
+
+
+class TestAudioForm:
+    AUDIO = bytes(range(256)) * 7_500
+    """Two minutes of MP3 at 128 kbit/s."""
+
+    def form(self, **fields: str) -> bytes:
+        parts = [f'; name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
+        file = b'; name="file"; filename="x.mp3"\r\nContent-Type: audio/mpeg\r\n\r\n' + self.AUDIO
+        head = b"--b\r\nContent-Disposition: form-data"
+        return b"".join(head + part + b"\r\n" for part in (*parts, file)) + b"--b--\r\n"
+
+    @pytest.mark.parametrize("endpoint", [Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS])
+    def test_is_routed_on_its_length(self, endpoint: Endpoint) -> None:
+        got = inspect(endpoint, self.form(model="whisper", stream="true"), counter())
+        assert (got.model, got.stream) == ("whisper", True)
+        assert got.prompt_tokens == pytest.approx(120 * 25, rel=0.01)
+        assert got.longest_prompt == pytest.approx(30 * 25, rel=0.3)
+        assert got.sequences in (4, 5)
+        assert (got.prompt_bytes, got.output_bound) == (0, None)
+
+    def test_may_name_no_model(self) -> None:
+        got = inspect(Endpoint.TRANSCRIPTIONS, self.form(), counter(), default_model=lambda: "m")
+        assert (got.model, got.stream) == ("m", False)
+
+    def test_need_not_be_seen(self) -> None:
+        got = inspect(
+            Endpoint.TRANSCRIPTIONS, b"", counter(), partial=True, content_length=1_920_000
+        )
+        assert got.prompt_tokens == 120 * 25
+
+
+class TestResponses:
+    def test_go_on_from_one_that_a_replica_holds(self) -> None:
+        got = profile(Endpoint.RESPONSES, input="abc", previous_response_id="resp_1")
+        assert got.previous_response == "resp_1"
+        assert got.prompt_bytes == 0  # the replica's count has what was said before, too
+        assert profile(Endpoint.CHAT, previous_response_id="resp_1").previous_response == ""
+
+    @pytest.mark.parametrize("absurd", [None, "", 5, [], "x" * 1_000])
+    def test_absurd_ids_count_as_absent(self, absurd: Any) -> None:
+        got = profile(Endpoint.RESPONSES, input="abc", previous_response_id=absurd)
+        assert got.previous_response == ""
+        assert got.prompt_bytes > 0
+
+    @pytest.mark.parametrize(
+        ("fields", "stored"),
+        [({}, True), ({"store": True}, True), ({"store": False}, False), ({"store": None}, False)],
+    )
+    def test_are_stored_unless_that_is_not_wanted(
+        self, fields: dict[str, Any], stored: bool
+    ) -> None:
+        assert profile(Endpoint.RESPONSES, input="abc", **fields).stored is stored
+        assert profile(Endpoint.CHAT, **fields).stored is False
+
+    def test_may_be_made_in_the_background(self) -> None:
+        assert profile(Endpoint.RESPONSES, background=True).in_background
+        assert not profile(Endpoint.RESPONSES, background=True, stream=True).in_background
+        assert not profile(Endpoint.CHAT, background=True).in_background

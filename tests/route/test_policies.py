@@ -113,6 +113,46 @@ def test_a_request_may_ask_for_another_policy() -> None:
     assert (asked.policy, unknown.policy) == ("least_kv", "completion")
 
 
+class TestAStoredResponse:
+    PROFILE = replace(chat(100, 50), previous_response="resp_1")
+
+    def test_is_gone_on_from_where_it_is_held(self) -> None:
+        fleet = fleet_of(ManualClock(), H100, A10)
+        for holder, other in ((2, 1), (1, 2)):
+            fleet.responses.keep("resp_1", replica(holder))
+            decision = decide(fleet, "completion", self.PROFILE)
+            assert (decision.replica, decision.second) == (replica(holder), None)
+            assert decision.policy == "holder"
+            assert "resp_1" in decision.why
+            assert decide(fleet, "completion", chat(100, 50)).policy == "completion"
+            assert fleet.holder("resp_1") != replica(other)
+
+    def test_that_nobody_knows_is_routed_as_any_other(self) -> None:
+        fleet = fleet_of(ManualClock(), H100, A10)
+        assert decide(fleet, "completion", self.PROFILE).policy == "completion"
+
+    def test_is_not_looked_for_on_a_replica_that_may_not_be_used(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, H100, A10)
+        fleet.responses.keep("resp_1", replica(2))
+        fleet.put(state(2, A10, clock, draining=True))
+        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
+        assert fleet.holder("resp_1") == replica(2)  # to ask for it is no work
+        fleet.put(state(2, A10, clock, healthy=False))
+        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
+        assert fleet.holder("resp_1") is None
+        fleet.put(state(2, A10, clock))
+        assert decide(fleet, "completion", self.PROFILE).replica == replica(2)
+        for _ in range(3):
+            fleet.failed(replica(2))
+        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
+        assert fleet.holder("resp_1") is None
+        fleet.answered(replica(2))
+        fleet.remove(replica(2))
+        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
+        assert fleet.holder("resp_1") is None
+
+
 def test_an_unknown_policy_is_named_with_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'least_request'"):
         Router(fleet_of(ManualClock()), "least_requests", random.Random(0))
@@ -285,6 +325,42 @@ class TestCompletion:
         decision = decide(fleet, "completion", chat(8_000, 100))
         assert decision.replica == replica(2)
         assert "r1 holds prompts of 4,096 tokens at most" in decision.why
+
+    @pytest.mark.parametrize(
+        "profile",
+        [
+            replace(chat(10_000, 100), sequences=4),
+            replace(embedding(10_000), longest_share=0.5),
+            replace(chat(20_000, 100), sequences=8, longest_share=0.25),
+        ],
+        ids=["one prompt, n=4", "embeddings", "prompts of different lengths"],
+    )
+    def test_every_prompt_must_fit(self, profile: RequestProfile) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, H100, A10)
+        fleet.put(state(1, H100, clock, max_model_len=4_096))
+        decision = decide(fleet, "completion", profile)
+        assert (decision.replica, decision.second) == (replica(2), None)
+
+    def test_many_short_prompts_fit_where_one_as_long_does_not(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, H100, A10)
+        fleet.put(state(1, H100, clock, max_model_len=4_096))
+        profile = replace(chat(10_000, 100), sequences=4, longest_share=0.25)
+        decision = decide(fleet, "completion", profile)
+        assert (decision.replica, decision.second) == (replica(1), replica(2))
+
+    def test_an_answer_ends_where_the_context_does(self) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, A10)
+        fleet.put(state(1, A10, clock, max_model_len=4_096))
+        for bound in (None, 2_000):
+            profile = chat(4_090, bound)
+            decision = decide(fleet, "completion", profile)
+            assert decision.prediction.output_tokens <= 6
+            fleet.dispatch(replica(1), profile)
+        sequences = fleet.sequences(fleet.view(MODEL))
+        assert max(sequences.remaining) <= 6
 
     def test_a_prompt_that_fits_nowhere_is_sent_all_the_same(self) -> None:
         fleet = fleet_of(ManualClock(), A10, A10)

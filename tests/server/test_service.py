@@ -131,7 +131,7 @@ async def test_what_is_no_inference_passes_untouched(
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"not json", b"[]", b'{"messages": []}', b"[" * 10_000, b'{"model": "\xff"}']
+    "body", [b"", b"not json", b"[]", b'{"model": 5}', b"[" * 10_000, b'{"model": "\xff"}']
 )
 async def test_a_body_no_replica_could_serve_is_refused(
     envoy: EnvoySide, services: Services, body: bytes
@@ -147,6 +147,25 @@ async def test_a_body_no_replica_could_serve_is_refused(
         assert error["type"] == "invalid_request_error"
         await stream.end()
     assert services.fleet.in_flight == 0
+
+
+async def test_a_request_without_a_model_is_for_the_only_one(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        assert set(destination(await stream.request_body({"messages": []}))) == MEMBERS
+    assert services.log.last(1)[0].decision.profile.model == "llama"
+
+
+async def test_where_there_are_several_models_a_replica_may_judge_a_request_without_one(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), models=("other",)))
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        assert set(destination(await stream.request_body({"messages": []}))) == MEMBERS
+    assert services.log.last(1)[0].decision.profile.model == ""
 
 
 async def test_a_post_without_a_body_is_refused(envoy: EnvoySide) -> None:
@@ -460,3 +479,117 @@ async def test_the_streams_metadata_says_which_pool(services: Services, logged: 
     assert (services.fleet.in_flight, second.fleet.in_flight) == (0, 0)
     (line,) = logged.lines()
     assert (line["pool"], line["configured"]) == ("lost", "default, second")
+
+
+async def test_a_path_with_a_prefix_is_routed(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers("/batch/v1/chat/completions")
+        assert set(destination(await stream.request_body(CHAT))) == MEMBERS
+
+
+async def test_images_are_learned_from_what_replicas_report(
+    envoy: EnvoySide, services: Services
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
+    body = {"model": "llama", "messages": [{"role": "user", "content": [image, image]}]}
+    for _ in range(50):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(body)
+            await stream.response_headers()
+            await stream.response_body({"usage": {"prompt_tokens": 3_009, "completion_tokens": 1}})
+            await stream.end()
+    assert services.tokens.image_tokens("llama") == pytest.approx(1_500, rel=0.05)
+    assert services.tokens.image_tokens("other") == services.config.request.image_tokens
+    assert services.tokens.bytes_per_token("llama") == services.config.request.bytes_per_token
+
+
+RESPONSES = "/v1/responses"
+ASKED = {"model": "llama", "input": "Tell me of the sea."}
+
+
+@pytest.fixture
+def unread(config: Config) -> Config:
+    """No stream is read that need not be."""
+    return config.model_copy(
+        update={"serve": config.serve.model_copy(update={"stream_sample": 0.0})}
+    )
+
+
+async def respond(
+    envoy: EnvoySide, upstream: str, body: dict[str, Any], number: int = 1, streamed: bool = False
+) -> BodyMode | None:
+    """A response passes; returns whether its body was asked for."""
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(RESPONSES)
+        assert reply.mode_override is None  # Envoy is to tell of the response
+        await stream.request_body(ASKED | body)
+        kind = "text/event-stream" if streamed else "application/json"
+        reply = await stream.response_headers(upstream=upstream, content_type=kind)
+        asked = None if reply.mode_override is None else reply.mode_override.response_body_mode
+        whole = json.dumps({"id": f"resp_{number}", "output": []}).encode()
+        created = b'event: response.created\ndata: {"response":' + whole + b"}\n\n"
+        if asked is not None:
+            await stream.response_body(created if streamed else whole)
+        await stream.end()
+    return asked
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+async def test_a_stored_response_is_gone_on_from_where_it_was_made(
+    envoy: EnvoySide, services: Services, streamed: bool, second: bool
+) -> None:
+    """Whoever was chosen: Envoy may have tried that one in vain."""
+    served = replica(2 if second else 1)
+    await respond(envoy, served, {"stream": streamed}, streamed=streamed)
+    for _ in range(5):
+        async with envoy.stream() as stream:
+            await stream.request_headers(RESPONSES)
+            reply = await stream.request_body(ASKED | {"previous_response_id": "resp_1"})
+            assert destination(reply) == [served]
+    for method, path in (("GET", "/resp_1"), ("POST", "/resp_1/cancel"), ("GET", "/resp_1?a=b")):
+        async with envoy.stream() as stream:
+            reply = await stream.request_headers(RESPONSES + path, method)
+            assert destination(reply) == [served]
+            assert reply.mode_override is not None
+            assert reply.mode_override.request_body_mode == BodyMode.NONE
+            await stream.response_headers()
+            await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_of_a_response_that_nobody_knows_envoy_decides(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        assert destination(await stream.request_headers(f"{RESPONSES}/resp_9", "GET")) == []
+
+
+async def test_streams_are_read_for_their_ids_alone(unread: Config) -> None:
+    services = build(unread, CollectorRegistry())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", ManualClock(services.wall())))
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        envoy = EnvoySide(channel)
+        while services.watch.sees(services.clock(), troubled=False):
+            pass  # of other responses nothing is looked at for now
+        for number in range(5):
+            asked = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
+            assert asked is BodyMode.STREAMED
+        held = [services.fleet.holder(f"resp_{number}") for number in range(5)]
+        assert held == [replica(1)] * 5
+        not_kept = {"stream": True, "store": False}
+        assert await respond(envoy, replica(1), not_kept, 200, streamed=True) is None
+        assert services.fleet.holder("resp_200") is None
+    await server.stop(0)
+
+
+async def test_an_answer_before_the_work_is_no_completion(
+    envoy: EnvoySide, services: Services
+) -> None:
+    await respond(envoy, replica(1), {"background": True})
+    (record,) = services.log.last(9)
+    assert record.outcome.status == 200
+    assert record.outcome.completion_s is None
+    assert services.fleet.holder("resp_1") == replica(1)

@@ -1,0 +1,85 @@
+"""Which replica holds which stored response, in Redis: a stream that every router adds to and
+follows.
+
+Of Redis being away the reader of replica states logs; here it is only lived with.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from random import Random
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from redis.utils import str_if_bytes
+
+from extproc.backoff import Backoff
+from extproc.fleet.stored import MOST_STORED
+from extproc.state.connection import TIMEOUT_S, in_time
+from extproc.state.keys import responses_key
+from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
+
+_PAGE = 100
+"""Entries read at a time: some 5 ms, in which a router does nothing else."""
+_BLOCK_MS = round(TIMEOUT_S * 500)
+"""How long Redis waits for the next entry before it answers that there is none."""
+_LIFE_S = 86_400
+"""Of the stream, from the last entry on."""
+
+_Entry = tuple[bytes | str, dict[bytes, bytes]]
+
+
+class ResponseWriter:
+    """Tells the other routers of a pool who holds what."""
+
+    def __init__(self, redis: Redis, pool: str) -> None:
+        self._redis = redis
+        self._key = responses_key(pool)
+
+    async def send(self, held: Sequence[tuple[str, str]]) -> None:
+        """Append responses and their replicas in one round trip; the oldest go.
+
+        Raises:
+            RedisError: Redis did not take them; some may be written.
+        """
+        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+            for response, replica in held:
+                pipe.xadd(self._key, {response: replica}, maxlen=MOST_STORED, approximate=True)
+            pipe.expire(self._key, _LIFE_S)
+            await pipe.execute()
+
+
+class ResponseReader:
+    """Hears who holds what."""
+
+    def __init__(self, redis: Redis, pool: str, random: Random) -> None:
+        self._redis = redis
+        self._key = responses_key(pool)
+        self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
+
+    async def news(self) -> AsyncGenerator[tuple[str, str]]:
+        """Yield a response and its replica for each that Redis has, then for each new one.
+
+        While Redis is away it yields nothing; then it begins anew, for Redis may be another one.
+        """
+        while True:
+            try:
+                after = "0-0"
+                while True:
+                    entries = await self._entries(after)
+                    self._backoff.reset()
+                    for number, fields in entries:
+                        after = str_if_bytes(number)
+                        for response, replica in fields.items():
+                            yield str_if_bytes(response), str_if_bytes(replica)
+                    await asyncio.sleep(0)  # many pages may be there; requests come first
+            except (RedisError, OSError):
+                await asyncio.sleep(self._backoff.next())
+
+    async def _entries(self, after: str) -> list[_Entry]:
+        """Those after that number; where there are none, those that come within a moment."""
+        async with in_time():
+            found: Any = await self._redis.xread({self._key: after}, count=_PAGE, block=_BLOCK_MS)
+        if isinstance(found, dict):  # RESP3: by key a list of lists
+            return [entry for entries in found.values() for entry in entries[0]]
+        return [entry for _, entries in found for entry in entries]
