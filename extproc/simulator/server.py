@@ -14,16 +14,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from extproc.address import join_address
 from extproc.request.profile import Endpoint
 from extproc.simulator import tokens
+from extproc.simulator.endpoints.audio import AudioBody
 from extproc.simulator.endpoints.base import Body, GenerateBody, Reply
 from extproc.simulator.endpoints.chat import ChatBody, ChatReply, Message, encode_chat
 from extproc.simulator.endpoints.completions import CompletionBody, CompletionReply
 from extproc.simulator.endpoints.messages import MessagesBody, MessagesReply
-from extproc.simulator.endpoints.pooling import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from extproc.simulator.endpoints.pooling import (
+    ClassifyBody,
+    EmbeddingBody,
+    PoolBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from extproc.simulator.endpoints.responses import ResponsesBody, ResponsesReply
 from extproc.simulator.errors import RequestError, anthropic_error, invalid, openai_error
 from extproc.simulator.live import Generation
 from extproc.simulator.metrics import CONTENT_TYPE
 from extproc.simulator.replica import Replica
+from extproc.simulator.stored import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +55,13 @@ GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
 }
 POOLING: dict[str, type[PoolingBody]] = {
     Endpoint.EMBEDDINGS: EmbeddingBody,
-    Endpoint.SCORE: ScoreBody,
-    Endpoint.RERANK: RerankBody,
+    Endpoint.POOLING: PoolBody,
+    Endpoint.CLASSIFY: ClassifyBody,
+    **dict.fromkeys((Endpoint.SCORE, "/score"), ScoreBody),
+    **dict.fromkeys((Endpoint.RERANK, "/rerank", "/v2/rerank"), RerankBody),
 }
+AUDIO = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
+_INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -90,6 +103,7 @@ class ReplicaServer:
     def __init__(self, replica: Replica, random: Random) -> None:
         self.replica = replica
         self._random = random
+        self._responses = ResponseStore()
         self._fail = 0
         self._metrics_seconds = (0.0, 0.0)
 
@@ -102,6 +116,10 @@ class ReplicaServer:
             app.router.add_post(path, self._generate)
         for path in POOLING:
             app.router.add_post(path, self._pool)
+        for path in AUDIO:
+            app.router.add_post(path, self._transcribe)
+        app.router.add_get(f"{Endpoint.RESPONSES}/{{name}}", self._response)
+        app.router.add_post(f"{Endpoint.RESPONSES}/{{name}}/cancel", self._cancel_response)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/simulate", self._simulate)
         app.router.add_get("/simulate/late", self._late)
@@ -124,7 +142,7 @@ class ReplicaServer:
         if request.path == "/simulate":
             return await handler(request)
         await self.replica.live.awake()
-        if self._fail and (request.path in GENERATING or request.path in POOLING):
+        if self._fail and request.path in _INFERENCE:
             return _error(request, self._fail, "This failure was asked for with /simulate.")
         return await handler(request)
 
@@ -132,6 +150,8 @@ class ReplicaServer:
         body_type, reply_type = GENERATING[request.path]
         body = await _parse(request, body_type)
         self.replica.check_model(body.model)
+        if isinstance(body, ResponsesBody):
+            self._responses.resume(body)
         generation = self.replica.generate(body, _output_tokens(request))
         settings = self.replica.settings
         reply = reply_type(
@@ -141,13 +161,33 @@ class ReplicaServer:
             generation.usage().prompt,
             settings.enable_prompt_tokens_details,
         )
+        if isinstance(reply, ResponsesReply) and _in_background(body):
+            work = asyncio.create_task(self._finish(body, reply, generation))
+            return web.json_response(self._responses.queue(reply, work))
         try:
             if body.stream:
                 return await _stream(request, generation, reply, body.include_usage)
             await generation.done()
             return web.json_response(reply.whole(generation.outputs(), generation.usage()))
         finally:
-            self._leave(generation)
+            self._end(body, reply, generation)
+
+    async def _finish(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
+        try:
+            await generation.done()
+        finally:
+            self._end(body, reply, generation)
+
+    def _end(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
+        self._leave(generation)
+        if isinstance(body, ResponsesBody) and isinstance(reply, ResponsesReply):
+            self._responses.keep(body, reply, generation)
+
+    async def _response(self, request: web.Request) -> web.Response:
+        return web.json_response(self._responses.response(request.match_info["name"]))
+
+    async def _cancel_response(self, request: web.Request) -> web.Response:
+        return web.json_response(self._responses.cancel(request.match_info["name"]))
 
     async def _pool(self, request: web.Request) -> web.Response:
         body = await _parse(request, POOLING[request.path])
@@ -160,6 +200,20 @@ class ReplicaServer:
         return web.json_response(
             body.reply(uuid4().hex, self.replica.settings.model, int(time.time()))
         )
+
+    async def _transcribe(self, request: web.Request) -> web.Response:
+        form = await request.post()
+        file = form.get("file")
+        if not isinstance(file, web.FileField):
+            raise RequestError("file: an audio file is needed", "file")
+        body = AudioBody(model=str(form.get("model", "")), file=file.file.read())
+        self.replica.check_model(body.model)
+        generation = self.replica.generate(body, _output_tokens(request))
+        try:
+            await generation.done()
+        finally:
+            self._leave(generation)
+        return web.json_response(body.reply(generation.outputs()))
 
     def _leave(self, generation: Generation) -> None:
         """Count its prompts if it is complete; end what a client that hung up left behind."""
@@ -226,6 +280,10 @@ class ReplicaServer:
 
     async def _load(self, request: web.Request) -> web.Response:
         return web.json_response({"server_load": self.replica.live.load})
+
+
+def _in_background(body: GenerateBody) -> bool:
+    return isinstance(body, ResponsesBody) and bool(body.background) and not body.stream
 
 
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:

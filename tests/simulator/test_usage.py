@@ -23,6 +23,8 @@ BODIES: dict[str, dict[str, Any]] = {
     Endpoint.RESPONSES: {"input": TEXT, "max_output_tokens": 5},
     Endpoint.MESSAGES: {"messages": MESSAGES, "max_tokens": 5},
     Endpoint.EMBEDDINGS: {"input": [TEXT, "another"]},
+    Endpoint.POOLING: {"input": [TEXT, "another"]},
+    Endpoint.CLASSIFY: {"input": [TEXT, "another"]},
     Endpoint.SCORE: {"text_1": TEXT, "text_2": ["one", "another"]},
     Endpoint.RERANK: {"query": TEXT, "documents": ["one", "another"]},
 }

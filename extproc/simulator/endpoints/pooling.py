@@ -1,4 +1,4 @@
-"""``/v1/embeddings``, ``/v1/score`` and ``/v1/rerank``: prompts are computed, nothing is decoded.
+"""Embeddings, pooling, classes, scores and ranks: prompts are computed, nothing is decoded.
 
 Vectors and scores are drawn from the prompt alone: the same one gets the same answer everywhere.
 """
@@ -9,7 +9,7 @@ from base64 import b64encode
 from hashlib import blake2b
 from math import hypot
 from random import Random
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import AliasChoices, Field, model_validator
 
@@ -44,6 +44,10 @@ class PoolingBody(Body, ABC):
 class EmbeddingBody(PoolingBody):
     """A vector for each input."""
 
+    id_prefix: ClassVar = "embd"
+    result: ClassVar = "embedding"
+    field: ClassVar = "embedding"
+
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
 
@@ -62,13 +66,52 @@ class EmbeddingBody(PoolingBody):
             for vector in vectors
         ]
         return {
-            "id": f"embd-{id_}",
+            "id": f"{self.id_prefix}-{id_}",
             "object": "list",
             "created": created,
             "model": model,
             "data": [
-                {"index": index, "object": "embedding", "embedding": vector}
+                {"index": index, "object": self.result, self.field: vector}
                 for index, vector in enumerate(encoded)
+            ],
+            "usage": self.usage(),
+        }
+
+
+class PoolBody(EmbeddingBody):
+    """The same, in the words of ``/pooling``."""
+
+    id_prefix: ClassVar = "pool"
+    result: ClassVar = "pooling"
+    field: ClassVar = "data"
+
+
+class ClassifyBody(PoolingBody):
+    """One of two classes for each input."""
+
+    input: Prompts
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """Each input."""
+        return encode_prompts(self.input)
+
+    def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
+        """The classes, in the order of the inputs."""
+        scores = [_score(prompt) for prompt in self.prompts]
+        return {
+            "id": f"classify-{id_}",
+            "object": "list",
+            "created": created,
+            "model": model,
+            "data": [
+                {
+                    "index": index,
+                    "label": f"LABEL_{round(score)}",
+                    "probs": [1 - score, score],
+                    "num_classes": 2,
+                }
+                for index, score in enumerate(scores)
             ],
             "usage": self.usage(),
         }

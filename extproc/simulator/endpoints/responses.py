@@ -4,6 +4,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import PrivateAttr
+
 from extproc.simulator import tokens
 from extproc.simulator.endpoints.base import (
     Bound,
@@ -24,10 +26,18 @@ class ResponsesBody(GenerateBody):
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
     max_output_tokens: Bound | None = None
+    store: bool | None = True
+    background: bool | None = False
+    previous_response_id: str | None = None
+    _earlier: bytes = PrivateAttr(b"")
+
+    def begin_with(self, conversation: bytes) -> None:
+        """Go on from a conversation, encoded."""
+        self._earlier = conversation
 
     @property
     def prompts(self) -> list[bytes]:
-        """Instructions, tools and input, framed, and the head of the answer."""
+        """What was said before, instructions, tools, input, framed, and the head of the answer."""
         if not self.input:
             raise RequestError("the input must not be empty", "input")
         turns = []
@@ -39,7 +49,7 @@ class ResponsesBody(GenerateBody):
         for item in items:
             content = tokens.encode_content(item.get("content", item))
             turns.append(tokens.encode_turn(str(item.get("role", "user")), content))
-        return [b"".join(turns) + tokens.encode("<|assistant|>")]
+        return [self._earlier + b"".join(turns) + tokens.encode("<|assistant|>")]
 
     @property
     def bound(self) -> int | None:
@@ -103,6 +113,10 @@ class ResponsesReply(Reply):
             "total_tokens": usage.prompt + usage.completion,
         }
         return response
+
+    def queued(self) -> dict[str, Any]:
+        """The response before any work on it."""
+        return self._response("queued")
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
