@@ -1,0 +1,149 @@
+"""vLLM keeps a response in the memory of one process: what is about it has to go there."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests.e2e.client import Answer, Client
+from tests.e2e.test_workers import routed
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+RESPONSES = "/v1/responses"
+REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(4))
+SETTINGS: dict[str, dict[str, object]] = {
+    "route": {"policy": "round_robin", "allow_policy_header": True},
+    "serve": {"stream_sample": 0.0, "drain_s": 1.0},
+}
+TIMES = 6
+"""By chance it is the right one of four replicas so often in one of 4,096 cases."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    directory = tmp_path_factory.mktemp("responses")
+    async with Stack(directory, REPLICAS, SETTINGS, routers=2) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield session
+
+
+@pytest.fixture
+def client(stack: Stack, session: aiohttp.ClientSession) -> Client:
+    return Client(stack, session)
+
+
+async def respond(client: Client, tokens: int = 8, **fields: Any) -> Answer:
+    body = {"model": MODEL, "input": "Tell me of the sea."} | fields
+    wanted = {"x-simulate-output-tokens": str(tokens)}
+    return await client.request("POST", RESPONSES, body, wanted)
+
+
+def id_of(answer: Answer) -> str:
+    assert answer.status == 200
+    if answer.headers["Content-Type"].startswith("text/event-stream"):
+        data = answer.body.partition(b"data: ")[2].partition(b"\n")[0]
+        return str(json.loads(data)["response"]["id"])
+    return str(json.loads(answer.body)["id"])
+
+
+def server_of(answer: Answer) -> str:
+    return answer.headers["x-served-by"]
+
+
+async def known(client: Client, answer: Answer) -> None:
+    """Returns when every router knows who holds it; the one that did not see it is told."""
+
+    async def held() -> bool:
+        for _ in range(TIMES):
+            asked = await client.request("GET", f"{RESPONSES}/{id_of(answer)}")
+            if (asked.status, server_of(asked)) != (200, server_of(answer)):
+                return False
+            assert asked.decisions == []
+        return True
+
+    await client.until(held)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_conversation_goes_on_where_it_is_held(
+    client: Client, stack: Stack, session: aiohttp.ClientSession, streamed: bool
+) -> None:
+    admins = [stack.admin(router) for router in stack.routers]
+    before = [await routed(session, admin) for admin in admins]
+    last = await respond(client, stream=streamed)
+    holder = server_of(last)
+    for _ in range(TIMES):
+        await known(client, last)
+        last = await respond(client, stream=streamed, previous_response_id=id_of(last))
+        assert (last.status, server_of(last)) == (200, holder)
+    after = [await routed(session, admin) for admin in admins]
+    assert all(now > then for now, then in zip(after, before, strict=True))
+
+
+async def test_work_in_the_background_is_asked_for_and_cancelled_there(client: Client) -> None:
+    queued = await respond(client, tokens=5_000, background=True)
+    assert json.loads(queued.body)["status"] == "queued"
+    await known(client, queued)
+    cancelled = await client.request("POST", f"{RESPONSES}/{id_of(queued)}/cancel")
+    assert (cancelled.status, server_of(cancelled)) == (200, server_of(queued))
+    assert json.loads(cancelled.body)["status"] == "cancelled"
+    await client.ledger_empty()
+
+
+async def test_a_response_that_nobody_knows_is_not_found(client: Client) -> None:
+    assert (await client.request("GET", f"{RESPONSES}/resp_unknown")).status == 404
+    answer = await respond(client, previous_response_id="resp_unknown")
+    assert answer.status == 404
+
+
+async def test_other_requests_are_routed_as_ever(client: Client) -> None:
+    answers = await asyncio.gather(*(respond(client) for _ in range(len(REPLICAS) * 4)))
+    assert {server_of(answer) for answer in answers} == {
+        client._stack.address(one.name) for one in REPLICAS
+    }
+
+
+async def test_after_a_retry_it_is_with_whoever_served(client: Client, stack: Stack) -> None:
+    """The one chosen first fails; Envoy takes the second choice."""
+    name = REPLICAS[0].name
+    await client.simulate(name, fail=503)
+    served = [await respond(client) for _ in range(len(REPLICAS) * 2)]
+    await client.simulate(name, fail=0)
+    retried = [one for one in served if one.status == 200]
+    assert stack.address(name) not in {server_of(one) for one in retried}
+    for one in retried:
+        await known(client, one)
+
+
+async def test_a_router_that_starts_again_knows_what_was_told(client: Client, stack: Stack) -> None:
+    last = await respond(client)
+    for router in stack.routers:
+        await stack.kill(router)
+        await stack.start(router)
+    await stack.wait_routing()
+
+    await known(client, last)
+
+
+async def test_a_replica_that_is_gone_is_not_waited_for(client: Client, stack: Stack) -> None:
+    last = await respond(client)
+    holder = stack.name_of(server_of(last))
+    await stack.kill(holder)
+
+    async def left_out() -> bool:
+        return not (await client.replica(holder))["healthy"]
+
+    await client.until(left_out)
+    answer = await respond(client, previous_response_id=id_of(last))
+    assert answer.status == 404

@@ -1,0 +1,106 @@
+"""Who holds which response, through a real Redis, which is killed and fed garbage."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.observe.metrics import RouterMetrics
+from extproc.predict.lengths import OutputLengths
+from extproc.server.sharing import share
+from extproc.state import responses as shared
+from extproc.state.keys import responses_key
+from tests.conftest import RedisServer
+from tests.fakes import ManualClock, replica, state
+from tests.state.servers import command, eventually
+from tests.state.test_bounds import ACL
+
+pytestmark = pytest.mark.process
+
+
+@asynccontextmanager
+async def router(url: str) -> AsyncIterator[Fleet]:
+    """A router's fleet, shared with others through Redis."""
+    clock = ManualClock()
+    fleet = Fleet(OutputLengths(), clock, clock)
+    for number in (1, 2):
+        fleet.put(state(number, "llama-8b-a10", clock))
+    config = Config.model_validate({"pool": "test", "redis": {"url": url}})
+    task = asyncio.create_task(share(config, fleet, RouterMetrics(CollectorRegistry())))
+    try:
+        yield fleet
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def knows(fleet: Fleet, *names: str) -> None:
+    async def all_are() -> bool:
+        return all(fleet.holder(name) == replica(2) for name in names)
+
+    await eventually(all_are)
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
+    redis_server: RedisServer, redis_client: Redis, protocol: int
+) -> None:
+    await command(redis_client, "ACL", "SETUSER", "router", "on", ">secret", *ACL.split())
+    url = f"redis://router:secret@127.0.0.1:{redis_server.port}/0?protocol={protocol}"
+    names = [f"resp_{number}" for number in range(250)]
+    async with router(url) as first:
+        async with router(url) as second:
+            for name in names[:200]:
+                first.responses.saw(name, replica(2))
+            await knows(second, *names[:200])
+            for name in names[200:]:
+                second.responses.saw(name, replica(2))
+            await knows(first, *names[200:])
+        async with router(url) as third:
+            await knows(third, *names)
+    assert await command(redis_client, "ACL", "LOG") == []
+    assert 0 < await redis_client.ttl(responses_key("test")) <= 86_400
+
+
+async def test_redis_keeps_so_many(
+    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "MOST_STORED", 200)
+    async with router(redis_server.url) as first, router(redis_server.url) as second:
+        for number in range(1_000):
+            first.responses.saw(f"resp_{number}", replica(2))
+        await knows(second, "resp_999")
+    kept = await redis_client.xlen(responses_key("test"))
+    assert 200 <= kept <= 400  # whole nodes of a hundred go
+
+
+async def test_what_was_seen_while_redis_was_away_is_told_when_it_is_back(
+    redis_server: RedisServer,
+) -> None:
+    async with router(redis_server.url) as first, router(redis_server.url) as second:
+        first.responses.saw("resp_before", replica(2))
+        await knows(second, "resp_before")
+        await redis_server.kill()
+        for name in ("resp_1", "resp_2"):
+            first.responses.saw(name, replica(2))
+            assert first.holder(name) == replica(2)
+            await asyncio.sleep(0)
+        await redis_server.start()  # empty
+        await knows(second, "resp_before", "resp_1", "resp_2")
+
+
+async def test_garbage_is_harmless(redis_server: RedisServer, redis_client: Redis) -> None:
+    key = responses_key("test")
+    await redis_client.set(key, "no stream")
+    async with router(redis_server.url) as first, router(redis_server.url) as second:
+        first.responses.saw("resp_1", replica(2))
+        await redis_client.delete(key)
+        await redis_client.xadd(key, {b"\xff\xfe": b"\xff", b"": b"", "resp_x": "nowhere"})
+        first.responses.saw("resp_2", replica(2))
+        await knows(second, "resp_1", "resp_2")
+        assert second.holder("resp_x") is None
