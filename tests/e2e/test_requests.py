@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 
@@ -20,6 +21,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "The sea"},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 8},
     "/v1/embeddings": {"input": ["The sea", "the sky"]},
+    "/pooling": {"input": "The sea"},
+    "/classify": {"input": ["The sea", "the sky"]},
     "/v1/score": {"text_1": "sea", "text_2": ["water", "stone"]},
     "/v1/rerank": {"query": "sea", "documents": ["water", "stone"]},
 }
@@ -36,6 +39,43 @@ async def test_every_endpoint_is_routed(client: Client, path: str) -> None:
     assert record["outcome"]["served_by"] == record["replica"]
     assert record["outcome"]["completion_s"] > 0
     assert record["outcome"]["prompt_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "endpoint"),
+    [("/score", "/v1/score"), ("/rerank", "/v1/rerank"), ("/v2/rerank", "/v1/rerank")],
+)
+async def test_other_paths_of_an_endpoint_are_routed(
+    client: Client, path: str, endpoint: str
+) -> None:
+    answer = await client.request("POST", path, {"model": MODEL} | BODIES[endpoint])
+    assert answer.status == 200
+    assert answer.decision["endpoint"] == endpoint
+    assert answer.decision["outcome"]["served_by"] == answer.decision["replica"]
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/audio/translations"])
+async def test_audio_is_routed_on_its_length(client: Client, path: str) -> None:
+    form = aiohttp.FormData({"model": MODEL})
+    form.add_field("file", bytes(45 * 16_000), filename="speech.mp3", content_type="audio/mpeg")
+    answer = await client.request("POST", path, form, EIGHT)
+    assert answer.status == 200
+    record = answer.decision
+    assert (record["endpoint"], record["model"], record["sequences"]) == (path, MODEL, 2)
+    assert record["prompt_tokens"] == pytest.approx(45 * 25, rel=0.01)
+    assert record["outcome"]["served_by"] == record["replica"]
+
+
+async def test_what_computes_nothing_is_sent_on(client: Client) -> None:
+    answer = await client.request("POST", "/tokenize", {"model": MODEL, "prompt": "The sea"})
+    assert answer.status == 200
+    assert answer.decisions == []
+
+
+async def test_a_request_that_names_no_model_is_served(client: Client) -> None:
+    answer = await client.request("POST", CHAT, {"messages": MESSAGES}, EIGHT)
+    assert answer.status == 200
+    assert answer.decision["model"] == MODEL
 
 
 @pytest.mark.parametrize("path", DECODING)
@@ -100,7 +140,7 @@ async def test_a_forged_destination_is_not_followed(client: Client, stack: Stack
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"{}", b'{"model": 5}', b"\xff\xfe", b"[" * 10_000 + b"]" * 10_000]
+    "body", [b"", b"{", b"[]", b'{"model": 5}', b"\xff\xfe", b"[" * 10_000 + b"]" * 10_000]
 )
 async def test_what_no_replica_could_serve_gets_an_openai_error(
     client: Client, body: bytes

@@ -1,0 +1,49 @@
+"""Replicas of one model with contexts of different lengths: a prompt goes where it fits."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests.e2e.client import CHAT, Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+REPLICAS = (
+    SimulatedReplica("fast", "llama-8b-h100", ("--max-model-len", "4096")),
+    SimulatedReplica("slow", "llama-8b-a10"),
+)
+WORDS = "sea " * 10_000
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Client]:
+    async with (
+        Stack(tmp_path_factory.mktemp("contexts"), REPLICAS) as stack,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
+    ):
+        yield Client(stack, session)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": WORDS}], "n": 4, "max_tokens": 4}),
+        ("/v1/completions", {"prompt": ["sea"] * 9 + [WORDS], "max_tokens": 4}),
+        ("/v1/embeddings", {"input": [WORDS, "sea"]}),
+        ("/v1/rerank", {"query": "sea", "documents": ["sea", WORDS]}),
+    ],
+)
+async def test_each_of_its_prompts_fits(client: Client, path: str, body: dict[str, Any]) -> None:
+    answer = await client.request("POST", path, {"model": MODEL} | body)
+    assert answer.status == 200
+    assert (answer.decision["replica_name"], answer.decision["second"]) == ("slow", None)
+
+
+async def test_short_prompts_go_where_it_is_fast(client: Client) -> None:
+    body = {"model": MODEL, "prompt": ["sea " * 1_000] * 10, "max_tokens": 4}
+    answer = await client.request("POST", "/v1/completions", body)
+    assert (answer.status, answer.decision["replica_name"]) == (200, "fast")
