@@ -34,7 +34,7 @@ class Ledger:
 
     def take(self, replica: int, profile: RequestProfile, now: float) -> Ticket:
         """Takes a request in, as sent now to that replica."""
-        bound = profile.most_output(float(self._replicas.longest_prompt[replica]))
+        bound = profile.most_output(self._replicas.longest_prompt.item(replica))
         least = min(float(profile.least_output), bound)
         lengths = self._lengths
         kind = lengths.row(profile)

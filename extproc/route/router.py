@@ -149,7 +149,7 @@ class Router:
         """What chooses for a request that asks for a policy or, with an empty name, for none."""
         if profile.previous_response:
             holder = self.fleet.holder(profile.previous_response)
-            if holder is not None and holder in view.ids:
+            if holder in view.ids:
                 return Holder.NAME, Holder(holder)
         name = asked if asked in POLICIES else self._default
         if name not in self._policies:
