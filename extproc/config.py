@@ -137,7 +137,8 @@ class ServeSettings(TlsFiles):
     """Name a second replica after the first, for retries: a list, as only Envoy's override_host
     policy takes it."""
     stream_sample: float = Field(default=0.1, ge=0, le=1)
-    """Share of streamed responses whose chunks the router reads, for token timing and usage."""
+    """Of the streamed responses it looks at, the share whose chunks the router reads, for token
+    timing and usage; of those that replicas store (Responses API) it reads all."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
 
@@ -183,7 +184,7 @@ class RequestSettings(Section):
     tokenizers: dict[str, Path] = Field(default_factory=dict)
     """Model name → ``tokenizer.json``: count the tokens instead of estimating them."""
     image_tokens: int = Field(default=576, ge=0)
-    """Tokens one image is taken for."""
+    """Tokens one image is taken for, to start from; learned per model like the ratio."""
     tenant_header: str | None = None
     """Request header that names a tenant, whose output lengths are then learned by themselves."""
 

@@ -119,6 +119,18 @@ async def test_whatever_it_is_gets_an_endpoint(envoy: EnvoySide, method: str, pa
         await stream.end()
 
 
+async def test_what_is_about_a_stored_response_gets_its_holder(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.responses.keep("resp_1", replica(2))
+    for subset, found in ((None, [replica(2)]), ([replica(1)], [replica(1)])):
+        async with envoy.stream() as stream:
+            path = "/v1/responses/resp_1"
+            reply = await stream.request_headers(path, "GET", True, subset=subset, **DUPLEX)
+            assert destination(reply)[:1] == found
+            assert reply.mode_override is None
+
+
 async def test_only_the_subset_is_chosen_from(envoy: EnvoySide) -> None:
     for _ in range(5):
         async with envoy.stream() as stream:
