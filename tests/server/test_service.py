@@ -572,7 +572,7 @@ async def test_streams_are_read_for_their_ids_alone(unread: Config) -> None:
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         envoy = EnvoySide(channel)
-        while services.watch.sees(services.clock(), troubled=False):
+        while services.watch.sees(services.clock(), doubtful=False):
             pass  # of other responses nothing is looked at for now
         for number in range(5):
             asked = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
