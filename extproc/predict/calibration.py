@@ -17,7 +17,7 @@ _IDLE_MEMORY = 60.0
 _REACTION = 4.0
 """Seconds of work in which the speed as a whole does: a throttled card, a noisy neighbour. Shorter,
 and it follows the accidents of single prompts."""
-_IDLE_REACTION = 30.0
+_IDLE_REACTION = 20.0
 """The same for seconds without work: one that was slow a moment ago is not believed to be fast
 again because it was left alone; it fades over two minutes."""
 _ODD = 0.3
