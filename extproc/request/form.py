@@ -12,7 +12,8 @@ _LOOKED_AT = 16_384
 """Bytes at either end of a form in which its fields are looked for; between them is the file."""
 
 _FIELD = re.compile(
-    rb'name="(model|stream)"[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n', re.IGNORECASE
+    rb'name="(model|stream)"[^\r\n]{0,256}\r\n'  # and perhaps other headers of the part
+    rb"(?:[^\r\n]{1,256}\r\n){0,4}\r\n([^\r\n]{1,512})\r\n"
 )
 
 
@@ -33,6 +34,6 @@ def of_form(
         default_model: asked where the form names no model.
     """
     ends = body[:_LOOKED_AT] + body[_LOOKED_AT:][-_LOOKED_AT:]
-    found = {name.lower(): value.decode(errors="replace") for name, value in _FIELD.findall(ends)}
+    found = {name: value.decode(errors="replace") for name, value in _FIELD.findall(ends)}
     model = found.get(b"model") or default_model()
     return of_length(endpoint, length, model, tokens, flag(found.get(b"stream")))

@@ -1,4 +1,5 @@
 import json
+import time
 from typing import Any
 
 import pytest
@@ -412,6 +413,14 @@ class TestAudioForm:
     def test_may_name_no_model(self) -> None:
         got = inspect(Endpoint.TRANSCRIPTIONS, self.form(), counter(), default_model=lambda: "m")
         assert (got.model, got.stream) == ("m", False)
+
+    @pytest.mark.parametrize(
+        "line", [b'name="model"', b'name="model"\r\n', b'name="model"\r\nx: y\r\n', b"\r\n"]
+    )
+    def test_takes_little_time_whatever_it_is(self, line: bytes) -> None:
+        started = time.process_time()
+        inspect(Endpoint.TRANSCRIPTIONS, line * (4_000_000 // len(line)), counter())
+        assert time.process_time() - started < 0.1
 
     def test_need_not_be_seen(self) -> None:
         got = inspect(
