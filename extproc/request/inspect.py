@@ -17,7 +17,7 @@ _LONGEST_NAME = 512
 """Characters of a model's name: it is kept with every decision."""
 
 _LONGEST_ID = 128
-"""Characters of a response's id; of vLLM's own 37."""
+"""Characters of a response's id; of vLLM's own 21."""
 
 _MAX_LENGTH = 2**40
 """Bytes a body is taken to have at most, whatever its header says."""
