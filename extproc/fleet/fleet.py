@@ -89,8 +89,8 @@ class Fleet:
 
     @property
     def only_model(self) -> str | None:
-        """A model that every member serves, where they all serve the same; else None."""
-        served = {state.models for state in self.states}
+        """The model that members serve, where all that say serve the same; else None."""
+        served = {state.models for state in self.states if state.models}
         names = served.pop() if len(served) == 1 else ()
         return names[0] if names else None
 

@@ -582,3 +582,14 @@ def test_draining_replicas_serve_where_no_other_could() -> None:
     for _ in range(3):
         fleet.failed(replica(2))
     assert fleet.view(MODEL).ids == [replica(1)]
+
+
+def test_the_only_model_is_the_one_that_all_serve_that_say() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
+    assert fleet.only_model == MODEL
+    fleet.put(state(2, "llama-8b-a10", clock, healthy=False, models=()))
+    assert fleet.only_model == MODEL
+    fleet.put(state(2, "llama-8b-a10", clock, models=("other",)))
+    assert fleet.only_model is None
+    assert fleet_of(clock).only_model is None
