@@ -20,10 +20,11 @@ and it follows the accidents of single prompts."""
 _IDLE_REACTION = 20.0
 """The same for seconds without work: one that was slow a moment ago is not believed to be fast
 again because it was left alone; it fades over two minutes."""
+_LATEST = 1.0
+"""The same for the speed that tells a sudden change."""
 _ODD = 0.3
-"""A second of work that departs from this speed by so much, as a logarithm, makes what was seen
-before count as if it were twice as long ago: more than the accidents of prompts amount to. One that
-departs by a factor of three makes it count for nothing."""
+"""Where the latest speed departs from that as a whole by more, as a logarithm, it is no accident of
+prompts: what was seen before counts for less, the more the latest departs."""
 _DOUBT = 0.1
 """Seconds of work that count for the coefficients when the speed as a whole is told from them."""
 _PRIOR = 1e-4
@@ -72,7 +73,7 @@ class Calibration:
         """Normal equations, the right side as the last column."""
         if known is not None:
             self._equations += _KNOWN * np.column_stack([np.eye(4), self._solution])
-        self._recent = Work(0.0, (0.0, 0.0, 0.0, 0.0))
+        self._recent = self._latest = Work(0.0, (0.0, 0.0, 0.0, 0.0))
         self._windows = Windows()
         self._polled_at: float | None = None
 
@@ -103,7 +104,8 @@ class Calibration:
         self._forget(elapsed, idle=counts.in_flight == 0)
         if (stretches := self._windows.poll(counts)) and self._sensible(stretches[0]):
             latest, *windows = stretches
-            odd = min(latest.seconds, 1.0) * log(self._slower(latest) / self._scale) / _ODD
+            self._latest = self._latest.times(exp(-latest.seconds / _LATEST)).plus(latest)
+            odd = max(abs(log(self._slower(self._latest) / self._scale)) / _ODD - 1.0, 0.0)
             keep = exp(-latest.seconds * (1.0 + odd * odd) / _REACTION)
             self._recent = self._recent.times(keep).plus(latest)
             if windows:
@@ -133,12 +135,13 @@ class Calibration:
         keep = exp(-elapsed / (_IDLE_MEMORY if idle else _MEMORY))
         self._equations *= keep
         if idle:
-            self._recent = self._recent.times(exp(-elapsed / _IDLE_REACTION))
+            keep = exp(-elapsed / _IDLE_REACTION)
+            self._recent, self._latest = self._recent.times(keep), self._latest.times(keep)
 
     def _learn(self, windows: Sequence[Work]) -> None:
         # What departs from the speed so far may pass: the scale has it, the coefficients wait.
-        scale = self._scale
-        trust = min(scale, 1.0 / scale) ** 2
+        slower = self._slower(self._latest)
+        trust = min(slower, 1.0 / slower) ** 2
         rows = relative(windows, self._unit)
         seconds = np.array([[work.seconds] for work in windows])
         # So does work that should have taken far longer: one reading of a counter may be wrong.
