@@ -49,13 +49,13 @@ class Alone:
         self._ended: dict[int, list[tuple[float, Before, Served]]] = {}
         self._seen: dict[int, Firsthand] = {}
 
-    def sent(self, row: int, ticket: int, state: ReplicaState) -> None:
-        """A request was sent to the replica in that row, which is in the ledger now."""
+    def sent(self, row: int, ticket: int, parts: int, state: ReplicaState) -> None:
+        """A request of so many sequences was sent to the replica in that row; the ledger has it."""
         replicas = self._replicas
         if replicas.requests[row] > 1 or replicas.others_requests[row] or replicas.beyond[row]:
             self._now.pop(row, None)
         else:
-            self._now[row] = ticket, Before(state, replicas.sent.item(row) - 1.0)
+            self._now[row] = ticket, Before(state, replicas.sent.item(row) - parts)
 
     def is_alone(self, row: int, ticket: int) -> bool:
         """Whether nothing else was sent there since it was."""

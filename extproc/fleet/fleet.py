@@ -197,7 +197,7 @@ class Fleet:
         now = self._clock()
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now)
-        self._alone.sent(row, ticket.number, self._states[row])
+        self._alone.sent(row, ticket.number, profile.parts, self._states[row])
         return ticket
 
     def move(self, ticket: Ticket, replica: str) -> None:

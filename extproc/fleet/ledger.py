@@ -40,7 +40,7 @@ class Ledger:
         kind = lengths.row(profile)
         begin, cut = lengths.place(kind, bound)
         each = profile.prompt_tokens / max(profile.sequences, 1)
-        mark, turn = self._enqueue(replica, profile.prompt_tokens, profile.sequences)
+        mark, turn = self._enqueue(replica, profile.prompt_tokens, profile.parts)
         self._tickets += 1
         row = self._row[self._tickets] = self._requests.append(
             weight=profile.sequences,
@@ -50,6 +50,7 @@ class Ledger:
             prompt=profile.prompt_tokens,
             each=each,
             mark=mark,
+            parts=profile.parts,
             turn=turn,
             before=inf,
             bound=bound,
@@ -81,7 +82,7 @@ class Ledger:
         requests.before[row] = inf
         requests.until[row] = 0.0
         requests.mark[row], requests.turn[row] = self._enqueue(
-            replica, requests.prompt[row], requests.weight[row]
+            replica, requests.prompt[row], requests.parts[row]
         )
         count(self._replicas, requests, row, 1)
         self._progress.changed()
@@ -108,10 +109,10 @@ class Ledger:
             self._row[int(requests.ticket[row])] = row
         return replica
 
-    def _enqueue(self, replica: int, tokens: float, sequences: float) -> tuple[float, float]:
+    def _enqueue(self, replica: int, tokens: float, parts: float) -> tuple[float, float]:
         """The mark and the turn of a request that comes last."""
         replicas = self._replicas
-        turn = float(replicas.sent[replica]) + max(sequences, 1.0)
+        turn = float(replicas.sent[replica]) + parts
         replicas.sent[replica] = turn
         mark = float(replicas.enqueued[replica]) + tokens
         replicas.enqueued[replica] = mark
@@ -126,11 +127,11 @@ class Ledger:
             return
         replica, mark, turn = requests.replica[row], requests.mark[row], requests.turn[row]
         left = min(max(mark - replicas.prefilled[replica], 0.0), requests.prompt[row])
-        sequences = max(requests.weight[row], 1.0)
+        parts = requests.parts[row]
         behind = ((requests.replica == replica) & (requests.turn >= turn)).nonzero()[0]
         requests.mark[behind] -= left
-        requests.turn[behind] -= sequences
-        replicas.sent[replica] -= sequences
+        requests.turn[behind] -= parts
+        replicas.sent[replica] -= parts
         enqueued = replicas.enqueued[replica] - left
         replicas.enqueued[replica] = max(enqueued, replicas.prefilled[replica])  # by rounding
 

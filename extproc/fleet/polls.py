@@ -2,8 +2,6 @@
 
 from math import inf
 
-import numpy as np
-
 from extproc.fleet.prefills import correct_prefills
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import COSTS, Replicas, Requests
@@ -112,7 +110,7 @@ def correct(
 
     then = mine[requests.sent_at[mine] <= sampled_at]
     weight = requests.weight[then]
-    own = sum(np.maximum(weight, 1.0).tolist())
+    own = sum(requests.parts[then].tolist())
     others = max(
         replicas.others_decoding.item(row) + replicas.others_joining.item(row),
         replicas.others_requests.item(row),

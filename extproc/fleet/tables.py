@@ -38,7 +38,7 @@ class Replicas(Table):
     steps: Floats  # engine steps, as the replica counts them
     polled_steps: Floats  # the last count a poll gave
     chunk: Floats  # prompt tokens in the prefill step in progress
-    sent: Floats  # sequences sent, in all
+    sent: Floats  # sequences sent, in all, as the engine counts them
     begun: Floats  # of these, with a first token, as polls count
     known: Floats  # of these, with a first token that was seen, they or one sent after them
     known_before: Floats  # the same, at the last poll
@@ -77,6 +77,7 @@ class Requests(Table):
     prompt: Floats  # tokens
     each: Floats  # prompt tokens of one sequence
     mark: Floats  # its prompt is prefilled once the replica's `prefilled` gets here
+    parts: Floats  # sequences as the engine counts them: those that generate nothing, too
     turn: Floats  # its sequences have a first token once the replica's `begun` gets here
     before: Floats  # the replica's step count before the first token's; infinite until then
     bound: Floats  # tokens a sequence may generate

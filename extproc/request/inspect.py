@@ -5,7 +5,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from extproc.request.body import decode, ending, readable, tokens_per_byte
-from extproc.request.bounds import MAX_TOKENS, least_output, output_bound, sequences
+from extproc.request.bounds import (
+    MAX_SEQUENCES,
+    MAX_TOKENS,
+    least_output,
+    output_bound,
+    sequences,
+)
 from extproc.request.errors import BadRequest
 from extproc.request.fields import Reading, read
 from extproc.request.form import of_form
@@ -72,6 +78,7 @@ def inspect(
         prompt_bytes=size.bytes,
         output_bound=bound,
         sequences=sequences(endpoint, fields, reading.prompts),
+        prompts=min(reading.prompts, MAX_SEQUENCES),
         stream=flag(fields.get("stream")),
         least_output=least_output(fields, bound),
         longest_share=size.longest_share,

@@ -57,6 +57,8 @@ class RequestProfile:
     ignored, as load generators ask."""
     tenant: str = ""
     """On whose behalf it is made, where a header says so."""
+    prompts: int = 1
+    """Number of its prompts."""
     longest_share: float = 1.0
     """Of the prompt tokens, the share of the longest prompt, 0…1."""
     images: int = 0
@@ -69,6 +71,11 @@ class RequestProfile:
     """Whether the replica keeps the response, for requests that name it."""
     in_background: bool = False
     """The answer comes at once and the work is done later."""
+
+    @property
+    def parts(self) -> int:
+        """Sequences as an engine counts them: a prompt of which nothing is decoded is one."""
+        return max(self.sequences, self.prompts)
 
     @property
     def longest_prompt(self) -> float:

@@ -1,5 +1,6 @@
 """A backlog that is wrong, for whatever reason, is right again one poll later."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -10,7 +11,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.predict.hardware import hardware_profile
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
-from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10, A100, H100 = "llama-8b-a10", "llama-3-8b-a100", "llama-8b-h100"
 
@@ -97,6 +98,23 @@ def test_a_client_that_hung_up_in_the_queue_does_not_shift_the_count() -> None:
     assert backlog(fleet) <= 2000
     clock.advance(0.01)
     fleet.put(state(1, A10, clock, running=2, first_tokens=3))
+    assert backlog(fleet) == 0
+
+
+def test_an_embedding_of_many_prompts_counts_as_many() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, first_tokens=1))
+    fleet.dispatch(replica(1), replace(embedding(8000), prompts=50, longest_share=0.02))
+    fleet.dispatch(replica(1), chat(2000, 100))
+    clock.advance(0.1)
+    fleet.put(state(1, A10, clock, running=51, first_tokens=1))
+    assert fleet.view(MODEL).requests[0] == 2
+    clock.advance(0.5)
+    fleet.put(state(1, A10, clock, running=1, first_tokens=51))
+    assert backlog(fleet) <= 2000
+    clock.advance(0.01)
+    fleet.put(state(1, A10, clock, running=1, first_tokens=52))
     assert backlog(fleet) == 0
 
 
