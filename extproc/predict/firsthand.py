@@ -9,16 +9,18 @@ from extproc.predict.fit import coefficients, descend, relative
 from extproc.predict.step import StepModel
 from extproc.predict.windows import SECONDS, Work
 
-_MEMORY = 5.0
+_MEMORY = 3.0
 """Seconds of such work in which what was seen loses two thirds of its weight: a few answers, each
 of them exact. A throttled card is known after one or two."""
 _IDLE_MEMORY = 60.0
 """The same for seconds of any kind, as for the counters: who was slow for long is tried again."""
-_MEASURED, _BELIEVED = 0.1, 1e-4
+_MEASURED, _BELIEVED = 5e-3, 1e-4
 """Weight of what the counters taught, and of a profile that nobody measured, in the windows of the
 longest kind that step times are learned from."""
-_CHANGE = 0.2
+_CHANGE = 0.1
 """Change of what the counters teach, as a logarithm, that does the same: it is news."""
+_MOST = 10.0
+"""Nothing departs from what is expected by more, but by an accident."""
 _SURE = 0.05
 """Weight from which on a replica's speed is known: a second of work."""
 _LITTLE = 1e-5
@@ -44,7 +46,8 @@ class Firsthand:
         self._solution = [1.0] * 4
         self._weight = 0.0
         """Of what was seen, in windows of the longest kind."""
-        self._known = 1.0
+        self._told: float | None = None
+        """How slow a measured replica was said to be the last time."""
         self._at = now
 
     def observe(self, works: Sequence[Work], now: float) -> None:
@@ -54,7 +57,11 @@ class Firsthand:
         seconds = np.array([[work.seconds] for work in works])
         self._keep(exp(-float(seconds.sum()) / _MEMORY))
         self._weight += float(seconds.sum()) / SECONDS[-1]
-        self._equations += (rows[:, :4] * (seconds / SECONDS[-1])).T @ rows
+        # A replica that became slow counts as much as one that became fast: divided by the
+        # geometric mean of actual and expected time, errors are nearly logarithmic.
+        expected = np.clip(rows[:, :4] @ np.array(self._solution), 1 / _MOST, _MOST)
+        weights = seconds / expected[:, None] / SECONDS[-1]
+        self._equations += (rows[:, :4] * weights).T @ rows
 
     def sure(self, now: float) -> bool:
         """Whether enough was seen."""
@@ -76,8 +83,8 @@ class Firsthand:
         centers = [one / unit for one, unit in zip(coefficients(known), self._units, strict=True)]
         if measured:
             told = sum(centers)
-            self._keep(exp(-abs(log(told / self._known)) / _CHANGE))
-            self._known = told
+            self._keep(exp(-abs(log(told / (self._told or told))) / _CHANGE))
+            self._told = told
         weights = [weight / max(center, _LEAST) ** 2 for center in centers]
         descend(self._equations, weights, centers, self._solution)
         c0, prefill, batch, kv = (

@@ -1,0 +1,109 @@
+"""Requests that a replica served alone tell its speed, where counters say nothing."""
+
+import pytest
+
+from extproc.fleet.alone import Served
+from extproc.fleet.fleet import Fleet
+from extproc.predict.hardware import PROFILES
+from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+
+A10, A100 = "llama-8b-a10", "llama-3-8b-a100"
+TRUTH = PROFILES[A10].step
+
+
+class Idle:
+    """A replica that is an A10 and taken for an A100, asked for an answer of 20 tokens at times."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.fleet: Fleet = fleet_of(self.clock, A100)
+        self.served = 0
+        self.counted = {"first_tokens": 0.0, "prompt_tokens": 0.0, "cached_tokens": 0.0}
+
+    def ask(self, prompt: int = 1000, cached: int = 0, beside: int = 0) -> None:
+        """``beside``: requests that others sent there meanwhile."""
+        ticket = self.fleet.dispatch(replica(1), chat(prompt, 20))
+        ttft = TRUTH.step_time(prompt - cached, 0, 0)
+        seconds = ttft + 19 * TRUTH.step_time(0, 1, prompt + 10)
+        self.clock.advance(seconds)
+        before = self.fleet.release(ticket)
+        if before is not None:
+            self.fleet.served_alone(replica(1), before, Served(prompt, 20, seconds, ttft))
+        self.served += 1 + beside
+        self.counted["first_tokens"] += 1 + beside
+        self.counted["prompt_tokens"] += prompt * (1 + beside)
+        self.counted["cached_tokens"] += cached
+        self.clock.advance(1.0)
+        self.poll()
+
+    def poll(self) -> None:
+        figures = self.counted | {"steps": 20.0 * self.served}
+        self.fleet.put(state(1, A100, self.clock, **figures))
+
+    def step(self) -> tuple[float, float]:
+        """Believed over true time of a step that decodes, and of one that prefills 1,000 tokens."""
+        costs = self.fleet.view(MODEL).costs
+        decode = (costs.c0[0] + costs.c_batch[0] + costs.c_kv[0] * 1000) / TRUTH.step_time(
+            0, 1, 1000
+        )
+        prefill = (costs.c0[0] + costs.c_prefill[0] * 1000) / TRUTH.step_time(1000, 0, 0)
+        return float(decode), float(prefill)
+
+
+def test_ten_requests_that_were_alone_are_enough() -> None:
+    idle = Idle()
+    assert idle.step()[0] < 0.5
+    for prompt in range(200, 1200, 100):
+        idle.ask(prompt)
+    assert idle.step() == pytest.approx((1.0, 1.0), rel=0.05)
+
+
+def test_prompt_tokens_that_were_cached_are_not_taken_for_fast_ones() -> None:
+    idle = Idle()
+    for prompt in range(200, 1200, 100):
+        idle.ask(prompt, cached=prompt // 2)
+    assert idle.step() == pytest.approx((1.0, 1.0), rel=0.1)
+
+
+def test_one_beside_which_others_were_served_tells_nothing() -> None:
+    idle = Idle()
+    for _ in range(10):
+        idle.ask(beside=1)
+    assert idle.step()[0] < 0.5
+
+
+def test_nor_do_two_of_the_routers_own_at_once() -> None:
+    idle = Idle()
+    other = idle.fleet.dispatch(replica(1), chat(100, 4000))
+    for _ in range(10):
+        idle.ask()
+    idle.fleet.release(other)
+    assert idle.step()[0] < 0.5
+
+
+def test_a_stream_is_worth_reading_while_it_is_alone_on_a_replica_of_unknown_speed() -> None:
+    idle = Idle()
+    first = idle.fleet.dispatch(replica(1), chat(100, 100))
+    assert idle.fleet.teaches(first)
+    second = idle.fleet.dispatch(replica(1), chat(100, 100))
+    assert not idle.fleet.teaches(first)
+    idle.fleet.release(first)
+    idle.fleet.release(second)
+    for _ in range(10):
+        idle.ask()
+    assert not idle.fleet.teaches(idle.fleet.dispatch(replica(1), chat(100, 100)))
+
+
+def test_nothing_is_learned_from_a_process_that_is_another_one_since() -> None:
+    idle = Idle()
+    idle.ask()
+    believed = idle.step()
+    ticket = idle.fleet.dispatch(replica(1), chat(1000, 20))
+    idle.clock.advance(60.0)
+    before = idle.fleet.release(ticket)
+    assert before is not None
+    idle.fleet.served_alone(replica(1), before, Served(1000, 20, 60.0, 30.0))
+    idle.counted, idle.served = dict.fromkeys(idle.counted, 0.0), 0
+    idle.clock.advance(1.0)
+    idle.poll()
+    assert idle.step()[0] == pytest.approx(believed[0], rel=0.2)

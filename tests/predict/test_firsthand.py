@@ -1,0 +1,58 @@
+from random import Random
+
+import pytest
+
+from extproc.predict.firsthand import Firsthand, work_of
+from extproc.predict.hardware import PROFILES
+from extproc.predict.step import StepModel
+
+A10, A100 = PROFILES["llama-8b-a10"].step, PROFILES["llama-3-8b-a100"].step
+
+
+def serve(
+    seen: Firsthand, truth: StepModel, requests: int, now: float = 0.0, whole: float = 0.0
+) -> float:
+    """Requests one after another, five seconds apart; of ``whole`` the first token is not seen."""
+    random = Random(requests)
+    for _ in range(requests):
+        now += 5.0
+        prompt, tokens = random.randrange(50, 1500), random.randrange(5, 40)
+        ttft = truth.step_time(prompt, 0, 0)
+        decode = sum(truth.step_time(0, 1, prompt + token) for token in range(1, tokens))
+        told = None if random.random() < whole else ttft
+        seen.observe(work_of(prompt, tokens, 2048, ttft + decode, told), now)
+    return now
+
+
+@pytest.mark.parametrize("whole", [0.0, 0.5])
+def test_an_idle_replica_is_known_after_a_few_requests(whole: float) -> None:
+    seen = Firsthand(A100, 0.0)
+    now = serve(seen, A10, 20, whole=whole)
+    learned = seen.model(A100, measured=False, now=now)
+    for prompt, batch, kv in ((1000, 0, 0), (0, 1, 700)):
+        truth = A10.step_time(prompt, batch, kv)
+        assert learned.step_time(prompt, batch, kv) == pytest.approx(truth, rel=0.03)
+    assert seen.sure(now)
+
+
+def test_what_was_seen_gives_way_to_what_the_counters_newly_teach() -> None:
+    seen = Firsthand(A10, 0.0)
+    now = serve(seen, A10, 20)
+    assert seen.model(A10, measured=True, now=now).c0 == pytest.approx(A10.c0, rel=0.02)
+    throttled = seen.model(A10.slowed(4.0), measured=True, now=now + 1.0)
+    assert throttled.c0 == pytest.approx(4.0 * A10.c0, rel=0.05)
+
+
+def test_a_throttled_card_is_known_after_two_requests_whatever_the_counters_taught() -> None:
+    seen = Firsthand(A10, 0.0)
+    now = serve(seen, A10, 20)
+    now = serve(seen, A10.slowed(4.0), 4, now)
+    learned = seen.model(A10, measured=True, now=now)
+    assert learned.step_time(1000, 1, 700) > 3.0 * A10.step_time(1000, 1, 700)
+
+
+def test_what_was_seen_long_ago_counts_for_nothing() -> None:
+    seen = Firsthand(A10, 0.0)
+    now = serve(seen, A10.slowed(4.0), 20)
+    assert not seen.sure(now + 600.0)
+    assert seen.model(A10, measured=False, now=now + 1800.0) == A10
