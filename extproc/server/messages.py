@@ -5,10 +5,13 @@ hundredth of what typed Python classes take.
 """
 
 from collections.abc import Container
-from functools import cache, lru_cache
+from functools import cache
+
+from google.protobuf.struct_pb2 import Value
 
 from extproc.server.proto.ext_proc_pb2 import (
     HeadersResponse,
+    HeaderValue,
     HttpHeaders,
     ProcessingRequest,
     ProcessingResponse,
@@ -28,8 +31,6 @@ _ATTRIBUTES = "envoy.filters.http.ext_proc"
 
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED = range(5)
 """``ProcessingMode.BodySendMode``."""
-_REPLIES_KEPT = 4096
-"""To send a request on: some 250 bytes each, for as many pairs of a first and a second choice."""
 _SEND, _SKIP = 1, 2
 """Of headers and trailers. Envoy closes the stream when it has nothing more to send: a request in
 flight would be taken for one that has ended, were it not for trailers that may come."""
@@ -95,7 +96,6 @@ def watch_response() -> bytes:
     return reply.SerializeToString()
 
 
-@lru_cache(maxsize=_REPLIES_KEPT)
 def send_to(
     phase: str, destination: str, clear_route_cache: bool = False, leave_body: bool = False
 ) -> bytes:
@@ -103,6 +103,19 @@ def send_to(
 
     With ``leave_body``, to request headers alone, Envoy sends the body to the replica only.
     """
+    reply, header, metadata = _sending(phase, clear_route_cache, leave_body)
+    header.raw_value = destination.encode()
+    metadata.string_value = destination
+    return reply.SerializeToString()
+
+
+@cache
+def _sending(
+    phase: str, clear_route_cache: bool, leave_body: bool
+) -> tuple[ProcessingResponse, HeaderValue, Value]:
+    """A reply of a kind, and the two places in it that are another's for each destination: to set
+    them takes a tenth of building it anew, and pairs of replicas are too many to keep a reply for
+    each."""
     reply = ProcessingResponse()
     if leave_body:
         reply.mode_override.request_body_mode = NONE
@@ -110,13 +123,11 @@ def send_to(
     common = getattr(reply, phase).response
     option = common.header_mutation.set_headers.add()
     option.header.key = DESTINATION
-    option.header.raw_value = destination.encode()
     option.append_action = _OVERWRITE_OR_ADD
     common.header_mutation.remove_headers.extend((SUBSET, SERVED))
     common.clear_route_cache = clear_route_cache
     metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
-    metadata.fields[DESTINATION].string_value = destination
-    return reply.SerializeToString()
+    return reply, option.header, metadata.fields[DESTINATION]
 
 
 def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
