@@ -66,8 +66,8 @@ class Oracle:
         if not machines:
             return None
         exact = [_Exact.of(machine, profile, prefix) for machine in machines]
-        if (ratios := self._corrections.ratios(self._clock())) is not None:
-            self._stretch = ratios
+        if self._corrections.due(self._clock()):
+            self._stretch = self._corrections.ratios(self._clock())
         stretch = self._stretch[[self._rows[machine.name] for machine in machines]]
         view = _view(machines, exact, stretch)
         prediction = predict(profile, float(output), view, _sequences(exact))

@@ -10,9 +10,10 @@ import numpy as np
 
 from extproc.fleet.view import Floats, Indices
 
-FIGURES = ("requests", "queued", "joining", "backlog", "decoding", "kv")
+FIGURES = ("requests", "queued", "joining", "backlog", "decoding", "kv", "decoded", "expected")
 """Of each replica: requests; of these, without a token yet; sequences of those; their prompt tokens
-not prefilled; sequences decoding; KV tokens of these."""
+not prefilled; sequences decoding; KV tokens of these; seconds that requests decoded of late, and
+that they were predicted to."""
 PER_SEQUENCE = 3
 """Figures of sequences alike: how many, KV tokens each holds, tokens each is to generate still."""
 
@@ -25,7 +26,7 @@ WHOLE_EVERY_S = 0.5
 """Seconds between two whole digests: what was lost is repaired, and a router without requests is
 known to be alive."""
 
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<BBHIdIII")
 """Version, kind, bytes of the router's name, number, time, replicas, bytes of their names, rows."""
 _FLOAT = np.dtype("<f4")
@@ -67,7 +68,7 @@ class Digest:
     """Histogram of remaining lengths: a row for each of the figures :data:`PER_SEQUENCE`."""
 
     def encode(self) -> bytes:
-        """44 bytes and, a replica, 26 and its name, and 12 for each bar of its histogram."""
+        """44 bytes and, a replica, 34 and its name, and 12 for each bar of its histogram."""
         router, names = self.router.encode(), _SEPARATOR.join(self.replicas).encode()
         bars = np.bincount(self.on, minlength=len(self.replicas))
         header = _HEADER.pack(

@@ -18,6 +18,7 @@ from extproc.fleet.progress import Progress
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import Replicas, Requests
 from extproc.fleet.view import Floats, Indices
+from extproc.predict.correction import Corrections
 
 _SOON = EVERY_S / 2
 """Seconds: what is due before the next time it is asked is due."""
@@ -37,6 +38,7 @@ class DigestSource:
         replicas: Replicas,
         requests: Requests,
         progress: Progress,
+        corrections: Corrections,
         states: Sequence[ReplicaState],
         wall: Clock,
     ) -> None:
@@ -44,6 +46,7 @@ class DigestSource:
         self._replicas = replicas
         self._requests = requests
         self._progress = progress
+        self._corrections = corrections
         self._states = states
         self._wall = wall
         self._number = 0
@@ -98,7 +101,7 @@ class DigestSource:
             self._progress.advance(now)
             self._progress.refresh()
             self._progress.look_ahead()
-            figures = self._figures()[:, rows]
+            figures = np.vstack([self._figures(), self._corrections.sums(now)])[:, rows]
             on, sequences = self._histogram(rows)
         ids = tuple(self._states[row].id for row in rows)
         return Digest(self._router, self._number, self._wall(), kind, ids, figures, on, sequences)

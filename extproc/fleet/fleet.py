@@ -63,12 +63,18 @@ class Fleet:
         self._requests = Requests()
         self.others = Others(self.router, self._replicas, self._rows, clock, wall)
         self._progress = Progress(self._replicas, self._requests, self.others, lengths, clock())
+        self._corrections = Corrections(clock())
         self.digests = DigestSource(
-            self.router, self._replicas, self._requests, self._progress, self._states, wall
+            self.router,
+            self._replicas,
+            self._requests,
+            self._progress,
+            self._corrections,
+            self._states,
+            wall,
         )
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[tuple[str, frozenset[str] | None], _Candidates] = {}
-        self._corrections = Corrections(clock())
         self._alone = Alone(self._replicas)
 
     # -- membership and polls ---------------------------------------------------------------
@@ -302,8 +308,8 @@ class Fleet:
             self._progress.changed()
         self._progress.advance(now)
         self._progress.refresh()
-        if (ratios := self._corrections.ratios(now)) is not None:
-            self._replicas.stretch[:] = ratios
+        if self._corrections.due(now):
+            self._replicas.stretch[:] = self._corrections.ratios(now, self.others.decoded)
         candidates = self._find(model, among)
         newcomers = self.eligibility.newcomers
         if newcomers:

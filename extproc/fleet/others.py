@@ -22,7 +22,7 @@ STALE_S = 0.1
 DEAD_S = 1.5
 """Seconds of silence after which a router is gone, and its load with it: three whole digests."""
 
-_REQUESTS, _QUEUED, _JOINING, _BACKLOG, _DECODING, _KV = range(len(FIGURES))
+_REQUESTS, _QUEUED, _JOINING, _BACKLOG, _DECODING, _KV, _DECODED, _EXPECTED = range(len(FIGURES))
 
 
 @dataclass(slots=True)
@@ -186,6 +186,11 @@ class Others:
         moved[1] += made
         moved[2] = np.maximum(moved[2] - made, np.minimum(moved[2], 1.0))
         return np.concatenate([on, theirs]), np.hstack([figures, moved])
+
+    @property
+    def decoded(self) -> Floats:
+        """Seconds of decoding, actual and predicted, a column a replica."""
+        return self._replicas.others[[_DECODED, _EXPECTED]]
 
     def clear(self, row: int) -> None:
         """Another replica has that row of the table from now on, or the table has grown."""

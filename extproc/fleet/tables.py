@@ -54,6 +54,8 @@ class Replicas(Table):
     others_backlog: Floats
     others_decoding: Floats
     others_kv: Floats
+    others_decoded: Floats
+    others_expected: Floats
 
     @property
     def others(self) -> Floats:

@@ -55,7 +55,7 @@ def test_a_digest_is_decoded_as_it_was_encoded() -> None:
     np.testing.assert_allclose(got.figures, sent.figures, rtol=1e-6)
     np.testing.assert_allclose(got.sequences, sent.sequences, rtol=1e-6)
     assert got.on.tolist() == sent.on.tolist()
-    assert len(data) < 44 + 2 * 40 + 12 * len(sent.on)
+    assert len(data) < 44 + 2 * 48 + 12 * len(sent.on)
 
 
 def test_remaining_lengths_are_told_as_a_histogram() -> None:
@@ -443,3 +443,17 @@ def test_a_router_alone_has_nobody_to_wait_for() -> None:
     clock.advance(10)
     fleet.view(MODEL)
     assert (fleet.others.alone, fleet.others.news_age, len(fleet.others)) == (False, None, 0)
+
+
+def test_each_corrects_its_predictions_by_what_all_of_them_saw() -> None:
+    clock = ManualClock()
+    one, other = routers(clock, 2)
+    for fleet in (one, other):
+        fleet.dispatch(replica(1), chat(100, 4000))
+    one.decoded(replica(1), predicted=10.0, actual=15.0)
+    other.decoded(replica(1), predicted=10.0, actual=18.0)
+    tell(other, one, clock=clock)
+    expected = (15.0 + 18.0 + 5.0) / (10.0 + 10.0 + 5.0)
+    assert one.view(MODEL).stretch[0] == pytest.approx(expected)
+    clock.advance(60.0)
+    assert 1.0 < one.view(MODEL).stretch[0] < 1.2, "it fades, also where nothing comes"

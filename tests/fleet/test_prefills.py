@@ -172,6 +172,7 @@ def test_the_backlog_follows_an_engine_that_nobody_was_told_of(
 
 
 def _other_router(requests: int) -> Digest:
-    figures = np.array([[requests], [0], [0], [0], [requests], [requests * 500]], dtype=float)
+    load = [requests, 0, 0, 0, requests, requests * 500, 0, 0]
+    figures = np.array([load], dtype=float).T
     on, sequences = np.zeros(1, dtype=np.intp), np.array([[requests], [500.0], [50.0]])
     return Digest("other", 1, 0.0, Kind.WHOLE, (replica(1),), figures, on, sequences)
