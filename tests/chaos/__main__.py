@@ -95,7 +95,7 @@ async def run(scenes: Sequence[Scene], directory: Path, console: Console) -> lis
                 load.answers,
                 system.accesses,
                 stack.address(scene.victim) if scene.victim else "",
-                system.oldest(times.began, times.ended, scene.victim),
+                system.oldest(times.began, times.ended, {scene.victim, scene.stopped}),
             )
             for scene, times in played
         ]

@@ -27,6 +27,8 @@ class Scene:
     """Recovery is timed from the mending to this."""
     victim: str = ""
     """The replica that fails."""
+    stopped: str = ""
+    """The router that goes on later, at first with what it knew before."""
     loses_answers: bool = False
     """Whether the answers it was giving when it failed may be lost."""
     tidy: Act = _nothing
@@ -84,6 +86,7 @@ SCENES = (
         5.0,
         _signal("router", signal.SIGCONT),
         _routes("router"),
+        stopped="router",
     ),
     Scene(
         "replica-killed", _kill("r1"), 6.0, _start("r1"), _serves("r1"), "r1", loses_answers=True

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from math import inf
 from typing import Any
@@ -29,7 +30,7 @@ class System:
         self._session = session
         self._log = AccessLog(stack.access_log)
         self._accesses: dict[str, Access] = {}
-        self._ages: list[tuple[float, str, float]] = []
+        self._ages: list[tuple[float, str, str, float]] = []
 
     @property
     def accesses(self) -> dict[str, Access]:
@@ -74,16 +75,21 @@ class System:
                     states = (await self._get(router, "/fleet"))["replicas"]
                     now, seen = time.monotonic(), time.time()
                     self._ages += [
-                        (now, state["name"], seen - state["scraped_at"]) for state in states
+                        (now, router, state["name"], seen - state["scraped_at"]) for state in states
                     ]
             await asyncio.sleep(_LOOK_AT_AGES_S)
 
-    def oldest(self, began: float, ended: float, without: str) -> float:
-        """Seconds: age of the oldest figures of a replica, ``without`` left out, in that time."""
-        return max(
-            (age for at, name, age in self._ages if began <= at < ended and name != without),
-            default=inf,
+    def oldest(self, began: float, ended: float, but_for: Collection[str]) -> float:
+        """Seconds: age of the oldest figures that a router had of a replica in that time.
+
+        Left out are those replicas, and those routers.
+        """
+        ages = (
+            age
+            for at, router, replica, age in self._ages
+            if began <= at < ended and router not in but_for and replica not in but_for
         )
+        return max(ages, default=inf)
 
     async def ledgers(self) -> dict[str, int]:
         """Requests in flight in the ledger of each router."""
