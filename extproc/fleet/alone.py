@@ -57,6 +57,12 @@ class Alone:
         else:
             self._now[row] = ticket, Before(state, replicas.sent.item(row) - parts)
 
+    def moved(self, row: int, ticket: int, to: int) -> None:
+        """The request is on the replica in the row ``to`` now, and what was there is not alone."""
+        self.left(row, ticket)
+        if row != to:
+            self._now.pop(to, None)
+
     def is_alone(self, row: int, ticket: int) -> bool:
         """Whether nothing else was sent there since it was."""
         return row in self._now and self._now[row][0] == ticket

@@ -214,7 +214,7 @@ class Fleet:
         row = self._rows.get(replica)
         if row is not None:
             self._progress.advance(self._clock())
-            self._alone.left(self._ledger.replica(ticket), ticket.number)
+            self._alone.moved(self._ledger.replica(ticket), ticket.number, row)
             self._ledger.move(ticket, row)
 
     def first_token(self, ticket: Ticket) -> None:

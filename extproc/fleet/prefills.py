@@ -43,12 +43,13 @@ def correct_prefills(
     sent_at, turn = requests.sent_at[order], requests.turn[order]
     settled = order[sent_at <= asked_at - _until_seen(replicas, row)]
     told = state.first_tokens > 0 or state.generated_tokens == 0
-    alone = told and not (
-        replicas.others_requests[row] or replicas.foreign[row] or replicas.beyond[row]
-    )
+    alone = told and not (replicas.others_requests[row] or replicas.foreign[row])
     counted = _count(replicas, requests, row, order, firsts, alone)
-    if not state.running + state.waiting and len(settled):
-        counted = replicas.begun[row] = max(counted, requests.turn[settled[-1]])
+    budget = replicas.token_budget.item(row)
+    admitted = _admitted(requests, settled, state, budget)
+    surely = order[requests.mark[order] <= admitted]
+    if len(surely) and requests.turn[surely[-1]] > counted:  # some were given up, and never counted
+        counted = replicas.begun[row] = requests.turn.item(surely[-1])
 
     ahead = order[turn > counted]
     prefilled, enqueued = replicas.prefilled.item(row), replicas.enqueued.item(row)
@@ -57,9 +58,7 @@ def correct_prefills(
         return
     first = ahead[0]
     start, end = requests.mark.item(first) - requests.prompt.item(first), requests.mark.item(first)
-    budget = replicas.token_budget.item(row)
-    least = max(start, _admitted(requests, settled, state.waiting, budget))
-    most = inf
+    least, most = max(start, admitted), inf
     if alone and requests.sent_at[first] <= asked_at:
         most = max(end, start + budget, least) + _rate(replicas, row) * (now - asked_at)
     replicas.prefilled[row] = min(max(prefilled, least), most, enqueued)
@@ -82,16 +81,16 @@ def _count(
     return max(begun, known)
 
 
-def _admitted(requests: Requests, settled: Indices, waiting: int, budget: float) -> float:
+def _admitted(requests: Requests, settled: Indices, state: ReplicaState, budget: float) -> float:
     """Up to where the prompts must be prefilled that are not in the replica's queue any more."""
-    if not len(settled):
-        return 0.0
     turns: Floats = requests.turn[settled]
-    admitted = settled[: int(turns.searchsorted(turns[-1] - waiting, "right"))]
+    most = turns[-1] - state.waiting if len(settled) else 0.0
+    admitted = settled[: int(turns.searchsorted(most, "right"))]
     if not len(admitted):
         return 0.0
     last = admitted[-1]
-    return requests.mark.item(last) - max(budget, requests.prompt.item(last))
+    under_way = max(budget, requests.prompt.item(last)) if state.running else 0.0
+    return requests.mark.item(last) - under_way
 
 
 def _until_seen(replicas: Replicas, row: int) -> float:

@@ -81,6 +81,15 @@ def test_nor_do_two_of_the_routers_own_at_once() -> None:
     assert idle.step()[0] < 0.5
 
 
+def test_one_that_another_was_moved_to_is_not_alone() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A100, A100)
+    first, second = (fleet.dispatch(replica(number), chat(100, 20)) for number in (1, 2))
+    fleet.move(second, replica(1))
+    assert fleet.release(first) is None
+    assert fleet.release(second) is None
+
+
 def test_a_stream_is_worth_reading_while_it_is_alone_on_a_replica_of_unknown_speed() -> None:
     idle = Idle()
     first = idle.fleet.dispatch(replica(1), chat(100, 100))

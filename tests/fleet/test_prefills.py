@@ -101,6 +101,23 @@ def test_a_client_that_hung_up_in_the_queue_does_not_shift_the_count() -> None:
     assert backlog(fleet) == 0
 
 
+def test_clients_that_hang_up_unnoticed_do_not_make_a_backlog_over_time() -> None:
+    """Their prompts were never prefilled, and nobody saw how their streams ended."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    streams = []
+    for served in range(1, 200):
+        streams.append(fleet.dispatch(replica(1), chat(500, 1000)))
+        gone = fleet.dispatch(replica(1), chat(500, 1000))
+        clock.advance(2.0)
+        fleet.release(gone, prefilled=False)
+        counted = {"first_tokens": served, "generated_tokens": 10 * served}
+        fleet.put(state(1, A10, clock, running=len(streams), **counted))
+        if len(streams) == 20:
+            fleet.release(streams.pop(0), prefilled=False)
+    assert backlog(fleet) <= 2048
+
+
 def test_an_embedding_of_many_prompts_counts_as_many() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
