@@ -102,6 +102,19 @@ def test_replicas_that_serve_short_requests_now_and_then_are_measured(tmp_path: 
         assert median(last) < 0.2
 
 
+def test_replicas_that_draft_are_predicted_as_well_as_those_that_do_not(
+    simulate: Simulate, tmp_path: Path
+) -> None:
+    drafting = tmp_path / "drafting.yaml"
+    drafting.write_text(
+        "replicas:\n- {name: plain, profile: llama-8b-a10, count: 2}\n"
+        "- {name: draft, profile: llama-8b-a10, count: 2, draft_tokens: 4, acceptance: 0.8}\n"
+    )
+    part = ["--speed", "0.7", "--requests", "800", "--know", "lengths", "--no-oracle"]
+    (run,) = simulate(*part, "--policy", "completion", fleet_file=drafting)
+    assert run["prediction"]["e2e_mape"] < 0.15
+
+
 def test_prediction_beats_counting_where_replicas_differ(simulate: Simulate) -> None:
     arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "1500"]
     ours, theirs = simulate(*arguments, "--no-oracle")

@@ -7,6 +7,7 @@ import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.poll.metrics_text import read_metrics
+from extproc.predict.completion import predict
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -593,3 +594,32 @@ def test_the_only_model_is_the_one_that_all_serve_that_say() -> None:
     fleet.put(state(2, "llama-8b-a10", clock, models=("other",)))
     assert fleet.only_model is None
     assert fleet_of(clock).only_model is None
+
+
+def test_where_tokens_are_drafted_a_step_gives_several() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    drafting = {"generated_tokens": 3000.0, "accepted_tokens": 2000.0, "first_tokens": 9.0}
+    fleet.put(state(1, A10, clock, **drafting))
+    view = fleet.view(MODEL)
+    assert view.tokens_per_step.tolist() == [3.0, 1.0]
+    profile = chat(100, 1000)
+    prediction = predict(profile, 1000.0, view, fleet.sequences(view))
+    assert prediction.decode[0] == pytest.approx(prediction.decode[1] / 3)
+
+    for number in (1, 2):
+        fleet.dispatch(replica(number), profile)
+    clock.advance(3.0)
+    drafted, plain = fleet.sequences(fleet.view(MODEL)).context - 100
+    assert drafted == pytest.approx(3 * plain, rel=0.02)
+
+
+def test_drafted_tokens_do_not_make_a_batch_look_full() -> None:
+    """Two of four sequences decode, each step gives them two tokens; a prompt is prefilled."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for steps in (10, 20):
+        drafting = {"generated_tokens": 4.0 * steps, "accepted_tokens": 2.0 * steps}
+        busy = {"running": 4, "waiting": 1, "kv_usage": 0.05, "steps": steps, "first_tokens": 9}
+        fleet.put(state(1, A10, clock, **busy, **drafting))
+    assert fleet.view(MODEL).max_num_seqs[0] == 256
