@@ -56,7 +56,6 @@ _STOP_S = 30.0
 _CHAT_SHARE = 0.5
 _STREAMED_SHARE = 0.5
 _KNOWN_SHARE = 0.5
-"""Requests that generate exactly their bound; the others end when the model ends them."""
 _PROMPT = (80, 1.0, 8, 1000)
 """Log-normal words: median, spread, least, most."""
 _OUTPUT = (0.7, 0.1, 5.0)
@@ -71,21 +70,28 @@ _WORDS = "about after before could every first found great house large might nev
 
 
 def requests(
-    model: str, rate: float, random: Random, output_median: int = _OUTPUT_MEDIAN
+    model: str,
+    rate: float,
+    random: Random,
+    output_median: int = _OUTPUT_MEDIAN,
+    known_share: float = _KNOWN_SHARE,
 ) -> Iterator[Sample]:
     """Mixed requests without end, `rate` a second on average, arriving independently.
 
-    Their kind is `known` where the bound is the length, else `unknown`.
+    Their kind is `known` where they generate exactly their bound, else `unknown`: these end when
+    the model ends them.
     """
     at = 0.0
     while True:
-        yield _request(model, at, random, output_median)
+        yield _request(model, at, random, output_median, known_share)
         at += random.expovariate(rate)
 
 
-def _request(model: str, at: float, random: Random, output_median: int) -> Sample:
+def _request(
+    model: str, at: float, random: Random, output_median: int, known_share: float
+) -> Sample:
     chat = random.random() < _CHAT_SHARE
-    known = random.random() < _KNOWN_SHARE
+    known = random.random() < known_share
     spread, least, most = _OUTPUT
     shortest, longest = round(least * output_median), round(most * output_median)
     output = _length((output_median, spread, max(shortest, 1), longest), random)
@@ -347,7 +353,8 @@ async def _compare(args: argparse.Namespace, servers: Mapping[str, str], logs: P
     """A warm-up, then the same requests under each policy."""
 
     def mixed(seed: int, count: int) -> list[Sample]:
-        endless = requests(args.model, args.rate, Random(seed), args.output_median)
+        random = Random(seed)
+        endless = requests(args.model, args.rate, random, args.output_median, args.known_share)
         return list(islice(endless, count))
 
     warm_up, sent = mixed(args.seed, args.warm_up), mixed(args.seed + 1, args.requests)
@@ -438,6 +445,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=_OUTPUT_MEDIAN,
         metavar="N",
         help=f"tokens of an answer [{_OUTPUT_MEDIAN}]",
+    )
+    parser.add_argument(
+        "--known-share",
+        type=arguments.share,
+        default=_KNOWN_SHARE,
+        metavar="X",
+        help=f"of requests that generate exactly their bound [{_KNOWN_SHARE}]",
     )
     parser.add_argument("--policy", type=_policies, default=["completion"], metavar="a,b,c")
     parser.add_argument("--profile", choices=PROFILES, default=DEFAULT_PROFILE, metavar="NAME")

@@ -243,11 +243,7 @@ class Fleet:
     def teaches(self, ticket: Ticket) -> bool:
         """Whether it is alone on a replica whose speed is not known yet."""
         row = self._ledger.replica(ticket)
-        return (
-            self._alone.is_alone(row, ticket.number)
-            and not self._states[row].measured
-            and not self._alone.sure(row, self._clock())
-        )
+        return self._alone.is_alone(row, ticket.number) and not self._alone.sure(row, self._clock())
 
     def served_alone(self, replica: str, before: Before, served: Served) -> None:
         """What became of a request that may have been alone there; the next poll tells if it was.

@@ -125,6 +125,12 @@ def test_answers_may_be_short() -> None:
     assert sorted(one.output_tokens for one in sent)[250] == pytest.approx(12, abs=2)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_all_lengths_may_be_known_or_none(share: float) -> None:
+    sent = islice(requests("m", 1.0, Random(5), known_share=share), 100)
+    assert {one.kind == "known" for one in sent} == {share == 1.0}
+
+
 def test_no_prompt_is_in_a_prefix_cache_from_another_run() -> None:
     (one,) = islice(requests("m", 1.0, Random(3)), 1)
     assert _prompt(one, "first")[:4] != _prompt(one, "again")[:4]

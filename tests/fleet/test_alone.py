@@ -1,10 +1,13 @@
-"""Requests that a replica served alone tell its speed, where counters say nothing."""
+"""Requests that a replica served alone tell its speed, where counters say little or nothing."""
+
+from random import Random
 
 import pytest
 
 from extproc.fleet.alone import Served
 from extproc.fleet.fleet import Fleet
 from extproc.predict.hardware import PROFILES
+from extproc.predict.step import StepModel
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10, A100 = "llama-8b-a10", "llama-3-8b-a100"
@@ -116,3 +119,75 @@ def test_nothing_is_learned_from_a_process_that_is_another_one_since() -> None:
     idle.clock.advance(1.0)
     idle.poll()
     assert idle.step()[0] == pytest.approx(believed[0], rel=0.2)
+
+
+TAUGHT = PROFILES[A100].step.slowed(3)
+"""What a poller makes of short requests: their time is right, the profile's proportions stay."""
+DEAR_PROMPTS = StepModel(0.014, 750e-6, TAUGHT.c_batch, TAUGHT.c_kv)
+
+
+class Taught:
+    """Alone in its fleet; its counters taught something, and it serves one request at a time."""
+
+    def __init__(self, truth: StepModel) -> None:
+        self._truth = truth
+        self._clock = ManualClock()
+        self._first_tokens = self._prompt_tokens = 0
+        self.fleet: Fleet = fleet_of(self._clock)
+        self._polled()
+
+    def serve(self, prompt: int, tokens: int) -> None:
+        """A request whose response is read, and a poll."""
+        ticket = self.fleet.dispatch(replica(1), chat(prompt, tokens))
+        ttft = self._truth.step_time(prompt, 0, 0)
+        seconds = ttft + (tokens - 1) * self._truth.step_time(0, 1, prompt + tokens / 2)
+        self._clock.advance(seconds)
+        before = self.fleet.release(ticket)
+        assert before is not None
+        self.fleet.served_alone(replica(1), before, Served(prompt, tokens, seconds, ttft))
+        self._first_tokens += 1
+        self._prompt_tokens += prompt
+        self._clock.advance(0.2)
+        self._polled()
+
+    def rest(self, seconds: float) -> None:
+        self._clock.advance(seconds)
+        self._polled()
+
+    def _polled(self) -> None:
+        polled = state(
+            1,
+            A100,
+            self._clock,
+            measured=True,
+            first_tokens=self._first_tokens,
+            prompt_tokens=self._prompt_tokens,
+        )
+        self.fleet.put(polled.model_copy(update={"learned": TAUGHT}))
+
+
+def test_lone_requests_tell_prompts_from_steps_where_counters_do_not() -> None:
+    server, random = Taught(DEAR_PROMPTS), Random(1)
+    for _ in range(30):
+        server.serve(random.randint(20, 400), random.randint(3, 30))
+        server.rest(10.0)
+    costs = server.fleet.view(MODEL).costs
+    assert costs.c0[0] == pytest.approx(DEAR_PROMPTS.c0, rel=0.1)
+    assert costs.c_prefill[0] == pytest.approx(DEAR_PROMPTS.c_prefill, rel=0.15)
+    # Of a single sequence's part nothing is seen: it stays as it was.
+    assert costs.c_batch[0] == pytest.approx(TAUGHT.c_batch, rel=0.3)
+
+
+def test_a_lone_stream_is_read_until_enough_was_seen_whatever_counters_taught() -> None:
+    server = Taught(DEAR_PROMPTS)
+    fleet = server.fleet
+    ticket = fleet.dispatch(replica(1), chat(100, 10))
+    assert fleet.teaches(ticket)
+    other = fleet.dispatch(replica(1), chat(100, 10))
+    assert not fleet.teaches(ticket)
+    fleet.release(ticket)
+    fleet.release(other)
+    server.rest(1.0)
+    for _ in range(10):
+        server.serve(100, 20)
+    assert not fleet.teaches(fleet.dispatch(replica(1), chat(100, 10)))
