@@ -81,7 +81,7 @@ class Firsthand:
         self._fade(now)
         centers = [one / unit for one, unit in zip(coefficients(known), self._units, strict=True)]
         if measured:
-            told = sum(centers)
+            told = max(sum(centers), _LITTLE)
             self._keep(exp(-abs(log(told / (self._told or told))) / _CHANGE))
             self._told = told
         if self._weight < _LITTLE:
