@@ -7,6 +7,7 @@ from extproc.fleet.tables import Replicas
 from extproc.predict.firsthand import Firsthand, work_of
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.predict.step import StepModel
+from extproc.request.profile import RequestProfile
 
 _MOST_KEPT = 32
 """Requests of a replica that wait for the next poll."""
@@ -49,13 +50,17 @@ class Alone:
         self._ended: dict[int, list[tuple[float, Before, Served]]] = {}
         self._seen: dict[int, Firsthand] = {}
 
-    def sent(self, row: int, ticket: int, parts: int, state: ReplicaState) -> None:
-        """A request of so many sequences was sent to the replica in that row; the ledger has it."""
+    def sent(self, row: int, ticket: int, profile: RequestProfile, state: ReplicaState) -> None:
+        """A request was sent to the replica in that row; the ledger has it.
+
+        One with images or audio tells nothing: to fetch and to encode these takes long, too.
+        """
         replicas = self._replicas
-        if replicas.requests[row] > 1 or replicas.others_requests[row] or replicas.beyond[row]:
+        beside = replicas.requests[row] > 1 or replicas.others_requests[row] or replicas.beyond[row]
+        if beside or profile.image_tokens or profile.endpoint.takes_audio:
             self._now.pop(row, None)
         else:
-            self._now[row] = ticket, Before(state, replicas.sent.item(row) - parts)
+            self._now[row] = ticket, Before(state, replicas.sent.item(row) - profile.parts)
 
     def moved(self, row: int, ticket: int, to: int) -> None:
         """The request is on the replica in the row ``to`` now, and what was there is not alone."""
@@ -112,8 +117,14 @@ class Alone:
             return  # somebody else's were served, too, or by another process
         share = cached / prompts if prompts > 0.0 else 0.0
         computed = max(served.prompt_tokens * (1.0 - share), 1.0)
-        budget = self._replicas.token_budget.item(row)
-        works = work_of(computed, served.tokens, budget, served.seconds, served.ttft)
+        works = work_of(
+            computed,
+            served.tokens,
+            self._replicas.token_budget.item(row),
+            self._replicas.tokens_per_step.item(row),
+            served.seconds,
+            served.ttft,
+        )
         if works:
             seen = self._seen.get(row)
             if seen is None:

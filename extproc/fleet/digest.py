@@ -10,10 +10,13 @@ import numpy as np
 
 from extproc.fleet.view import Floats, Indices
 
-FIGURES = ("requests", "queued", "joining", "backlog", "decoding", "kv", "decoded", "expected")
+FIGURES = (
+    *("requests", "queued", "joining", "backlog", "decoding", "kv"),
+    *("decoded", "expected", "parts"),
+)
 """Of each replica: requests; of these, without a token yet; sequences of those; their prompt tokens
 not prefilled; sequences decoding; KV tokens of these; seconds that requests decoded of late, and
-that they were predicted to."""
+that they were predicted to; sequences as the engine counts them."""
 PER_SEQUENCE = 3
 """Figures of sequences alike: how many, KV tokens each holds, tokens each is to generate still."""
 
@@ -68,7 +71,7 @@ class Digest:
     """Histogram of remaining lengths: a row for each of the figures :data:`PER_SEQUENCE`."""
 
     def encode(self) -> bytes:
-        """44 bytes and, a replica, 34 and its name, and 12 for each bar of its histogram."""
+        """44 bytes and, a replica, 38 and its name, and 12 for each bar of its histogram."""
         router, names = self.router.encode(), _SEPARATOR.join(self.replicas).encode()
         bars = np.bincount(self.on, minlength=len(self.replicas))
         header = _HEADER.pack(

@@ -22,6 +22,8 @@ from extproc.predict.correction import Corrections
 
 _SOON = EVERY_S / 2
 """Seconds: what is due before the next time it is asked is due."""
+_NOTABLE = 0.1
+"""Seconds of decoding that are worth to be told, though nothing is in flight there."""
 _BARS = 18
 """Bars of a histogram, one a doubling of the remaining length: up to 131,072 tokens and more."""
 
@@ -69,7 +71,8 @@ class DigestSource:
         current = self._changing()
         whole = overdue or current.shape != self._told.shape
         if whole:
-            rows = replicas.requests.nonzero()[0]
+            seen = self._corrections.sums(now)[1] > _NOTABLE
+            rows = ((replicas.requests > 0.0) | seen).nonzero()[0]
         else:
             rows = (current != self._told).any(axis=0).nonzero()[0]
             silent = now - self._sent_at
@@ -101,17 +104,18 @@ class DigestSource:
             self._progress.advance(now)
             self._progress.refresh()
             self._progress.look_ahead()
-            figures = np.vstack([self._figures(), self._corrections.sums(now)])[:, rows]
+            figures = self._figures(now)[:, rows]
             on, sequences = self._histogram(rows)
         ids = tuple(self._states[row].id for row in rows)
         return Digest(self._router, self._number, self._wall(), kind, ids, figures, on, sequences)
 
-    def _figures(self) -> Floats:
+    def _figures(self, now: float) -> Floats:
         replicas, requests = self._replicas, self._requests
         on, count = requests.replica, len(replicas)
         joining = np.bincount(on, requests.weight * (requests.before == inf), count)
         generated = np.bincount(on, requests.weight * requests.generated, count)
         backlog = np.maximum(replicas.enqueued - replicas.prefilled, 0.0)
+        decoded, expected = self._corrections.sums(now)
         return np.array(
             [
                 replicas.requests,
@@ -120,6 +124,9 @@ class DigestSource:
                 backlog,
                 np.maximum(replicas.decoding, 0.0),
                 np.maximum(replicas.held + generated, 0.0),
+                decoded,
+                expected,
+                np.bincount(on, requests.parts, count),
             ]
         )
 

@@ -44,7 +44,7 @@ class Fleet:
     """The replicas of a pool, this router's requests on them, and what others tell of theirs.
 
     Between polls the fleet moves itself forward (:class:`~extproc.fleet.progress.Progress`). A poll
-    corrects the count of steps, the end of a response corrects the prefill.
+    corrects the count of steps, and what is prefilled.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Fleet:
         if state.healthy:
             if state.steps < self._replicas.polled_steps[row]:
                 restart(self._replicas, self._requests, row, state.steps)
-            mine = correct(self._replicas, self._requests, row, state, before, asked_at, now)
+            mine = correct(self._replicas, self._requests, row, state, asked_at, now)
             self._progress.corrected(row, mine)
 
     def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
@@ -167,6 +167,7 @@ class Fleet:
             row,
             steps=state.steps,
             polled_steps=state.steps,
+            polled_firsts=state.first_tokens,
             chunk=1.0,
             stretch=1.0,
             sampled_at=inf,
@@ -203,7 +204,7 @@ class Fleet:
         now = self._clock()
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now)
-        self._alone.sent(row, ticket.number, profile.parts, self._states[row])
+        self._alone.sent(row, ticket.number, profile, self._states[row])
         return ticket
 
     def move(self, ticket: Ticket, replica: str) -> None:
@@ -318,6 +319,7 @@ class Fleet:
             enqueued,
             prefilled,
             foreign,
+            foreign_backlog,
             polled_waiting,
             polled_kv_usage,
             batch,
@@ -345,7 +347,7 @@ class Fleet:
             np.maximum(queued, polled_waiting),
             polled_waiting,
             polled_kv_usage,
-            enqueued - prefilled,
+            enqueued - prefilled + foreign_backlog,
             batch,
             kv_used,
             kv_capacity,

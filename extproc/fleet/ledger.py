@@ -123,7 +123,7 @@ class Ledger:
     def _dequeue(self, row: int) -> None:
         """Takes what is not prefilled of its prompt from the replica's backlog."""
         requests, replicas = self._requests, self._replicas
-        if requests.before[row] < inf:
+        if requests.before[row] < inf or requests.mark[row] <= self._prefilled_of(row):
             return
         replica, mark, turn = requests.replica[row], requests.mark[row], requests.turn[row]
         left = min(max(mark - replicas.prefilled[replica], 0.0), requests.prompt[row])
@@ -134,6 +134,9 @@ class Ledger:
         replicas.sent[replica] -= parts
         enqueued = replicas.enqueued[replica] - left
         replicas.enqueued[replica] = max(enqueued, replicas.prefilled[replica])  # by rounding
+
+    def _prefilled_of(self, row: int) -> float:
+        return self._replicas.prefilled.item(self._requests.replica[row])
 
     def _prefilled(self, row: int) -> None:
         requests, replicas, replica = self._requests, self._replicas, self._requests.replica[row]

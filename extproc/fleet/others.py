@@ -22,7 +22,17 @@ STALE_S = 0.1
 DEAD_S = 1.5
 """Seconds of silence after which a router is gone, and its load with it: three whole digests."""
 
-_REQUESTS, _QUEUED, _JOINING, _BACKLOG, _DECODING, _KV, _DECODED, _EXPECTED = range(len(FIGURES))
+(
+    _REQUESTS,
+    _QUEUED,
+    _JOINING,
+    _BACKLOG,
+    _DECODING,
+    _KV,
+    _DECODED,
+    _EXPECTED,
+    _PARTS,
+) = range(len(FIGURES))
 
 
 @dataclass(slots=True)
@@ -264,13 +274,7 @@ class Others:
     def _explain(self, load: Floats) -> None:
         """What polls saw beyond the router's own requests was this, or some of it."""
         replicas = self._replicas
-        sequences = engine_sequences(load[_REQUESTS], load[_DECODING] + load[_JOINING])
+        sequences = load[_PARTS]
         replicas.foreign[:] = np.maximum(replicas.foreign - sequences, 0.0)
         replicas.beyond[:] = np.maximum(replicas.beyond - sequences, 0.0)
         replicas.kv_beyond -= np.where(replicas.sampled_at < inf, load[_KV], 0.0)
-
-
-def engine_sequences(requests: Floats, sequences: Floats) -> Floats:
-    """As an engine counts them: a request that generates nothing is one."""
-    counted: Floats = np.maximum(requests, sequences)
-    return counted

@@ -14,6 +14,10 @@ _STALE = 5.0
 any pause between two polls of a replica that answers late."""
 _SHORTEST_STEP = 1e-4
 """Seconds: no engine steps faster, whatever was learned of one that was always busy."""
+_LATE = 0.3
+"""Seconds of a scrape after which too much has ended since to tell what of it was others'."""
+_MOST_PER_STEP = 8.0
+"""Tokens that a sequence gets from a step, at most: drafts are longer, and seldom right so far."""
 _NEARLY_FULL = 0.9
 """Fraction of the KV cache above which requests may be waiting for KV space."""
 _ALL_DECODE = 0.95
@@ -50,9 +54,11 @@ def set_hardware(
     if before is not None and before.running == state.running and _queues(before, state):
         limit = min(limit, state.running)
     replicas.max_num_seqs[row] = max(limit, 1)
-    own_steps = state.generated_tokens - state.accepted_tokens
-    drafted = state.accepted_tokens > 0 and own_steps > 0
-    replicas.tokens_per_step[row] = state.generated_tokens / own_steps if drafted else 1.0
+    replicas.tokens_per_step[row] = 1.0
+    if state.accepted_tokens > 0 and state.generated_tokens > 0:
+        # Drafts count before they are cut at an answer's end: with short answers too many do.
+        kept = 1.0 - state.accepted_tokens / state.generated_tokens
+        replicas.tokens_per_step[row] = 1.0 / min(max(kept, 1.0 / _MOST_PER_STEP), 1.0)
 
 
 def _queues(before: ReplicaState, after: ReplicaState) -> bool:
@@ -72,6 +78,7 @@ def restart(replicas: Replicas, requests: Requests, row: int, steps: float) -> N
     requests.until[mine] = 0.0
     replicas.steps[row] = replicas.polled_steps[row] = steps
     replicas.begun[row] = replicas.sent[row]
+    replicas.polled_firsts[row] = 0.0
 
 
 def correct(
@@ -79,7 +86,6 @@ def correct(
     requests: Requests,
     row: int,
     state: ReplicaState,
-    before: ReplicaState | None,
     asked_at: float,
     now: float,
 ) -> Indices:
@@ -92,7 +98,6 @@ def correct(
         requests: the table.
         row: the replica's.
         state: what the poll saw, within ``state.scrape_seconds`` of being asked for.
-        before: what the poll before saw, if there was one.
         asked_at: when it was asked for, on the fleet's clock.
         now: seconds.
 
@@ -103,23 +108,20 @@ def correct(
     mine: Indices = (requests.replica == row).nonzero()[0]
     _correct_steps(replicas, requests, row, mine, state.steps, now - sampled_at)
 
-    firsts = state.first_tokens - (before.first_tokens if before else 0.0)
-    if firsts < 0.0:  # another process
-        firsts = state.first_tokens
-    correct_prefills(replicas, requests, row, mine, state, firsts, asked_at, now)
+    correct_prefills(replicas, requests, row, mine, state, asked_at, now)
 
     then = mine[requests.sent_at[mine] <= sampled_at]
     weight = requests.weight[then]
     own = sum(requests.parts[then].tolist())
-    others = max(
-        replicas.others_decoding.item(row) + replicas.others_joining.item(row),
-        replicas.others_requests.item(row),
-    )
-    beyond = max(state.running + state.waiting - own - others, 0.0)
-    # A request that ended between the scrape and now is seen by one poll only.
-    replicas.foreign[row] = min(beyond, replicas.beyond[row])
-    replicas.beyond[row] = beyond
+    beyond = max(state.running + state.waiting - own - replicas.others_parts.item(row), 0.0)
+    if state.scrape_seconds <= _LATE:
+        # A request that ended between the scrape and now is seen by one poll only.
+        replicas.foreign[row] = min(beyond, replicas.beyond[row])
+        replicas.beyond[row] = beyond
     replicas.polled_waiting[row] = state.waiting
+    waiting = state.waiting - replicas.queued.item(row) - replicas.others_queued.item(row)
+    prompt = state.prompt_tokens / max(state.first_tokens, 1.0)
+    replicas.foreign_backlog[row] = min(max(waiting, 0.0), replicas.foreign.item(row)) * prompt
     replicas.polled_kv_usage[row] = state.kv_usage
     started = requests.before[then] < inf
     own_kv = requests.prompt[then] + weight * requests.generated[then]
@@ -138,6 +140,7 @@ def fade(replicas: Replicas, now: float) -> None:
         for column in (
             replicas.beyond,
             replicas.foreign,
+            replicas.foreign_backlog,
             replicas.kv_beyond,
             replicas.polled_waiting,
             replicas.polled_kv_usage,

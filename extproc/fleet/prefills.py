@@ -8,6 +8,8 @@ from extproc.fleet.view import Floats, Indices
 
 _UNDER_WAY = 0.1
 """Seconds until a request that was sent reaches the engine: it is parsed and tokenized first."""
+_TOKENIZED = 5e-6
+"""The same for each token of its prompt."""
 
 
 def correct_prefills(
@@ -16,7 +18,6 @@ def correct_prefills(
     row: int,
     mine: Indices,
     state: ReplicaState,
-    firsts: float,
     asked_at: float,
     now: float,
 ) -> None:
@@ -27,7 +28,8 @@ def correct_prefills(
     prompts were prefilled when the poll was taken (the count is exact while nobody else sends
     there), and that the next one was not: the clock may be ahead by the prompt in progress or, if
     that is more, by a step. Beside others' requests only the replica's queue tells: those it has
-    admitted are prefilled but for the last prompt, or a step's worth.
+    admitted are prefilled but for the last prompt, or a step's worth, and those beyond what others
+    sent are not.
 
     Args:
         replicas: the table.
@@ -35,16 +37,16 @@ def correct_prefills(
         row: the replica's.
         mine: rows of its requests.
         state: what the poll saw.
-        firsts: sequences that got their first token since the poll before.
         asked_at: when the poll was asked for; it tells nothing of what was sent since.
         now: seconds.
     """
     order = mine[requests.turn[mine].argsort()]
-    sent_at, turn = requests.sent_at[order], requests.turn[order]
-    settled = order[sent_at <= asked_at - _until_seen(replicas, row)]
+    turn = requests.turn[order]
+    settled = order[: _settled(replicas, requests, row, order, asked_at)]
     told = state.first_tokens > 0 or state.generated_tokens == 0
-    alone = told and not (replicas.others_requests[row] or replicas.foreign[row])
-    counted = _count(replicas, requests, row, order, firsts, alone)
+    theirs = replicas.others_requests.item(row) + replicas.foreign.item(row)
+    queued = max(state.waiting - theirs, 0.0)
+    counted = _count(replicas, requests, row, order, state, queued, told and not theirs)
     budget = replicas.token_budget.item(row)
     admitted = _admitted(requests, settled, state, budget)
     surely = order[requests.mark[order] <= admitted]
@@ -59,26 +61,39 @@ def correct_prefills(
     first = ahead[0]
     start, end = requests.mark.item(first) - requests.prompt.item(first), requests.mark.item(first)
     least, most = max(start, admitted), inf
-    if alone and requests.sent_at[first] <= asked_at:
+    if told and (queued or not theirs) and requests.sent_at[first] <= asked_at:
         most = max(end, start + budget, least) + _rate(replicas, row) * (now - asked_at)
     replicas.prefilled[row] = min(max(prefilled, least), most, enqueued)
 
 
 def _count(
-    replicas: Replicas, requests: Requests, row: int, order: Indices, firsts: float, alone: bool
+    replicas: Replicas,
+    requests: Requests,
+    row: int,
+    order: Indices,
+    state: ReplicaState,
+    queued: float,
+    alone: bool,
 ) -> float:
-    """The number of the last sequence that has its first token."""
+    """The number of the last sequence that has its first token.
+
+    ``queued``: those of the router's own that the replica has not admitted, or preempted.
+    """
     known = replicas.known.item(row)
+    firsts = state.first_tokens - replicas.polled_firsts.item(row)
+    replicas.polled_firsts[row] = state.first_tokens
+    if firsts < 0.0:  # another process
+        firsts = state.first_tokens
     if alone:
         # What was seen before the poll before is in the counts; what was seen since may not be.
         begun = max(replicas.begun.item(row) + firsts, replicas.known_before.item(row))
-        begun = min(begun, replicas.sent.item(row))
     else:
         started = order[requests.before[order] < inf]
         begun = max(known, requests.turn.item(started[-1]) if len(started) else 0.0)
-    replicas.begun[row] = begun
+    begun = replicas.begun[row] = min(begun, replicas.sent.item(row) - queued)
     replicas.known_before[row] = known
-    return max(begun, known)
+    # Of several engines each has a queue of its own: one that has a token may have overtaken.
+    return begun if state.engines > 1 else max(begun, known)
 
 
 def _admitted(requests: Requests, settled: Indices, state: ReplicaState, budget: float) -> float:
@@ -93,12 +108,16 @@ def _admitted(requests: Requests, settled: Indices, state: ReplicaState, budget:
     return requests.mark.item(last) - under_way
 
 
-def _until_seen(replicas: Replicas, row: int) -> float:
-    """Seconds until a request that was sent is among those running or waiting: vLLM says at the end
-    of each step what was there when it began."""
+def _settled(
+    replicas: Replicas, requests: Requests, row: int, order: Indices, asked_at: float
+) -> int:
+    """How many of them, the first ones, were surely among those running or waiting: vLLM says at
+    the end of each step what was there when it began."""
     budget = replicas.token_budget.item(row)
     step = replicas.decode_step.item(row) + replicas.c_prefill.item(row) * budget
-    return _UNDER_WAY + 2.0 * step
+    arrived_at = requests.sent_at[order] + _TOKENIZED * requests.prompt[order]
+    late = (arrived_at > asked_at - _UNDER_WAY - 2.0 * step).nonzero()[0]
+    return int(late[0]) if len(late) else len(order)
 
 
 def _rate(replicas: Replicas, row: int) -> float:

@@ -18,6 +18,7 @@ class Replicas(Table):
     enqueued: Floats  # prompt tokens sent, in all
     prefilled: Floats  # of these, prefilled
     foreign: Floats  # sequences that two polls in a row saw and no router told of
+    foreign_backlog: Floats  # prompt tokens of those of them that the replica has not admitted
     polled_waiting: Floats  # requests in the replica's queue
     polled_kv_usage: Floats  # fraction of its KV cache in use, as it says
     batch: Floats  # sequences decoding
@@ -42,6 +43,7 @@ class Replicas(Table):
     begun: Floats  # of these, with a first token, as polls count
     known: Floats  # of these, with a first token that was seen, they or one sent after them
     known_before: Floats  # the same, at the last poll
+    polled_firsts: Floats  # first tokens, as the replica counted them at the last poll
     decoding: Floats  # sequences of the router's own that decode
     held: Floats  # their prompt tokens
     beyond: Floats  # sequences the last poll saw beyond the router's own and others' digests
@@ -56,6 +58,7 @@ class Replicas(Table):
     others_kv: Floats
     others_decoded: Floats
     others_expected: Floats
+    others_parts: Floats
 
     @property
     def others(self) -> Floats:

@@ -33,7 +33,8 @@ def admission(
     last = np.maximum(
         _reaching(freed, first, prompt - free[full]), _reaching(weight, first, own - places[full])
     )
-    wait[full] = remaining[np.minimum(last, first + count - 1)] * view.decode_step[full]
+    token = view.decode_step[full] / view.tokens_per_step[full]
+    wait[full] = remaining[np.minimum(last, first + count - 1)] * token
     return wait
 
 

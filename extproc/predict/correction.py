@@ -11,8 +11,6 @@ _MEMORY = 30.0
 _DOUBT = 5.0
 """Seconds of decoding that count for the prediction as it is."""
 _LEAST, _MOST = 0.5, 3.0
-
-
 _EVERY = 0.2
 """Seconds between two looks at what has faded."""
 

@@ -103,7 +103,12 @@ class Firsthand:
 
 
 def work_of(
-    prompt: float, tokens: float, budget: float, seconds: float, ttft: float | None
+    prompt: float,
+    tokens: float,
+    budget: float,
+    tokens_per_step: float,
+    seconds: float,
+    ttft: float | None,
 ) -> list[Work]:
     """What a replica did for a request that it served alone.
 
@@ -111,12 +116,14 @@ def work_of(
         prompt: tokens that were prefilled.
         tokens: generated; 0: it was prefilled and no more.
         budget: prompt tokens of a step, at most.
+        tokens_per_step: that a sequence gets.
         seconds: from its dispatch to its end.
         ttft: seconds to its first token; None where that was not seen.
     """
     later = max(tokens - 1.0, 0.0)
     first = Work(ttft or seconds, (ceil(prompt / budget), prompt, 0.0, 0.0))
-    rest = Work(seconds - (ttft or 0.0), (later, 0.0, later, later * (prompt + later / 2)))
+    steps = later / tokens_per_step
+    rest = Work(seconds - (ttft or 0.0), (steps, 0.0, steps, steps * (prompt + later / 2)))
     if not later:
         return [first]
     if ttft is None:

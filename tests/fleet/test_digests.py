@@ -55,7 +55,7 @@ def test_a_digest_is_decoded_as_it_was_encoded() -> None:
     np.testing.assert_allclose(got.figures, sent.figures, rtol=1e-6)
     np.testing.assert_allclose(got.sequences, sent.sequences, rtol=1e-6)
     assert got.on.tolist() == sent.on.tolist()
-    assert len(data) < 44 + 2 * 48 + 12 * len(sent.on)
+    assert len(data) < 44 + 2 * 52 + 12 * len(sent.on)
 
 
 def test_remaining_lengths_are_told_as_a_histogram() -> None:

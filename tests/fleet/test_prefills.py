@@ -8,6 +8,8 @@ import pytest
 
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import Ticket
+from extproc.fleet.state import ReplicaState
 from extproc.predict.hardware import hardware_profile
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
@@ -188,8 +190,125 @@ def test_the_backlog_follows_an_engine_that_nobody_was_told_of(
     assert all(-slack <= error <= slack for error in errors)
 
 
-def _other_router(requests: int) -> Digest:
-    load = [requests, 0, 0, 0, requests, requests * 500, 0, 0]
+@pytest.mark.parametrize(
+    ("late", "engines", "slack"), [(0.01, 1, 12_000), (1.0, 1, 60_000), (0.01, 4, 90_000)]
+)
+def test_a_backlog_that_stands_for_minutes_is_neither_forgotten_nor_made_up(
+    late: float, engines: int, slack: float
+) -> None:
+    """Sixty streams at a time, of which one in ten is read, on an A100 that prefills all the time;
+    each is followed by another. ``late``: seconds that a scrape takes."""
+    random, clock = Random(3), ManualClock(0.0)
+    servers = [Engine(hardware_profile(A100), kv_tokens=2_000_000) for _ in range(engines)]
+    fleet = fleet_of(clock, A100)
+    tickets: dict[int, tuple[Ticket, bool]] = {}
+    pages: list[tuple[float, ReplicaState]] = []
+    sent, errors, true = 0, [], 0.0
+    for tick in range(1, 1200):
+        while len(tickets) < 60:
+            sent += 1
+            prompt, output = random.randrange(50, 8000), random.randrange(1, 30)
+            tickets[sent] = fleet.dispatch(replica(1), chat(prompt, output)), sent % 10 == 0
+            servers[sent % engines].add(Sequence(sent, prompt, output), clock())
+        clock.advance(0.1)
+        for outcome in [one for server in servers for one in server.advance(clock())]:
+            for sequence in outcome.prefilled:
+                if tickets[sequence.id][1]:
+                    fleet.first_token(tickets[sequence.id][0])
+            for sequence in outcome.finished:
+                fleet.release(*tickets.pop(sequence.id))
+        while pages and pages[0][0] <= clock():
+            fleet.put(pages.pop(0)[1])
+            queued = [sequence for server in servers for sequence in server.queued]
+            true = sum(sequence.prompt_tokens - sequence.computed for sequence in queued)
+            errors.append(backlog(fleet) - true)
+        if tick % 2:
+            pages.append((clock() + late / 2, _page(servers, clock, late)))
+    assert true > 150_000
+    assert all(-slack <= error <= slack for error in errors[len(errors) // 2 :])
+
+
+def _page(servers: list[Engine], clock: ManualClock, late: float) -> ReplicaState:
+    gauges, counters = [one.gauges for one in servers], [one.counters for one in servers]
+    return state(
+        1,
+        A100,
+        clock,
+        engines=len(servers),
+        scrape_seconds=late,
+        running=sum(one.running for one in gauges),
+        waiting=sum(one.waiting for one in gauges),
+        kv_usage=sum(one.kv_usage for one in gauges) / len(servers),
+        steps=sum(one.steps for one in counters) / len(servers),
+        first_tokens=sum(one.first_tokens for one in counters),
+        generated_tokens=sum(one.generated_tokens for one in counters),
+    )
+
+
+def test_beside_other_routers_what_is_queued_is_not_prefilled() -> None:
+    """An A10 that is believed to be an H100."""
+    clock, begun = ManualClock(), 1
+    fleet = fleet_of(clock, H100)
+    for _ in range(30):
+        fleet.dispatch(replica(1), chat(8000, 400))
+    for number in range(1, 61):
+        clock.advance(0.2)
+        fleet.hear(_other_router(requests=1, number=number))
+        begun = 1 + int(number * 0.2 / 2.08)
+        figures = {"running": 1 + begun, "waiting": 30 - begun, "first_tokens": 7 + begun}
+        fleet.put(state(1, H100, clock, kv_usage=0.1, generated_tokens=50 * number, **figures))
+    assert backlog(fleet) == pytest.approx((30 - begun) * 8000, abs=2 * 8192)
+
+
+@pytest.mark.parametrize("again", ["rejoins", "is heard of no more for a while"])
+def test_a_replica_that_comes_back_has_the_backlog_it_had(again: str) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    counted = {"running": 1, "waiting": 9, "first_tokens": 500, "generated_tokens": 9000}
+    fleet.put(state(1, A10, clock, **(counted | {"waiting": 0})))
+    for _ in range(10):
+        fleet.dispatch(replica(1), chat(4000, 100))
+    clock.advance(0.2)
+    fleet.put(state(1, A10, clock, **counted))
+    before = backlog(fleet)
+    if again == "rejoins":
+        fleet.remove(replica(1))
+    else:
+        fleet.put(state(1, A10, clock, healthy=False))
+    fleet.put(state(1, A10, clock, **counted))
+    assert backlog(fleet) == pytest.approx(before)
+    assert before > 36_000
+
+
+def test_what_a_router_left_behind_that_died_is_still_queued() -> None:
+    """Fifty prompts of 4,000 tokens wait there, and nobody tells of them any more."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    left = {"running": 20, "waiting": 50, "first_tokens": 100, "prompt_tokens": 400_000}
+    for _ in range(3):
+        clock.advance(0.2)
+        fleet.put(state(1, A10, clock, generated_tokens=5000, **left))
+    assert backlog(fleet) == pytest.approx(200_000)
+    clock.advance(0.2)
+    fleet.put(state(1, A10, clock, generated_tokens=5000, **(left | {"waiting": 0})))
+    assert backlog(fleet) == 0
+
+
+def test_a_late_page_makes_no_load_of_others_of_what_has_ended_since() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for _ in range(20):
+        tickets = [fleet.dispatch(replica(1), chat(100, 50)) for _ in range(8)]
+        clock.advance(3.0)
+        for ticket in tickets:
+            fleet.release(ticket)
+        fleet.put(state(1, A10, clock, running=8, scrape_seconds=2.0))
+    view = fleet.view(MODEL)
+    assert (view.requests[0], view.batch[0]) == (0, 0)
+
+
+def _other_router(requests: int, number: int = 1) -> Digest:
+    load = [requests, 0, 0, 0, requests, requests * 500, 0, 0, requests]
     figures = np.array([load], dtype=float).T
     on, sequences = np.zeros(1, dtype=np.intp), np.array([[requests], [500.0], [50.0]])
-    return Digest("other", 1, 0.0, Kind.WHOLE, (replica(1),), figures, on, sequences)
+    return Digest("other", number, 0.0, Kind.WHOLE, (replica(1),), figures, on, sequences)
