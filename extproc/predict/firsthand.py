@@ -12,8 +12,9 @@ from extproc.predict.windows import SECONDS, Work
 _MEMORY = 3.0
 """Seconds of such work in which what was seen loses two thirds of its weight: a few answers, each
 of them exact. A throttled card is known after one or two."""
-_IDLE_MEMORY = 60.0
-"""The same for seconds of any kind, as for the counters: who was slow for long is tried again."""
+_IDLE_MEMORY = 30.0
+"""The same for seconds of any kind. One whose first request was slow by an accident is tried again
+after four minutes, if not before."""
 _KNOWN = 1e-5
 """Weight of what is known from elsewhere, in the windows of the longest kind that step times are
 learned from: it keeps what these requests do not tell apart. Counters of short requests tell the
