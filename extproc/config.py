@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from extproc.address import shift_port, split_address
+from extproc.fleet.news import SILENT_AFTER_S
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
 
 
@@ -199,11 +200,11 @@ class PollSettings(Section):
 
     interval_s: float = Field(default=0.2, gt=0, le=1)
     """Seconds between two scrapes of a replica; predictions live on fresh figures."""
-    timeout_s: float = Field(default=1.0, gt=0)
-    """A scrape that takes longer is late: nothing is learned from it. One that takes three times as
-    long has failed."""
     jitter: float = Field(default=0.1, ge=0, lt=1)
     """Each wait is stretched or cut by up to this fraction, so that scrapes spread out."""
+    timeout_s: float = Field(default=1.0, gt=0)
+    """A scrape that takes longer is late: nothing is learned from it. One that takes three times as
+    long has failed: with the wait before it less than the 5 s after which a replica is silent."""
     backoff_max_s: float = Field(default=2.0, gt=0)
     """A failing replica is scraped at most this seldom."""
     ttl_s: float = Field(default=10.0, gt=0, validate_default=True)
@@ -214,6 +215,21 @@ class PollSettings(Section):
     """HTTP address of the poller's /metrics and health."""
 
     _address = field_validator("admin")(_host_and_port)
+
+    @field_validator("timeout_s")
+    @classmethod
+    def _late_is_not_silent(cls, timeout_s: float, info: ValidationInfo) -> float:
+        given = info.data
+        if not {"interval_s", "jitter"} <= given.keys():
+            return timeout_s  # one of them is wrong itself
+        longest_s = given["interval_s"] * (1 + given["jitter"]) + _TIMEOUTS * timeout_s
+        if longest_s >= SILENT_AFTER_S:
+            raise ValueError(
+                f"{_TIMEOUTS} times this, and the wait before (poll.interval_s), are "
+                f"{longest_s:g} s and must be less than {SILENT_AFTER_S:g} s: a replica that "
+                "answers late would count as silent"
+            )
+        return timeout_s
 
     @field_validator("ttl_s")
     @classmethod

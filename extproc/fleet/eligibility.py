@@ -6,12 +6,9 @@ from functools import partial
 from math import inf
 
 from extproc.clock import Clock
-from extproc.fleet.news import News
+from extproc.fleet.news import SILENT_AFTER_S, News
 from extproc.fleet.state import ReplicaState
 
-_SILENT_S = 5.0
-"""Seconds without news of a replica while there was news of others: longer than any pause between
-two polls of one that answers, late ones too."""
 _STUCK_S = 10.0
 """Seconds in which nothing moves in an engine with work: longer than any step."""
 _LOOK_EVERY_S = 1.0
@@ -237,11 +234,11 @@ class Eligibility:
 
     def _look_for_stalls(self) -> None:
         """As of the last news of any."""
-        silent = set(self.news.silent(_SILENT_S))
+        silent = set(self.news.silent(SILENT_AFTER_S))
         for name, member in self._members.items():
             why = ""
             if name in silent:
-                why = f"no news of it for {_SILENT_S:.0f} s, while others were heard of"
+                why = f"no news of it for {SILENT_AFTER_S:.0f} s, while others were heard of"
             elif self.news.of(name) - member.moved_at > _STUCK_S:
                 why = f"nothing moved in its engine for {_STUCK_S:.0f} s, though it has requests"
             self._changed |= why != member.stalled

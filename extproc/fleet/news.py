@@ -1,7 +1,8 @@
 """When replicas were last heard of, and which of them fell silent."""
 
-_BREAK = 2.0
-"""Seconds without news of any replica: longer than any pause between polls."""
+SILENT_AFTER_S = 5.0
+"""Seconds without news: polls of a replica that answers are closer, late ones too, for
+``poll.timeout_s`` is bounded by it."""
 
 
 class News:
@@ -19,7 +20,7 @@ class News:
 
     def heard(self, replica: str, now: float) -> None:
         """News of a replica came."""
-        if now - self.latest > _BREAK:
+        if now - self.latest > SILENT_AFTER_S:
             self.since = now
         self.latest = self._heard[replica] = now
 

@@ -29,9 +29,9 @@ def test_nothing_set_gives_the_defaults() -> None:
 
 def test_flags_win_over_environment_and_environment_over_file(tmp_path: Path) -> None:
     file = write(tmp_path, "poll: {interval_s: 0.1, timeout_s: 1, jitter: 0.3}")
-    env = {"EXTPROC_POLL__INTERVAL_S": "0.2", "EXTPROC_POLL__TIMEOUT_S": "2"}
+    env = {"EXTPROC_POLL__INTERVAL_S": "0.2", "EXTPROC_POLL__TIMEOUT_S": "1.5"}
     poll = load({"poll.interval_s": "0.3"}, env, file).poll
-    assert (poll.interval_s, poll.timeout_s, poll.jitter) == (0.3, 2, 0.3)
+    assert (poll.interval_s, poll.timeout_s, poll.jitter) == (0.3, 1.5, 0.3)
 
 
 def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
@@ -217,13 +217,27 @@ def test_a_number_is_finite(key: str, text: str) -> None:
     "flags",
     [
         {"poll.ttl_s": "3"},
-        {"poll.timeout_s": "2.7"},
+        {"poll.timeout_s": "1.5", "poll.ttl_s": "6"},
         {"poll.backoff_max_s": "7"},
     ],
 )
 def test_a_state_lives_until_the_next_scrape(flags: dict[str, str]) -> None:
     (problem,) = problems(flags)
     assert "poll.ttl_s: must be more than" in problem
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"poll.timeout_s": "2"},
+        {"poll.timeout_s": "1.5", "poll.interval_s": "1"},
+    ],
+)
+def test_a_replica_that_answers_late_is_not_silent(flags: dict[str, str]) -> None:
+    (problem,) = problems(flags)
+    assert "poll.timeout_s: " in problem
+    assert "must be less than 5 s" in problem
+    assert load({"poll.timeout_s": "1.5"}, {}).poll.give_up_s == 4.5
 
 
 def test_names_that_do_not_exist_are_answered_with_the_nearest() -> None:

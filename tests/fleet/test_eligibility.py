@@ -93,3 +93,13 @@ def test_one_that_comes_back_is_as_if_nothing_had_been() -> None:
         for number in (1, 2):
             fleet.put(state(number, A10, clock, running=1, steps=clock()))
     assert fleet.view(MODEL).ids == [replica(1), replica(2)]
+
+
+def test_one_is_silent_beside_others_that_answer_late() -> None:
+    """A scrape may take three seconds, with the defaults, and counts as answered."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(4):
+        clock.advance(3.2)
+        fleet.put(state(1, A10, clock))
+    assert "no news" in excluded(fleet)[replica(2)]

@@ -17,8 +17,8 @@ from extproc.state.store import Put, Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
 from tests.poll.replica import Replica
 
-PATIENT = {"timeout_s": 20, "ttl_s": 100}
-"""Waits for an answer longer than any test does."""
+PATIENT = {"timeout_s": 1.5, "ttl_s": 100}
+"""Waits for an answer as long as can be."""
 
 
 def config(
