@@ -61,17 +61,17 @@ class Publisher:
             await self._some.wait()
             await asyncio.sleep(_GATHER_S)
             self._some.clear()
-            changed, self._changed = self._changed, set()
             leaving = frozenset(self._leaving)
             try:
+                await self._writer.remove([*leaving])  # first: a full Redis takes nothing new
+                self._leaving -= leaving
+                changed, self._changed = self._changed, set()
                 await self._writer.put([self._current[replica] for replica in changed])
-                await self._writer.remove([*leaving])
             except (RedisError, OSError) as error:
                 self._changed.update(self._current)
                 self._some.set()
                 self._outage.failed(error)
                 await asyncio.sleep(self._backoff.next())
             else:
-                self._leaving -= leaving
                 self._backoff.reset()
                 self._outage.succeeded()

@@ -35,14 +35,18 @@ class Writer(StateWriter):
         self.removed: list[str] = []
 
     async def put(self, states: Sequence[ReplicaState]) -> None:
+        await self._answer()
+        self.written += states
+
+    async def remove(self, replicas: Sequence[str]) -> None:
+        await self._answer()
+        self.removed += replicas
+
+    async def _answer(self) -> None:
         self.asked.set()
         await self.answered.wait()
         if not self.there:
             raise RedisConnectionError
-        self.written += states
-
-    async def remove(self, replicas: Sequence[str]) -> None:
-        self.removed += replicas
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from redis.exceptions import NoPermissionError
 
 from extproc.fleet.state import ReplicaState
 from extproc.state.connection import connect
-from extproc.state.store import Change, Put, Snapshot, StateWriter
+from extproc.state.store import Change, Put, Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.state.servers import command, publishing
 from tests.state.test_forms import share_through
@@ -51,6 +51,21 @@ async def test_a_full_redis_is_one_line_and_routers_still_hear(
         await logged.line(BACK)
         assert await redis_client.dbsize() == 2
     assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
+
+
+async def test_a_replica_leaves_though_redis_is_full(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    url = redis_server.url
+    async with publishing(url) as publisher, reading(url) as following:
+        publisher.put(A)
+        await until(following, Put(A))
+        await redis_client.config_set("maxmemory", 1)
+        publisher.put(B)
+        publisher.remove(A.id)
+        await until(following, Removed(A.id))
+        assert await redis_client.dbsize() == 0
+        await logged.line(LOST)
 
 
 async def test_a_router_that_reads_too_slowly_is_cut_off_and_starts_anew(
