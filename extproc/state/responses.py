@@ -26,6 +26,9 @@ _BLOCK_MS = round(TIMEOUT_S * 500)
 _LIFE_S = 86_400
 """Of the stream, from the last entry on."""
 
+_NONE = "0-0"
+"""The number before the first."""
+
 _Entry = tuple[bytes | str, dict[bytes, bytes]]
 
 
@@ -60,11 +63,14 @@ class ResponseReader:
     async def news(self) -> AsyncGenerator[tuple[str, str]]:
         """Yield a response and its replica for each that Redis has, then for each new one.
 
-        While Redis is away it yields nothing; then it begins anew, for Redis may be another one.
+        While Redis is away it yields nothing; then it goes on, or begins anew where Redis has less
+        than was read, and so is another one or lost it.
         """
+        after = _NONE
         while True:
             try:
-                after = "0-0"
+                if _order(await self._last()) < _order(after):
+                    after = _NONE
                 while True:
                     entries = await self._entries(after)
                     self._backoff.reset()
@@ -76,6 +82,12 @@ class ResponseReader:
             except (RedisError, OSError):
                 await asyncio.sleep(self._backoff.next())
 
+    async def _last(self) -> str:
+        """The number of the newest."""
+        async with in_time():
+            found: Any = await self._redis.xrevrange(self._key, count=1)
+        return str_if_bytes(found[0][0]) if found else _NONE
+
     async def _entries(self, after: str) -> list[_Entry]:
         """Those after that number; where there are none, those that come within a moment."""
         async with in_time():
@@ -83,3 +95,8 @@ class ResponseReader:
         if isinstance(found, dict):  # RESP3: by key a list of lists
             return [entry for entries in found.values() for entry in entries[0]]
         return [entry for _, entries in found for entry in entries]
+
+
+def _order(number: str) -> list[int]:
+    """Of an entry: milliseconds, and a count within them."""
+    return [int(part) for part in number.split("-")]

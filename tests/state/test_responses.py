@@ -1,8 +1,9 @@
 """Who holds which response, through a real Redis, which is killed and fed garbage."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from random import Random
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,13 +15,17 @@ from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.server.sharing import share
 from extproc.state import responses as shared
+from extproc.state.connection import connect
 from extproc.state.keys import responses_key
+from extproc.state.responses import ResponseReader, ResponseWriter
 from tests.conftest import RedisServer
 from tests.fakes import ManualClock, replica, state
 from tests.state.servers import command, eventually
 from tests.state.test_bounds import ACL
 
 pytestmark = pytest.mark.process
+
+Next = Callable[[], Awaitable[str]]
 
 
 @asynccontextmanager
@@ -92,6 +97,60 @@ async def test_what_was_seen_while_redis_was_away_is_told_when_it_is_back(
             await asyncio.sleep(0)
         await redis_server.start()  # empty
         await knows(second, "resp_before", "resp_1", "resp_2")
+
+
+@asynccontextmanager
+async def reading(url: str) -> AsyncIterator[Next]:
+    """Yield a function that awaits the next response that a router hears of."""
+    heard: asyncio.Queue[str] = asyncio.Queue()
+
+    async def listen(redis: Redis) -> None:
+        async with aclosing(ResponseReader(redis, "test", Random(1)).news()) as news:
+            async for response, _ in news:
+                heard.put_nowait(response)
+
+    async def following() -> str:
+        async with asyncio.timeout(10):
+            return await heard.get()
+
+    async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
+        listening = tasks.create_task(listen(redis))
+        yield following
+        listening.cancel()
+
+
+async def is_reading(client: Redis) -> bool:
+    """Whether somebody waits for the next entry."""
+    return any("b" in one["flags"] for one in await client.client_list())
+
+
+async def test_who_was_cut_off_reads_on_where_it_was(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    """A hundred thousand entries take a router seconds."""
+    writer = ResponseWriter(redis_client, "test")
+    async with reading(redis_server.url) as following:
+        await writer.send([("resp_1", replica(2))])
+        assert await following() == "resp_1"
+        await eventually(lambda: is_reading(redis_client))
+        assert await redis_client.client_kill_filter(_type="normal", skipme=True)
+        await writer.send([("resp_2", replica(2))])
+        assert await following() == "resp_2"
+
+
+async def test_redis_may_come_back_empty_and_with_an_earlier_clock(
+    redis_server: RedisServer,
+) -> None:
+    async with reading(redis_server.url) as following:
+        async with connect(redis_server.url, "test") as client:
+            await client.xadd(responses_key("test"), {"resp_1": replica(2)}, id="9999999999999-0")
+            assert await following() == "resp_1"
+            await eventually(lambda: is_reading(client))
+        await redis_server.kill()
+        await redis_server.start()
+        async with connect(redis_server.url, "test") as client:
+            await ResponseWriter(client, "test").send([("resp_2", replica(2))])
+            assert await following() == "resp_2"
 
 
 async def test_garbage_is_harmless(redis_server: RedisServer, redis_client: Redis) -> None:
