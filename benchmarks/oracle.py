@@ -160,12 +160,17 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
     waiting = _floats(engine.waiting for engine in engines)
     kv_usage = _floats(engine.kv_usage for engine in engines)
     capacity = _floats(engine.capacity for engine in engines)
+    speculations = [engine.speculation for engine in engines]
+    drafts = _floats(one.tokens if one else 0 for one in speculations)
+    c_prefill = _floats(model.c_prefill for model in models)
+    c_att = _floats(model.c_att for model in models)
     costs = StepCosts(
         c0=_floats(model.c0 for model in models),
-        c_prefill=_floats(model.c_prefill for model in models),
-        c_batch=_floats(model.c_batch for model in models),
-        c_kv=_floats(model.c_kv for model in models),
-        c_att=_floats(model.c_att for model in models),
+        c_prefill=c_prefill,
+        # To verify a draft takes what to prefill as many tokens would.
+        c_batch=_floats(model.c_batch for model in models) + drafts * c_prefill,
+        c_kv=_floats(model.c_kv for model in models) + drafts * c_att,
+        c_att=c_att,
     )
     kv_used = kv_usage * capacity
     return FleetView(
@@ -186,7 +191,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         longest_prompt=capacity,
         costs=costs,
         decode_step=costs.c0 + costs.c_batch * running + costs.c_kv * kv_used,
-        tokens_per_step=np.ones(len(machines)),
+        tokens_per_step=_floats(one.tokens_per_step if one else 1 for one in speculations),
         stretch=stretch,
     )
 

@@ -21,6 +21,11 @@ class Speculation:
         self._acceptance = acceptance
         self._random = random
 
+    @property
+    def tokens_per_step(self) -> float:
+        """Expected tokens a sequence gets from a step: 1 + a + a² + … with acceptance a."""
+        return sum(self._acceptance**drafted for drafted in range(self.tokens + 1))
+
     def accepted(self) -> int:
         """Tokens accepted of the next draft."""
         accepted = 0

@@ -161,6 +161,15 @@ def test_the_oracle_knows_what_it_decides_on() -> None:
         assert one.completion == pytest.approx(one.decision.predicted_completion, rel=0.01)
 
 
+def test_the_oracle_knows_what_drafts_give() -> None:
+    # All of a draft is accepted: twenty steps for the hundred tokens after the first.
+    drafting = fleet.ReplicaGroup(name="a", profile="llama-8b-a10", draft_tokens=4, acceptance=1)
+    alone = [TracedRequest(60.0 * n, 500 + n, 101, None) for n in range(5)]
+    for one in Simulation(fleet.FleetFile(replicas=(drafting,)), "oracle").run(alone):
+        assert one.ttft == pytest.approx(one.decision.predicted_ttft, rel=0.01)
+        assert one.completion == pytest.approx(one.decision.predicted_completion, rel=0.01)
+
+
 def test_figures_are_of_the_phase_asked_for(simulate: Simulate) -> None:
     at = [one.at for one in trace.read([CONVERSATION], speed=4, most=400)]
     arguments = [
