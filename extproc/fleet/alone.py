@@ -100,7 +100,7 @@ class Alone:
         """The step times of a replica, by these requests and by what the poller learned."""
         known = state.learned or _profile(state)
         seen = self._seen.get(row)
-        return known if seen is None else seen.model(known, state.measured, now)
+        return known if seen is None else seen.model(known, now)
 
     def forget(self, row: int) -> None:
         """Another replica has that row from now on."""

@@ -50,7 +50,7 @@ class Firsthand:
         self._weight = 0.0
         """Of what was seen, in windows of the longest kind."""
         self._told: float | None = None
-        """How slow a measured replica was said to be the last time."""
+        """How slow the replica was said to be the last time."""
         self._at = now
 
     def observe(self, works: Sequence[Work], now: float) -> None:
@@ -71,20 +71,18 @@ class Firsthand:
         self._fade(now)
         return self._weight > _SURE
 
-    def model(self, known: StepModel, measured: bool, now: float) -> StepModel:
+    def model(self, known: StepModel, now: float) -> StepModel:
         """What agrees best with what was seen here and what is known from elsewhere.
 
         Args:
             known: step times as learned from counters, or the profile's.
-            measured: whether they were measured on this replica.
             now: seconds.
         """
         self._fade(now)
         centers = [one / unit for one, unit in zip(coefficients(known), self._units, strict=True)]
-        if measured:
-            told = max(sum(centers), _LITTLE)
-            self._keep(exp(-abs(log(told / (self._told or told))) / _CHANGE))
-            self._told = told
+        told = max(sum(centers), _LITTLE)
+        self._keep(exp(-abs(log(told / (self._told or told))) / _CHANGE))
+        self._told = told
         if self._weight < _LITTLE:
             return known
         weights = [_KNOWN / max(center, _LEAST) ** 2 for center in centers]

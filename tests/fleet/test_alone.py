@@ -84,6 +84,17 @@ def test_nor_do_two_of_the_routers_own_at_once() -> None:
     assert idle.step()[0] < 0.5
 
 
+def test_what_was_seen_gives_way_when_the_counters_measure_something_else() -> None:
+    """It was quick with three requests, and then slow with many at once."""
+    idle = Idle()
+    for _ in range(3):
+        idle.ask()
+    slow = TRUTH.slowed(20.0)
+    page = state(1, A100, idle.clock, measured=True, steps=100.0, **idle.counted)
+    idle.fleet.put(page.model_copy(update={"learned": slow}))
+    assert idle.step() == pytest.approx((20.0, 20.0), rel=0.05)
+
+
 def test_one_that_another_was_moved_to_is_not_alone() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A100, A100)

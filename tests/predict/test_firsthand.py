@@ -28,7 +28,7 @@ def serve(
 def test_an_idle_replica_is_known_after_a_few_requests(whole: float) -> None:
     seen = Firsthand(A100, 0.0)
     now = serve(seen, A10, 20, whole=whole)
-    learned = seen.model(A100, measured=False, now=now)
+    learned = seen.model(A100, now=now)
     for prompt, batch, kv in ((1000, 0, 0), (0, 1, 700)):
         truth = A10.step_time(prompt, batch, kv)
         assert learned.step_time(prompt, batch, kv) == pytest.approx(truth, rel=0.03)
@@ -38,8 +38,8 @@ def test_an_idle_replica_is_known_after_a_few_requests(whole: float) -> None:
 def test_what_was_seen_gives_way_to_what_the_counters_newly_teach() -> None:
     seen = Firsthand(A10, 0.0)
     now = serve(seen, A10, 20)
-    assert seen.model(A10, measured=True, now=now).c0 == pytest.approx(A10.c0, rel=0.02)
-    throttled = seen.model(A10.slowed(4.0), measured=True, now=now + 1.0)
+    assert seen.model(A10, now=now).c0 == pytest.approx(A10.c0, rel=0.02)
+    throttled = seen.model(A10.slowed(4.0), now=now + 1.0)
     assert throttled.c0 == pytest.approx(4.0 * A10.c0, rel=0.05)
 
 
@@ -47,7 +47,7 @@ def test_a_throttled_card_is_known_after_two_requests_whatever_the_counters_taug
     seen = Firsthand(A10, 0.0)
     now = serve(seen, A10, 20)
     now = serve(seen, A10.slowed(4.0), 4, now)
-    learned = seen.model(A10, measured=True, now=now)
+    learned = seen.model(A10, now=now)
     assert learned.step_time(1000, 1, 700) > 3.0 * A10.step_time(1000, 1, 700)
 
 
@@ -55,4 +55,4 @@ def test_what_was_seen_long_ago_counts_for_nothing() -> None:
     seen = Firsthand(A10, 0.0)
     now = serve(seen, A10.slowed(4.0), 20)
     assert not seen.sure(now + 600.0)
-    assert seen.model(A10, measured=False, now=now + 1800.0) == A10
+    assert seen.model(A10, now=now + 1800.0) == A10
