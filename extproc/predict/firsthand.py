@@ -13,13 +13,15 @@ _MEMORY = 3.0
 """Seconds of such work in which what was seen loses two thirds of its weight: a few answers, each
 of them exact. A throttled card is known after one or two."""
 _IDLE_MEMORY = 30.0
-"""The same for seconds of any kind. One whose first request was slow by an accident is tried again
-after four minutes, if not before."""
+"""The same for seconds of any kind: one that was slow for long is tried again."""
 _KNOWN = 1e-5
 """Weight of what is known from elsewhere, in the windows of the longest kind that step times are
 learned from: it keeps what these requests do not tell apart. Counters of short requests tell the
 speed as a whole, and of what it consists they hardly do: with a weight of 1e-3 the prompts of a
 model that is dear to prefill stay too cheap by half for hundreds of requests."""
+_FEW, _DOUBTED = 3, 0.5
+"""Fewer requests than that may be slow by an accident, the first ones of a server that warms up: so
+much is what is known from elsewhere worth beside them. Else such a server gets no second one."""
 _CHANGE = 0.1
 """Change of what the counters teach, as a logarithm, that does the same: it is news."""
 _MOST = 10.0
@@ -49,15 +51,17 @@ class Firsthand:
         self._solution = [1.0] * 4
         self._weight = 0.0
         """Of what was seen, in windows of the longest kind."""
+        self._requests = 0
         self._told: float | None = None
         """How slow the replica was said to be the last time."""
         self._at = now
 
     def observe(self, works: Sequence[Work], now: float) -> None:
-        """Requests were served; their first tokens and the rest may be told apart."""
+        """A request was served; its first token and the rest may be told apart."""
         self._fade(now)
         rows = relative(works, self._units)
         seconds = np.array([[work.seconds] for work in works])
+        self._requests += 1
         self._keep(exp(-float(seconds.sum()) / _MEMORY))
         self._weight += float(seconds.sum()) / SECONDS[-1]
         # A replica that became slow counts as much as one that became fast: divided by the
@@ -69,7 +73,7 @@ class Firsthand:
     def sure(self, now: float) -> bool:
         """Whether enough was seen."""
         self._fade(now)
-        return self._weight > _SURE
+        return self._weight > _SURE and self._requests >= _FEW
 
     def model(self, known: StepModel, now: float) -> StepModel:
         """What agrees best with what was seen here and what is known from elsewhere.
@@ -84,8 +88,10 @@ class Firsthand:
         self._keep(exp(-abs(log(told / (self._told or told))) / _CHANGE))
         self._told = told
         if self._weight < _LITTLE:
+            self._requests = 0
             return known
-        weights = [_KNOWN / max(center, _LEAST) ** 2 for center in centers]
+        weight = _KNOWN if self._requests >= _FEW else _DOUBTED
+        weights = [weight / max(center, _LEAST) ** 2 for center in centers]
         descend(self._equations, weights, centers, self._solution)
         c0, prefill, batch, kv = (
             one * unit for one, unit in zip(self._solution, self._units, strict=True)

@@ -56,3 +56,13 @@ def test_what_was_seen_long_ago_counts_for_nothing() -> None:
     now = serve(seen, A10.slowed(4.0), 20)
     assert not seen.sure(now + 600.0)
     assert seen.model(A10, now=now + 1800.0) == A10
+
+
+def test_one_slow_request_of_a_server_that_warms_up_is_not_taken_for_its_speed() -> None:
+    seen = Firsthand(A10, 0.0)
+    now = serve(seen, A10.slowed(10.0), 1)
+    assert seen.model(A10, now).step_time(500, 1, 500) < 3.0 * A10.step_time(500, 1, 500)
+    assert not seen.sure(now)
+    now = serve(seen, A10, 6, now)
+    learned = seen.model(A10, now)
+    assert learned.step_time(500, 1, 500) == pytest.approx(A10.step_time(500, 1, 500), rel=0.1)
