@@ -180,6 +180,11 @@ class Eligibility:
                 usable = [name for name in usable if name not in rejected]
         return usable, left_out
 
+    def works(self, replica: str) -> bool:
+        """Whether a member is healthy and not failing: it can be asked for what it alone holds."""
+        member = self._members.get(replica)
+        return member is not None and not (_unhealthy(member) or self._failing(member))
+
     def too_much(self, replica: str, requests: float) -> str:
         """Why it gets no more, having that many in flight; empty where it may."""
         if replica not in self.newcomers:

@@ -282,8 +282,7 @@ class Fleet:
         """The replica that holds a stored response; None where that is not known, or no request
         may be sent there now. One that drains still answers for what it holds."""
         replica = self.responses.holder(response) or ""
-        row = self._rows.get(replica)
-        return replica if row is not None and self._states[row].healthy else None
+        return replica if self.eligibility.works(replica) else None
 
     # -- what other routers tell ------------------------------------------------------------
 
