@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import Replicas
 from extproc.predict.firsthand import Firsthand, work_of
-from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
+from extproc.predict.hardware import profile_or_default
 from extproc.predict.step import StepModel
 from extproc.request.profile import RequestProfile
 
@@ -98,7 +98,7 @@ class Alone:
 
     def step(self, row: int, state: ReplicaState, now: float) -> StepModel:
         """The step times of a replica, by these requests and by what the poller learned."""
-        known = state.learned or _profile(state)
+        known = state.learned or profile_or_default(state.profile).step
         seen = self._seen.get(row)
         return known if seen is None else seen.model(known, now)
 
@@ -128,9 +128,5 @@ class Alone:
         if works:
             seen = self._seen.get(row)
             if seen is None:
-                seen = self._seen[row] = Firsthand(_profile(state), now)
+                seen = self._seen[row] = Firsthand(profile_or_default(state.profile).step, now)
             seen.observe(works, now)
-
-
-def _profile(state: ReplicaState) -> StepModel:
-    return (PROFILES.get(state.profile) or PROFILES[DEFAULT_PROFILE]).step

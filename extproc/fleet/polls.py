@@ -2,16 +2,14 @@
 
 from math import inf
 
+from extproc.fleet.news import SILENT_AFTER_S
 from extproc.fleet.prefills import correct_prefills
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import COSTS, Replicas, Requests
 from extproc.fleet.view import Indices
-from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
+from extproc.predict.hardware import profile_or_default
 from extproc.predict.step import StepModel
 
-_STALE = 5.0
-"""Seconds without a poll after which what it saw of others' requests no longer counts: longer than
-any pause between two polls of a replica that answers late."""
 _SHORTEST_STEP = 1e-4
 """Seconds: no engine steps faster, whatever was learned of one that was always busy."""
 _LATE = 0.3
@@ -40,7 +38,7 @@ def set_hardware(
         before: what the poll before saw, if there was one.
         step: its step times.
     """
-    profile = PROFILES.get(state.profile) or PROFILES[DEFAULT_PROFILE]
+    profile = profile_or_default(state.profile)
     for name in COSTS:
         getattr(replicas, name)[row] = getattr(step, name)
     replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
@@ -135,8 +133,8 @@ def correct(
 def fade(replicas: Replicas, now: float) -> None:
     """Forgets others' load on replicas whose polls are too old to tell."""
     sampled_at = replicas.sampled_at
-    if len(replicas) and now - sampled_at[sampled_at.argmin()] > _STALE:
-        old = now - sampled_at > _STALE
+    if len(replicas) and now - sampled_at[sampled_at.argmin()] > SILENT_AFTER_S:
+        old = now - sampled_at > SILENT_AFTER_S
         for column in (
             replicas.beyond,
             replicas.foreign,

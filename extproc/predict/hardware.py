@@ -62,6 +62,11 @@ PROFILES: dict[str, HardwareProfile] = {profile.name: profile for profile in _LI
 DEFAULT_PROFILE = "llama-3-8b-a100"
 
 
+def profile_or_default(name: str) -> HardwareProfile:
+    """The profile of that name, or the default one where there is none."""
+    return PROFILES.get(name) or PROFILES[DEFAULT_PROFILE]
+
+
 def hardware_profile(name: str) -> HardwareProfile:
     """The profile of that name.
 
