@@ -45,6 +45,9 @@ OUTPUT_TOKENS_STATE = "simulate-output-tokens"
 """The same as an entry of ``tracestate``, which gets through proxies that drop unknown headers."""
 
 SERVED_BY_HEADER = "x-served-by"
+BACKLOG = 2048
+"""Connections that wait to be accepted, as many as vLLM's own server lets wait."""
+
 """In every response: the ``ip:port`` that answered."""
 
 GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
@@ -398,7 +401,7 @@ async def start(replica: Replica, host: str, port: int) -> Serving:
         shutdown_timeout=0.5,
     )
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
+    site = web.TCPSite(runner, host, port, backlog=BACKLOG)
     try:
         await site.start()
     except OSError:
