@@ -11,6 +11,7 @@ from extproc.request.inspect import inspect
 from extproc.request.large import LARGE_BODY, of_length
 from extproc.request.paths import endpoint_of, stored_response_of
 from extproc.request.profile import NO_WORK, Endpoint, RequestProfile
+from extproc.request.rename import rename
 from extproc.route.router import Decision
 from extproc.server import messages
 from extproc.server.in_flight import InFlight
@@ -132,19 +133,19 @@ class Exchange:
         length = headers.get("content-length", "")
         self._content_length = int(length[:_DIGITS]) if length.isdecimal() else None
         if message.end_of_stream:
-            return [self._route("request_headers", b"", partial=False)]
+            return [self._route("request_headers", b"", partial=False)[0]]
         readable = headers.get("content-encoding", "identity") == "identity"
         if readable and self._gateway:
             self._held = bytearray()
             return []
         if readable and self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
-            if (self._content_length or 0) <= LARGE_BODY:
+            if (self._content_length or 0) <= LARGE_BODY or config.route.models:
                 return [self._wait_for_body()]
             self._large_for = self._services.fleet.only_model
             if self._large_for is None:
                 return [self._wait_for_body()]
         # The headers leave before the body is seen, so its length must do.
-        return [self._route("request_headers", b"", partial=True)]
+        return [self._route("request_headers", b"", partial=True)[0]]
 
     def _wait_for_body(self) -> bytes:
         services = self._services
@@ -180,7 +181,13 @@ class Exchange:
             return self._let_go(complete=not more, last=not more)
         if self._body_mode == messages.FULL_DUPLEX_STREAMED:
             return [messages.pass_chunk("request_body", message.body, message.end_of_stream)]
-        return [self._route("request_body", message.body, partial=not message.end_of_stream)]
+        whole, came = message.end_of_stream, message.body
+        reply, body = self._route("request_body", came, partial=not whole)
+        if body is came:
+            return [reply]
+        length = len(came) if whole else self._content_length
+        longer = len(body) - len(came)
+        return [messages.with_body(reply, body, None if length is None else length + longer)]
 
     def _take_room(self, size: int) -> bool:
         if not self._services.room.take(size):
@@ -200,7 +207,7 @@ class Exchange:
         if self._held is None:
             return []
         body, self._held = bytes(self._held), None
-        reply = self._route("request_headers", body, partial=not complete)
+        reply, body = self._route("request_headers", body, partial=not complete)
         if self._refused:
             self._leave_room()
             return [reply]
@@ -231,16 +238,17 @@ class Exchange:
             self._services.tokens,
             partial=partial,
             content_length=self._content_length,
-            default_model=self._only_model,
+            model_of=self._model,
         )
 
-    def _only_model(self) -> str:
-        return self._services.fleet.only_model or ""
+    def _model(self, asked: str, previous_response: str) -> str:
+        return self._services.router.model(asked, previous_response, self._subset)
 
-    def _route(self, phase: str, body: bytes, partial: bool) -> bytes:
+    def _route(self, phase: str, body: bytes, partial: bool) -> tuple[bytes, bytes]:
+        """The reply to a phase, and the body as the replica chosen is to get it."""
         services = self._services
         if self._asked or self._endpoint is None:
-            return messages.proceed(phase)
+            return messages.proceed(phase), body
         self._asked = True
         started = services.clock()
         try:
@@ -248,14 +256,15 @@ class Exchange:
         except Refusal as error:
             self._refused = True
             services.metrics.requests.add("refused")
-            return _refuse(error)
+            return _refuse(error), body
         if decision is None:
             services.metrics.requests.add("unrouted")
-            return messages.proceed(phase)
+            return messages.proceed(phase), body
+        body = _named(decision, body)
         self._in_flight = InFlight(services, decision, self._request_id, self._unseen)
         services.metrics.decision_seconds.observe(services.clock() - started)
         leave_body = self._large_for is not None
-        return self._send_to(phase, self._destination(decision), leave_body)
+        return self._send_to(phase, self._destination(decision), leave_body), body
 
     def _decide(self, profile: RequestProfile) -> Decision | None:
         """None where Envoy is to choose.
@@ -278,7 +287,11 @@ class Exchange:
         return decision
 
     def _destination(self, decision: Decision) -> str:
-        second = decision.second if self._services.config.serve.second_choice else None
+        if not self._services.config.serve.second_choice:
+            return decision.replica
+        second = decision.second
+        if second is None and not self._services.fleet.all_serve(decision.name):
+            second = decision.replica  # for Envoy's fallback policy would try it on any
         return decision.replica if second is None else f"{decision.replica},{second}"
 
     def _send_to(self, phase: str, destination: str, leave_body: bool = False) -> bytes:
@@ -313,6 +326,14 @@ class Exchange:
 def _headers_read(policy_header: str, tenant_header: str | None) -> frozenset[str]:
     """The headers of a request that matter: to read all takes twice as long."""
     return frozenset(_REQUEST_HEADERS | {policy_header, (tenant_header or "").lower()})
+
+
+def _named(decision: Decision, body: bytes) -> bytes:
+    """The body, with the name by which the replica chosen serves the model."""
+    profile, name = decision.profile, decision.name
+    if profile.asked in ("", name):
+        return body
+    return rename(profile.endpoint, body, profile.asked, name)
 
 
 def _refuse(error: Refusal) -> bytes:

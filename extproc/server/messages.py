@@ -130,6 +130,25 @@ def _sending(
     return reply, option.header, metadata.fields[DESTINATION]
 
 
+def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
+    """A reply to a request's body that replaces it.
+
+    Args:
+        reply: what :func:`send_to` made.
+        body: the new one.
+        length: bytes of all that the replica will get; None: not known.
+    """
+    changed = ProcessingResponse.FromString(reply)
+    common = changed.request_body.response
+    common.body_mutation.body = body
+    if length is not None:
+        option = common.header_mutation.set_headers.add()
+        option.header.key = "content-length"
+        option.header.raw_value = str(length).encode()
+        option.append_action = _OVERWRITE_OR_ADD
+    return changed.SerializeToString()
+
+
 def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
     """Reply to a body chunk in full duplex, where what is not sent back is lost."""
     reply = ProcessingResponse()

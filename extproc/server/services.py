@@ -37,5 +37,6 @@ class Services:
 
     def of_pool(self, config: Config) -> "Services":
         """The same for a pool of its own, with an empty fleet."""
-        router = Router(Fleet(OutputLengths()), config.route.policy, self.random)
+        fleet = Fleet(OutputLengths(), names=self.fleet.names)
+        router = Router(fleet, config.route.policy, self.random)
         return replace(self, config=config, router=router, watch=Watch())

@@ -457,7 +457,8 @@ async def test_a_large_body_is_read_where_replicas_serve_different_models(
     async with envoy.stream() as stream:
         reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
         assert destination(reply) == []
-        assert destination(await stream.request_body(CHAT | {"model": "other"})) == [replica(2)]
+        reply = await stream.request_body(CHAT | {"model": "other"})
+        assert set(destination(reply)) == {replica(2)}  # once more there rather than on any
 
 
 async def test_the_streams_metadata_says_which_pool(services: Services, logged: Logged) -> None:

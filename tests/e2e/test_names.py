@@ -1,0 +1,149 @@
+"""Clients ask for one name, replicas serve the model under others."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import SimulatedReplica, Stack
+from tests.e2e.client import CHAT, MESSAGES, Answer, Client
+from tests.e2e.xds_stack import on_ports
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+REPLICAS = (
+    SimulatedReplica("one", "llama-8b-h100", ("--model", "llama-a")),
+    SimulatedReplica("two", "llama-8b-h100", ("--model", "llama-b")),
+)
+SETTINGS: dict[str, dict[str, object]] = {
+    "route": {
+        "models": {
+            "llama": ["llama-a", "llama-b"],
+            "chat/latest": "llama",
+            "canary": {"llama-a": 3, "llama-b": 1, "nobody's": 4},
+        },
+        "policy": "round_robin",
+        "seed": 1,
+    },
+    "serve": {"stream_sample": 1.0, "drain_s": 1.0},
+}
+ENVOYS = ("envoy", "endpoint_picker")
+"""Bodies in one piece, and in full duplex."""
+
+
+class Named(Stack):
+    """Two replicas of one model that each have a name of their own for it."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        super().__init__(directory, REPLICAS, SETTINGS)
+        self.name = name
+
+    def _bootstrap(self) -> str:
+        return super()._bootstrap() if self.name == "envoy" else on_ports(self, self.name)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENVOYS)
+async def stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Named]:
+    async with Named(request.param, tmp_path_factory.mktemp("names")) as running:
+        yield running
+
+
+def names_sent(answers: list[Answer]) -> set[str]:
+    assert {answer.status for answer in answers} == {200}, answers[0].body
+    return {answer.decision["served_as"] for answer in answers}
+
+
+@pytest.mark.parametrize("asked", ["llama", "chat/latest"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_each_replica_gets_the_name_that_it_knows(
+    client: Client, asked: str, streamed: bool
+) -> None:
+    answers = [await client.chat(model=asked, stream=streamed) for _ in range(4)]
+    assert names_sent(answers) == {"llama-a", "llama-b"}
+    for answer in answers:
+        record = answer.decision
+        assert record["model"] == asked
+        assert record["served_as"] == {"one": "llama-a", "two": "llama-b"}[record["replica_name"]]
+        assert record["outcome"]["served_by"] == record["replica"]
+
+
+async def test_a_name_that_a_replica_serves_itself_stays(client: Client) -> None:
+    answers = [await client.chat(model="llama-b") for _ in range(3)]
+    assert names_sent(answers) == {"llama-b"}
+
+
+async def test_models_are_drawn_by_weight_of_those_that_are_served(client: Client) -> None:
+    answers = [await client.chat(model="canary", tokens=1) for _ in range(40)]
+    assert names_sent(answers) == {"llama-a", "llama-b"}
+    drawn = [answer.decision["served_as"] for answer in answers]
+    assert 2 <= drawn.count("llama-b") <= 20
+
+
+async def test_the_openai_client_and_streams_work(stack: Named) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
+        for _ in range(2):
+            whole = await sdk.chat.completions.create(
+                model="llama", messages=messages, max_tokens=5
+            )
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == 5
+            stream = await sdk.chat.completions.create(
+                model="llama", messages=messages, max_tokens=5, stream=True
+            )
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            assert text == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_all_else_of_a_body_arrives_as_it_was_sent(client: Client, chunked: bool) -> None:
+    """Two MB of text and a name at the end: the replica counts as when it is asked itself."""
+    texts = ["The sea " * 25, 'a "b"\n\\ ' * 250_000]
+    body = {"input": texts[0], "user": texts[1], "metadata": {"model": "y"}}
+
+    async def pieces(data: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(data), 2**16):
+            yield data[start : start + 2**16]
+
+    counts = []
+    for model in ("llama", "llama", "llama-a", "llama-b"):
+        data = json.dumps(body | {"model": model}, ensure_ascii=False).encode()
+        sent = pieces(data) if chunked else io.BytesIO(data)
+        kind = {"content-type": "application/json"}
+        answer = await client.request("POST", "/v1/embeddings", sent, kind)
+        assert answer.status == 200, answer.body[:300]
+        counts.append(json.loads(answer.body)["usage"]["prompt_tokens"])
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_curl_works(stack: Named, streamed: bool) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream": streamed, "model": "llama"}
+    curl = await asyncio.create_subprocess_exec(
+        "curl", "-sSN", "--fail-with-body", stack.url + CHAT, "-d", json.dumps(body),
+        "-H", "content-type: application/json",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    output, _ = await curl.communicate()
+    assert curl.returncode == 0, output
+    assert b"[DONE]" in output if streamed else json.loads(output)["usage"]
+
+
+async def test_a_retry_does_not_get_to_a_replica_with_another_name(client: Client) -> None:
+    """It would answer 404, which nobody tries again."""
+    await client.simulate("one", fail=503)
+    try:
+        of_both = [await client.chat(model="llama") for _ in range(2)]
+        of_one = await client.chat(model="llama-a")
+    finally:
+        await client.simulate("one", fail=0)
+    assert {answer.status for answer in of_both} == {200, 503}
+    assert of_one.status == 503
