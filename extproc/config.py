@@ -186,6 +186,9 @@ class RouteSettings(Section):
     models: dict[str, ModelTargets] = Field(default_factory=dict)
     """Name that clients ask for → the name it is served by; a list of names under which replicas
     serve one model; or name → weight, to draw one for each request."""
+    listed_models_only: bool = True
+    """Answer 404 to a request for a model that no replica lists; false: replicas load adapters when
+    they are asked for (vLLM's LoRA resolvers)."""
     seed: int | None = None
     """Seed of the generator that breaks ties; None: from the system."""
 

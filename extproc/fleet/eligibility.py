@@ -62,8 +62,8 @@ class Eligibility:
     - *not healthy*: its last scrape was refused, failed, was not answered in three timeouts, or its
       engine is dead; until a scrape succeeds. This alone holds even where it leaves none.
     - *does not serve the model*; until it says so. It holds even where it leaves none if any
-      replica says it serves the model, for the others would answer 404. If none does, an adapter
-      may have been loaded since the poller asked.
+      replica says it serves the model, for the others would answer 404. If none does, one that
+      does not tell its models may, or an adapter is loaded when it is asked for.
     - *stalled*: no news of it for 5 s while there is of others, or nothing moved for 10 s in an
       engine with work; until news comes, or anything moves.
     - *failing*: three requests in a row failed there, as far as this router saw; for a pause, which
@@ -200,6 +200,12 @@ class Eligibility:
         """Whether some members serve the model, healthy or not, and others do not."""
         serving = [self._serves(model, member) for member in self._members.values()]
         return any(serving) and not all(serving)
+
+    def unknown(self, model: str) -> bool:
+        """Whether all members, healthy or not, tell what they serve, and none this model."""
+        models = [member.state.models for member in self._members.values()]
+        known = self._names.known
+        return bool(models) and all(one and known(model, one) is None for one in models)
 
     @property
     def doubtful(self) -> bool:

@@ -112,6 +112,11 @@ class Fleet:
         row = self._rows.get(replica)
         return () if row is None else self._states[row].models
 
+    @property
+    def models(self) -> list[str]:
+        """Names of models that clients may ask for."""
+        return self.names.askable(name for state in self.states for name in state.models)
+
     def all_serve(self, name: str) -> bool:
         """Whether every member says that it serves a model by that name."""
         return all(name in state.models for state in self.states)

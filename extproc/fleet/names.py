@@ -24,6 +24,13 @@ class ModelNames:
         """The first of them that is among ``names``, those that a replica serves."""
         return next((name for name in self.served(model) if name in names), None)
 
+    def askable(self, served: Iterable[str]) -> list[str]:
+        """What clients may ask for where replicas serve these names: the configured first."""
+        there = set(served)
+        lists = {name for name in self._lists if self.known(name, there) is not None}
+        draws = {name for name, weights in self._draws.items() if (there | lists) & weights.keys()}
+        return list(dict.fromkeys((*sorted(lists | draws), *sorted(there))))
+
     def models(self, asked: str) -> tuple[str, ...]:
         """The models that a request for a name may be for."""
         return tuple(self._draws.get(asked, (asked,)))

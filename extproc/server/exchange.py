@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import chain
 
 from extproc.fleet.view import least
-from extproc.request.errors import BadRequest, NoReplica, Refusal, Saturated, error_body
+from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.large import LARGE_BODY, of_length
 from extproc.request.paths import endpoint_of, stored_response_of
@@ -272,19 +272,27 @@ class Exchange:
         Raises:
             Refusal: it is not to be served.
         """
-        router = self._services.router
+        router, route = self._services.router, self._services.config.route
         decision = router.decide(profile, self._policy, self._subset)
+        if route.listed_models_only and self._is_unknown(profile, decision):
+            raise NoModel(profile.asked, router.fleet.models)
         if decision is None:
             apart = router.fleet.eligibility.only_some_serve(profile.model)
             if self._gateway or self._subset is not None or apart:
                 raise NoReplica(_NONE_READY)
             return None
-        longest = self._services.config.route.max_ttft_s
         soonest = least(decision.prediction.ttft)
-        if longest is not None and soonest > longest:
+        if route.max_ttft_s is not None and soonest > route.max_ttft_s:
             message = f"every replica is busy: the first token would come in {soonest:.0f} s"
             raise Saturated(message, code="saturated")
         return decision
+
+    def _is_unknown(self, profile: RequestProfile, decision: Decision | None) -> bool:
+        """Whether the request names a model that no replica serves."""
+        fleet = self._services.fleet
+        if decision is not None and decision.name in fleet.models_on(decision.replica):
+            return False
+        return profile.asked != "" and fleet.eligibility.unknown(profile.model)
 
     def _destination(self, decision: Decision) -> str:
         if not self._services.config.serve.second_choice:
@@ -337,5 +345,5 @@ def _named(decision: Decision, body: bytes) -> bytes:
 
 
 def _refuse(error: Refusal) -> bytes:
-    retry_after = 0 if isinstance(error, BadRequest) else _RETRY_AFTER_S
+    retry_after = 0 if isinstance(error, BadRequest | NoModel) else _RETRY_AFTER_S
     return messages.refuse(error.status, error_body(error), retry_after)
