@@ -186,6 +186,9 @@ class RouteSettings(Section):
     models: dict[str, ModelTargets] = Field(default_factory=dict)
     """Name that clients ask for → the name it is served by; a list of names under which replicas
     serve one model; or name → weight, to draw one for each request."""
+    answer_asked_name: bool = False
+    """Put the model's name that was asked for into the answer, where another was sent: Envoy shows
+    the router every response then, and of these all chunks."""
     listed_models_only: bool = True
     """Answer 404 to a request for a model that no replica lists; false: replicas load adapters when
     they are asked for (vLLM's LoRA resolvers)."""

@@ -6,6 +6,7 @@ from functools import lru_cache
 from itertools import chain
 
 from extproc.fleet.view import least
+from extproc.request.answer import AnswerNamer
 from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.large import LARGE_BODY, of_length
@@ -38,6 +39,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_answer",
         "_asked",
         "_body_mode",
         "_content_length",
@@ -79,6 +81,8 @@ class Exchange:
         self._unseen = False
         """Whether Envoy was told not to tell of the response."""
         self._in_flight: InFlight | None = None
+        self._answer: AnswerNamer | None = None
+        """Where the answer is to have the name that was asked for."""
 
     def answer(self, request: ProcessingRequest) -> Iterable[bytes]:
         """The replies to one message of the stream, in their order, as bytes.
@@ -150,7 +154,8 @@ class Exchange:
     def _wait_for_body(self) -> bytes:
         services = self._services
         sees = services.watch.sees(services.clock(), services.fleet.eligibility.doubtful)
-        self._unseen = not (sees or self._endpoint is Endpoint.RESPONSES)  # their ids are read
+        reads = self._endpoint is Endpoint.RESPONSES  # their ids
+        self._unseen = not (sees or reads or services.config.route.answer_asked_name)
         if self._unseen:
             return messages.body_only(self._body_mode)
         return messages.proceed("request_headers")
@@ -260,7 +265,7 @@ class Exchange:
         if decision is None:
             services.metrics.requests.add("unrouted")
             return messages.proceed(phase), body
-        body = _named(decision, body)
+        body = self._named(decision, body)
         self._in_flight = InFlight(services, decision, self._request_id, self._unseen)
         services.metrics.decision_seconds.observe(services.clock() - started)
         leave_body = self._large_for is not None
@@ -294,6 +299,15 @@ class Exchange:
             return False
         return profile.asked != "" and fleet.eligibility.unknown(profile.model)
 
+    def _named(self, decision: Decision, body: bytes) -> bytes:
+        """The body, with the name by which the replica chosen serves the model."""
+        profile, name = decision.profile, decision.name
+        if profile.asked in ("", name):
+            return body
+        if self._services.config.route.answer_asked_name:
+            self._answer = AnswerNamer(name, profile.asked)
+        return rename(profile.endpoint, body, profile.asked, name)
+
     def _destination(self, decision: Decision) -> str:
         if not self._services.config.serve.second_choice:
             return decision.replica
@@ -309,17 +323,23 @@ class Exchange:
     # -- the response -----------------------------------------------------------------------
 
     def _on_response_headers(self, request: ProcessingRequest) -> bytes:
-        if self._in_flight is None or not self._in_flight.answered(request):
+        reads = self._in_flight is not None and self._in_flight.answered(request)
+        if not (reads or self._answer) or request.response_headers.end_of_stream:
             return messages.proceed("response_headers")
         if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
             return messages.proceed("response_headers")  # it comes anyway
-        return messages.watch_response()
+        return messages.watch_response(changes=self._answer is not None)
 
     def _on_response_body(self, message: HttpBody) -> bytes:
         if self._in_flight is not None:
             self._in_flight.chunk(message)
+        body = message.body
+        if self._answer is not None:
+            body = self._answer.feed(body, message.end_of_stream)
         if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
-            return messages.pass_chunk("response_body", message.body, message.end_of_stream)
+            return messages.pass_chunk("response_body", body, message.end_of_stream)
+        if self._answer is not None:
+            return messages.replace_chunk(body)
         return messages.proceed("response_body")
 
     def close(self) -> None:
@@ -334,14 +354,6 @@ class Exchange:
 def _headers_read(policy_header: str, tenant_header: str | None) -> frozenset[str]:
     """The headers of a request that matter: to read all takes twice as long."""
     return frozenset(_REQUEST_HEADERS | {policy_header, (tenant_header or "").lower()})
-
-
-def _named(decision: Decision, body: bytes) -> bytes:
-    """The body, with the name by which the replica chosen serves the model."""
-    profile, name = decision.profile, decision.name
-    if profile.asked in ("", name):
-        return body
-    return rename(profile.endpoint, body, profile.asked, name)
 
 
 def _refuse(error: Refusal) -> bytes:

@@ -88,9 +88,15 @@ def body_only(mode: int) -> bytes:
 
 
 @cache
-def watch_response() -> bytes:
-    """Reply to response headers: send this response's body too, as it passes."""
+def watch_response(changes: bool = False) -> bytes:
+    """Reply to response headers: send this response's body too, as it passes.
+
+    With ``changes`` its length is not known in advance.
+    """
     reply = ProcessingResponse(response_headers=HeadersResponse())
+    if changes:
+        mutation = reply.response_headers.response.header_mutation
+        mutation.remove_headers.append("content-length")
     reply.mode_override.response_body_mode = STREAMED
     reply.mode_override.response_trailer_mode = _SEND
     return reply.SerializeToString()
@@ -147,6 +153,13 @@ def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
         option.header.raw_value = str(length).encode()
         option.append_action = _OVERWRITE_OR_ADD
     return changed.SerializeToString()
+
+
+def replace_chunk(body: bytes) -> bytes:
+    """Reply to a chunk of a response's body: send this instead."""
+    reply = ProcessingResponse()
+    reply.response_body.response.body_mutation.body = body
+    return reply.SerializeToString()
 
 
 def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
