@@ -115,7 +115,8 @@ class Fleet:
     @property
     def models(self) -> list[str]:
         """Names of models that clients may ask for."""
-        return self.names.askable(name for state in self.states for name in state.models)
+        kinds = {state.models for state in self.states}
+        return self.names.askable(name for models in kinds for name in models)
 
     def all_serve(self, name: str) -> bool:
         """Whether every member says that it serves a model by that name."""

@@ -8,11 +8,10 @@ from extproc.request.body import ending, readable
 from extproc.request.form import model_in_form
 from extproc.request.profile import Endpoint
 
-_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
-_TOKEN = re.compile(_STRING + rb'|[\[\]{}]|".*\Z', re.DOTALL)
+_TOKEN = re.compile(rb'"[^"]*+(?:"|\Z)|[\[\]{}]')
 """Of a body that was cut, the last may be the beginning of a string."""
-_VALUE = re.compile(rb"\s*:\s*(" + _STRING + rb")", re.DOTALL)
-_FIRST = re.compile(rb'\s*\{\s*"model"' + _VALUE.pattern, re.DOTALL)
+_VALUE = re.compile(rb'\s*:\s*("[^"]*+")')
+_FIRST = re.compile(rb'\s*\{\s*"model"\s*:\s*("[^"\\]*+")')
 
 _DEPTH = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
 
@@ -50,13 +49,15 @@ def _span(body: bytes, asked: str) -> Span | None:
 
 def _last_model(text: bytes) -> Span | None:
     """In the outermost object; of several the last counts, as for whoever decodes it."""
+    # Quotes inside strings are passed over by what stands for them here, in as many bytes.
+    plain = text.replace(rb"\\", b"__").replace(rb"\"", b"__")
     depth, found = 0, None
-    for token in _TOKEN.finditer(text):
+    for token in _TOKEN.finditer(plain):
         step = _DEPTH.get(token[0])
         if step is not None:
             depth += step
             continue
-        value = _VALUE.match(text, token.end()) if depth == 1 else None
-        if value and from_json(token[0]) == "model":
+        value = _VALUE.match(plain, token.end()) if depth == 1 else None
+        if value and from_json(text[slice(*token.span())]) == "model":
             found = value.span(1)
     return found

@@ -10,12 +10,13 @@ from extproc.request.answer import AnswerNamer
 from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.large import LARGE_BODY, of_length
-from extproc.request.paths import endpoint_of, stored_response_of
+from extproc.request.paths import endpoint_of, lists_models, stored_response_of
 from extproc.request.profile import NO_WORK, Endpoint, RequestProfile
 from extproc.request.rename import rename
 from extproc.route.router import Decision
 from extproc.server import messages
 from extproc.server.in_flight import InFlight
+from extproc.server.models import model_list
 from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.server.services import Services
 
@@ -127,7 +128,7 @@ class Exchange:
         path = headers.get(":path", "")
         endpoint = endpoint_of(path)
         if endpoint is None or headers.get(":method") != "POST":
-            return [self._pass_on(path)]
+            return [self._pass_on(path, headers.get(":method", ""))]
         self._endpoint = endpoint
         self._request_id = headers.get("x-request-id", "")[:_LONGEST_ID]
         if config.route.allow_policy_header:
@@ -160,13 +161,19 @@ class Exchange:
             return messages.body_only(self._body_mode)
         return messages.proceed("request_headers")
 
-    def _pass_on(self, path: str) -> bytes:
+    def _pass_on(self, path: str, method: str) -> bytes:
         """What is no inference goes wherever Envoy sends it; a gateway has to be told where.
 
-        What is about a stored response goes to the replica that holds it.
+        What is about a stored response goes to the replica that holds it. A replica knows no name
+        but its own, so where others are configured the list of models is not asked for there.
         """
         services = self._services
         services.metrics.requests.add("passed")
+        if services.config.route.models and method == "GET" and lists_models(path):
+            states = services.fleet.states
+            if states:
+                created = int(services.wall())
+                return messages.answer(200, model_list(services.fleet.names, states, created))
         holder = services.fleet.holder(stored_response_of(path))
         if holder is not None and (self._subset is None or holder in self._subset):
             return self._send_to("request_headers", holder, leave_body=not self._gateway)
@@ -358,4 +365,4 @@ def _headers_read(policy_header: str, tenant_header: str | None) -> frozenset[st
 
 def _refuse(error: Refusal) -> bytes:
     retry_after = 0 if isinstance(error, BadRequest | NoModel) else _RETRY_AFTER_S
-    return messages.refuse(error.status, error_body(error), retry_after)
+    return messages.answer(error.status, error_body(error), retry_after)

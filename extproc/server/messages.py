@@ -171,7 +171,7 @@ def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
     return reply.SerializeToString()
 
 
-def refuse(status: int, body: bytes, retry_after: int = 0) -> bytes:
+def answer(status: int, body: bytes, retry_after: int = 0) -> bytes:
     """Answers the request in Envoy: ``status`` and a JSON body.
 
     Args:

@@ -104,10 +104,19 @@ async def test_the_openai_client_and_streams_work(stack: Named) -> None:
             assert text == whole.choices[0].message.content
 
 
+async def test_the_list_of_models_has_every_name(stack: Named) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
+        models = [model async for model in sdk.models.list()]
+    assert [model.id for model in models] == [
+        "canary", "chat/latest", "llama", "llama-a", "llama-b",
+    ]  # fmt: skip
+    assert {model.to_dict()["max_model_len"] for model in models} == {32_768}
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_all_else_of_a_body_arrives_as_it_was_sent(client: Client, chunked: bool) -> None:
     """Two MB of text and a name at the end: the replica counts as when it is asked itself."""
-    texts = ["The sea " * 25, 'a "b"\n\\ ' * 250_000]
+    texts = ["The sea " * 25, 'a "b"\n\\ ' * 125_000]
     body = {"input": texts[0], "user": texts[1], "metadata": {"model": "y"}}
 
     async def pieces(data: bytes) -> AsyncIterator[bytes]:
