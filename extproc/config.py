@@ -183,6 +183,13 @@ class RouteSettings(Section):
     max_ttft_s: float | None = Field(default=None, gt=0)
     """A request whose first token would come later than this, by prediction and on every replica,
     is refused with 429; null: none is."""
+    session_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Request header whose value names a session: its requests stay with one replica."""
+    session_cookie: str | None = Field(default=None, pattern=r"^[!#$%&'*+.^`|~\w-]+$")
+    """Cookie that does so, where the header is not there."""
+    session_cost_s: float = Field(default=1.0, ge=0)
+    """Seconds by which a request may be finished later, by prediction, for staying with its
+    session's replica; beyond that it goes to a better one, and the session with it."""
     models: dict[str, ModelTargets] = Field(default_factory=dict)
     """Name that clients ask for → the name it is served by; a list of names under which replicas
     serve one model; or name → weight, to draw one for each request."""
@@ -196,6 +203,11 @@ class RouteSettings(Section):
     """Seed of the generator that breaks ties; None: from the system."""
 
     _policy_exists = field_validator("policy")(_known_policy)
+
+    @property
+    def keeps_sessions(self) -> bool:
+        """Whether any request may have one."""
+        return self.session_header is not None or self.session_cookie is not None
 
     @field_validator("models")
     @classmethod

@@ -12,6 +12,7 @@ from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
+from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.names import ModelNames
 from extproc.fleet.newcomers import favour_idle
@@ -19,7 +20,6 @@ from extproc.fleet.others import Others
 from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.progress import Progress
 from extproc.fleet.state import ReplicaState
-from extproc.fleet.stored import StoredResponses
 from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.correction import Corrections
@@ -61,7 +61,8 @@ class Fleet:
         self.lengths = lengths
         self.names = names or ModelNames()
         self.eligibility = Eligibility(clock, self.names)
-        self.responses = StoredResponses()
+        self.responses = Holders()
+        self.sessions = Holders()
         self._clock = clock
         self._rows: dict[str, int] = {}
         self._states: list[ReplicaState] = []
@@ -311,6 +312,15 @@ class Fleet:
         may be sent there now. One that drains still answers for what it holds."""
         replica = self.responses.holder(response) or ""
         return replica if self.eligibility.works(replica) else None
+
+    def bind(self, session: str, replica: str) -> None:
+        """A request of that session went there; empty: it has none."""
+        if not session:
+            return
+        if self.sessions.holder(session) == replica:
+            self.sessions.keep(session, replica)
+        else:
+            self.sessions.saw(session, replica)
 
     # -- what other routers tell ------------------------------------------------------------
 

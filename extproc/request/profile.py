@@ -71,6 +71,8 @@ class RequestProfile:
     """Whether the replica keeps the response, for requests that name it."""
     asked: str = ""
     """The model's name in its body: it may be another than those that replicas serve."""
+    session: str = ""
+    """Key of the session that it belongs to."""
     in_background: bool = False
     """The answer comes at once and the work is done later."""
 

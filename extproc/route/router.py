@@ -14,6 +14,7 @@ from extproc.route.comparison import seconds
 from extproc.route.holder import Holder
 from extproc.route.policies import POLICIES
 from extproc.route.policy import Choice, Policy, Situation, find_policy, runner_up
+from extproc.route.session import Session
 
 _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
@@ -120,9 +121,23 @@ class Decision:
 class Router:
     """Chooses replicas with one policy, or with another that a request asks for."""
 
-    def __init__(self, fleet: Fleet, policy: str, random: random.Random) -> None:
-        """Raises ValueError where no policy has that name."""
+    def __init__(
+        self, fleet: Fleet, policy: str, random: random.Random, session_cost_s: float = 0.0
+    ) -> None:
+        """A router.
+
+        Args:
+            fleet: what it chooses from.
+            policy: name of the policy.
+            random: breaks ties, and draws.
+            session_cost_s: seconds by which a request may be finished later for staying with its
+                session.
+
+        Raises:
+            ValueError: no policy has that name.
+        """
         self.fleet = fleet
+        self._session_cost_s = session_cost_s
         self._default = policy
         self._random = random
         self._policies: dict[str, Policy] = {policy: find_policy(policy, POLICIES)}
@@ -160,16 +175,20 @@ class Router:
             fleet.others.alone,
         )
 
-    def model(self, asked: str, previous_response: str, among: frozenset[str] | None) -> str:
+    def model(
+        self, asked: str, previous_response: str, among: frozenset[str] | None, session: str = ""
+    ) -> str:
         """The model that a request is for; empty where neither it nor the fleet says which.
 
         Of several, one is drawn by their weights: of those that the replica serves that holds the
-        response it goes on from, or else of those that any replica does.
+        response it goes on from, or else of those that any replica does. For a session it is always
+        the same.
 
         Args:
             asked: the name in the request.
             previous_response: its id; empty: there is none.
             among: as in :meth:`decide`.
+            session: its id; empty: it has none.
         """
         fleet = self.fleet
         if not asked:
@@ -180,7 +199,8 @@ class Router:
         held = fleet.models_on(fleet.holder(previous_response) or "")
         served = [one for one in models if fleet.names.known(one, held)]
         served = served or [one for one in models if fleet.can_serve(one, among)]
-        return fleet.names.draw(asked, served, self._random)
+        draws = random.Random(session) if session else self._random
+        return fleet.names.draw(asked, served, draws)
 
     def _retry(self, situation: Situation, choice: Choice, name: str) -> int | None:
         """The next best replica of those that know the model by the name that is sent."""
@@ -199,6 +219,9 @@ class Router:
         name = asked if asked in POLICIES else self._default
         if name not in self._policies:
             self._policies[name] = find_policy(name, POLICIES)
+        home = self.fleet.sessions.holder(profile.session) if profile.session else None
+        if home is not None:
+            return Session.NAME, Session(home, self._session_cost_s, self._policies[name])
         return name, self._policies[name]
 
     def learn(

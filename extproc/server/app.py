@@ -104,7 +104,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
     fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
     return Services(
         config=config,
-        router=Router(fleet, config.route.policy, generator),
+        router=Router(fleet, config.route.policy, generator, config.route.session_cost_s),
         tokens=TokenCounter(config.request),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=RouterMetrics(registry),

@@ -13,6 +13,7 @@ from extproc.request.large import LARGE_BODY, of_length
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
 from extproc.request.profile import NO_WORK, Endpoint, RequestProfile
 from extproc.request.rename import rename
+from extproc.request.session import session_key, session_of
 from extproc.route.router import Decision
 from extproc.server import messages
 from extproc.server.in_flight import InFlight
@@ -28,7 +29,9 @@ _NONE_READY = "no replica is ready to serve this request"
 _RETRY_AFTER_S = 1
 _PIECE = 2**16
 """Bytes of a body that was held back, in each message that returns it."""
-_REQUEST_HEADERS = {":path", ":method", "x-request-id", "content-length", "content-encoding"}
+_REQUEST_HEADERS = frozenset(
+    {":path", ":method", "x-request-id", "content-length", "content-encoding"}
+)
 
 
 class Exchange:
@@ -53,6 +56,7 @@ class Exchange:
         "_request_id",
         "_response_body_mode",
         "_services",
+        "_session",
         "_subset",
         "_taken",
         "_tenant",
@@ -66,6 +70,8 @@ class Exchange:
         self._request_id = ""
         self._policy = ""
         self._tenant = ""
+        self._session = ""
+        """As the client names it."""
         self._content_length: int | None = None
         self._body_mode = messages.BUFFERED
         self._response_body_mode = messages.NONE
@@ -123,16 +129,20 @@ class Exchange:
 
     def _on_request_headers(self, message: HttpHeaders) -> Sequence[bytes]:
         config = self._services.config
-        policy_header, tenant_header = config.route.policy_header, config.request.tenant_header
-        headers = messages.headers_of(message, _headers_read(policy_header, tenant_header))
+        route, tenant_header = config.route, config.request.tenant_header
+        cookies = "cookie" if route.session_cookie else None
+        wanted = _headers_read(route.policy_header, tenant_header, route.session_header, cookies)
+        headers = messages.headers_of(message, wanted)
         path = headers.get(":path", "")
         endpoint = endpoint_of(path)
         if endpoint is None or headers.get(":method") != "POST":
             return [self._pass_on(path, headers.get(":method", ""))]
         self._endpoint = endpoint
         self._request_id = headers.get("x-request-id", "")[:_LONGEST_ID]
-        if config.route.allow_policy_header:
-            self._policy = headers.get(policy_header, "")
+        if route.allow_policy_header:
+            self._policy = headers.get(route.policy_header, "")
+        if route.keeps_sessions:
+            self._session = session_of(headers, route.session_header, route.session_cookie)
         if tenant_header:
             self._tenant = headers.get(tenant_header.lower(), "")[:_LONGEST_ID]
         length = headers.get("content-length", "")
@@ -144,7 +154,7 @@ class Exchange:
             self._held = bytearray()
             return []
         if readable and self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
-            if (self._content_length or 0) <= LARGE_BODY or config.route.models:
+            if (self._content_length or 0) <= LARGE_BODY or route.models:
                 return [self._wait_for_body()]
             self._large_for = self._services.fleet.only_model
             if self._large_for is None:
@@ -238,7 +248,10 @@ class Exchange:
 
     def _profile(self, endpoint: Endpoint, body: bytes, partial: bool) -> RequestProfile:
         profile = self._inspect(endpoint, body, partial)
-        return replace(profile, tenant=self._tenant) if self._tenant else profile
+        if not (self._tenant or self._session):
+            return profile
+        session = session_key(self._session, profile.model) if self._session else ""
+        return replace(profile, tenant=self._tenant, session=session)
 
     def _inspect(self, endpoint: Endpoint, body: bytes, partial: bool) -> RequestProfile:
         if self._large_for is not None:
@@ -254,7 +267,8 @@ class Exchange:
         )
 
     def _model(self, asked: str, previous_response: str) -> str:
-        return self._services.router.model(asked, previous_response, self._subset)
+        router = self._services.router
+        return router.model(asked, previous_response, self._subset, self._session)
 
     def _route(self, phase: str, body: bytes, partial: bool) -> tuple[bytes, bytes]:
         """The reply to a phase, and the body as the replica chosen is to get it."""
@@ -358,9 +372,9 @@ class Exchange:
 
 
 @lru_cache(maxsize=16)
-def _headers_read(policy_header: str, tenant_header: str | None) -> frozenset[str]:
+def _headers_read(*configured: str | None) -> frozenset[str]:
     """The headers of a request that matter: to read all takes twice as long."""
-    return frozenset(_REQUEST_HEADERS | {policy_header, (tenant_header or "").lower()})
+    return _REQUEST_HEADERS | {(name or "").lower() for name in configured}
 
 
 def _refuse(error: Refusal) -> bytes:

@@ -11,14 +11,15 @@ from extproc.clock import Clock, monotonic, wall
 from extproc.config import Config
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.stored import StoredResponses
+from extproc.fleet.holders import Holders
 from extproc.observe.metrics import RouterMetrics
 from extproc.state.connection import connect
 from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.state.responses import ResponseReader, ResponseWriter
+from extproc.state.holders import HolderReader, HolderWriter
+from extproc.state.keys import responses_key, sessions_key
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
 
-_RESPONSES_AT_ONCE = 100
+_HELD_AT_ONCE = 100
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
@@ -26,10 +27,12 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
     async with connect(config.redis.url, config.pool) as redis, asyncio.TaskGroup() as tasks:
         tasks.create_task(tell(DigestWriter(redis, config.pool), fleet))
         tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
-        tasks.create_task(tell_responses(ResponseWriter(redis, config.pool), fleet.responses))
-        tasks.create_task(
-            hear_responses(ResponseReader(redis, config.pool, Random()), fleet.responses)
-        )
+        kinds = [(fleet.responses, responses_key(config.pool))]
+        if config.route.keeps_sessions:
+            kinds.append((fleet.sessions, sessions_key(config.pool)))
+        for holders, key in kinds:
+            tasks.create_task(tell_holders(HolderWriter(redis, key), holders))
+            tasks.create_task(hear_holders(HolderReader(redis, key, Random()), holders))
 
 
 async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> None:
@@ -59,11 +62,11 @@ async def hear(reader: DigestReader, fleet: Fleet, metrics: RouterMetrics) -> No
             take(one, fleet, metrics)
 
 
-async def tell_responses(writer: ResponseWriter, responses: StoredResponses) -> None:
-    """Tells where responses are that this router saw, for ever; while Redis is away they wait."""
+async def tell_holders(writer: HolderWriter, holders: Holders) -> None:
+    """Tells who holds what, as this router saw it, for ever; while Redis is away that waits."""
     backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, Random())
     while True:
-        held = await responses.untold(_RESPONSES_AT_ONCE)
+        held = await holders.untold(_HELD_AT_ONCE)
         while True:
             try:
                 await writer.send(held)
@@ -73,11 +76,11 @@ async def tell_responses(writer: ResponseWriter, responses: StoredResponses) -> 
         backoff.reset()
 
 
-async def hear_responses(reader: ResponseReader, responses: StoredResponses) -> None:
-    """Remembers where responses are, by every router's word, for ever."""
+async def hear_holders(reader: HolderReader, holders: Holders) -> None:
+    """Remembers who holds what, by every router's word, for ever."""
     async with aclosing(reader.news()) as news:
-        async for response, replica in news:
-            responses.keep(response, replica)
+        async for thing, replica in news:
+            holders.keep(thing, replica)
 
 
 def take(news: News, fleet: Fleet, metrics: RouterMetrics) -> None:

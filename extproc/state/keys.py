@@ -51,6 +51,11 @@ def responses_key(pool: str) -> str:
     return f"{{{pool}}}:responses"
 
 
+def sessions_key(pool: str) -> str:
+    """Key of a stream of sessions: digest → ``ip:port`` of the replica that has its requests."""
+    return f"{{{pool}}}:sessions"
+
+
 def digests_channel(pool: str) -> str:
     """Pub/sub channel that carries every digest."""
     return f"{{{pool}}}:digests"

@@ -656,3 +656,27 @@ async def test_replicas_that_load_what_they_are_asked_for_get_every_name() -> No
         assert destination(await stream.request_body(CHAT | {"model": "an adapter"}))
         await stream.end()
     await server.stop(0)
+
+
+async def test_a_session_is_where_it_was_served_and_no_id_of_it_is_kept() -> None:
+    config = Config.model_validate({"route": {"session_header": "X-Session", "seed": 1}})
+    services = build(config, CollectorRegistry())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", ManualClock(services.wall())))
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        home = ""
+        for _ in range(6):
+            async with EnvoySide(channel).stream() as stream:
+                await stream.request_headers(headers={"x-session": "secret"})
+                first, second = destination(await stream.request_body(CHAT))
+                assert first == (home or first)
+                home = second  # Envoy tried the first in vain
+                await stream.response_headers(upstream=second)
+                await stream.response_body(ANSWER)
+                await stream.end()
+    await server.stop(0)
+    told = await services.fleet.sessions.untold(100)
+    assert [replica for _, replica in told][-1] == home
+    assert "secret" not in str(told)

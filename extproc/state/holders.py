@@ -1,5 +1,5 @@
-"""Which replica holds which stored response, in Redis: a stream that every router adds to and
-follows.
+"""Which replica holds what, in Redis: a stream for each kind of thing, that every router adds to
+and follows.
 
 Of Redis being away the reader of replica states logs; here it is only lived with.
 """
@@ -14,9 +14,8 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.backoff import Backoff
-from extproc.fleet.stored import MOST_STORED
+from extproc.fleet.holders import MOST_HELD
 from extproc.state.connection import TIMEOUT_S, in_time
-from extproc.state.keys import responses_key
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
 
 _PAGE = 100
@@ -32,36 +31,36 @@ _NONE = "0-0"
 _Entry = tuple[bytes | str, dict[bytes, bytes]]
 
 
-class ResponseWriter:
+class HolderWriter:
     """Tells the other routers of a pool who holds what."""
 
-    def __init__(self, redis: Redis, pool: str) -> None:
+    def __init__(self, redis: Redis, key: str) -> None:
         self._redis = redis
-        self._key = responses_key(pool)
+        self._key = key
 
     async def send(self, held: Sequence[tuple[str, str]]) -> None:
-        """Append responses and their replicas in one round trip; the oldest go.
+        """Append things and their replicas in one round trip; the oldest go.
 
         Raises:
             RedisError: Redis did not take them; some may be written.
         """
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            for response, replica in held:
-                pipe.xadd(self._key, {response: replica}, maxlen=MOST_STORED, approximate=True)
+            for thing, replica in held:
+                pipe.xadd(self._key, {thing: replica}, maxlen=MOST_HELD, approximate=True)
             pipe.expire(self._key, _LIFE_S)
             await pipe.execute()
 
 
-class ResponseReader:
+class HolderReader:
     """Hears who holds what."""
 
-    def __init__(self, redis: Redis, pool: str, random: Random) -> None:
+    def __init__(self, redis: Redis, key: str, random: Random) -> None:
         self._redis = redis
-        self._key = responses_key(pool)
+        self._key = key
         self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
 
     async def news(self) -> AsyncGenerator[tuple[str, str]]:
-        """Yield a response and its replica for each that Redis has, then for each new one.
+        """Yield a thing and its replica for each that Redis has, then for each new one.
 
         While Redis is away it yields nothing; then it goes on, or begins anew where Redis has less
         than was read, and so is another one or lost it.
@@ -76,8 +75,8 @@ class ResponseReader:
                     self._backoff.reset()
                     for number, fields in entries:
                         after = str_if_bytes(number)
-                        for response, replica in fields.items():
-                            yield str_if_bytes(response), str_if_bytes(replica)
+                        for thing, replica in fields.items():
+                            yield str_if_bytes(thing), str_if_bytes(replica)
                     await asyncio.sleep(0)  # many pages may be there; requests come first
             except (RedisError, OSError):
                 await asyncio.sleep(self._backoff.next())

@@ -14,10 +14,10 @@ from extproc.fleet.fleet import Fleet
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.server.sharing import share
-from extproc.state import responses as shared
+from extproc.state import holders as shared
 from extproc.state.connection import connect
+from extproc.state.holders import HolderReader, HolderWriter
 from extproc.state.keys import responses_key
-from extproc.state.responses import ResponseReader, ResponseWriter
 from tests.conftest import RedisServer
 from tests.fakes import ManualClock, replica, state
 from tests.state.servers import command, eventually
@@ -75,7 +75,7 @@ async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
 async def test_redis_keeps_so_many(
     redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "MOST_STORED", 200)
+    monkeypatch.setattr(shared, "MOST_HELD", 200)
     async with router(redis_server.url) as first, router(redis_server.url) as second:
         for number in range(1_000):
             first.responses.saw(f"resp_{number}", replica(2))
@@ -105,7 +105,7 @@ async def reading(url: str) -> AsyncIterator[Next]:
     heard: asyncio.Queue[str] = asyncio.Queue()
 
     async def listen(redis: Redis) -> None:
-        async with aclosing(ResponseReader(redis, "test", Random(1)).news()) as news:
+        async with aclosing(HolderReader(redis, responses_key("test"), Random(1)).news()) as news:
             async for response, _ in news:
                 heard.put_nowait(response)
 
@@ -128,7 +128,7 @@ async def test_who_was_cut_off_reads_on_where_it_was(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     """A hundred thousand entries take a router seconds."""
-    writer = ResponseWriter(redis_client, "test")
+    writer = HolderWriter(redis_client, responses_key("test"))
     async with reading(redis_server.url) as following:
         await writer.send([("resp_1", replica(2))])
         assert await following() == "resp_1"
@@ -149,7 +149,7 @@ async def test_redis_may_come_back_empty_and_with_an_earlier_clock(
         await redis_server.kill()
         await redis_server.start()
         async with connect(redis_server.url, "test") as client:
-            await ResponseWriter(client, "test").send([("resp_2", replica(2))])
+            await HolderWriter(client, responses_key("test")).send([("resp_2", replica(2))])
             assert await following() == "resp_2"
 
 
