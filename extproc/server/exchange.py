@@ -304,6 +304,8 @@ class Exchange:
             raise NoModel(profile.asked, router.fleet.models)
         if decision is None:
             apart = router.fleet.eligibility.only_some_serve(profile.model)
+            served = router.fleet.names.served(profile.model)
+            apart |= profile.asked != "" and served != (profile.asked,)
             if self._gateway or self._subset is not None or apart:
                 raise NoReplica(_NONE_READY)
             return None
@@ -333,7 +335,7 @@ class Exchange:
         if not self._services.config.serve.second_choice:
             return decision.replica
         second = decision.second
-        if second is None and not self._services.fleet.all_serve(decision.name):
+        if second is None and decision.name and not self._services.fleet.all_serve(decision.name):
             second = decision.replica  # for Envoy's fallback policy would try it on any
         return decision.replica if second is None else f"{decision.replica},{second}"
 

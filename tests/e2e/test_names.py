@@ -34,8 +34,8 @@ SETTINGS: dict[str, dict[str, object]] = {
     },
     "serve": {"stream_sample": 1.0, "drain_s": 1.0},
 }
-ENVOYS = ("envoy", "endpoint_picker")
-"""Bodies in one piece, and in full duplex."""
+ENVOYS = ("envoy", "partial", "endpoint_picker")
+"""Bodies in one piece, as much of them as Envoy holds, and in full duplex."""
 
 
 class Named(Stack):
@@ -46,7 +46,10 @@ class Named(Stack):
         self.name = name
 
     def _bootstrap(self) -> str:
-        return super()._bootstrap() if self.name == "envoy" else on_ports(self, self.name)
+        if self.name == "endpoint_picker":
+            return on_ports(self, self.name)
+        mode = "BUFFERED" if self.name == "envoy" else "BUFFERED_PARTIAL"
+        return super()._bootstrap().replace("_mode: BUFFERED ", f"_mode: {mode} ")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENVOYS)
