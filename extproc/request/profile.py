@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from extproc.request.prefix import NO_PREFIX, Prefix
+
 
 class Endpoint(StrEnum):
     """The endpoints of vLLM that make a replica compute."""
@@ -75,6 +77,8 @@ class RequestProfile:
     """Key of the session that it belongs to."""
     in_background: bool = False
     """The answer comes at once and the work is done later."""
+    prefix: Prefix = NO_PREFIX
+    """What of its only prompt may be in a prefix cache."""
 
     @property
     def parts(self) -> int:

@@ -1,25 +1,31 @@
 """The router among others: it tells what it has in flight, and hears what they have."""
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from random import Random
 
 from redis.exceptions import RedisError
+from redis.utils import str_if_bytes
 
 from extproc.backoff import Backoff
 from extproc.clock import Clock, monotonic, wall
 from extproc.config import Config
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.holders import Holders
+from extproc.fleet.holders import MOST_HELD, Holders
+from extproc.fleet.sent import MOST_KEPT
 from extproc.observe.metrics import RouterMetrics
 from extproc.state.connection import connect
 from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.state.holders import HolderReader, HolderWriter
-from extproc.state.keys import responses_key, sessions_key
+from extproc.state.keys import prompts_key, responses_key, sessions_key
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
+from extproc.state.stream import Fields, StreamReader, StreamWriter
 
 _HELD_AT_ONCE = 100
+
+logger = logging.getLogger(__name__)
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
@@ -31,8 +37,11 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
         if config.route.keeps_sessions:
             kinds.append((fleet.sessions, sessions_key(config.pool)))
         for holders, key in kinds:
-            tasks.create_task(tell_holders(HolderWriter(redis, key), holders))
-            tasks.create_task(hear_holders(HolderReader(redis, key, Random()), holders))
+            tasks.create_task(tell_holders(StreamWriter(redis, key, MOST_HELD), holders))
+            tasks.create_task(hear_holders(StreamReader(redis, key, Random()), holders))
+        prompts = prompts_key(config.pool)
+        tasks.create_task(tell_prompts(StreamWriter(redis, prompts, MOST_KEPT), fleet))
+        tasks.create_task(hear_prompts(StreamReader(redis, prompts, Random()), fleet))
 
 
 async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> None:
@@ -62,25 +71,55 @@ async def hear(reader: DigestReader, fleet: Fleet, metrics: RouterMetrics) -> No
             take(one, fleet, metrics)
 
 
-async def tell_holders(writer: HolderWriter, holders: Holders) -> None:
+async def tell_holders(writer: StreamWriter, holders: Holders) -> None:
     """Tells who holds what, as this router saw it, for ever; while Redis is away that waits."""
-    backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, Random())
     while True:
         held = await holders.untold(_HELD_AT_ONCE)
-        while True:
-            try:
-                await writer.send(held)
-                break
-            except (RedisError, OSError):
-                await asyncio.sleep(backoff.next())
-        backoff.reset()
+        await _deliver(writer, [{thing: replica} for thing, replica in held])
 
 
-async def hear_holders(reader: HolderReader, holders: Holders) -> None:
+async def hear_holders(reader: StreamReader, holders: Holders) -> None:
     """Remembers who holds what, by every router's word, for ever."""
     async with aclosing(reader.news()) as news:
-        async for thing, replica in news:
-            holders.keep(thing, replica)
+        async for told in news:
+            for thing, replica in told.items():
+                holders.keep(str_if_bytes(thing), str_if_bytes(replica))
+
+
+async def tell_prompts(writer: StreamWriter, fleet: Fleet) -> None:
+    """Tells which prompts this router sent where, for ever; while Redis is away they wait."""
+    while True:
+        if prompts := fleet.sent.take():
+            await _deliver(writer, [{fleet.router: prompts}])
+        await asyncio.sleep(EVERY_S)
+
+
+async def hear_prompts(reader: StreamReader, fleet: Fleet) -> None:
+    """Brings what other routers sent into the fleet, for ever.
+
+    There are some of the past, of replicas that have to be known by then.
+    """
+    await fleet.known.wait()
+    warned = False
+    async with aclosing(reader.news()) as news:
+        async for told in news:
+            for router, prompts in told.items():
+                try:
+                    fleet.hear_prompts(str_if_bytes(router), prompts)
+                except ValueError as error:
+                    if not warned:
+                        logger.warning("skipped garbage in redis", extra={"error": str(error)})
+                    warned = True
+
+
+async def _deliver(writer: StreamWriter, entries: Sequence[Fields]) -> None:
+    """Tries until Redis has taken them."""
+    backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, Random())
+    while True:
+        try:
+            return await writer.send(entries)
+        except (RedisError, OSError):
+            await asyncio.sleep(backoff.next())
 
 
 def take(news: News, fleet: Fleet, metrics: RouterMetrics) -> None:

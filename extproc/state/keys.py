@@ -56,6 +56,11 @@ def sessions_key(pool: str) -> str:
     return f"{{{pool}}}:sessions"
 
 
+def prompts_key(pool: str) -> str:
+    """Key of a stream of the prompts that routers sent: :mod:`extproc.fleet.sent`."""
+    return f"{{{pool}}}:prompts"
+
+
 def digests_channel(pool: str) -> str:
     """Pub/sub channel that carries every digest."""
     return f"{{{pool}}}:digests"

@@ -91,9 +91,9 @@ async def test_to_stay_costs_so_much_and_no_more(client: Client) -> None:
     """Each of these prompts takes a replica 0.1 s: after a handful another one is better."""
     named = {"x-session-id": "busy"}
     await stays(client, named)
-    prompt = [{"role": "user", "content": "The sea. " * 3_000}]
+    prompts = [[{"role": "user", "content": f"{number}: " * 6_000}] for number in range(30)]
     answers = await asyncio.gather(
-        *(client.chat(headers=named, tokens=2, messages=prompt) for _ in range(30))
+        *(client.chat(headers=named, tokens=2, messages=prompt) for prompt in prompts)
     )
     assert len({server_of(answer) for answer in answers}) > 1
     await client.ledger_empty()

@@ -1,5 +1,4 @@
-"""Which replica holds what, in Redis: a stream for each kind of thing, that every router adds to
-and follows.
+"""What routers tell each other piece by piece: a stream in Redis that each adds to and follows.
 
 Of Redis being away the reader of replica states logs; here it is only lived with.
 """
@@ -11,10 +10,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from redis.typing import EncodableT, FieldT
 from redis.utils import str_if_bytes
 
 from extproc.backoff import Backoff
-from extproc.fleet.holders import MOST_HELD
 from extproc.state.connection import TIMEOUT_S, in_time
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
 
@@ -28,39 +27,42 @@ _LIFE_S = 86_400
 _NONE = "0-0"
 """The number before the first."""
 
+Fields = dict[FieldT, EncodableT]
 _Entry = tuple[bytes | str, dict[bytes, bytes]]
 
 
-class HolderWriter:
-    """Tells the other routers of a pool who holds what."""
+class StreamWriter:
+    """Tells the other routers of a pool."""
 
-    def __init__(self, redis: Redis, key: str) -> None:
+    def __init__(self, redis: Redis, key: str, most: int) -> None:
+        """``most``: entries that Redis keeps, about."""
         self._redis = redis
         self._key = key
+        self._most = most
 
-    async def send(self, held: Sequence[tuple[str, str]]) -> None:
-        """Append things and their replicas in one round trip; the oldest go.
+    async def send(self, entries: Sequence[Fields]) -> None:
+        """Append entries in one round trip; the oldest go.
 
         Raises:
             RedisError: Redis did not take them; some may be written.
         """
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            for thing, replica in held:
-                pipe.xadd(self._key, {thing: replica}, maxlen=MOST_HELD, approximate=True)
+            for fields in entries:
+                pipe.xadd(self._key, fields, maxlen=self._most, approximate=True)
             pipe.expire(self._key, _LIFE_S)
             await pipe.execute()
 
 
-class HolderReader:
-    """Hears who holds what."""
+class StreamReader:
+    """Hears what all routers tell."""
 
     def __init__(self, redis: Redis, key: str, random: Random) -> None:
         self._redis = redis
         self._key = key
         self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
 
-    async def news(self) -> AsyncGenerator[tuple[str, str]]:
-        """Yield a thing and its replica for each that Redis has, then for each new one.
+    async def news(self) -> AsyncGenerator[dict[bytes, bytes]]:
+        """Yield each entry that Redis has, then each new one.
 
         While Redis is away it yields nothing; then it goes on, or begins anew where Redis has less
         than was read, and so is another one or lost it.
@@ -75,8 +77,7 @@ class HolderReader:
                     self._backoff.reset()
                     for number, fields in entries:
                         after = str_if_bytes(number)
-                        for thing, replica in fields.items():
-                            yield str_if_bytes(thing), str_if_bytes(replica)
+                        yield fields
                     await asyncio.sleep(0)  # many pages may be there; requests come first
             except (RedisError, OSError):
                 await asyncio.sleep(self._backoff.next())
