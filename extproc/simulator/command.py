@@ -57,6 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="probability that a drafted token is accepted, 0 to 1",
     )
     parser.add_argument(
+        "--lora-modules", nargs="+", default=[], metavar="NAME", help="LoRA adapters of the model"
+    )
+    parser.add_argument(
+        "--max-loras", type=_positive, default=_DEFAULT.max_loras, help="adapters in a batch"
+    )
+    parser.add_argument(
+        "--lora-load-seconds",
+        type=_positive_float,
+        default=_DEFAULT.adapter_load_s,
+        help="what it takes to load an adapter",
+    )
+    parser.add_argument(
         "--enable-prompt-tokens-details",
         action="store_true",
         help="report cached prompt tokens in the usage, as vLLM does with this flag",
@@ -82,6 +94,9 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         draft_tokens=args.draft_tokens,
         acceptance=args.acceptance,
+        adapters=tuple(args.lora_modules),
+        max_loras=args.max_loras,
+        adapter_load_s=args.lora_load_seconds,
         enable_prompt_tokens_details=args.enable_prompt_tokens_details,
     )
     try:
