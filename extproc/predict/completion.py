@@ -24,7 +24,7 @@ class Prediction:
     decode: Floats
     """From the first token to the last."""
     ttft: Floats
-    """Time to first token: the first three."""
+    """Time to first token: the first three, and that of the adapter."""
     completion: Floats
     """Time to the last token."""
     cost_to_others: Floats
@@ -34,6 +34,8 @@ class Prediction:
 
     first_token_share: float
     """Time to first token in the completion, at the soonest, 0…1."""
+    adapter: Floats
+    """Wait for a place of its LoRA adapter in the batch, and for the adapter to be loaded."""
 
     @property
     def cost_weight(self) -> Floats:
@@ -87,6 +89,7 @@ def predict(
         cost_to_others,
         kv_pressure,
         least(ttft) / least(completion),
+        np.zeros(len(view)),
     )
 
 

@@ -3,9 +3,11 @@
 import random
 from dataclasses import dataclass
 
+from extproc.fleet.adapters import AdapterTimes
 from extproc.fleet.alone import Before, Served
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.view import FleetView, most
+from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
 from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
@@ -32,6 +34,7 @@ class Forecast:
     predicted_ttft: float
     predicted_completion: float
     decode_time_per_token: float
+    adapter_load: float
     """All as in :class:`Decision`."""
 
 
@@ -49,6 +52,8 @@ class Decision:
     """Seconds since the newest news of other routers was sent; None where there are no others."""
     alone: bool = False
     """That was too long ago: what they told does not count, only what polls saw."""
+    adapter: AdapterTimes | None = None
+    """What it meets where it asks for a LoRA adapter."""
 
     @property
     def fallback(self) -> str:
@@ -95,6 +100,14 @@ class Decision:
         return float(self.prediction.completion[self.choice.first])
 
     @property
+    def adapter_load(self) -> float:
+        """Seconds of that to load its LoRA adapter, where it need not wait for others before."""
+        first = self.choice.first
+        if self.adapter is None or self.adapter.wait[first]:
+            return 0.0
+        return self.adapter.load.item(first)
+
+    @property
     def decode_time_per_token(self) -> float:
         """Seconds a token on the replica chosen, before the correction of its decode time."""
         later = max(self.prediction.output_tokens - 1.0, 1.0)
@@ -109,6 +122,7 @@ class Decision:
             self.predicted_ttft,
             self.predicted_completion,
             self.decode_time_per_token,
+            self.adapter_load,
         )
 
 
@@ -138,11 +152,21 @@ class Router:
             return None
         expected, p90 = self._output(profile, view)
         prediction = predict(profile, expected, view, fleet.sequences(view))
+        adapter = fleet.adapter_times(profile.model, view)
+        if adapter is not None:
+            add_adapter(prediction, adapter, view)
         situation = Situation(profile, view, prediction)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
         return Decision(
-            name, situation, choice, chosen_by, p90, fleet.others.news_age, fleet.others.alone
+            name,
+            situation,
+            choice,
+            chosen_by,
+            p90,
+            fleet.others.news_age,
+            fleet.others.alone,
+            adapter,
         )
 
     def _policy(self, profile: RequestProfile, view: FleetView, asked: str) -> tuple[str, Policy]:
@@ -180,7 +204,10 @@ class Router:
         profile = forecast.profile
         if profile.sequences:
             self.fleet.lengths.observe(profile, tokens)
-        if alone is not None and profile.sequences <= 1:
+        load = forecast.adapter_load
+        if load and ttft is not None and replica == forecast.replica:
+            self.fleet.adapter_loaded(replica, ttft - (forecast.predicted_ttft - load))
+        if alone is not None and profile.sequences <= 1 and not load:
             prompt = profile.prompt_tokens if prompt_tokens is None else prompt_tokens
             self.fleet.served_alone(replica, alone, Served(prompt, tokens, seconds, ttft))
             return
