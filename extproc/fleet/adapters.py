@@ -32,9 +32,9 @@ class AdapterTimes:
     reload: Floats
     """Seconds that it is expected to take to load again what is dropped for it."""
     behind: Floats
-    """Requests there whose adapter waits for a place."""
+    """Requests for other adapters that wait for the place that this one has."""
     free_in: Floats
-    """Seconds until one of these adapters would get its place."""
+    """Seconds until they would get it."""
 
 
 @dataclass(slots=True)
@@ -82,8 +82,7 @@ class Adapters:
 
     def polled(self, row: int, state: ReplicaState, asked_at: float) -> None:
         """A poll's news of the replica in that row, asked for at a time on the fleet's clock."""
-        if not state.adapters:
-            self._rows.pop(row, None)
+        if not state.adapters and row not in self._rows:
             return
         known = self._rows.setdefault(row, _Row())
         known.names, known.slots = frozenset(state.adapters), state.max_loras
@@ -157,36 +156,37 @@ class Adapters:
                 continue
             load = median(known.loads)
             token = view.decode_step.item(place) / view.tokens_per_step.item(place)
-            wait, free_in = self._wait(row, known, model, typical, token, load)
-            found.wait[place], found.free_in[place] = wait, free_in
+            wait, behind, free_in = self._queue(row, known, model, typical, token, load)
+            found.wait[place], found.behind[place], found.free_in[place] = wait, behind, free_in
             users = known.users()
-            found.behind[place] = sum(known.in_use.get(name, 1) for name in users[known.slots :])
             if wait or (model not in known.loaded and model not in users):
                 found.load[place] = load
                 found.reload[place] = load * _asked_again(known, model, now)
         return found
 
-    def _wait(
+    def _queue(
         self, row: int, known: _Row, model: str, typical: float, token: float, load: float
-    ) -> tuple[float, float]:
-        """Seconds until that adapter has a slot, and until the next of those waiting has one."""
+    ) -> tuple[float, int, float]:
+        """Seconds until the adapter has a slot; requests that wait for the slot it has, and seconds
+        until they would get it."""
         users = known.users()
         if len({*users, model}) <= known.slots:
-            return 0.0, 0.0
+            return 0.0, 0, 0.0
         left = dict(self._left(row))
-        ends: list[float] = []
-        free_in: float | None = None
-        wait: float | None = None
-        for name in users:
+        wait, behind, free_in = None, 0, 0.0
+        slots: list[tuple[float, str]] = []
+        for place, name in enumerate(users):
             start = 0.0
-            if len(ends) == known.slots:
-                start = heappop(ends)
-                free_in = start if free_in is None else free_in
+            if place >= known.slots:
+                start, before = heappop(slots)
+                if before == model and not behind:
+                    behind = sum(known.in_use.get(later, 1) for later in users[place:])
+                    free_in = start
             if name == model:
                 wait = start
             stay = left.get(name, typical) * token + (load if start else 0.0)
-            heappush(ends, start + stay)
-        return ends[0] if wait is None else wait, free_in or 0.0
+            heappush(slots, (start + stay, name))
+        return slots[0][0] if wait is None else wait, behind, free_in
 
     def _left(self, row: int) -> Iterator[tuple[str, float]]:
         """Adapter and tokens to go of this router's requests there, the longest of each last."""

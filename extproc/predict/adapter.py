@@ -10,17 +10,18 @@ from extproc.predict.completion import Prediction
 def add_adapter(prediction: Prediction, times: AdapterTimes, view: FleetView) -> None:
     """Puts into a prediction what an adapter costs, with B sequences decoding::
 
-        T_first += (wait for a place of the adapter − admission, if more) + load
-        cost    += B·load + load again what is dropped + behind·(completion − free_in, if more)
+        T_first   += (wait for a place of the adapter − admission, if more) + load
+        avoidable += B·load + load again what is dropped + behind·(completion − free_in, if more)
 
-    A load stands in the way of all that decode. Requests that wait for the place that this one
-    takes or keeps, ``behind``, wait until it has ended.
+    All that decode stand still while it is loaded. Requests ``behind``, for which its place would
+    be free in ``free_in`` seconds, wait until this one has ended, too.
     """
     later = np.maximum(times.wait - prediction.admission, 0.0) + times.load
     prediction.adapter = later
     prediction.ttft = prediction.ttft + later
     prediction.completion = prediction.completion + later
-    kept = np.maximum(prediction.completion - times.free_in, 0.0)
-    cost = times.load * view.batch + times.reload + times.behind * kept
-    prediction.cost_to_others = prediction.cost_to_others + cost
+    longer = np.maximum(prediction.completion - times.free_in, 0.0)
+    longer[times.behind == 0.0] = 0.0
+    wasted = times.load * view.batch + times.reload + times.behind * longer
+    prediction.avoidable = prediction.avoidable + wasted
     prediction.first_token_share = least(prediction.ttft) / least(prediction.completion)

@@ -6,6 +6,7 @@ from math import inf
 
 import numpy as np
 
+from extproc.fleet.adapters import AdapterTimes
 from extproc.fleet.view import Floats
 from extproc.route.policy import Choice, Situation, near_lowest
 
@@ -79,11 +80,12 @@ class _Rival:
             return f"{self._name} holds prompts of {longest:,.0f} tokens at most"
         when = f"in {seconds(theirs)}{self._though()}"
         if theirs < ours:
-            return f"{self._name} already {when}, but {self._cost()}"
+            return f"{self._name} already {when}, but {self._cost_or_waste()}"
         cost = prediction.cost_weight * prediction.cost_to_others
         reasons: list[tuple[Floats, Callable[[], str]]] = [
             (prediction.step_rest, self._step_rest),
             (prediction.admission, self._admission),
+            (prediction.adapter, self._adapter),
             (prediction.prefill, self._prefill),
             (prediction.decode, self._decode),
             (cost, self._cost),
@@ -127,6 +129,20 @@ class _Rival:
             place = f"a place in the batch, {batch:.0f} running or queued for {places:.0f} places"
         return f"there it would wait {longer} for {place}"
 
+    def _adapter(self) -> str:
+        longer, times = (
+            seconds(self._longer(self.situation.prediction.adapter)),
+            self._adapter_times,
+        )
+        if times.wait[self.other] > times.wait[self.first]:
+            return f"there it would wait {longer} longer until other adapters leave the batch"
+        return f"to load its adapter there would take {longer} longer"
+
+    @property
+    def _adapter_times(self) -> AdapterTimes:
+        assert self.situation.adapter is not None
+        return self.situation.adapter
+
     def _prefill(self) -> str:
         view, prefill = self.situation.view, self.situation.prediction.prefill
         theirs, ours = self._both(view.backlog)
@@ -156,6 +172,16 @@ class _Rival:
         if theirs < ours + _NOTABLE:
             return ""
         return f", and of late it took {theirs:.2f} times as long as predicted against {ours:.2f}"
+
+    def _cost_or_waste(self) -> str:
+        prediction = self.situation.prediction
+        cost = self._longer(prediction.cost_weight * prediction.cost_to_others)
+        wasted = self._longer(prediction.avoidable)
+        if self.situation.adapter is None or wasted < cost:
+            return self._cost()
+        if self._longer(self._adapter_times.behind) > 0.0:
+            return f"requests for other adapters that wait there would lose {seconds(wasted)}"
+        return f"its adapter would cost others there {seconds(wasted)}, by its load and theirs"
 
     def _cost(self) -> str:
         theirs, ours = self._both(self.situation.prediction.cost_to_others)

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+from extproc.fleet.adapters import AdapterTimes
+from extproc.fleet.prefixes import Held
 from extproc.fleet.view import FleetView, Floats, Indices, least
 from extproc.predict.completion import Prediction
 from extproc.request.profile import RequestProfile
@@ -19,7 +21,10 @@ class Situation:
 
     profile: RequestProfile
     view: FleetView
+    held: Held
     prediction: Prediction
+    adapter: AdapterTimes | None = None
+    """What it meets where it asks for a LoRA adapter."""
 
 
 @dataclass(slots=True)

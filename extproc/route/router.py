@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass
 
-from extproc.fleet.adapters import AdapterTimes
 from extproc.fleet.alone import Before, Served
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.view import FleetView, most
@@ -34,6 +33,8 @@ class Forecast:
     predicted_ttft: float
     predicted_completion: float
     decode_time_per_token: float
+    expected_hits: float
+    hits_depth: int
     adapter_load: float
     """All as in :class:`Decision`."""
 
@@ -52,8 +53,6 @@ class Decision:
     """Seconds since the newest news of other routers was sent; None where there are no others."""
     alone: bool = False
     """That was too long ago: what they told does not count, only what polls saw."""
-    adapter: AdapterTimes | None = None
-    """What it meets where it asks for a LoRA adapter."""
 
     @property
     def fallback(self) -> str:
@@ -90,6 +89,16 @@ class Decision:
         return self.situation.prediction
 
     @property
+    def expected_hits(self) -> float:
+        """Tokens of the prompt that the replica chosen should hold, by what was sent there."""
+        return float(self.situation.held.expected[self.choice.first])
+
+    @property
+    def cached(self) -> float:
+        """Tokens of the prompt that it is believed to have in its prefix cache."""
+        return float(self.prediction.cached[self.choice.first])
+
+    @property
     def predicted_ttft(self) -> float:
         """Seconds to the first token on the replica chosen."""
         return float(self.prediction.ttft[self.choice.first])
@@ -102,10 +111,10 @@ class Decision:
     @property
     def adapter_load(self) -> float:
         """Seconds of that to load its LoRA adapter, where it need not wait for others before."""
-        first = self.choice.first
-        if self.adapter is None or self.adapter.wait[first]:
+        first, adapter = self.choice.first, self.situation.adapter
+        if adapter is None or adapter.wait[first]:
             return 0.0
-        return self.adapter.load.item(first)
+        return adapter.load.item(first)
 
     @property
     def decode_time_per_token(self) -> float:
@@ -122,6 +131,8 @@ class Decision:
             self.predicted_ttft,
             self.predicted_completion,
             self.decode_time_per_token,
+            self.expected_hits,
+            int(self.situation.held.depths[self.choice.first]),
             self.adapter_load,
         )
 
@@ -151,22 +162,16 @@ class Router:
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
-        prediction = predict(profile, expected, view, fleet.sequences(view))
+        held = fleet.held(profile.prefix, view)
+        prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
         adapter = fleet.adapter_times(profile.model, view)
         if adapter is not None:
             add_adapter(prediction, adapter, view)
-        situation = Situation(profile, view, prediction)
+        situation = Situation(profile, view, held, prediction, adapter)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
         return Decision(
-            name,
-            situation,
-            choice,
-            chosen_by,
-            p90,
-            fleet.others.news_age,
-            fleet.others.alone,
-            adapter,
+            name, situation, choice, chosen_by, p90, fleet.others.news_age, fleet.others.alone
         )
 
     def _policy(self, profile: RequestProfile, view: FleetView, asked: str) -> tuple[str, Policy]:

@@ -37,6 +37,7 @@ def test_an_adapter_waits_until_all_of_another_are_done_and_lets_others_pass() -
     assert a.admitted == base.admitted == later_a.admitted == 0.0
     assert b.admitted == later_b.admitted == later_a.finished
     assert base.finished is not None
+    assert later_a.finished is not None
     assert base.finished < later_a.finished
 
 
