@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import exp
+from math import exp, inf
 from statistics import median
 
 import numpy as np
@@ -49,6 +49,7 @@ class _Row:
     in_use: dict[str, int] = field(default_factory=dict)
     """This router's requests in flight. In the order the adapters came, so that the first ones have
     the slots: vLLM lets no other in before all requests for one of them have ended."""
+    polled_at: float = -inf
     beyond: tuple[str, ...] = ()
     """In use by what only polls saw."""
     loads: deque[float] = field(default_factory=lambda: deque([LOAD_S], _LOADS_REMEMBERED))
@@ -88,12 +89,13 @@ class Adapters:
         known.names, known.slots = frozenset(state.adapters), state.max_loras
         self._names |= known.names
         used = state.adapters_in_use
-        # One whose last request ended since the poll is not in use.
+        # Of one that this router used since the poll before, it was its own request that was seen.
         known.beyond = tuple(
             name
             for name in used
-            if name not in known.in_use and known.loaded.get(name, asked_at) <= asked_at
+            if name not in known.in_use and known.loaded.get(name, -inf) <= known.polled_at
         )
+        known.polled_at = asked_at
         if len(used) <= known.slots:  # else some of them wait, and nobody says which
             for name in used:
                 known.touch(name, asked_at)

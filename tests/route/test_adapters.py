@@ -148,8 +148,11 @@ def test_its_own_last_request_is_not_taken_for_others() -> None:
     seen = system.state(1, "b", running=1)
     system.fleet.release(ticket)
     system.clock.advance(0.05)
-    system.fleet.put(seen, age=0.1)
-    assert system.extra("a") == LOAD_S
+    system.fleet.put(seen)
+    assert system.extra("a") == LOAD_S, "the news was on its way when the request ended"
+    system.clock.advance(0.2)
+    system.poll(1, "b", running=1)
+    assert system.extra("a") > LOAD_S, "another router's"
 
 
 def test_how_long_a_load_takes_is_learned_from_first_tokens() -> None:
