@@ -48,8 +48,8 @@ _STRETCH_LEGEND = (
     "×: actual ÷ predicted decode time of its last requests, by which decode is multiplied."
 )
 _ADAPTER_LEGEND = (
-    "adapter: wait for a place of its LoRA adapter in the batch, and to load it; TTFT has it in.  "
-    "wasted: what others lose by that; the score has it in."
+    "adapter: wait for a place of its LoRA adapter in the batch, and to load it; TTFT has it in.",
+    "wasted: what others lose by that; the score has it in.",
 )
 _CACHED_LEGEND = (
     "cached: prompt tokens in its prefix cache.  wasted: time to prefill what another has cached; "
@@ -128,7 +128,7 @@ def _legend(record: Record) -> list[str]:
     if record.policy == "completion":
         legend[-1] += _COMPLETION_SCORE
     legend += [_STRETCH_LEGEND] if _stretched(record) else []
-    legend += [_ADAPTER_LEGEND] if _adapted(record) else []
+    legend += _ADAPTER_LEGEND if _adapted(record) else ()
     return [*legend, _CACHED_LEGEND] if _cached(record) else legend
 
 
