@@ -48,7 +48,8 @@ class _Row:
     """When each was used last; as many as there are slots."""
     in_use: dict[str, int] = field(default_factory=dict)
     """This router's requests in flight. In the order the adapters came, so that the first ones have
-    the slots: vLLM lets no other in before all requests for one of them have ended."""
+    the slots: vLLM lets no other in before all requests for one of them have ended. A poll tells
+    where they came in another order."""
     polled_at: float = -inf
     beyond: tuple[str, ...] = ()
     """In use by what only polls saw."""
@@ -99,6 +100,8 @@ class Adapters:
         if len(used) <= known.slots:  # else some of them wait, and nobody says which
             for name in used:
                 known.touch(name, asked_at)
+            mine = [name for name in used if name in known.in_use]
+            known.in_use = {name: known.in_use[name] for name in (*mine, *known.in_use)}
 
     def restarted(self, row: int) -> None:
         """The replica's process is a new one, with nothing loaded."""

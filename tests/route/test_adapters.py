@@ -133,6 +133,15 @@ def test_adapters_that_wait_already_go_first() -> None:
     assert system.extra("a") == 0.0, "vLLM lets it pass"
 
 
+def test_a_poll_tells_which_of_two_came_first() -> None:
+    system = System(1, max_loras=1)
+    for model in ("a", "b"):
+        system.send(model, 1, 200)
+    assert system.extra("a") == 0.0 < system.extra("b")
+    system.poll(1, "b", running=1, waiting=1)
+    assert system.extra("b") == 0.0 < system.extra("a")
+
+
 def test_an_adapter_of_others_in_the_batch_is_waited_for_until_polls_see_it_no_more() -> None:
     system = System(1, max_loras=1)
     system.poll(1, "b", running=1)
