@@ -31,10 +31,6 @@ class AdapterTimes:
     """Seconds to load it; everything else on the replica stands still meanwhile."""
     reload: Floats
     """Seconds that it is expected to take to load again what is dropped for it."""
-    behind: Floats
-    """Requests for other adapters that wait for the place that this one has."""
-    free_in: Floats
-    """Seconds until they would get it."""
 
 
 @dataclass(slots=True)
@@ -53,8 +49,9 @@ class _Row:
     polled_at: float = -inf
     beyond: tuple[str, ...] = ()
     """In use by what only polls saw."""
+    load_s: float = LOAD_S
+    """Seconds that a load should take: the median of the last ones."""
     loads: deque[float] = field(default_factory=lambda: deque([LOAD_S], _LOADS_REMEMBERED))
-    """Seconds that they took."""
 
     def touch(self, name: str, at: float) -> None:
         self.loaded[name] = max(self.loaded.get(name, at), at)
@@ -69,9 +66,9 @@ class _Row:
 class Adapters:
     """What each replica has loaded, by what was sent there and what polls said.
 
-    vLLM tells which adapters have requests that run or wait (never which of the two, nor how many
-    each), and how many may be in a batch, its slots. It keeps loaded what was used last. Of several
-    routers each knows of the others' adapters what polls say.
+    vLLM tells how many may be in a batch, its slots, and which have requests that run, not how many
+    (older ones also name those that wait). It keeps loaded what was used last. Of several routers
+    each knows of the others' adapters what polls say.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -140,6 +137,7 @@ class Adapters:
         """A request for an adapter that was not loaded got its first token so much later."""
         if known := self._rows.get(row):
             known.loads.append(max(seconds, 0.0))
+            known.load_s = median(known.loads)
 
     def __contains__(self, model: str) -> bool:
         """Whether it is an adapter, of any replica."""
@@ -154,44 +152,31 @@ class Adapters:
             typical: tokens that a sequence of which nothing is known is expected to generate still.
             now: seconds.
         """
-        found = AdapterTimes(*np.zeros((5, len(view))))
+        found = AdapterTimes(*np.zeros((3, len(view))))
         for place, row in enumerate(view.rows.tolist()):
             known = self._rows.get(row)
             if known is None or model not in known.names or not known.slots:
                 continue
-            load = median(known.loads)
             token = view.decode_step.item(place) / view.tokens_per_step.item(place)
-            wait, behind, free_in = self._queue(row, known, model, typical, token, load)
-            found.wait[place], found.behind[place], found.free_in[place] = wait, behind, free_in
-            users = known.users()
-            if wait or (model not in known.loaded and model not in users):
-                found.load[place] = load
-                found.reload[place] = load * _asked_again(known, model, now)
+            wait = found.wait[place] = self._wait(row, known, model, token, typical)
+            if wait or (model not in known.loaded and model not in known.users()):
+                found.load[place] = known.load_s
+                found.reload[place] = known.load_s * _asked_again(known, model, now)
         return found
 
-    def _queue(
-        self, row: int, known: _Row, model: str, typical: float, token: float, load: float
-    ) -> tuple[float, int, float]:
-        """Seconds until the adapter has a slot; requests that wait for the slot it has, and seconds
-        until they would get it."""
+    def _wait(self, row: int, known: _Row, model: str, token: float, typical: float) -> float:
+        """Seconds until the adapter has a slot."""
         users = known.users()
         if len({*users, model}) <= known.slots:
-            return 0.0, 0, 0.0
-        left = dict(self._left(row))
-        wait, behind, free_in = None, 0, 0.0
-        slots: list[tuple[float, str]] = []
-        for place, name in enumerate(users):
-            start = 0.0
-            if place >= known.slots:
-                start, before = heappop(slots)
-                if before == model and not behind:
-                    behind = sum(known.in_use.get(later, 1) for later in users[place:])
-                    free_in = start
+            return 0.0
+        left, ends = dict(self._left(row)), list[float]()
+        for name in users:
+            start = heappop(ends) if len(ends) == known.slots else 0.0
             if name == model:
-                wait = start
-            stay = left.get(name, typical) * token + (load if start else 0.0)
-            heappush(slots, (start + stay, name))
-        return slots[0][0] if wait is None else wait, behind, free_in
+                return start
+            load = known.load_s if start else 0.0
+            heappush(ends, start + load + left.get(name, typical) * token)
+        return ends[0]
 
     def _left(self, row: int) -> Iterator[tuple[str, float]]:
         """Adapter and tokens to go of this router's requests there, the longest of each last."""

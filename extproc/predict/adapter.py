@@ -11,17 +11,13 @@ def add_adapter(prediction: Prediction, times: AdapterTimes, view: FleetView) ->
     """Puts into a prediction what an adapter costs, with B sequences decoding::
 
         T_first   += (wait for a place of the adapter − admission, if more) + load
-        avoidable += B·load + load again what is dropped + behind·(completion − free_in, if more)
+        avoidable += B·load + load again what is dropped
 
-    All that decode stand still while it is loaded. Requests ``behind``, for which its place would
-    be free in ``free_in`` seconds, wait until this one has ended, too.
+    All that decode stand still while it is loaded.
     """
     later = np.maximum(times.wait - prediction.admission, 0.0) + times.load
     prediction.adapter = later
     prediction.ttft = prediction.ttft + later
     prediction.completion = prediction.completion + later
-    longer = np.maximum(prediction.completion - times.free_in, 0.0)
-    longer[times.behind == 0.0] = 0.0
-    wasted = times.load * view.batch + times.reload + times.behind * longer
-    prediction.avoidable = prediction.avoidable + wasted
+    prediction.avoidable = prediction.avoidable + times.load * view.batch + times.reload
     prediction.first_token_share = least(prediction.ttft) / least(prediction.completion)

@@ -179,9 +179,7 @@ class _Rival:
         wasted = self._longer(prediction.avoidable)
         if self.situation.adapter is None or wasted < cost:
             return self._cost()
-        if self._longer(self._adapter_times.behind) > 0.0:
-            return f"requests for other adapters that wait there would lose {seconds(wasted)}"
-        return f"its adapter would cost others there {seconds(wasted)}, by its load and theirs"
+        return f"to load its adapter there would cost others {seconds(wasted)}"
 
     def _cost(self) -> str:
         theirs, ours = self._both(self.situation.prediction.cost_to_others)

@@ -142,9 +142,10 @@ async def test_how_far_predictions_were_off_as_of_late_is_shown_where_they_were(
 async def test_what_an_adapter_adds_is_shown_where_a_request_is_for_one(
     services: Services, router: str, explain: Explain
 ) -> None:
-    told = {"models": ("llama", "law"), "adapters": ("law",), "max_loras": 1}
     for number in (1, 2):
-        services.fleet.put(state(number, "llama-8b-h100", ManualClock(), **told))
+        served = state(number, "llama-8b-h100", ManualClock(), models=("llama", "law"))
+        told = {"adapters": ("law",), "max_loras": 1}
+        services.fleet.put(served.model_copy(update=told))
     ticket = services.fleet.dispatch(replica(2), replace(chat(100, 50), model="law"))
     decide(services, chat(100, 50), "plain")
     assert not any("adapter" in line for line in await explain("--router", router, "plain"))
