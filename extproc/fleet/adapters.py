@@ -28,9 +28,10 @@ class AdapterTimes:
     wait: Floats
     """Seconds until the batch has a place for the adapter."""
     load: Floats
-    """Seconds to load it; everything else on the replica stands still meanwhile."""
-    reload: Floats
-    """Seconds that it is expected to take to load again what is dropped for it."""
+    """Seconds to load it."""
+    wasted: Floats
+    """Seconds that others lose: all that decode stand still while it is loaded, and what is dropped
+    for it may have to be loaded again."""
 
 
 @dataclass(slots=True)
@@ -161,7 +162,8 @@ class Adapters:
             wait = found.wait[place] = self._wait(row, known, model, token, typical)
             if wait or (model not in known.loaded and model not in known.users()):
                 found.load[place] = known.load_s
-                found.reload[place] = known.load_s * _asked_again(known, model, now)
+                lose = view.batch.item(place) + _asked_again(known, model, now)
+                found.wasted[place] = known.load_s * lose
         return found
 
     def _wait(self, row: int, known: _Row, model: str, token: float, typical: float) -> float:

@@ -3,21 +3,19 @@
 import numpy as np
 
 from extproc.fleet.adapters import AdapterTimes
-from extproc.fleet.view import FleetView, least
+from extproc.fleet.view import least
 from extproc.predict.completion import Prediction
 
 
-def add_adapter(prediction: Prediction, times: AdapterTimes, view: FleetView) -> None:
+def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
     """Puts into a prediction what an adapter costs, with B sequences decoding::
 
-        T_first   += (wait for a place of the adapter − admission, if more) + load
-        avoidable += B·load + load again what is dropped
-
-    All that decode stand still while it is loaded.
+    T_first   += (wait for a place of the adapter − admission, if more) + load
+    avoidable += B·load + load again what is dropped, where that is likely
     """
     later = np.maximum(times.wait - prediction.admission, 0.0) + times.load
     prediction.adapter = later
     prediction.ttft = prediction.ttft + later
     prediction.completion = prediction.completion + later
-    prediction.avoidable = prediction.avoidable + times.load * view.batch + times.reload
+    prediction.avoidable = prediction.avoidable + times.wasted
     prediction.first_token_share = least(prediction.ttft) / least(prediction.completion)

@@ -166,7 +166,7 @@ class Router:
         prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
         adapter = fleet.adapter_times(profile.model, view)
         if adapter is not None:
-            add_adapter(prediction, adapter, view)
+            add_adapter(prediction, adapter)
         situation = Situation(profile, view, held, prediction, adapter)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)

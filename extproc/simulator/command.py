@@ -69,6 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what it takes to load an adapter",
     )
     parser.add_argument(
+        "--no-enable-prefix-caching",
+        dest="prefix_caching",
+        action="store_false",
+        help="compute every prompt whole",
+    )
+    parser.add_argument(
         "--enable-prompt-tokens-details",
         action="store_true",
         help="report cached prompt tokens in the usage, as vLLM does with this flag",
@@ -94,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         draft_tokens=args.draft_tokens,
         acceptance=args.acceptance,
+        prefix_caching=args.prefix_caching,
         adapters=tuple(args.lora_modules),
         max_loras=args.max_loras,
         adapter_load_s=args.lora_load_seconds,

@@ -43,6 +43,7 @@ class ReplicaSettings:
     """Tokens drafted for a sequence in each step; 0: it does not decode speculatively."""
     acceptance: float = ACCEPTANCE
     """Probability that a drafted token is accepted where those before it are."""
+    prefix_caching: bool = True
     adapters: tuple[str, ...] = ()
     """Names of LoRA adapters of the model."""
     max_loras: int = 1
@@ -70,6 +71,7 @@ class Replica:
             settings.block_size,
             settings.kv_tokens,
             settings.max_num_seqs,
+            prefix_caching=settings.prefix_caching,
             speculation=Speculation(drafts, settings.acceptance, random) if drafts else None,
             adapters=Adapters(settings.max_loras, settings.adapter_load_s)
             if settings.adapters
