@@ -48,6 +48,7 @@ def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
             "completion_s": part,
             "gap_s": None,
             "hits": 0.5,
+            "imbalance": 1.25,
             "warnings": [],
         },
         "validity": machine,
@@ -403,6 +404,7 @@ def test_quick_on_a_mixed_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert one["summary"]["answered"] == one["summary"]["requests"]
         assert one["load"], "replicas were looked at"
         assert 0 <= one["summary"]["hits"] < 1
+        assert one["summary"]["imbalance"] >= 1
         assert one["late"].keys() == {"h100-0", "h100-1", "a10-0", "a10-1"}
         assert {request["replica"] for request in one["requests"]} <= one["late"].keys()
         # On a slow machine the router may miss Envoy's deadline.
