@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from extproc.request.prefix import NO_PREFIX, Prefix
+
 
 class Endpoint(StrEnum):
     """The endpoints of vLLM that make a replica compute."""
@@ -71,6 +73,8 @@ class RequestProfile:
     """Whether the replica keeps the response, for requests that name it."""
     in_background: bool = False
     """The answer comes at once and the work is done later."""
+    prefix: Prefix = NO_PREFIX
+    """What of its prompt may be found in a prefix cache."""
 
     @property
     def parts(self) -> int:
