@@ -23,6 +23,11 @@ class Situation:
     held: Held
     prediction: Prediction
 
+    @property
+    def cached_share(self) -> Floats:
+        """Share of the prompt that each candidate should have in its prefix cache, 0…1."""
+        return self.prediction.cached / max(self.profile.prompt_tokens, 1)
+
 
 @dataclass(slots=True)
 class Choice:
