@@ -1,11 +1,12 @@
-"""How long one routing decision takes, by the size of the fleet.
+"""How long one routing decision takes, by the size of the fleet, and what it takes before.
 
     python -m benchmarks.decision --json decision.json
 
 A decision is a request's profile in and a ``Decision`` out: the fleet is brought up to date, each
 replica predicted, one of them chosen. Beside it stands what the ledger takes for the same request,
 when it is sent and when it ends, and what a poll's news of a replica takes. What is learned of
-answers is not timed.
+answers is not timed. Below stands what it takes to make a profile of a chat's body, and the part of
+it that the keys of its prefix take.
 """
 
 import argparse
@@ -18,13 +19,18 @@ from pathlib import Path
 from random import Random
 from statistics import median, quantiles
 from time import perf_counter
+from timeit import repeat
 
 from benchmarks.clock import VirtualClock
+from extproc.config import RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.state import ReplicaState
 from extproc.predict.lengths import OutputLengths
+from extproc.request.fields import read
+from extproc.request.inspect import inspect
 from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
 
 POLICIES = ("completion", "least_request")
@@ -47,6 +53,10 @@ _STEP = 0.01
 """Seconds of one step of every replica."""
 _KV_USAGE = 0.02
 _FULL = 1.0
+_CHATS = (1_000, 10_000, 100_000)
+"""Bytes of text."""
+_MESSAGES = 4
+_REPEATS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,17 @@ class Timing:
     """Median, for the entry of a request and its release together."""
     poll_us: float
     """Median, for one poll's news of one replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Microseconds to read a chat of some length; the least of several, as ``timeit`` advises."""
+
+    text_bytes: int
+    profile_us: float
+    """From its body to its profile."""
+    prefix_us: float
+    """Of these, for the keys of its prefix."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,8 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = measure(policy, replicas, args.decisions, full)
         print(_line(run), flush=True)
         runs.append(asdict(run))
+    print(f"{'a chat of':<14}{'profile':>12}{'its keys':>12}")
+    chats = []
+    for text_bytes in _CHATS:
+        chat = measure_chat(text_bytes, max(args.decisions // _REPEATS, 1))
+        print(f"{text_bytes // 1000:>7} kB    {chat.profile_us:>9.1f} µs{chat.prefix_us:>9.1f} µs")
+        chats.append(asdict(chat))
     if args.json:
-        args.json.write_text(json.dumps({"runs": runs}, indent=2) + "\n")
+        args.json.write_text(json.dumps({"runs": runs, "chats": chats}, indent=2) + "\n")
     return 0
 
 
@@ -114,6 +141,22 @@ def measure(policy: str, replicas: int, decisions: int, full: bool = False) -> T
         ledger_us=median(load.ledger) * 1e6,
         poll_us=median(load.polls) * 1e6,
     )
+
+
+def measure_chat(text_bytes: int, times: int) -> Reading:
+    """Reads a chat of a few messages, several times as often as ``times``."""
+    text = ("some words " * text_bytes)[: text_bytes // _MESSAGES]
+    roles = ("user", "assistant") * (_MESSAGES // 2)
+    fields: dict[str, object] = {
+        "model": _MODEL,
+        "messages": [{"role": role, "content": text} for role in roles],
+    }
+    body, counter = json.dumps(fields).encode(), TokenCounter(RequestSettings())
+    [(prompt, _)] = read(Endpoint.CHAT, fields).pieces
+    tokens = prompt.count(counter, _MODEL)
+    profile = repeat(lambda: inspect(Endpoint.CHAT, body, counter), repeat=_REPEATS, number=times)
+    prefix = repeat(lambda: prompt.prefix(tokens, 0), repeat=_REPEATS, number=times)
+    return Reading(text_bytes, min(profile) / times * 1e6, min(prefix) / times * 1e6)
 
 
 class _Load:

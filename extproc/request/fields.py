@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from extproc.request.profile import Endpoint
-from extproc.request.prompt import TOKENS_PER_MESSAGE, Prompt
+from extproc.request.prompt import Prompt
 
 _SCORED = (
     ("text_1", "text_2"),
@@ -16,6 +16,8 @@ _SCORED = (
 
 _ONE = (1,)
 """Of an only prompt there is nothing to compare."""
+
+_BILLING = "x-anthropic-billing-header"
 
 _RERANKED = (("query", "documents"),)
 
@@ -52,21 +54,25 @@ def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
         lengths = prompt.add_inputs(fields.get("prompt"))
     elif not endpoint.decodes:
         lengths = prompt.add_inputs(fields.get("input", fields.get("texts")))
-        prompt.add_messages(fields.get("messages"))
+        prompt.add_chat(fields.get("messages"))
     elif endpoint is Endpoint.RESPONSES:
-        _read_chat(prompt, fields.get("input"), fields.get("instructions"), fields.get("tools"))
+        prompt.add_chat(fields.get("input"), fields.get("instructions"), fields.get("tools"))
     else:
-        _read_chat(prompt, fields.get("messages"), fields.get("system"), fields.get("tools"))
+        system = _without_billing(fields.get("system"))
+        prompt.add_chat(fields.get("messages"), system, fields.get("tools"))
     return Reading([(prompt, 1)], lengths)
 
 
-def _read_chat(prompt: Prompt, messages: object, system: object, tools: object) -> None:
-    prompt.add_messages(messages)
-    if system:
-        prompt.tokens += TOKENS_PER_MESSAGE
-        prompt.add_content(system)
-    if tools:
-        prompt.add_json(tools)
+def _without_billing(system: object) -> object:
+    """Without what Claude Code writes anew for every request; vLLM leaves it out, too."""
+    if not isinstance(system, list):
+        return system
+    return [block for block in system if not _is_billing(block)]
+
+
+def _is_billing(block: object) -> bool:
+    text = block.get("text") if isinstance(block, dict) else None
+    return isinstance(text, str) and text.startswith(_BILLING)
 
 
 def _read_pairs(fields: dict[str, object], names: tuple[tuple[str, str], ...]) -> Reading:

@@ -16,6 +16,7 @@ from extproc.request.errors import BadRequest
 from extproc.request.fields import Reading, read
 from extproc.request.form import of_form
 from extproc.request.lax import flag, positive_int
+from extproc.request.prefix import NO_PREFIX, Prefix, seed_of
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.tokens import TokenCounter
 
@@ -84,6 +85,7 @@ def inspect(
         longest_share=size.longest_share,
         images=size.images,
         image_tokens=size.image_tokens,
+        prefix=NO_PREFIX if cut else _prefix(endpoint, reading, fields, model, size.tokens),
     )
     return _of_responses(profile, fields) if endpoint is Endpoint.RESPONSES else profile
 
@@ -99,6 +101,7 @@ def _of_responses(profile: RequestProfile, fields: dict[str, object]) -> Request
         previous_response=previous,
         stored=flag(fields.get("store", True)),
         in_background=flag(fields.get("background")) and not profile.stream,
+        prefix=NO_PREFIX if previous else profile.prefix,
     )
 
 
@@ -120,6 +123,19 @@ def _model(fields: dict[str, object]) -> str:
         message = f"the model's name is longer than {_LONGEST_NAME} characters"
         raise BadRequest(message, "model", "invalid_model")
     return model
+
+
+def _prefix(
+    endpoint: Endpoint, reading: Reading, fields: dict[str, object], model: str, tokens: int
+) -> Prefix:
+    """Nothing where there is no one prompt to be continued, or where its beginning is cut off."""
+    limit = positive_int(fields.get("truncate_prompt_tokens"))
+    if not endpoint.decodes or reading.prompts > 1 or (limit and tokens >= limit):
+        return NO_PREFIX
+    salt = fields.get("cache_salt")
+    seed = seed_of(model, salt if isinstance(salt, str) else "")
+    [(prompt, _)] = reading.pieces
+    return prompt.prefix(tokens, seed)
 
 
 class _Size(NamedTuple):

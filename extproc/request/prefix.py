@@ -1,6 +1,7 @@
 """A prompt's beginnings as numbers, equal where the beginnings are equal."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,7 @@ UNIT_BYTES = 256
 """Bytes of a prompt in a unit: some 64 tokens of text. A smaller unit finds more of a prefix and
 takes more memory."""
 _MOST_UNITS = 4096
+MOST_BYTES = _MOST_UNITS * UNIT_BYTES
 """Of a prompt, the first so many are told apart: 262,000 tokens."""
 
 _WORDS = UNIT_BYTES // 8
@@ -40,6 +42,35 @@ class Prefix:
 NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0)
 
 
+def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int) -> Prefix:
+    """The prefix of a prompt in three parts.
+
+    Args:
+        before: all up to the last answer in it.
+        answer: that answer; empty: there is none, nor anything before.
+        after: what follows.
+        tokens: of all of it.
+        seed: as :func:`unit_keys` takes it.
+    """
+    data = b"".join((before, answer, after))
+    if not data:
+        return NO_PREFIX
+    keys = unit_keys(data, seed)
+    per_byte = tokens / len(data)
+    return Prefix(
+        keys,
+        unit=UNIT_BYTES * per_byte,
+        whole=_key_at(len(data), data, keys, seed),
+        asked=_key_at(len(before), data, keys, seed) if answer else 0,
+        answered=(len(before) + len(answer)) * per_byte if answer else 0.0,
+    )
+
+
+def seed_of(*names: str) -> int:
+    """A number for what a cache tells apart beside the prompts: model and salt."""
+    return _hash("\0".join(names).encode(errors="replace"))
+
+
 def unit_keys(data: bytes, seed: int) -> Keys:
     """The keys of the units of ``data``.
 
@@ -49,12 +80,30 @@ def unit_keys(data: bytes, seed: int) -> Keys:
     """
     units = min(len(data) // UNIT_BYTES, _MOST_UNITS)
     words = np.frombuffer(data, "<u8", units * _WORDS).reshape(units, _WORDS)
-    each = ((words ^ (words >> _HALF)) * _FACTORS).sum(axis=1)
-    keys: Keys = (_mixed(each) * _POWERS[:units]).cumsum() + np.uint64(seed)
+    folded = words >> _HALF
+    folded ^= words
+    sums = folded @ _FACTORS
+    sums += _MIX  # so that a unit of zeros is something, too
+    keys: Keys = (_mixed(sums) * _POWERS[:units]).cumsum()
+    keys += np.uint64(seed)
     return _mixed(keys)
 
 
 def _mixed(values: Keys) -> Keys:
-    values = values ^ (values >> _HALF)
-    values = values * _MIX
-    return values ^ (values >> _HALF)
+    values ^= values >> _HALF
+    values *= _MIX
+    values ^= values >> _HALF
+    return values
+
+
+def _key_at(end: int, data: bytes, keys: Keys, seed: int) -> int:
+    """The key of all before ``end``: of the units there and the bytes after the last of them."""
+    if end > MOST_BYTES:
+        return 0
+    units = end // UNIT_BYTES
+    last = int(keys[units - 1]) if units else seed
+    return _hash(last.to_bytes(8, "little") + data[units * UNIT_BYTES : end])
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

@@ -74,7 +74,7 @@ class RequestProfile:
     in_background: bool = False
     """The answer comes at once and the work is done later."""
     prefix: Prefix = NO_PREFIX
-    """What of its prompt may be found in a prefix cache."""
+    """What of its only prompt may be in a prefix cache."""
 
     @property
     def parts(self) -> int:

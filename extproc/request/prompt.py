@@ -1,10 +1,14 @@
 """What a replica will read: the text, token ids and media in a request body."""
 
+from array import array
 from collections.abc import Sequence
+from itertools import takewhile
+from zlib import crc32
 
 from pydantic_core import to_json
 
 from extproc.request.audio import CLIP_TOKENS, audio_tokens
+from extproc.request.prefix import MOST_BYTES, NO_PREFIX, Prefix, prefix_of
 from extproc.request.tokens import TokenCounter
 
 TOKENS_PER_MESSAGE = 5
@@ -24,6 +28,22 @@ VIDEO_TOKENS = 32 * 256
 """vLLM samples 32 frames (``num_frames``), of which InternVL makes 256 tokens each, LLaVA-OneVision
 196, Qwen2-VL up to 384."""
 
+_BYTES_PER_TOKEN = 4
+"""Of a medium, in the bytes that keys are made of; for token ids exact."""
+_IMAGE_TOKENS = 576
+"""Of any image there. What is learned must not count: what follows would shift."""
+
+_SYSTEM, _USER, _ANSWER, _RESULT, _OTHER, _TOOLS = "\1", "\2", "\3", "\4", "\5", "\6"
+"""What stands before a message in the bytes that keys are made of, or before the tools."""
+_ROLES = {
+    "system": _SYSTEM,
+    "developer": _SYSTEM,
+    "user": _USER,
+    "assistant": _ANSWER,
+    "tool": _RESULT,
+    "function": _RESULT,
+}
+
 _SCHEME_WITHIN = 16
 """Characters within which an address has its ``://``; base64 has none."""
 
@@ -34,9 +54,21 @@ _CONTENT_FIELDS = frozenset(
 
 
 class Prompt:
-    """Collects the pieces of a prompt. A piece of the wrong type is passed over."""
+    """Collects the pieces of a prompt, in the order in which the model reads them.
 
-    __slots__ = ("images", "media", "texts", "tokens")
+    A piece of the wrong type is passed over.
+    """
+
+    __slots__ = (
+        "_answer",
+        "_ids",
+        "_media_room",
+        "_rendered",
+        "images",
+        "media",
+        "texts",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -45,11 +77,40 @@ class Prompt:
         self.images = 0
         self.media = 0
         """Tokens of audio and video, by rough estimate."""
+        self._rendered: list[str] = []
+        """The texts, marks of roles and digests of media: what keys are made of."""
+        self._answer = slice(0, 0)
+        """Where in there the last answer stands: messages of the assistant, one after another."""
+        self._media_room = MOST_BYTES
+        """Bytes that digests may take yet; one behind so many is behind the last key, too."""
+        self._ids: list[int] = []
 
     def count(self, counter: TokenCounter, model: str) -> int:
         """Its tokens, for ``model``."""
         tokens = self.tokens + self.media + self.images * counter.image_tokens(model)
         return tokens + counter.count(model, self.texts) if self.texts else tokens
+
+    def prefix(self, tokens: int, seed: int) -> Prefix:
+        """What a prefix cache may hold of it.
+
+        Args:
+            tokens: of all of it.
+            seed: of what a cache tells apart beside prompts.
+        """
+        if self._ids:
+            try:
+                ids = array("I", self._ids).tobytes()
+            except (TypeError, OverflowError):
+                return NO_PREFIX
+            return prefix_of(b"", b"", ids, tokens, seed)
+        pieces, answer = self._rendered, self._answer
+        return prefix_of(
+            _as_bytes(pieces[: answer.start]),
+            _as_bytes(pieces[answer]),
+            _as_bytes(pieces[answer.stop :]),
+            tokens,
+            seed,
+        )
 
     def add_inputs(self, value: object) -> Sequence[int]:
         """Add what completions and embeddings take: a text, token ids, or a list of these.
@@ -58,7 +119,7 @@ class Prompt:
             The length of each prompt, in characters or token ids.
         """
         if isinstance(value, str):
-            self.texts.append(value)
+            self._add_text(value)
         elif isinstance(value, list) and value:
             if isinstance(value[0], (str, list)):
                 for prompt in value:
@@ -69,32 +130,58 @@ class Prompt:
 
     def _add_input(self, prompt: object) -> None:
         if isinstance(prompt, str):
-            self.texts.append(prompt)
+            self._add_text(prompt)
         elif isinstance(prompt, list) and prompt:
             if isinstance(prompt[0], dict):
-                self.add_messages(prompt)
+                self.add_chat(prompt)
             else:
                 self.tokens += len(prompt)
+                self._ids = prompt
 
-    def add_messages(self, value: object) -> None:
-        """Add a conversation: OpenAI or Anthropic messages, items of the Responses API, a text."""
-        if isinstance(value, str):
-            value = [{"content": value}]
-        if isinstance(value, list):
+    def add_chat(self, messages: object, system: object = None, tools: object = None) -> None:
+        """Add a conversation as most chat templates print it: system, tools, other messages.
+
+        Args:
+            messages: of OpenAI or Anthropic, items of the Responses API, or a text.
+            system: what says how to answer, where it is no message.
+            tools: their schemas.
+        """
+        if system:
+            self._add_message({"role": "system", "content": system})
+        if isinstance(messages, str):
+            messages = [{"content": messages}]
+        if not isinstance(messages, list):
+            messages = []
+        else:
             self.tokens += TOKENS_TO_REPLY
-            for message in value:
-                self.add_message(message)
+        leading = list(takewhile(_is_system, messages))
+        for message in leading:
+            self._add_message(message)
+        if tools:
+            self._rendered.append(_TOOLS)
+            self._add_text(_as_json(tools))
+        for message in messages[len(leading) :]:
+            self._add_message(message)
 
-    def add_message(self, message: object) -> None:
+    def _add_message(self, message: object) -> None:
         """Add one message: its frame, its content, its calls of tools or their results."""
         if not isinstance(message, dict):
             return
         self.tokens += TOKENS_PER_MESSAGE
+        start, role = len(self._rendered), _role(message)
+        self._rendered.append(role)
         content = message.get("content")
         if isinstance(content, str) and len(message) == 2:  # role and content, as most are
-            self.texts.append(content)
+            self._add_text(content)
         else:
             self.add_content(message)
+        if role == _ANSWER:
+            goes_on = start == self._answer.stop
+            self._answer = slice(self._answer.start if goes_on else start, len(self._rendered))
+
+    def _add_text(self, text: str) -> None:
+        self.texts.append(text)
+        self._rendered.append(text)
 
     def add_content(self, value: object) -> None:
         """Add a text, a content part, or lists of them, however nested."""
@@ -102,39 +189,32 @@ class Prompt:
         while pending:
             item = pending.pop()
             if isinstance(item, str):
-                self.texts.append(item)
+                self._add_text(item)
             elif isinstance(item, list):
-                pending.extend(item)
+                pending.extend(reversed(item))
             elif isinstance(item, dict):
                 if kind := _medium(item):
                     self._add_medium(kind, item)
                 else:
-                    self._add_fields(item, pending)
+                    pending.extend(reversed(_printed(item)))
 
     def _add_medium(self, kind: str, part: dict[str, object]) -> None:
+        source = _source(kind, part)
         if kind in _IMAGES:
             self.images += 1
-        elif kind in _VIDEO:
-            self.media += VIDEO_TOKENS
+            tokens = _IMAGE_TOKENS
         else:
-            size = _embedded_bytes(part.get(kind))
-            self.media += audio_tokens(size) if size else CLIP_TOKENS
+            tokens = VIDEO_TOKENS if kind in _VIDEO else audio_tokens(_embedded_bytes(source))
+            tokens = tokens or CLIP_TOKENS
+            self.media += tokens
+        if room := min(tokens * _BYTES_PER_TOKEN, self._media_room):
+            self._media_room -= room
+            digest = f"{crc32(source.encode(errors='replace')):08x}"
+            self._rendered.append(digest.ljust(room))
 
-    def _add_fields(self, item: dict[str, object], pending: list[object]) -> None:
-        """Add the texts of a part; what may hold further ones is left pending."""
-        for field, value in item.items():
-            if field in _TEXT_FIELDS:
-                if isinstance(value, str):
-                    self.texts.append(value)
-            elif field in _CONTENT_FIELDS:
-                pending.append(value)
-            elif field == "input":  # of a tool that Anthropic's messages call
-                self.add_json(value)
 
-    def add_json(self, value: object) -> None:
-        """Add a structure that chat templates print as JSON, such as the schemas of tools."""
-        if value:
-            self.texts.append(to_json(value).decode())
+def _as_bytes(pieces: list[str]) -> bytes:
+    return "".join(pieces).encode(errors="replace")
 
 
 def _medium(part: dict[str, object]) -> str:
@@ -146,10 +226,50 @@ def _medium(part: dict[str, object]) -> str:
     return next((key for key in part if key in _MEDIA), "")
 
 
-def _embedded_bytes(value: object) -> int:
-    """Bytes of what stands in the request itself, in base64; 0 where only an address does."""
+def _printed(part: dict[str, object]) -> list[object]:
+    """What is printed of a part: texts, and what may hold further ones."""
+    printed: list[object] = []
+    for field, value in part.items():
+        if field in _TEXT_FIELDS:
+            if isinstance(value, str):
+                printed.append(value)
+        elif field in _CONTENT_FIELDS:
+            printed.append(value)
+        elif field == "input" and value:  # of a tool that Anthropic's messages call
+            printed.append(_as_json(value))
+    return printed
+
+
+def _as_json(value: object) -> str:
+    """A structure as chat templates print it, such as the schemas of tools."""
+    return to_json(value).decode()
+
+
+def _role(message: dict[str, object]) -> str:
+    """The mark of a message's role; items of the Responses API have a type instead of some."""
+    role = message.get("role")
+    if isinstance(role, str):
+        return _ROLES.get(role, _OTHER)
+    kind = message.get("type")
+    if not isinstance(kind, str):
+        return _USER
+    if kind == "reasoning" or kind.endswith("_call"):
+        return _ANSWER
+    return _RESULT if kind.endswith("_output") else _USER
+
+
+def _is_system(message: object) -> bool:
+    return isinstance(message, dict) and _role(message) == _SYSTEM
+
+
+def _source(kind: str, part: dict[str, object]) -> str:
+    """The data of a medium, in base64, or its address."""
+    value = next((part[field] for field in (kind, "image_url", "source") if field in part), None)
     if isinstance(value, dict):
         value = value.get("data") or value.get("url")
-    if not isinstance(value, str) or "://" in value[:_SCHEME_WITHIN]:
-        return 0
-    return len(value) * 3 // 4
+    return value if isinstance(value, str) else ""
+
+
+def _embedded_bytes(source: str) -> int:
+    """Bytes of what stands in the request itself, in base64; 0 where only an address does."""
+    return 0 if "://" in source[:_SCHEME_WITHIN] else len(source) * 3 // 4

@@ -1,6 +1,7 @@
 """Whatever a client sends is measured or refused; nothing else ever comes out."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ numbers = st.one_of(
     st.floats(),
     st.sampled_from([10**400, -(10**400), 1e30, 2**63, True, 0, -1, "1", "abc"]),
 )
-scalars = st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=8))
+roles = st.sampled_from(["assistant", "user", "system"])
+scalars = st.one_of(st.none(), st.booleans(), numbers, roles, st.text(max_size=8))
 KEYS = [
     "role",
     "content",
@@ -109,6 +111,10 @@ def check_sane(got: RequestProfile, endpoint: Endpoint) -> None:
     else:
         assert (got.output_bound, got.sequences) == (0, 0)
     assert 0 <= got.longest_prompt <= got.prompt_tokens * 1.001
+    prefix = got.prefix
+    assert 0 <= prefix.answered <= got.prompt_tokens * 1.001
+    assert 0 <= prefix.unit < math.inf
+    assert bool(prefix.asked) <= bool(prefix.answered)
 
 
 @given(endpoints, st.binary(max_size=64))

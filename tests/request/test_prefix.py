@@ -1,0 +1,303 @@
+"""What of a prompt a prefix cache may hold, told by keys that are equal where beginnings are."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from extproc.config import RequestSettings
+from extproc.request.inspect import inspect
+from extproc.request.prefix import MOST_BYTES, UNIT_BYTES, Prefix
+from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.tokens import TokenCounter
+
+COUNTER = TokenCounter(RequestSettings(bytes_per_token=4.0, image_tokens=576))
+
+
+def profile(endpoint: Endpoint, **fields: Any) -> RequestProfile:
+    body = json.dumps({"model": "m", **fields}).encode()
+    return inspect(endpoint, body, COUNTER)
+
+
+def prefix(endpoint: Endpoint, **fields: Any) -> Prefix:
+    return profile(endpoint, **fields).prefix
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> Prefix:
+    return prefix(Endpoint.CHAT, messages=messages, **fields)
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
+def words(name: str, count: int) -> str:
+    return "".join(f"{name} {number} " for number in range(count))
+
+
+def shared(one: Prefix, other: Prefix) -> int:
+    """Units from the first on that are the same."""
+    size = min(one.keys.size, other.keys.size)
+    differ = np.flatnonzero(one.keys[:size] != other.keys[:size])
+    equal = int(differ[0]) if differ.size else size
+    assert not np.isin(one.keys[equal:], other.keys).any()
+    return equal
+
+
+SYSTEM = words("rule", 300)
+TOOLS = [{"type": "function", "function": {"name": "get", "description": words("tool", 100)}}]
+CALL = {"id": "x", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "iVBORw0K" * 999}}
+CHAT = [
+    {"role": "system", "content": SYSTEM},
+    user(words("é", 99)),
+    assistant(words("answer", 500)),
+    user([{"type": "text", "text": words("see", 50)}, IMAGE]),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "x", "content": words("result", 400)},
+    assistant("done"),
+    user("thanks"),
+]
+MESSAGES = [
+    user(words("question", 99)),
+    assistant([{"type": "tool_use", "id": "t", "name": "get", "input": {"a": words("b", 50)}}]),
+    user([{"type": "tool_result", "tool_use_id": "t", "content": words("result", 200)}]),
+    assistant(words("answer", 300)),
+    user([{"type": "image", "source": {"type": "base64", "data": "iVBO" * 99}}]),
+]
+ITEMS = [
+    user(words("question", 99)),
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": words("hm", 40)}]},
+    {"type": "function_call", "call_id": "c", "name": "get", "arguments": words("a", 50)},
+    {"type": "function_call", "call_id": "d", "name": "get", "arguments": words("b", 50)},
+    {"type": "function_call_output", "call_id": "c", "output": words("result", 100)},
+    {"type": "function_call_output", "call_id": "d", "output": words("result", 100)},
+    assistant([{"type": "output_text", "text": words("answer", 300)}]),
+    user([{"type": "input_image", "image_url": "https://x/y.png"}]),
+]
+CONVERSATIONS: dict[str, tuple[Callable[[int], Prefix], tuple[int, ...]]] = {
+    "chat": (lambda turn: chat(*CHAT[:turn], tools=TOOLS), (2, 4, 6, 8)),
+    "messages": (
+        lambda turn: prefix(
+            Endpoint.MESSAGES, messages=MESSAGES[:turn], system=SYSTEM, tools=TOOLS, max_tokens=9
+        ),
+        (1, 3, 5),
+    ),
+    "responses": (
+        lambda turn: prefix(
+            Endpoint.RESPONSES, input=ITEMS[:turn], instructions=SYSTEM, tools=TOOLS
+        ),
+        (1, 6, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("of", CONVERSATIONS.values(), ids=CONVERSATIONS)
+class TestConversation:
+    def test_a_turn_begins_with_the_one_before(
+        self, of: tuple[Callable[[int], Prefix], tuple[int, ...]]
+    ) -> None:
+        turns = [of[0](messages) for messages in of[1]]
+        for before, after in pairwise(turns):
+            assert shared(before, after) == before.keys.size > 0
+
+    def test_an_answer_was_given_to_the_prompt_of_its_turn(
+        self, of: tuple[Callable[[int], Prefix], tuple[int, ...]]
+    ) -> None:
+        turns = [of[0](messages) for messages in of[1]]
+        assert (turns[0].asked, turns[0].answered) == (0, 0.0)
+        for before, after in pairwise(turns):
+            assert after.asked == before.whole != after.whole
+        assert len({turn.whole for turn in turns}) == len(turns)
+
+
+def test_the_answer_ends_where_the_next_question_begins() -> None:
+    question, answer = words("q", 1_000), words("a", 500)
+    got = profile(Endpoint.CHAT, messages=[user(question), assistant(answer), user("x" * 4_000)])
+    share = (len(question) + len(answer)) / (len(question) + len(answer) + 4_000)
+    assert got.prefix.answered == pytest.approx(share * got.prompt_tokens, rel=0.001)
+
+
+def test_a_conversation_may_end_with_an_answer() -> None:
+    got = profile(Endpoint.CHAT, messages=[user("why?"), assistant("Because")])
+    assert got.prefix.answered == got.prompt_tokens
+    assert got.prefix.asked == chat(user("why?")).whole
+
+
+def test_units_are_tokens_of_the_prompt() -> None:
+    got = profile(Endpoint.CHAT, messages=CHAT, tools=TOOLS)
+    hashed = got.prompt_tokens / got.prefix.unit * UNIT_BYTES
+    assert got.prefix.keys.size == hashed // UNIT_BYTES
+    assert got.prefix.unit == pytest.approx(64, rel=0.1)
+
+
+class TestDifference:
+    def test_begins_in_its_unit(self) -> None:
+        text = words("w", 2_000)
+        for place in (0, 300, 5_000):
+            other = text[:place] + "X" + text[place + 1 :]
+            got = shared(chat(user(text)), chat(user(other)))
+            assert got == pytest.approx(place // UNIT_BYTES, abs=1)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [{"model": "adapter"}, {"cache_salt": "s"}, {"cache_salt": "t"}, {"tools": TOOLS}],
+    )
+    def test_of_model_salt_or_tools_is_one_from_the_beginning(self, fields: Any) -> None:
+        text = words("w", 2_000)
+        other = chat(user(text), **fields)
+        assert shared(chat(user(text)), other) == 0
+        assert chat(user(text)).whole != other.whole
+
+    def test_of_tools_comes_after_the_system_prompt(self) -> None:
+        messages = [{"role": "system", "content": SYSTEM}, user(words("w", 500))]
+        got = shared(chat(*messages), chat(*messages, tools=TOOLS))
+        assert got == pytest.approx(len(SYSTEM) // UNIT_BYTES, abs=1)
+        got = shared(chat(*messages, tools=TOOLS), chat(messages[0], user("x" * 999), tools=TOOLS))
+        assert got >= (len(SYSTEM) + len(str(TOOLS)) * 0.9) // UNIT_BYTES
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (IMAGE, {"type": "image_url", "image_url": {"url": "https://x/y.png"}}),
+            *[
+                ({"type": kind, kind: {"url": "https://x/1"}}, {"type": kind, kind: {"url": "x"}})
+                for kind in ("video_url", "audio_url")
+            ],
+            (
+                {"type": "image", "source": {"type": "base64", "data": "iVBO"}},
+                {"type": "image", "source": {"type": "base64", "data": "jVBO"}},
+            ),
+        ],
+    )
+    def test_of_media_is_one_of_what_follows(self, one: Any, other: Any) -> None:
+        texts = [{"type": "text", "text": words(name, 500)} for name in ("before", "after")]
+        got = [chat(user([texts[0], medium, texts[1]])) for medium in (one, one, other)]
+        assert shared(got[0], got[1]) == got[0].keys.size == got[2].keys.size
+        assert shared(got[0], got[2]) == len(texts[0]["text"]) // UNIT_BYTES
+        assert got[0].whole == got[1].whole != got[2].whole
+
+    def test_of_what_a_message_is_makes_another_prompt(self) -> None:
+        assert chat(user("hi")).whole != chat(assistant("hi")).whole
+        assert chat(user("hi"), user("you")).whole != chat(user("hi you")).whole
+
+    def test_of_length_alone_makes_another_prompt(self) -> None:
+        wholes = {chat(user("\0" * count)).whole for count in range(2 * UNIT_BYTES)}
+        assert len(wholes) == 2 * UNIT_BYTES
+
+
+def test_what_is_learned_of_images_shifts_nothing() -> None:
+    counter = TokenCounter(RequestSettings(image_tokens=100))
+    body = json.dumps({"model": "m", "messages": [user([IMAGE, "see"]), user("x" * 999)]}).encode()
+    before = inspect(Endpoint.CHAT, body, counter).prefix
+    for _ in range(99):
+        counter.learn_images("m", 10, 10_000)
+    after = inspect(Endpoint.CHAT, body, counter).prefix
+    assert shared(before, after) == before.keys.size
+    assert after.unit > before.unit
+
+
+def test_what_claude_code_writes_anew_each_time_is_left_out() -> None:
+    def got(request: str) -> RequestProfile:
+        header = {"type": "text", "text": f"x-anthropic-billing-header: cch={request};"}
+        system = [header, {"type": "text", "text": SYSTEM}]
+        return profile(Endpoint.MESSAGES, messages=MESSAGES[:1], system=system)
+
+    without = profile(Endpoint.MESSAGES, messages=MESSAGES[:1], system=SYSTEM)
+    assert got("1").prefix.whole == got("2").prefix.whole == without.prefix.whole
+    assert got("1").prompt_tokens == without.prompt_tokens
+
+
+class TestCompletions:
+    def test_a_text(self) -> None:
+        text = words("w", 500)
+        got = prefix(Endpoint.COMPLETIONS, prompt=text)
+        assert got.keys.size == len(text) // UNIT_BYTES
+        assert got.whole == prefix(Endpoint.COMPLETIONS, prompt=[text]).whole
+        longer = prefix(Endpoint.COMPLETIONS, prompt=text + "more")
+        assert shared(got, longer) == got.keys.size
+
+    def test_token_ids(self) -> None:
+        ids = list(range(1_000))
+        got = profile(Endpoint.COMPLETIONS, prompt=ids)
+        assert got.prefix.unit == 64
+        assert got.prefix.keys.size == 1_000 // 64
+        changed = prefix(Endpoint.COMPLETIONS, prompt=[*ids[:200], 7, *ids[201:]])
+        assert shared(got.prefix, changed) == 200 // 64
+        assert got.prefix.whole == prefix(Endpoint.COMPLETIONS, prompt=[ids]).whole
+
+    @pytest.mark.parametrize("odd", [-1, 2**32, 1.5, "a", None, []])
+    def test_odd_token_ids_have_no_keys(self, odd: Any) -> None:
+        assert prefix(Endpoint.COMPLETIONS, prompt=[1, odd] * 500).keys.size == 0
+
+
+TEXT = words("w", 500)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fields"),
+    [
+        (Endpoint.COMPLETIONS, {"prompt": [TEXT, TEXT]}),
+        (Endpoint.COMPLETIONS, {"prompt": ""}),
+        (Endpoint.CHAT, {"messages": []}),
+        (Endpoint.CHAT, {"messages": [user(TEXT)], "truncate_prompt_tokens": 50}),
+        (Endpoint.EMBEDDINGS, {"input": TEXT}),
+        (Endpoint.SCORE, {"text_1": TEXT, "text_2": TEXT}),
+        (Endpoint.RESPONSES, {"input": TEXT, "previous_response_id": "resp_1"}),
+    ],
+)
+def test_without_one_known_prompt_there_is_nothing(endpoint: Endpoint, fields: Any) -> None:
+    got = prefix(endpoint, **fields)
+    assert (got.keys.size, got.whole, got.asked) == (0, 0, 0)
+
+
+def test_truncation_that_leaves_all_of_a_prompt_changes_nothing() -> None:
+    assert chat(user(TEXT), truncate_prompt_tokens=9_999).whole == chat(user(TEXT)).whole
+
+
+def test_of_a_body_that_is_cut_the_head_may_be_missing() -> None:
+    body = json.dumps({"model": "m", "messages": [user(TEXT)], "tools": TOOLS}).encode()
+    got = inspect(Endpoint.CHAT, body[:-500], COUNTER, partial=True, content_length=len(body))
+    assert (got.prefix.keys.size, got.prefix.whole) == (0, 0)
+
+
+def test_the_end_of_a_very_long_prompt_is_not_told_apart() -> None:
+    got = chat(user("x" * (MOST_BYTES + 999)), assistant("yes"), user("well"))
+    assert got.keys.size == MOST_BYTES // UNIT_BYTES
+    assert (got.whole, got.asked) == (0, 0)
+
+
+def test_images_without_end_take_no_memory() -> None:
+    parts = [{"type": "video_url", "video_url": f"https://x/{number}"} for number in range(9_000)]
+    got = chat(user(parts))
+    assert got.keys.size == MOST_BYTES // UNIT_BYTES
+    assert got.whole == 0
+
+
+def test_another_process_has_the_same_keys() -> None:
+    """Routers tell each other of them."""
+    source = (
+        "from tests.request.test_prefix import CHAT, TOOLS, chat; got = chat(*CHAT, tools=TOOLS); "
+        "print(got.whole, got.asked, got.keys.tolist())"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", source],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    got = chat(*CHAT, tools=TOOLS)
+    assert printed == {f"{got.whole} {got.asked} {got.keys.tolist()}\n".encode()}
