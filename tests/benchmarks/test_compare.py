@@ -93,6 +93,18 @@ def test_peers_that_can_be_installed_are_those_that_are_known() -> None:
     assert sorted(one.partition("==")[0] for one in listed) == sorted(PRODUCTS)
 
 
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_peer_can_follow_prefixes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / name / "bin" / name
+    program.parent.mkdir(parents=True)
+    program.touch()
+    monkeypatch.setattr("benchmarks.compare.peers.INSTALLED", tmp_path)
+    contender = compare.contender(f"{name}:cache_aware")
+    assert contender.about.endswith("policy cache_aware")
+
+
 def test_events_of_a_fleet_are_not_played(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["--fleet", str(FLEETS / "throttled.yaml"), "--contenders", "envoy"]) == 2
     assert "events" in capsys.readouterr().err
