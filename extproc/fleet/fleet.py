@@ -221,7 +221,7 @@ class Fleet:
         now = self._clock()
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
-        self._prefixes.enter(row, profile.prefix, self._replicas.kv_capacity.item(row))
+        self._enter(row, profile.prefix)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
         return ticket
@@ -337,7 +337,11 @@ class Fleet:
             return
         for replica, prefix in sent.read(prompts):
             if (row := self._rows.get(replica)) is not None:
-                self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
+                self._enter(row, prefix)
+
+    def _enter(self, row: int, prefix: Prefix) -> None:
+        if self._states[row].prefix_caching:
+            self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
     # -- what policies see ------------------------------------------------------------------
 

@@ -66,12 +66,15 @@ class Prefixes:
         self._holders: dict[int, int] = {}
         """By key: the rows that hold it, a bit each."""
         self._caches: list[_Cache] = []
+        self._blocks = np.ones(0)
+        """By row: tokens in a block; a replica finds whole ones."""
         self._belief = Belief()
 
     def clear(self, row: int) -> None:
         """The replica in that row holds nothing: it started anew, or is another one."""
         if row == len(self._caches):
             self._caches.append(_Cache())
+            self._blocks = np.append(self._blocks, 1.0)
         for key in self._caches[row].recent:
             self._drop(key, 1 << row)
         self._caches[row] = _Cache()
@@ -114,6 +117,8 @@ class Prefixes:
             self._mark(expected, depths, rows, answered, prefix.asked, prefix.answered)
         if not end:
             return Held(expected, depths, expected)
+        blocks = self._blocks[rows]
+        expected = expected // blocks * blocks
         return Held(expected, depths, expected * self._belief.share(rows, depths))
 
     def reported(self, row: int, expected: float, depth: int, tokens: float) -> None:
@@ -127,6 +132,7 @@ class Prefixes:
     def polled(self, row: int, state: ReplicaState) -> None:
         """What the replica in that row counts: of use where its answers tell nothing."""
         cache = self._caches[row]
+        self._blocks[row] = state.block_size
         before = cache.before = cache.before or state
         prompts = state.prompt_tokens - before.prompt_tokens
         if cache.reports or prompts < _ENOUGH_TOKENS:

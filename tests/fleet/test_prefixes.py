@@ -8,6 +8,7 @@ import pytest
 from extproc.fleet import sent
 from extproc.fleet.prefixes import Prefixes
 from extproc.fleet.sent import SentPrompts
+from extproc.fleet.state import ReplicaState
 from extproc.request.prefix import UNIT_BYTES, Prefix, unit_keys
 
 ROWS = np.arange(3)
@@ -82,6 +83,65 @@ def test_it_holds_no_more_than_there_is_room_for(prefixes: Prefixes) -> None:
     for row in range(3):
         prefixes.clear(row)
     assert not any(sum(units(prefixes, letter)) for letter in "abcd")
+
+
+def test_a_replica_finds_whole_blocks(prefixes: Prefixes) -> None:
+    prefixes.polled(0, ReplicaState(id="r", block_size=100))
+    prefixes.enter(0, prompt("abcd"), ROOM)
+    assert list(prefixes.held(prompt("abcd"), ROWS).expected) == [200, 0, 0]
+
+
+def believed(prefixes: Prefixes, text: str) -> float:
+    held = prefixes.held(prompt(text), ROWS)
+    return float(held.cached[0] / held.expected[0])
+
+
+def test_who_reports_less_than_expected_is_believed_less(prefixes: Prefixes) -> None:
+    prefixes.enter(0, prompt("abcd" * 10), ROOM)
+    assert believed(prefixes, "abcd" * 10) == 1
+    held = prefixes.held(prompt("abcd" * 10), ROWS)
+    for _ in range(20):
+        prefixes.reported(0, held.expected[0], int(held.depths[0]), 0.0)
+    assert believed(prefixes, "abcd" * 10) < 0.1
+    for _ in range(60):
+        prefixes.reported(0, held.expected[0], int(held.depths[0]), held.expected[0])
+    assert believed(prefixes, "abcd" * 10) > 0.9
+    prefixes.clear(0)
+    prefixes.enter(0, prompt("abcd" * 10), ROOM)
+    assert believed(prefixes, "abcd" * 10) == 1
+
+
+def test_what_was_used_long_ago_is_believed_by_itself(prefixes: Prefixes) -> None:
+    """Somebody else's prompts evict it, of which no router tells."""
+    room = 40 * UNIT
+    prefixes.enter(0, prompt("abcdefgh"), room)
+    for letter in "ijklmnopqrst":
+        prefixes.enter(0, prompt(letter * 2), room)
+    old, new = (prefixes.held(prompt(text), ROWS) for text in ("abcdefgh", "tt"))
+    assert old.depths[0] > new.depths[0] == 0
+    for _ in range(50):
+        prefixes.reported(0, old.expected[0], int(old.depths[0]), 0.0)
+        prefixes.reported(0, new.expected[0], int(new.depths[0]), new.expected[0])
+    assert believed(prefixes, "abcdefgh") < 0.2
+    assert believed(prefixes, "tt") == 1
+
+
+def polled(prefixes: Prefixes, prompts: float, cached: float) -> None:
+    prefixes.polled(0, ReplicaState(id="r", prompt_tokens=prompts, cached_tokens=cached))
+
+
+def test_where_answers_tell_nothing_the_counters_do(prefixes: Prefixes) -> None:
+    """One that turns out to cache nothing, by what it counts, is found out within ten prompts."""
+    text, tokens = "abcd" * 8, 32 * UNIT
+    polled(prefixes, 0, 0)
+    for number in range(1, 11):
+        prefixes.enter(0, prompt(text), ROOM)
+        polled(prefixes, number * tokens, 0)
+    assert believed(prefixes, text) < 0.2
+    for number in range(11, 60):
+        prefixes.enter(0, prompt(text), ROOM)
+        polled(prefixes, number * tokens, (number - 10) * tokens)
+    assert believed(prefixes, text) > 0.9
 
 
 def test_another_router_hears_what_was_sent() -> None:
