@@ -25,8 +25,11 @@ class Situation:
 
     @property
     def cached_share(self) -> Floats:
-        """Share of the prompt that each candidate should have in its prefix cache, 0…1."""
-        return self.prediction.cached / max(self.profile.prompt_tokens, 1)
+        """Share of the prompt that each candidate should have in its prefix cache, 0…1.
+
+        By what was sent there alone, as other routers know it.
+        """
+        return self.held.expected / max(self.profile.prompt_tokens, 1)
 
 
 @dataclass(slots=True)
