@@ -7,7 +7,7 @@ from extproc.route.policy import Choice, Situation, lowest
 _ENOUGH = 0.3
 """Share of the prompt: where no replica has more of it, the load decides."""
 _UNEVEN_REQUESTS, _UNEVEN_RATIO = 64, 1.5
-"""The load is far from even where the most and the least loaded replica differ by more than both."""
+"""It is where the most and the least loaded replica differ by more than both: requests, times."""
 
 
 class CacheAware:

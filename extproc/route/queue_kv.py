@@ -1,4 +1,4 @@
-"""``queue_kv``: a short queue and a free KV cache at the last poll, and a cached prompt, weighed."""
+"""``queue_kv``: queue and KV cache at the last poll, and what is cached of the prompt, weighed."""
 
 import random
 
