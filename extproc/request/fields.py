@@ -36,6 +36,11 @@ class Reading(NamedTuple):
         return len(self.lengths)
 
     @property
+    def size(self) -> int:
+        """How many messages, texts and media there are."""
+        return sum(prompt.size for prompt, _ in self.pieces)
+
+    @property
     def longest_share(self) -> float:
         """Share of the longest prompt in all of them."""
         total = sum(self.lengths)

@@ -85,6 +85,11 @@ class Prompt:
         """Bytes that digests may take yet; one behind so many is behind the last key, too."""
         self._ids: list[int] = []
 
+    @property
+    def size(self) -> int:
+        """How many messages, texts and media it is made of."""
+        return len(self._rendered)
+
     def count(self, counter: TokenCounter, model: str) -> int:
         """Its tokens, for ``model``."""
         tokens = self.tokens + self.media + self.images * counter.image_tokens(model)
