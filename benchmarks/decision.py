@@ -147,8 +147,10 @@ def measure_chat(text_bytes: int, times: int) -> Reading:
     """Reads a chat of a few messages, several times as often as ``times``."""
     text = ("some words " * text_bytes)[: text_bytes // _MESSAGES]
     roles = ("user", "assistant") * (_MESSAGES // 2)
-    messages = [{"role": role, "content": text} for role in roles]
-    fields: dict[str, object] = {"model": _MODEL, "messages": messages}
+    fields: dict[str, object] = {
+        "model": _MODEL,
+        "messages": [{"role": role, "content": text} for role in roles],
+    }
     body, counter = json.dumps(fields).encode(), TokenCounter(RequestSettings())
     [(prompt, _)] = read(Endpoint.CHAT, fields).pieces
     tokens = prompt.count(counter, _MODEL)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import inf
 from random import Random
 
+import numpy as np
+
 from benchmarks.clock import VirtualClock
 from benchmarks.fleet import FleetEvent, FleetFile
 from benchmarks.machine import Machine
@@ -18,6 +20,7 @@ from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.fleet.fleet import Fleet
 from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
+from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Router
 from extproc.simulator.blocks import trace_hashes
@@ -139,6 +142,7 @@ class Simulation:
             output_bound=traced.output_tokens if known else traced.max_tokens,
             stream=streamed,
             least_output=traced.output_tokens if known else 0,
+            prefix=Prefix(np.array(traced.hash_ids, np.uint64), ID_TOKENS),
         )
         sequence = self._sequence(number, traced)
         decision = self._deciding.decide(number, profile, sequence.hashes)
@@ -149,7 +153,7 @@ class Simulation:
         self._open[number] = served
 
         def sent(node: Node) -> None:
-            served.watched |= node.sent(number, decision.replica, profile)
+            served.watched |= node.sent(number, decision)
 
         self._tell(served, sent)
         self._send(served)

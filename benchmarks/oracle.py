@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks.clock import VirtualClock
 from benchmarks.machine import Machine
 from benchmarks.routers import News
+from extproc.fleet.prefixes import Held
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.view import FleetView, Floats, Sequences, StepCosts
 from extproc.predict.completion import Prediction, predict
@@ -70,8 +71,9 @@ class Oracle:
             self._stretch = self._corrections.ratios(self._clock())
         stretch = self._stretch[[self._rows[machine.name] for machine in machines]]
         view = _view(machines, exact, stretch)
-        prediction = predict(profile, float(output), view, _sequences(exact))
-        situation = Situation(profile, view, self._with_step_ends(prediction, machines))
+        held = _held(exact)
+        prediction = predict(profile, float(output), view, _sequences(exact), held.cached)
+        situation = Situation(profile, view, held, self._with_step_ends(prediction, machines))
         choice = self._policy.choose(situation, self._random)
         return Decision("oracle", situation, choice, self._policy, output)
 
@@ -181,8 +183,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         waiting=waiting,
         polled_waiting=waiting,
         polled_kv_usage=kv_usage,
-        # What is cached of the prompt is as good as computed.
-        backlog=_floats(one.backlog - one.cached for one in exact),
+        backlog=_floats(one.backlog for one in exact),
         batch=running,
         kv_used=kv_used,
         kv_capacity=capacity,
@@ -194,6 +195,11 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         tokens_per_step=_floats(one.tokens_per_step if one else 1 for one in speculations),
         stretch=stretch,
     )
+
+
+def _held(exact: Items[_Exact]) -> Held:
+    cached = _floats(one.cached for one in exact)
+    return Held(cached, np.zeros(len(exact), np.intp), cached)
 
 
 def _sequences(exact: Items[_Exact]) -> Sequences:

@@ -27,9 +27,11 @@ class Node:
         self._ended: tuple[int, Before | None] = 0, None
         """The last one that did, and what was before it if it was alone."""
 
-    def sent(self, number: int, replica: str, profile: RequestProfile) -> bool:
-        """A request was sent to a replica; returns whether it teaches the replica's speed."""
-        self._tickets[number] = self.fleet.dispatch(replica, profile)
+    def sent(self, number: int, decision: Decision) -> bool:
+        """A request was sent; returns whether it teaches its replica's speed."""
+        self._tickets[number] = self.fleet.dispatch(
+            decision.replica, decision.profile, decision.cached
+        )
         return self.fleet.teaches(self._tickets[number])
 
     def moved(self, number: int, replica: str) -> None:
@@ -121,7 +123,7 @@ class Routers:
         self._clock = clock
         self._random = random
         self._owner: dict[int, Node] = {}
-        self._under_way: deque[tuple[float, Digest]] = deque()
+        self._under_way: deque[tuple[float, Digest | None, str, bytes]] = deque()
 
     def decide(
         self, number: int, profile: RequestProfile, prefix: Sequence[int]
@@ -162,12 +164,16 @@ class Routers:
                 return
             self._clock.time = at
             if at == arrives_at:
-                _, digest = self._under_way.popleft()
+                _, digest, router, prompts = self._under_way.popleft()
                 for node in self.nodes:
-                    node.fleet.hear(digest)
+                    if digest is not None:
+                        node.fleet.hear(digest)
+                    node.fleet.hear_prompts(router, prompts)
             else:
                 self._due_at += EVERY_S / len(self.nodes)
-                digest_due = next(self._next).fleet.digests.due(at)
-                if digest_due is not None:
-                    sent = decode(digest_due.encode())
-                    self._under_way.append((at + self._share_lag, sent))
+                fleet = next(self._next).fleet
+                due, prompts = fleet.digests.due(at), fleet.sent.take()
+                digest = None if due is None else decode(due.encode())
+                if digest or prompts:
+                    told = at + self._share_lag, digest, fleet.router, prompts
+                    self._under_way.append(told)

@@ -14,6 +14,7 @@ class Terms(BaseModel):
     prefill: Figure
     decode: Figure
     cost_to_others: Figure
+    avoidable: Figure
 
 
 class Candidate(BaseModel):
@@ -26,6 +27,8 @@ class Candidate(BaseModel):
     requests: Figure
     kv_usage: Figure
     backlog_tokens: Figure
+    cached_tokens: Figure
+    """Of the prompt's, those that it should have in its prefix cache."""
     predicted_ttft_s: Figure
     predicted_completion_s: Figure
     terms_s: Terms
@@ -50,6 +53,7 @@ class Outcome(BaseModel):
     ttft_s: Figure
     completion_s: Figure
     prompt_tokens: int | None
+    cached_tokens: int | None
     output_tokens: int | None
 
 
@@ -68,6 +72,7 @@ class Record(BaseModel):
     output_bound: int | None
     sequences: int
     expected_output_tokens: Figure
+    expected_cached_tokens: Figure
     replica: str
     replica_name: str
     second: str | None

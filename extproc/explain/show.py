@@ -23,6 +23,7 @@ _CANDIDATES = (
     Column("requests"),
     Column("KV"),
     Column("queued"),
+    Column("cached"),
     Column("step"),
     Column("admit"),
     Column("prefill"),
@@ -32,6 +33,7 @@ _CANDIDATES = (
     Column("finish"),
     Column("others"),
     Column("weight"),
+    Column("wasted"),
     Column("score"),
 )
 _LEGEND = (
@@ -41,9 +43,12 @@ _LEGEND = (
     "others: what they lose.",
     "TTFT = step + admit + prefill.  finish = TTFT + decode.",
 )
-_STRETCH = [column.header for column in _CANDIDATES].index("×")
 _STRETCH_LEGEND = (
     "×: actual ÷ predicted decode time of its last requests, by which decode is multiplied."
+)
+_CACHED_LEGEND = (
+    "cached: prompt tokens in its prefix cache.  wasted: time to prefill what another has cached; "
+    "the score has it in."
 )
 _NO_STRETCH = 0.005
 _COMPLETION_SCORE = "  score = finish + weight * others."
@@ -105,7 +110,9 @@ def _compared(record: Record) -> list[str]:
     """The table of candidates."""
     candidates = sorted(record.candidates, key=lambda one: _rank(one, record))
     rows = [_candidate(one, one.replica == record.replica) for one in candidates]
-    shown = [i for i in range(len(_CANDIDATES)) if i != _STRETCH or _stretched(record)]
+    hidden = set() if _stretched(record) else {"×"}
+    hidden |= set() if _cached(record) else {"cached", "wasted"}
+    shown = [i for i, column in enumerate(_CANDIDATES) if column.header not in hidden]
     return table([_CANDIDATES[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
@@ -113,12 +120,18 @@ def _legend(record: Record) -> list[str]:
     legend = list(_LEGEND)
     if record.policy == "completion":
         legend[-1] += _COMPLETION_SCORE
-    return [*legend, _STRETCH_LEGEND] if _stretched(record) else legend
+    legend += [_STRETCH_LEGEND] if _stretched(record) else []
+    return [*legend, _CACHED_LEGEND] if _cached(record) else legend
 
 
 def _stretched(record: Record) -> bool:
     """Whether predictions of any candidate were off as of late."""
     return any(abs((one.stretch or 1.0) - 1.0) >= _NO_STRETCH for one in record.candidates)
+
+
+def _cached(record: Record) -> bool:
+    """Whether any candidate should have some of the prompt in its prefix cache."""
+    return any(one.cached_tokens for one in record.candidates)
 
 
 def _candidate(candidate: Candidate, chosen: bool) -> list[str]:
@@ -129,6 +142,7 @@ def _candidate(candidate: Candidate, chosen: bool) -> list[str]:
         count(candidate.requests),
         share(candidate.kv_usage),
         count(candidate.backlog_tokens),
+        count(candidate.cached_tokens),
         figure(terms.step_rest),
         figure(terms.admission),
         figure(terms.prefill),
@@ -138,6 +152,7 @@ def _candidate(candidate: Candidate, chosen: bool) -> list[str]:
         figure(candidate.predicted_completion_s),
         figure(terms.cost_to_others),
         share(candidate.cost_weight),
+        figure(terms.avoidable),
         figure(candidate.score),
     ]
 
@@ -193,6 +208,9 @@ def _happened(record: Record) -> str:
     parts += _times(record, outcome)
     if outcome.prompt_tokens is not None:
         parts.append(f"{outcome.prompt_tokens} prompt tokens (taken for {record.prompt_tokens})")
+    if outcome.cached_tokens is not None:
+        expected = count(record.expected_cached_tokens)
+        parts.append(f"{outcome.cached_tokens} of them cached ({expected} expected)")
     if outcome.output_tokens:
         parts.append(f"{outcome.output_tokens} output tokens")
     return ", ".join(parts)

@@ -1,5 +1,6 @@
 """Every replica in memory: what polls said, what this router sent, and how far it has come."""
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
@@ -8,6 +9,7 @@ from uuid import uuid4
 import numpy as np
 
 from extproc.clock import Clock, monotonic, wall
+from extproc.fleet import sent
 from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
@@ -16,13 +18,16 @@ from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.newcomers import favour_idle
 from extproc.fleet.others import Others
 from extproc.fleet.polls import correct, restart, set_hardware
+from extproc.fleet.prefixes import Held, Prefixes
 from extproc.fleet.progress import Progress
+from extproc.fleet.sent import SentPrompts
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.stored import StoredResponses
 from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.correction import Corrections
 from extproc.predict.lengths import OutputLengths
+from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 
 _MODELS_REMEMBERED = 64
@@ -55,6 +60,10 @@ class Fleet:
         self.lengths = lengths
         self.eligibility = Eligibility(clock)
         self.responses = StoredResponses()
+        self.sent = SentPrompts()
+        self.known = asyncio.Event()
+        """Set when the replicas that Redis knows of were put in."""
+        self._prefixes = Prefixes()
         self._clock = clock
         self._rows: dict[str, int] = {}
         self._states: list[ReplicaState] = []
@@ -121,6 +130,8 @@ class Fleet:
         if state.healthy:
             if state.steps < self._replicas.polled_steps[row]:
                 restart(self._replicas, self._requests, row, state.steps)
+                self._prefixes.clear(row)
+            self._prefixes.polled(row, state)
             mine = correct(self._replicas, self._requests, row, state, asked_at, now)
             self._progress.corrected(row, mine)
 
@@ -175,6 +186,7 @@ class Fleet:
         self.others.clear(row)
         self._corrections.reset(row)
         self._alone.forget(row)
+        self._prefixes.clear(row)
         step = self._alone.step(row, state, self._clock())
         set_hardware(self._replicas, row, state, None, step)
         self._replicas.decode_step[row] = self._replicas.c0[row]
@@ -193,8 +205,13 @@ class Fleet:
         row = self._rows.get(replica)
         return 0 if row is None else int(self._replicas.requests[row])
 
-    def dispatch(self, replica: str, profile: RequestProfile) -> Ticket:
+    def dispatch(self, replica: str, profile: RequestProfile, cached: float = 0.0) -> Ticket:
         """Takes a request into the ledger as sent to ``replica`` now.
+
+        Args:
+            replica: ``ip:port``.
+            profile: the request.
+            cached: tokens of its prompt that the replica has in its prefix cache.
 
         Raises:
             KeyError: the replica is not a member.
@@ -203,7 +220,9 @@ class Fleet:
         self.eligibility.sent(replica)
         now = self._clock()
         self._progress.advance(now)
-        ticket = self._ledger.take(row, profile, now)
+        ticket = self._ledger.take(row, profile, now, cached)
+        self._enter(row, profile.prefix)
+        self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
         return ticket
 
@@ -270,6 +289,19 @@ class Fleet:
         if row is not None:
             self._corrections.observe(row, predicted, actual, self._clock())
 
+    def reported(self, replica: str, expected: float, depth: int, tokens: float) -> None:
+        """A request there found ``tokens`` of its prompt cached.
+
+        Args:
+            replica: ``ip:port``; one that is no member is passed over.
+            expected: tokens that the replica should have held.
+            depth: and how deep, both of :meth:`held`.
+            tokens: as it said.
+        """
+        row = self._rows.get(replica)
+        if row is not None:
+            self._prefixes.reported(row, expected, depth, tokens)
+
     def failed(self, replica: str) -> None:
         """A request sent there was answered with a 5xx, or had to be served by another."""
         self.eligibility.failed(replica)
@@ -294,6 +326,22 @@ class Fleet:
             self._progress.advance(self._clock())
             self._progress.changed()
         self.others.hear(digest, age)
+
+    def hear_prompts(self, router: str, prompts: bytes) -> None:
+        """A router sent these prompts, by its :attr:`sent`.
+
+        Raises:
+            ValueError: they cannot be read.
+        """
+        if router == self.router:
+            return
+        for replica, prefix in sent.read(prompts):
+            if (row := self._rows.get(replica)) is not None:
+                self._enter(row, prefix)
+
+    def _enter(self, row: int, prefix: Prefix) -> None:
+        if self._states[row].prefix_caching:
+            self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
     # -- what policies see ------------------------------------------------------------------
 
@@ -362,6 +410,10 @@ class Fleet:
         if newcomers:
             favour_idle(view, newcomers)
         return view
+
+    def held(self, prefix: Prefix, view: FleetView) -> Held:
+        """What the candidates of a view should hold of a prompt in their prefix caches."""
+        return self._prefixes.held(prefix, view.rows)
 
     def sequences(self, view: FleetView) -> Sequences:
         """What is in flight on the candidates of a view; good until the fleet changes.

@@ -32,22 +32,24 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def take(self, replica: int, profile: RequestProfile, now: float) -> Ticket:
-        """Takes a request in, as sent now to that replica."""
+    def take(self, replica: int, profile: RequestProfile, now: float, cached: float) -> Ticket:
+        """Takes a request in, as sent now to that replica, which has ``cached`` tokens of its
+        prompt."""
         bound = profile.most_output(self._replicas.longest_prompt.item(replica))
         least = min(float(profile.least_output), bound)
         lengths = self._lengths
         kind = lengths.row(profile)
         begin, cut = lengths.place(kind, bound)
         each = profile.prompt_tokens / max(profile.sequences, 1)
-        mark, turn = self._enqueue(replica, profile.prompt_tokens, profile.parts)
+        new = profile.prompt_tokens - cached
+        mark, turn = self._enqueue(replica, new, profile.parts)
         self._tickets += 1
         row = self._row[self._tickets] = self._requests.append(
             weight=profile.sequences,
             context=each,
             remaining=max(lengths.expected(kind, bound), least),
             sent_at=now,
-            prompt=profile.prompt_tokens,
+            prompt=new,
             each=each,
             mark=mark,
             parts=profile.parts,

@@ -58,7 +58,7 @@ class Progress:
         if requests.before[row] == inf:
             return
         on, weight = requests.replica[row], requests.weight[row]
-        held = weight * requests.generated[row] + requests.prompt[row]
+        held = weight * (requests.generated[row] + requests.each[row])
         replicas.kv_used[on] = max(replicas.kv_used[on] - held, 0.0)
         replicas.batch[on] = max(replicas.batch[on] - weight, 0.0)
         self._set_step(on)

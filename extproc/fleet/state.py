@@ -44,6 +44,8 @@ class ReplicaState(BaseModel):
     """KV cache in tokens; 0: not known."""
     block_size: int = 16
     """Tokens in a KV block."""
+    prefix_caching: bool = True
+    """Whether prefixes are cached; True where that is not known."""
 
     steps: float = 0.0
     """Counter: engine steps; with several engines, the mean of theirs."""

@@ -79,7 +79,7 @@ class Requests(Table):
     # What policies see are those above.
     generated: Floats  # tokens a sequence has so far
     sent_at: Floats
-    prompt: Floats  # tokens
+    prompt: Floats  # tokens to prefill
     each: Floats  # prompt tokens of one sequence
     mark: Floats  # its prompt is prefilled once the replica's `prefilled` gets here
     parts: Floats  # sequences as the engine counts them: those that generate nothing, too
@@ -111,4 +111,4 @@ def count(replicas: Replicas, requests: Requests, row: int, sign: int) -> None:
         replicas.queued[on] += sign
     else:
         replicas.decoding[on] += sign * requests.weight[row]
-        replicas.held[on] += sign * requests.prompt[row]
+        replicas.held[on] += sign * requests.weight[row] * requests.each[row]

@@ -26,6 +26,7 @@ class Outcome:
     completion_s: float | None = None
     """Seconds from the decision to the end of the response."""
     prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     output_tokens: int | None = None
     """As the replica reported them, over all sequences."""
 
@@ -76,6 +77,7 @@ class DecisionRecord:
             "why": decision.why,
             "fallback": decision.fallback,
             "others_age_s": _short(decision.news_age),
+            "expected_cached_tokens": _short(decision.cached),
             "predicted_ttft_s": _short(decision.predicted_ttft),
             "predicted_completion_s": _short(decision.predicted_completion),
             "compared": self.candidates,
@@ -90,6 +92,7 @@ class DecisionRecord:
                 "ttft_s": _short(self.outcome.ttft_s),
                 "completion_s": _short(self.outcome.completion_s),
                 "prompt_tokens": self.outcome.prompt_tokens,
+                "cached_tokens": self.outcome.cached_tokens,
                 "output_tokens": self.outcome.output_tokens,
             },
         }
@@ -102,7 +105,7 @@ class DecisionRecord:
         if most is not None and most < len(view):
             best = choice.scores.argsort(kind="stable")[:most]
             shown = np.union1d(best, choice.first)
-        terms = ("step_rest", "admission", "prefill", "decode", "cost_to_others")
+        terms = ("step_rest", "admission", "prefill", "decode", "cost_to_others", "avoidable")
         columns: dict[str, list[Any]] = {
             "replica": [view.ids[row] for row in shown],
             "name": [view.names[row] for row in shown],
@@ -111,6 +114,7 @@ class DecisionRecord:
             "waiting": _figures(view.waiting[shown]),
             "kv_usage": _figures(view.kv_usage[shown]),
             "backlog_tokens": _figures(view.backlog[shown]),
+            "cached_tokens": _figures(prediction.cached[shown]),
             "predicted_ttft_s": _figures(prediction.ttft[shown]),
             "predicted_completion_s": _figures(prediction.completion[shown]),
             "terms_s": _rows({name: _figures(getattr(prediction, name)[shown]) for name in terms}),

@@ -36,6 +36,7 @@ _LENGTHS = (b"request_generation_tokens_bucket",)
 
 _MODEL_NAME = re.compile(rb'[{,]model_name="((?:[^"\\]|\\.)*)"')
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,6})"')
+_NO_PREFIX_CACHE = b'enable_prefix_caching="False"'
 _BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,9})"')
 _EDGE = re.compile(rb'[{,]le="(\d{1,9}(?:\.\d+)?)"')
 _KV_TOKENS = re.compile(rb'[{,]kv_cache_size_tokens="(\d{1,12})"')
@@ -67,6 +68,8 @@ class EngineFigures:
     """Counter: requests finished."""
     output_lengths: tuple[tuple[float, float], ...] = ()
     engines: int = 1
+    prefix_caching: bool = True
+    """Whether prefixes are cached, as far as it tells."""
 
     def fields(self) -> dict[str, Any]:
         """By name, as they are: ``dataclasses.asdict`` would copy every number, in 100 µs."""
@@ -85,7 +88,8 @@ def read_metrics(page: bytes) -> EngineFigures:
         raise MetricsError("/metrics has no line of vllm:num_requests_running: is this vLLM?")
     usage = [_value(_KV_USAGE[0], line) for line in _series(page, _KV_USAGE)]
     steps = _series(page, _STEPS)
-    block_size, kv_tokens = _kv_cache(_series(page, _CACHE_CONFIG))
+    configs = _series(page, _CACHE_CONFIG)
+    block_size, kv_tokens = _kv_cache(configs)
     return EngineFigures(
         models=_models(running),
         running=int(_sum(_RUNNING, running)),
@@ -104,6 +108,7 @@ def read_metrics(page: bytes) -> EngineFigures:
         finished=_total(page, _FINISHED),
         output_lengths=_output_lengths(_series(page, _LENGTHS)),
         engines=len(running),
+        prefix_caching=not any(_NO_PREFIX_CACHE in config for config in configs),
     )
 
 

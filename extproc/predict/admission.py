@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from extproc.fleet.view import FleetView, Floats, Indices, Sequences, least
+from extproc.fleet.view import FleetView, Floats, Indices, Sequences, least, most
 
 
 def admission(
-    view: FleetView, sequences: Sequences, taken: Floats, own: int, prompt: float
+    view: FleetView, sequences: Sequences, taken: Floats, own: int, new: Floats
 ) -> Floats:
     """Seconds until the sequences in flight have freed the KV tokens and places it needs.
 
@@ -17,21 +17,21 @@ def admission(
         sequences: what is in flight on them.
         taken: KV tokens in use or queued for, a candidate each.
         own: places that the request needs.
-        prompt: KV tokens that it needs.
+        new: KV tokens that it needs, a candidate each.
     """
     wait = np.zeros(len(view))
-    free = view.kv_capacity - taken
+    missing = new - (view.kv_capacity - taken)
     places = view.max_num_seqs - view.batch - view.waiting
-    if least(free) >= prompt and least(places) >= own:
+    if most(missing) <= 0.0 and least(places) >= own:
         return wait
-    here = ((free < prompt) | (places < own))[sequences.replica].nonzero()[0]
+    here = ((missing > 0.0) | (places < own))[sequences.replica].nonzero()[0]
     # By replica, and of each the first to end first.
     here = here[np.lexsort((sequences.remaining[here], sequences.replica[here]))]
     weight, remaining = sequences.weight[here], sequences.remaining[here]
     full, first, count = np.unique(sequences.replica[here], return_index=True, return_counts=True)
     freed = weight * (sequences.context[here] + remaining)
     last = np.maximum(
-        _reaching(freed, first, prompt - free[full]), _reaching(weight, first, own - places[full])
+        _reaching(freed, first, missing[full]), _reaching(weight, first, own - places[full])
     )
     token = view.decode_step[full] / view.tokens_per_step[full]
     wait[full] = remaining[np.minimum(last, first + count - 1)] * token

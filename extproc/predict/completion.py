@@ -31,6 +31,11 @@ class Prediction:
     """Time the requests in flight lose, summed over them."""
     kv_pressure: Floats
     """Fraction of the KV cache in use after admission, 0…1."""
+    cached: Floats
+    """Tokens of the prompt that the replica has in its prefix cache."""
+    avoidable: Floats
+    """Time to prefill what another candidate has in its prefix cache: once for each request that
+    waits for it, and once for the cache that it displaces."""
 
     first_token_share: float
     """Time to first token in the completion, at the soonest, 0…1."""
@@ -47,35 +52,52 @@ class Prediction:
 
 
 def predict(
-    profile: RequestProfile, output_tokens: float, view: FleetView, sequences: Sequences
+    profile: RequestProfile,
+    output_tokens: float,
+    view: FleetView,
+    sequences: Sequences,
+    held: Floats,
 ) -> Prediction:
     """Predicts a request on every candidate.
 
-    With p prompt tokens and an expected output of o tokens a sequence, a backlog of W prompt
-    tokens, B sequences decoding and K KV tokens, and sequences i with context k_i and expected
-    remainder r_i, m_i = min(r_i, o)::
+    With p prompt tokens, of which h are cached, and u = p − h to prefill, an expected output of o
+    tokens a sequence, a backlog of W prompt tokens, B sequences decoding and K KV tokens, and
+    sequences i with context k_i and expected remainder r_i, m_i = min(r_i, o)::
 
-        T_first  = rest of step + admission + (W + p)·c_prefill + ceil((W + p)/budget)·step(0, B, K)
-        T_decode = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
-        cost     = B·p·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
+        T_first   = rest of step + admission + (W + u)·c_prefill
+                    + ceil((W + u)/budget)·step(0, B, K)
+        T_decode  = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
+        cost      = B·u·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
+        avoidable = (u − least u of all candidates)·c_prefill·(B + 1)
 
     s being actual ÷ predicted decode time of the replica, as of late
     (:class:`~extproc.predict.correction.Corrections`), and d the tokens that a sequence gets from a
     step.
 
     Two sequences about to finish cost next to nothing; one long one costs for the whole way.
+
+    Args:
+        profile: the request.
+        output_tokens: a sequence of it is expected to generate.
+        view: the candidates.
+        sequences: what is in flight on them.
+        held: tokens of the prompt that each should hold in its prefix cache; one token at least is
+            computed all the same.
     """
     own = max(profile.sequences, 1)
     prompt, out = float(profile.prompt_tokens), float(output_tokens)
+    cached = np.minimum(held, max(prompt - 1.0, 0.0))
+    new = prompt - cached
     taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
-    wait = admission(view, sequences, taken, own, prompt)
+    wait = admission(view, sequences, taken, own, new)
     _refuse(view, profile.longest_prompt, wait)
-    prefill = _prefill(view, prompt)
-    decode, cost_to_others = _decode(view, sequences, own, prompt, out)
+    prefill = _prefill(view, prompt, new)
+    decode, slower = _decode(view, sequences, own, prompt, out)
+    stall = view.costs.c_prefill * view.batch
     ttft = step_rest + wait + prefill
     completion = ttft + decode
-    kv_pressure = np.minimum((taken + (prompt + own * out)) / view.kv_capacity, 1.0)
+    kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
         step_rest,
@@ -84,8 +106,10 @@ def predict(
         decode,
         ttft,
         completion,
-        cost_to_others,
+        stall * new + slower,
         kv_pressure,
+        cached,
+        (new - least(new)) * (stall + view.costs.c_prefill),
         least(ttft) / least(completion),
     )
 
@@ -104,20 +128,20 @@ def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
             wait[too_long] = np.inf
 
 
-def _prefill(view: FleetView, prompt: float) -> Floats:
+def _prefill(view: FleetView, prompt: float, new: Floats) -> Floats:
     costs = view.costs
-    queue = view.backlog + prompt
+    queue = view.backlog + new
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
     seconds: Floats = queue * costs.c_prefill + steps * view.decode_step
-    return seconds + costs.c_att * (prompt * prompt / 2)
+    return seconds + costs.c_att * (new * (prompt - new / 2))
 
 
 def _decode(
     view: FleetView, sequences: Sequences, own: int, prompt: float, out: float
 ) -> tuple[Floats, Floats]:
-    """Decode time, and what the sequences in flight lose by it and by the prefill."""
+    """Decode time, and what the sequences in flight lose by it."""
     costs, count = view.costs, len(view)
     # The first token comes out of the prefill; `later` decode steps follow.
     later, each = max(out - 1.0, 0.0), prompt / own
@@ -133,4 +157,4 @@ def _decode(
         + costs.c_kv * (kv + own * later * (each + later / 2))
     )
     slower = step_share * (costs.c_batch * steps + costs.c_kv * (each * steps + kv_growth))
-    return decode, costs.c_prefill * prompt * view.batch + own * slower
+    return decode, own * slower

@@ -19,6 +19,8 @@ _TEXT = b'"text":'
 _ROLE = b'{"role"'
 _OVERLAP = len(_TEXT) - 1
 
+_DETAILS = ("prompt_tokens_details", "input_tokens_details")
+
 _MAX_USAGE = 8_192
 """Bytes a usage object may have; longer ones are given up."""
 
@@ -32,6 +34,8 @@ class Usage:
     prompt_tokens: int | None
     """None: the response did not say."""
     completion_tokens: int
+    cached_tokens: int | None = None
+    """Of the prompt's, those that the replica found in its prefix cache."""
     estimated: bool = False
     """Completion tokens were counted as streamed events: a replica may send several in one."""
 
@@ -47,6 +51,7 @@ class UsageReader:
     """
 
     __slots__ = (
+        "_cached",
         "_carry",
         "_completion",
         "_deltas",
@@ -69,6 +74,7 @@ class UsageReader:
         """What follows a usage key, until it is a whole object."""
         self._prompt: int | None = None
         self._completion: int | None = None
+        self._cached: int | None = None
         self._streamed: bool | None = None
         self._deltas = 0
         self._texts = 0
@@ -100,10 +106,10 @@ class UsageReader:
         """The usage seen so far; None: neither a figure nor a streamed event."""
         events = self._generated_events()
         if not self._completion and events:
-            return Usage(self._prompt, events, estimated=True)
+            return Usage(self._prompt, events, self._cached, estimated=True)
         if self._prompt is None and self._completion is None:
             return None
-        return Usage(self._prompt, self._completion or 0)
+        return Usage(self._prompt, self._completion or 0, self._cached)
 
     def _generated_events(self) -> int:
         """Events that stand for a token: deltas, but for the one that opens with the role; for
@@ -133,6 +139,11 @@ class UsageReader:
         completion = _first(usage, "completion_tokens", "output_tokens")
         self._prompt = self._prompt if prompt is None else prompt
         self._completion = self._completion if completion is None else completion
+        cached = _first(usage, "cache_read_input_tokens")
+        for details in map(usage.get, _DETAILS):
+            if isinstance(details, dict):
+                cached = _first(details, "cached_tokens")
+        self._cached = self._cached if cached is None else cached
 
 
 def _first(usage: dict[str, object], *names: str) -> int | None:

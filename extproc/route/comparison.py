@@ -20,7 +20,8 @@ def compare(situation: Situation, choice: Choice, band: float, same_ttft: float)
 
     Args:
         situation: what the choice was made from.
-        choice: the lowest ``completion + w·cost to others``, or as good as equal to it.
+        choice: the lowest ``completion + w·cost to others + avoidable prefill``, or as good as
+            equal to it.
         band: scores within this fraction of the lowest counted as equal.
         same_ttft: times to first token counted as the same within this fraction.
     """
@@ -78,13 +79,14 @@ class _Rival:
             longest = self.situation.view.longest_prompt[self.other]
             return f"{self._name} holds prompts of {longest:,.0f} tokens at most"
         when = f"in {seconds(theirs)}{self._though()}"
-        if theirs < ours:
-            return f"{self._name} already {when}, but {self._cost()}"
         cost = prediction.cost_weight * prediction.cost_to_others
+        if theirs < ours:
+            wasted = self._longer(prediction.avoidable) > self._longer(cost)
+            return f"{self._name} already {when}, but {self._waste() if wasted else self._cost()}"
         reasons: list[tuple[Floats, Callable[[], str]]] = [
             (prediction.step_rest, self._step_rest),
             (prediction.admission, self._admission),
-            (prediction.prefill, self._prefill),
+            (prediction.prefill + prediction.avoidable, self._prefill),
             (prediction.decode, self._decode),
             (cost, self._cost),
         ]
@@ -120,7 +122,7 @@ class _Rival:
         view, wait = self.situation.view, self.situation.prediction.admission
         longer = seconds(self._longer(wait)) + (" longer" if wait[self.first] else "")
         taken, capacity = view.kv_used + view.backlog, view.kv_capacity[self.other]
-        if taken[self.other] + self.situation.profile.prompt_tokens > capacity:
+        if taken[self.other] + self._new[self.other] > capacity:
             place = f"KV space, {taken[self.other]:,.0f} of {capacity:,.0f} tokens being taken"
         else:
             batch, places = (view.batch + view.waiting)[self.other], view.max_num_seqs[self.other]
@@ -129,14 +131,29 @@ class _Rival:
 
     def _prefill(self) -> str:
         view, prefill = self.situation.view, self.situation.prediction.prefill
+        if self._longer(self.situation.prediction.avoidable) > self._longer(prefill) / 2:
+            return self._waste()
         theirs, ours = self._both(view.backlog)
         if theirs > ours:
             cause = f"behind {theirs:,.0f} queued prompt tokens against {ours:,.0f}"
         else:
-            tokens = np.maximum(view.backlog + self.situation.profile.prompt_tokens, 1.0)
+            tokens = np.maximum(view.backlog + self._new, 1.0)
             theirs, ours = self._both(prefill / tokens)
             cause = f"at {seconds(theirs)} a token against {seconds(ours)}"
         return f"the prefill would take {seconds(self._longer(prefill))} longer there, {cause}"
+
+    @property
+    def _new(self) -> Floats:
+        """Prompt tokens to prefill."""
+        return self.situation.profile.prompt_tokens - self.situation.prediction.cached
+
+    def _waste(self) -> str:
+        theirs, ours = self._both(self.situation.prediction.cached)
+        wasted = seconds(self._longer(self.situation.prediction.avoidable))
+        return (
+            f"of the prompt {theirs:,.0f} tokens are cached there against {ours:,.0f}, and to "
+            f"prefill the rest is a waste that counts {wasted}"
+        )
 
     def _decode(self) -> str:
         view, prediction = self.situation.view, self.situation.prediction

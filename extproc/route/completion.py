@@ -13,7 +13,8 @@ SAME_TTFT = 0.02
 
 
 class Completion:
-    """Lowest ``completion + w·cost to others``; among near ties, the soonest first token.
+    """Lowest ``completion + w·cost to others + avoidable prefill``; among near ties, the soonest
+    first token.
 
     A replica with much KV space is filled for the sake of this request alone; the fuller it gets,
     the more the time that the others lose counts, since it is then that everyone waits: w is the
@@ -27,7 +28,8 @@ class Completion:
     def choose(self, situation: Situation, random: random.Random) -> Choice:
         """Of the replicas with about the lowest score, the one with the soonest first token."""
         prediction = situation.prediction
-        scores = prediction.completion + prediction.cost_weight * prediction.cost_to_others
+        cost_to_others = prediction.cost_weight * prediction.cost_to_others
+        scores = prediction.completion + cost_to_others + prediction.avoidable
         near = near_lowest(scores, _band(prediction))
         if len(near) == 1:
             return Choice(int(near[0]), scores)

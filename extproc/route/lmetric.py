@@ -2,12 +2,14 @@
 
 import random
 
+import numpy as np
+
 from extproc.fleet.view import Floats
 from extproc.route.policy import Choice, Situation, lowest
 
 
 class LMetric:
-    """Lowest ``(queued + own prompt tokens) · (batch size + 1)`` (LMetric, OSDI 2026).
+    """Lowest ``(queued + own uncached prompt tokens) · (batch size + 1)`` (LMetric, OSDI 2026).
 
     No hardware profile and no output length, and still the strongest simple rule where replicas
     are of equal speed and the counts are live.
@@ -26,4 +28,5 @@ class LMetric:
 
 
 def _to_prefill(situation: Situation) -> Floats:
-    return situation.view.backlog + max(situation.profile.prompt_tokens, 1)
+    new = situation.profile.prompt_tokens - situation.prediction.cached
+    return situation.view.backlog + np.maximum(new, 1.0)

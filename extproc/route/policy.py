@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from extproc.fleet.prefixes import Held
 from extproc.fleet.view import FleetView, Floats, Indices, least
 from extproc.predict.completion import Prediction
 from extproc.request.profile import RequestProfile
@@ -19,6 +20,7 @@ class Situation:
 
     profile: RequestProfile
     view: FleetView
+    held: Held
     prediction: Prediction
 
 

@@ -32,6 +32,8 @@ class Forecast:
     predicted_ttft: float
     predicted_completion: float
     decode_time_per_token: float
+    expected_hits: float
+    hits_depth: int
     """All as in :class:`Decision`."""
 
 
@@ -85,6 +87,16 @@ class Decision:
         return self.situation.prediction
 
     @property
+    def expected_hits(self) -> float:
+        """Tokens of the prompt that the replica chosen should hold, by what was sent there."""
+        return float(self.situation.held.expected[self.choice.first])
+
+    @property
+    def cached(self) -> float:
+        """Tokens of the prompt that it is believed to have in its prefix cache."""
+        return float(self.prediction.cached[self.choice.first])
+
+    @property
     def predicted_ttft(self) -> float:
         """Seconds to the first token on the replica chosen."""
         return float(self.prediction.ttft[self.choice.first])
@@ -109,6 +121,8 @@ class Decision:
             self.predicted_ttft,
             self.predicted_completion,
             self.decode_time_per_token,
+            self.expected_hits,
+            int(self.situation.held.depths[self.choice.first]),
         )
 
 
@@ -137,8 +151,9 @@ class Router:
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
-        prediction = predict(profile, expected, view, fleet.sequences(view))
-        situation = Situation(profile, view, prediction)
+        held = fleet.held(profile.prefix, view)
+        prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
+        situation = Situation(profile, view, held, prediction)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
         return Decision(

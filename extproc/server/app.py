@@ -148,6 +148,7 @@ async def apply(change: Change, fleet: Fleet) -> None:
             for state in sorted(states, key=lambda state: state.measured):
                 fleet.put(state, age=ages.get(state.id, 0.0))
                 await asyncio.sleep(0)
+            fleet.known.set()
         case Put(state):
             # Pushed at once: it took less than the clocks of two machines differ by.
             fleet.put(state)

@@ -47,7 +47,7 @@ class InFlight:
         self._unseen = unseen
         self._sent_at = services.clock()
         self._served_by = decision.replica
-        self._ticket = services.fleet.dispatch(decision.replica, decision.profile)
+        self._ticket = services.fleet.dispatch(decision.replica, decision.profile, decision.cached)
         self._forecast = decision.forecast()
         pool = services.config.pool
         self._outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
@@ -148,6 +148,12 @@ class InFlight:
         services, profile, outcome = self._services, self._forecast.profile, self._outcome
         outcome.prompt_tokens = usage.prompt_tokens
         outcome.output_tokens = usage.completion_tokens
+        forecast = self._forecast
+        outcome.cached_tokens = usage.cached_tokens
+        if usage.cached_tokens is not None and self._served_by == forecast.replica:
+            services.fleet.reported(
+                forecast.replica, forecast.expected_hits, forecast.hits_depth, usage.cached_tokens
+            )
         if usage.prompt_tokens and profile.prompt_bytes:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
         if usage.prompt_tokens and profile.images:

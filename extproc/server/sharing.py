@@ -1,24 +1,31 @@
 """The router among others: it tells what it has in flight, and hears what they have."""
 
 import asyncio
+import logging
+from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from random import Random
 
 from redis.exceptions import RedisError
+from redis.utils import str_if_bytes
 
 from extproc.backoff import Backoff
 from extproc.clock import Clock, monotonic, wall
 from extproc.config import Config
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.stored import StoredResponses
+from extproc.fleet.sent import MOST_KEPT
+from extproc.fleet.stored import MOST_STORED
 from extproc.observe.metrics import RouterMetrics
 from extproc.state.connection import connect
 from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.state.responses import ResponseReader, ResponseWriter
+from extproc.state.keys import prompts_key, responses_key
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
+from extproc.state.stream import Fields, StreamReader, StreamWriter
 
 _RESPONSES_AT_ONCE = 100
+
+logger = logging.getLogger(__name__)
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
@@ -26,10 +33,11 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
     async with connect(config.redis.url, config.pool) as redis, asyncio.TaskGroup() as tasks:
         tasks.create_task(tell(DigestWriter(redis, config.pool), fleet))
         tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
-        tasks.create_task(tell_responses(ResponseWriter(redis, config.pool), fleet.responses))
-        tasks.create_task(
-            hear_responses(ResponseReader(redis, config.pool, Random()), fleet.responses)
-        )
+        responses, prompts = responses_key(config.pool), prompts_key(config.pool)
+        tasks.create_task(tell_responses(StreamWriter(redis, responses, MOST_STORED), fleet))
+        tasks.create_task(hear_responses(StreamReader(redis, responses, Random()), fleet))
+        tasks.create_task(tell_prompts(StreamWriter(redis, prompts, MOST_KEPT), fleet))
+        tasks.create_task(hear_prompts(StreamReader(redis, prompts, Random()), fleet))
 
 
 async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> None:
@@ -59,25 +67,55 @@ async def hear(reader: DigestReader, fleet: Fleet, metrics: RouterMetrics) -> No
             take(one, fleet, metrics)
 
 
-async def tell_responses(writer: ResponseWriter, responses: StoredResponses) -> None:
+async def tell_responses(writer: StreamWriter, fleet: Fleet) -> None:
     """Tells where responses are that this router saw, for ever; while Redis is away they wait."""
-    backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, Random())
     while True:
-        held = await responses.untold(_RESPONSES_AT_ONCE)
-        while True:
-            try:
-                await writer.send(held)
-                break
-            except (RedisError, OSError):
-                await asyncio.sleep(backoff.next())
-        backoff.reset()
+        held = await fleet.responses.untold(_RESPONSES_AT_ONCE)
+        await _deliver(writer, [{response: replica} for response, replica in held])
 
 
-async def hear_responses(reader: ResponseReader, responses: StoredResponses) -> None:
+async def hear_responses(reader: StreamReader, fleet: Fleet) -> None:
     """Remembers where responses are, by every router's word, for ever."""
     async with aclosing(reader.news()) as news:
-        async for response, replica in news:
-            responses.keep(response, replica)
+        async for told in news:
+            for response, replica in told.items():
+                fleet.responses.keep(str_if_bytes(response), str_if_bytes(replica))
+
+
+async def tell_prompts(writer: StreamWriter, fleet: Fleet) -> None:
+    """Tells which prompts this router sent where, for ever; while Redis is away they wait."""
+    while True:
+        if prompts := fleet.sent.take():
+            await _deliver(writer, [{fleet.router: prompts}])
+        await asyncio.sleep(EVERY_S)
+
+
+async def hear_prompts(reader: StreamReader, fleet: Fleet) -> None:
+    """Brings what other routers sent into the fleet, for ever.
+
+    There are some of the past, of replicas that have to be known by then.
+    """
+    await fleet.known.wait()
+    warned = False
+    async with aclosing(reader.news()) as news:
+        async for told in news:
+            for router, prompts in told.items():
+                try:
+                    fleet.hear_prompts(str_if_bytes(router), prompts)
+                except ValueError as error:
+                    if not warned:
+                        logger.warning("skipped garbage in redis", extra={"error": str(error)})
+                    warned = True
+
+
+async def _deliver(writer: StreamWriter, entries: Sequence[Fields]) -> None:
+    """Tries until Redis has taken them."""
+    backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, Random())
+    while True:
+        try:
+            return await writer.send(entries)
+        except (RedisError, OSError):
+            await asyncio.sleep(backoff.next())
 
 
 def take(news: News, fleet: Fleet, metrics: RouterMetrics) -> None:

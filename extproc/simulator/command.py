@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="probability that a drafted token is accepted, 0 to 1",
     )
     parser.add_argument(
+        "--no-enable-prefix-caching",
+        dest="prefix_caching",
+        action="store_false",
+        help="compute every prompt whole",
+    )
+    parser.add_argument(
         "--enable-prompt-tokens-details",
         action="store_true",
         help="report cached prompt tokens in the usage, as vLLM does with this flag",
@@ -82,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         draft_tokens=args.draft_tokens,
         acceptance=args.acceptance,
+        prefix_caching=args.prefix_caching,
         enable_prompt_tokens_details=args.enable_prompt_tokens_details,
     )
     try:

@@ -42,6 +42,7 @@ class ReplicaSettings:
     """Tokens drafted for a sequence in each step; 0: it does not decode speculatively."""
     acceptance: float = ACCEPTANCE
     """Probability that a drafted token is accepted where those before it are."""
+    prefix_caching: bool = True
     enable_prompt_tokens_details: bool = False
     """Whether chat, completions and messages report cached prompt tokens, as vLLM's flag."""
 
@@ -63,6 +64,7 @@ class Replica:
             settings.block_size,
             settings.kv_tokens,
             settings.max_num_seqs,
+            prefix_caching=settings.prefix_caching,
             speculation=Speculation(drafts, settings.acceptance, random) if drafts else None,
         )
         self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)

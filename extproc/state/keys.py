@@ -51,6 +51,11 @@ def responses_key(pool: str) -> str:
     return f"{{{pool}}}:responses"
 
 
+def prompts_key(pool: str) -> str:
+    """Key of a stream of the prompts that routers sent: :mod:`extproc.fleet.sent`."""
+    return f"{{{pool}}}:prompts"
+
+
 def digests_channel(pool: str) -> str:
     """Pub/sub channel that carries every digest."""
     return f"{{{pool}}}:digests"

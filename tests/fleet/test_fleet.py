@@ -604,7 +604,7 @@ def test_where_tokens_are_drafted_a_step_gives_several() -> None:
     view = fleet.view(MODEL)
     assert view.tokens_per_step == pytest.approx([3.0, 1.0])
     profile = chat(100, 1000)
-    prediction = predict(profile, 1000.0, view, fleet.sequences(view))
+    prediction = predict(profile, 1000.0, view, fleet.sequences(view), np.zeros(1))
     assert prediction.decode[0] == pytest.approx(prediction.decode[1] / 3)
 
     for number in (1, 2):

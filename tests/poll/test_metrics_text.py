@@ -44,7 +44,12 @@ def sample(name: str) -> bytes:
             EngineFigures(("tiny",), 0, 0, 0.0, 8192, 128, 19, 30_224, 0, 0, 26, 0, 0, 26),
         ),
         # It has no KV cache, though its label num_gpu_blocks says 1.
-        ("encoder", EngineFigures(("bert",), 0, 0, 0.0, 0, 128, 2, 1206, 0, 0, 12, 0, 0, 12)),
+        (
+            "encoder",
+            EngineFigures(
+                ("bert",), 0, 0, 0.0, 0, 128, 2, 1206, 0, 0, 12, 0, 0, 12, prefix_caching=False
+            ),
+        ),
         (
             "0.31",
             EngineFigures(

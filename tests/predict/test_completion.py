@@ -11,7 +11,8 @@ C0, PREFILL, BATCH, KV = 0.029, 260e-6, 50e-6, 0.26e-6
 
 def predicted(fleet: Fleet, profile: RequestProfile, output: int) -> Prediction:
     view = fleet.view(MODEL)
-    return predict(profile, output, view, fleet.sequences(view))
+    held = fleet.held(profile.prefix, view)
+    return predict(profile, output, view, fleet.sequences(view), held.cached)
 
 
 def test_a_lone_request_takes_its_prefill_and_its_decode_steps() -> None:

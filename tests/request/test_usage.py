@@ -55,7 +55,7 @@ RESPONSES_USAGE = {
     "output_tokens_details": {"reasoning_tokens": 0},
     "total_tokens": 17,
 }
-EXPECTED = Usage(prompt_tokens=12, completion_tokens=5)
+EXPECTED = Usage(prompt_tokens=12, completion_tokens=5, cached_tokens=8)
 ROLE = chat_chunk({"role": "assistant", "content": ""})
 CHAT_EVENTS = [ROLE, *[chat_chunk({"content": FAKE}) for _ in range(4)], chat_chunk({})]
 FUNCTION = {"name": "f", "parameters": {"properties": {"usage": {"prompt_tokens": "integer"}}}}
@@ -196,7 +196,7 @@ def test_streamed_events_are_counted_where_usage_is_missing(body: bytes, tokens:
 
 def test_messages_stream_broken_off_keeps_its_prompt() -> None:
     begun = RESPONSES["messages stream"].partition(b"event: message_delta")[0]
-    assert read([begun]) == Usage(12, 3, estimated=True)
+    assert read([begun]) == Usage(12, 3, 8, estimated=True)
 
 
 def test_embeddings_decode_nothing() -> None:

@@ -1,5 +1,4 @@
-"""Which replica holds which stored response, in Redis: a stream that every router adds to and
-follows.
+"""What routers tell each other piece by piece: a stream in Redis that each adds to and follows.
 
 Of Redis being away the reader of replica states logs; here it is only lived with.
 """
@@ -11,12 +10,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from redis.typing import EncodableT, FieldT
 from redis.utils import str_if_bytes
 
 from extproc.backoff import Backoff
-from extproc.fleet.stored import MOST_STORED
 from extproc.state.connection import TIMEOUT_S, in_time
-from extproc.state.keys import responses_key
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
 
 _PAGE = 100
@@ -29,39 +27,42 @@ _LIFE_S = 86_400
 _NONE = "0-0"
 """The number before the first."""
 
+Fields = dict[FieldT, EncodableT]
 _Entry = tuple[bytes | str, dict[bytes, bytes]]
 
 
-class ResponseWriter:
-    """Tells the other routers of a pool who holds what."""
+class StreamWriter:
+    """Tells the other routers of a pool."""
 
-    def __init__(self, redis: Redis, pool: str) -> None:
+    def __init__(self, redis: Redis, key: str, most: int) -> None:
+        """``most``: entries that Redis keeps, about."""
         self._redis = redis
-        self._key = responses_key(pool)
+        self._key = key
+        self._most = most
 
-    async def send(self, held: Sequence[tuple[str, str]]) -> None:
-        """Append responses and their replicas in one round trip; the oldest go.
+    async def send(self, entries: Sequence[Fields]) -> None:
+        """Append entries in one round trip; the oldest go.
 
         Raises:
             RedisError: Redis did not take them; some may be written.
         """
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            for response, replica in held:
-                pipe.xadd(self._key, {response: replica}, maxlen=MOST_STORED, approximate=True)
+            for fields in entries:
+                pipe.xadd(self._key, fields, maxlen=self._most, approximate=True)
             pipe.expire(self._key, _LIFE_S)
             await pipe.execute()
 
 
-class ResponseReader:
-    """Hears who holds what."""
+class StreamReader:
+    """Hears what all routers tell."""
 
-    def __init__(self, redis: Redis, pool: str, random: Random) -> None:
+    def __init__(self, redis: Redis, key: str, random: Random) -> None:
         self._redis = redis
-        self._key = responses_key(pool)
+        self._key = key
         self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
 
-    async def news(self) -> AsyncGenerator[tuple[str, str]]:
-        """Yield a response and its replica for each that Redis has, then for each new one.
+    async def news(self) -> AsyncGenerator[dict[bytes, bytes]]:
+        """Yield each entry that Redis has, then each new one.
 
         While Redis is away it yields nothing; then it goes on, or begins anew where Redis has less
         than was read, and so is another one or lost it.
@@ -76,8 +77,7 @@ class ResponseReader:
                     self._backoff.reset()
                     for number, fields in entries:
                         after = str_if_bytes(number)
-                        for response, replica in fields.items():
-                            yield str_if_bytes(response), str_if_bytes(replica)
+                        yield fields
                     await asyncio.sleep(0)  # many pages may be there; requests come first
             except (RedisError, OSError):
                 await asyncio.sleep(self._backoff.next())

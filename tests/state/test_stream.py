@@ -8,16 +8,17 @@ from random import Random
 import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
+from redis.utils import str_if_bytes
 
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
+from extproc.server import sharing as shared
 from extproc.server.sharing import share
-from extproc.state import responses as shared
 from extproc.state.connection import connect
 from extproc.state.keys import responses_key
-from extproc.state.responses import ResponseReader, ResponseWriter
+from extproc.state.stream import StreamReader, StreamWriter
 from tests.conftest import RedisServer
 from tests.fakes import ManualClock, replica, state
 from tests.state.servers import command, eventually
@@ -105,9 +106,11 @@ async def reading(url: str) -> AsyncIterator[Next]:
     heard: asyncio.Queue[str] = asyncio.Queue()
 
     async def listen(redis: Redis) -> None:
-        async with aclosing(ResponseReader(redis, "test", Random(1)).news()) as news:
-            async for response, _ in news:
-                heard.put_nowait(response)
+        reader = StreamReader(redis, responses_key("test"), Random(1))
+        async with aclosing(reader.news()) as news:
+            async for fields in news:
+                for name in fields:
+                    heard.put_nowait(str_if_bytes(name))
 
     async def following() -> str:
         async with asyncio.timeout(10):
@@ -128,13 +131,13 @@ async def test_who_was_cut_off_reads_on_where_it_was(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     """A hundred thousand entries take a router seconds."""
-    writer = ResponseWriter(redis_client, "test")
+    writer = StreamWriter(redis_client, responses_key("test"), 100)
     async with reading(redis_server.url) as following:
-        await writer.send([("resp_1", replica(2))])
+        await writer.send([{"resp_1": replica(2)}])
         assert await following() == "resp_1"
         await eventually(lambda: is_reading(redis_client))
         assert await redis_client.client_kill_filter(_type="normal", skipme=True)
-        await writer.send([("resp_2", replica(2))])
+        await writer.send([{"resp_2": replica(2)}])
         assert await following() == "resp_2"
 
 
@@ -149,7 +152,7 @@ async def test_redis_may_come_back_empty_and_with_an_earlier_clock(
         await redis_server.kill()
         await redis_server.start()
         async with connect(redis_server.url, "test") as client:
-            await ResponseWriter(client, "test").send([("resp_2", replica(2))])
+            await StreamWriter(client, responses_key("test"), 100).send([{"resp_2": replica(2)}])
             assert await following() == "resp_2"
 
 

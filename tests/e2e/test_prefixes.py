@@ -1,0 +1,106 @@
+"""A conversation goes where its prompt is cached, unless that costs more than it saves."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests.e2e.client import Answer, Client
+from tests.e2e.conftest import SETTINGS
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+TELLS = "--enable-prompt-tokens-details"
+REPLICAS = [
+    SimulatedReplica("one", "llama-8b-h100", (TELLS,)),
+    SimulatedReplica("two", "llama-8b-h100", (TELLS,)),
+    SimulatedReplica("three", "llama-8b-h100", (TELLS,)),
+    SimulatedReplica("off", "llama-8b-h100", (TELLS, "--no-enable-prefix-caching", "--model", "x")),
+    SimulatedReplica("silent", "llama-8b-h100", ("--model", "y")),
+]
+UNIT = 64
+"""Tokens."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    directory = tmp_path_factory.mktemp("prefixes")
+    async with Stack(directory, replicas=REPLICAS, settings=SETTINGS) as running:
+        yield running
+
+
+Messages = list[dict[str, str]]
+
+
+def begun(topic: str, words: int = 3000) -> Messages:
+    return [
+        {"role": "system", "content": "You are a patient guide. " * 100},
+        {"role": "user", "content": f"Tell me of the {topic}. " + f"{topic} " * words},
+    ]
+
+
+async def turn(
+    client: Client, messages: Messages, tokens: int = 40, model: str = MODEL
+) -> tuple[Answer, Messages]:
+    """One more of a conversation, and the conversation after it."""
+    answer = await client.chat(tokens=tokens, messages=messages, model=model)
+    assert answer.status == 200
+    said = json.loads(answer.body)["choices"][0]["message"]["content"]
+    following = {"role": "user", "content": "And then? " * 20}
+    return answer, [*messages, {"role": "assistant", "content": said}, following]
+
+
+def hits(answer: Answer) -> tuple[float, int]:
+    """Tokens expected to be cached, and reported."""
+    return answer.decision["expected_cached_tokens"], answer.decision["outcome"]["cached_tokens"]
+
+
+async def test_each_conversation_stays_where_its_prompt_is(client: Client) -> None:
+    for topic in ("sea", "sky", "hills"):
+        messages, served = begun(topic), set()
+        for number in range(4):
+            answer, messages = await turn(client, messages)
+            served.add(answer.decision["replica"])
+            expected, reported = hits(answer)
+            prompt = answer.decision["outcome"]["prompt_tokens"]
+            assert expected == pytest.approx(reported, abs=0.05 * prompt)
+            if number:
+                assert reported > 0.9 * (prompt - 2 * UNIT)
+                assert "cached" in answer.decision["why"]
+        assert len(served) == 1
+
+
+async def test_the_answer_is_cached_where_it_was_given(client: Client) -> None:
+    answer, messages = await turn(client, begun("moon"), tokens=600)
+    answer, _ = await turn(client, messages, tokens=2)
+    expected, reported = hits(answer)
+    asked = answer.decision["outcome"]["prompt_tokens"]
+    assert min(expected, reported) > asked - 3 * UNIT
+
+
+async def test_who_caches_nothing_is_expected_to_find_nothing(client: Client) -> None:
+    for number in range(2):
+        answer, _ = await turn(client, begun("rain"), tokens=2, model="x")
+        assert hits(answer) == (0, 0), number
+
+
+async def test_who_does_not_tell_is_believed(client: Client) -> None:
+    for number in range(3):
+        answer, _ = await turn(client, begun("snow"), tokens=2, model="y")
+        expected, reported = hits(answer)
+        assert reported is None
+        assert (expected > 0) == (number > 0)
+
+
+async def test_a_conversation_leaves_when_waiting_costs_more(client: Client) -> None:
+    """Long answers fill the replica that has the prompt; others prefill it anew, at once."""
+    answer, messages = await turn(client, begun("wind", words=300), tokens=2)
+    home = answer.decision["replica"]
+    answers = await asyncio.gather(*(client.chat(tokens=400, messages=messages) for _ in range(60)))
+    assert {one.status for one in answers} == {200}
+    replicas = [one.decision["replica"] for one in answers]
+    assert len(set(replicas)) > 1
+    assert replicas.count(home) >= 20

@@ -1,0 +1,164 @@
+"""What replicas should hold of a prompt, by what was sent there."""
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from extproc.fleet import sent
+from extproc.fleet.prefixes import Prefixes
+from extproc.fleet.sent import SentPrompts
+from extproc.fleet.state import ReplicaState
+from extproc.request.prefix import UNIT_BYTES, Prefix, unit_keys
+
+ROWS = np.arange(3)
+UNIT = 64.0
+ROOM = 1000 * UNIT
+
+
+def prompt(text: str, whole: int = 0, asked: int = 0, answered: float = 0.0) -> Prefix:
+    """A letter is a unit."""
+    data = "".join(letter * UNIT_BYTES for letter in text).encode()
+    return Prefix(unit_keys(data, 1), UNIT, whole, asked, answered)
+
+
+@pytest.fixture
+def prefixes() -> Prefixes:
+    index = Prefixes()
+    for row in ROWS:
+        index.clear(int(row))
+    return index
+
+
+def units(prefixes: Prefixes, text: str) -> list[float]:
+    return list(prefixes.held(prompt(text), ROWS).expected / UNIT)
+
+
+def test_of_each_replica_the_beginning_it_was_sent(prefixes: Prefixes) -> None:
+    prefixes.enter(0, prompt("abcd"), ROOM)
+    prefixes.enter(2, prompt("abx"), ROOM)
+    assert units(prefixes, "abcde") == [4, 0, 2]
+    assert units(prefixes, "abxy") == [2, 0, 3]
+    assert units(prefixes, "bcd") == [0, 0, 0]
+    assert units(prefixes, "") == [0, 0, 0]
+
+
+def test_of_some_replicas_in_their_order(prefixes: Prefixes) -> None:
+    prefixes.enter(2, prompt("ab"), ROOM)
+    assert list(prefixes.held(prompt("ab"), np.array([0, 2])).expected) == [0, 2 * UNIT]
+    assert list(prefixes.held(prompt("ab"), np.array([0, 1])).expected) == [0, 0]
+
+
+def test_the_end_of_what_was_sent_the_longest_ago_goes_first(prefixes: Prefixes) -> None:
+    prefixes.enter(0, prompt("abcd"), 6 * UNIT)
+    prefixes.enter(0, prompt("xyz"), 6 * UNIT)
+    assert units(prefixes, "abcd")[0] == 3
+    prefixes.enter(0, prompt("ab"), 6 * UNIT)
+    prefixes.enter(0, prompt("uvw"), 6 * UNIT)
+    assert [units(prefixes, text)[0] for text in ("abcd", "xyz", "uvw")] == [2, 1, 3]
+
+
+def test_one_that_starts_anew_holds_nothing(prefixes: Prefixes) -> None:
+    for row in (0, 1):
+        prefixes.enter(row, prompt("ab"), ROOM)
+    prefixes.clear(0)
+    assert units(prefixes, "ab") == [0, 2, 0]
+
+
+def test_who_gave_the_last_answer_holds_it(prefixes: Prefixes) -> None:
+    prefixes.enter(0, prompt("ab", whole=77), ROOM)
+    prefixes.enter(1, prompt("ab", whole=78), ROOM)
+    following = prompt("abcd", asked=77, answered=230.0)
+    assert list(prefixes.held(following, ROWS).expected) == [230.0, 2 * UNIT, 0]
+
+
+def test_it_holds_no_more_than_there_is_room_for(prefixes: Prefixes) -> None:
+    """And forgets as it goes, whatever is sent."""
+    random = Random(1)
+    for _ in range(500):
+        text = "".join(random.choices("abcd", k=random.randrange(1, 12)))
+        prefixes.enter(random.randrange(3), prompt(text), 20 * UNIT)
+    most = [sum(units(prefixes, letter)[row] for letter in "abcd") for row in range(3)]
+    assert 0 < max(most) <= 20
+    for row in range(3):
+        prefixes.clear(row)
+    assert not any(sum(units(prefixes, letter)) for letter in "abcd")
+
+
+def test_a_replica_finds_whole_blocks(prefixes: Prefixes) -> None:
+    prefixes.polled(0, ReplicaState(id="r", block_size=100))
+    prefixes.enter(0, prompt("abcd"), ROOM)
+    assert list(prefixes.held(prompt("abcd"), ROWS).expected) == [200, 0, 0]
+
+
+def believed(prefixes: Prefixes, text: str) -> float:
+    held = prefixes.held(prompt(text), ROWS)
+    return float(held.cached[0] / held.expected[0])
+
+
+def test_who_reports_less_than_expected_is_believed_less(prefixes: Prefixes) -> None:
+    prefixes.enter(0, prompt("abcd" * 10), ROOM)
+    assert believed(prefixes, "abcd" * 10) == 1
+    held = prefixes.held(prompt("abcd" * 10), ROWS)
+    for _ in range(20):
+        prefixes.reported(0, held.expected[0], int(held.depths[0]), 0.0)
+    assert believed(prefixes, "abcd" * 10) < 0.1
+    for _ in range(60):
+        prefixes.reported(0, held.expected[0], int(held.depths[0]), held.expected[0])
+    assert believed(prefixes, "abcd" * 10) > 0.9
+    prefixes.clear(0)
+    prefixes.enter(0, prompt("abcd" * 10), ROOM)
+    assert believed(prefixes, "abcd" * 10) == 1
+
+
+def test_what_was_used_long_ago_is_believed_by_itself(prefixes: Prefixes) -> None:
+    """Somebody else's prompts evict it, of which no router tells."""
+    room = 40 * UNIT
+    prefixes.enter(0, prompt("abcdefgh"), room)
+    for letter in "ijklmnopqrst":
+        prefixes.enter(0, prompt(letter * 2), room)
+    old, new = (prefixes.held(prompt(text), ROWS) for text in ("abcdefgh", "tt"))
+    assert old.depths[0] > new.depths[0] == 0
+    for _ in range(50):
+        prefixes.reported(0, old.expected[0], int(old.depths[0]), 0.0)
+        prefixes.reported(0, new.expected[0], int(new.depths[0]), new.expected[0])
+    assert believed(prefixes, "abcdefgh") < 0.2
+    assert believed(prefixes, "tt") == 1
+
+
+def polled(prefixes: Prefixes, prompts: float, cached: float) -> None:
+    prefixes.polled(0, ReplicaState(id="r", prompt_tokens=prompts, cached_tokens=cached))
+
+
+def test_where_answers_tell_nothing_the_counters_do(prefixes: Prefixes) -> None:
+    """One that turns out to cache nothing, by what it counts, is found out within ten prompts."""
+    text, tokens = "abcd" * 8, 32 * UNIT
+    polled(prefixes, 0, 0)
+    for number in range(1, 11):
+        prefixes.enter(0, prompt(text), ROOM)
+        polled(prefixes, number * tokens, 0)
+    assert believed(prefixes, text) < 0.2
+    for number in range(11, 60):
+        prefixes.enter(0, prompt(text), ROOM)
+        polled(prefixes, number * tokens, (number - 10) * tokens)
+    assert believed(prefixes, text) > 0.9
+
+
+def test_another_router_hears_what_was_sent() -> None:
+    told = SentPrompts()
+    told.add("10.0.0.1:8000", prompt("abc", whole=5))
+    told.add("10.0.0.2:8000", prompt(""))
+    told.add("[::1]:8000", prompt("x"))
+    heard = sent.read(told.take())
+    assert [replica for replica, _ in heard] == ["10.0.0.1:8000", "[::1]:8000"]
+    assert list(heard[0][1].keys) == list(prompt("abc").keys)
+    assert (heard[0][1].unit, heard[0][1].whole) == (UNIT, 5)
+    assert not told.take()
+
+
+@pytest.mark.parametrize("cut", [1, 20, 40])
+def test_what_is_cut_short_is_refused(cut: int) -> None:
+    told = SentPrompts()
+    told.add("10.0.0.1:8000", prompt("abc"))
+    with pytest.raises(ValueError, match=r"cut short|smaller"):
+        sent.read(told.take()[:-cut])
