@@ -1,16 +1,16 @@
 """Prompts as the token ids that vLLM makes of them, where a model's chat template is known."""
 
 import json
-from array import array
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from pydantic_core import to_json
 
 from extproc.request.lax import flag
-from extproc.request.prefix import MOST_BYTES, Ids, Prefix, prefix_of_tokens
+from extproc.request.prefix import MOST_BYTES, Ids, Prefix, prefix_of
 from extproc.request.profile import Endpoint
 from extproc.request.template import ChatTemplate
 from extproc.request.tokenized import Tokenizations, Tokenized
@@ -18,7 +18,6 @@ from extproc.request.tokenized import Tokenizations, Tokenized
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_NONE = np.zeros(0, np.uint32)
 _UNUSUAL = (
     "add_special_tokens",
     "chat_template",
@@ -35,18 +34,23 @@ _BILLING = "x-anthropic-billing-header"
 
 
 class ExactPrompt(NamedTuple):
-    """The token ids of a prompt."""
+    """The token ids of a prompt that is sent as text."""
 
-    tokenized: Tokenized
-    asked: Ids = _NONE
-    """Of the prompt that the last answer in it was given to; empty: there is none."""
+    ids: Ids
+    tokens: int
+    """Estimated where ``ids`` are only the first of them."""
+    complete: bool = True
+    asked: int = 0
+    """Tokens of the prompt that the last answer in it was given to; 0: there is none."""
     answered: int = 0
     """Tokens up to the end of that answer."""
 
     def prefix(self, seed: int) -> Prefix:
-        """In blocks of vLLM's size."""
-        ids, _, complete = self.tokenized
-        return prefix_of_tokens(ids, complete, self.asked, self.answered, seed)
+        """What a prefix cache may hold of it, as far as it is known."""
+        ids, begin, end = self.ids, self.asked, self.answered
+        before, answer, after = ids[:begin], ids[begin:end], ids[end:]
+        prefix = prefix_of(before.tobytes(), answer.tobytes(), after.tobytes(), len(ids), seed)
+        return replace(prefix, ids=ids, whole=prefix.whole if self.complete else 0)
 
 
 class _NotKnownError(Exception):
@@ -74,22 +78,16 @@ class ExactPrompts:
 
     def _read_prompt(self, fields: Mapping[str, object]) -> ExactPrompt:
         prompt = fields.get("prompt")
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-            prompt = prompt[0]
-        if isinstance(prompt, str):
-            got = self._tokenize(prompt)
-            if not flag(fields.get("add_special_tokens", True)):
-                return ExactPrompt(got)
-            before = self._before_texts
-            ids = np.concatenate([before, got.ids])
-            return ExactPrompt(got._replace(ids=ids, tokens=got.tokens + len(before)))
-        if not isinstance(prompt, list) or not prompt:
+        if isinstance(prompt, list) and len(prompt) == 1:
+            [prompt] = prompt
+        if not isinstance(prompt, str):
             raise _NotKnownError
-        try:
-            ids = np.frombuffer(array("I", prompt), np.uint32)
-        except (TypeError, OverflowError):
-            raise _NotKnownError from None
-        return ExactPrompt(Tokenized(ids, len(ids), complete=True))
+        got = self._tokenize(prompt)
+        if not flag(fields.get("add_special_tokens", True)):
+            return ExactPrompt(*got)
+        before = self._before_texts
+        ids = np.concatenate([before, got.ids])
+        return ExactPrompt(ids, got.tokens + len(before), got.complete)
 
     def _read_chat(self, fields: Mapping[str, object]) -> ExactPrompt:
         given = fields.get("chat_template_kwargs") or {}
@@ -98,16 +96,16 @@ class ExactPrompts:
         options = {"tools": _tools(fields.get("tools")), "documents": None, **given}
         messages = self._messages(fields.get("messages"))
         text = self._text(messages, options, flag(fields.get("add_generation_prompt", True)))
-        tokenized = self._tokenize(text)
+        prompt = ExactPrompt(*self._tokenize(text))
         begin, end = _last_answer(messages)
-        if not begin or not tokenized.complete:
-            return ExactPrompt(tokenized)
+        if not begin or not prompt.complete:
+            return prompt
         asked = self._text(messages[:begin], options, generate=True)
-        if not text.startswith(asked):  # some templates rewrite what was said
-            return ExactPrompt(tokenized)
         said = _shared(text, self._text(messages[:end], options, generate=False))
-        to_asked, to_said = self._tokenize(asked), self._tokenize(said)
-        return ExactPrompt(tokenized, to_asked.ids, to_said.tokens)
+        first = self._tokenize(asked).ids
+        if not text.startswith(asked) or not np.array_equal(prompt.ids[: len(first)], first):
+            return prompt  # some templates print otherwise later what was said
+        return prompt._replace(asked=len(first), answered=self._tokenize(said).tokens)
 
     def _text(self, messages: list[dict[str, Any]], options: dict[str, Any], generate: bool) -> str:
         given = {"messages": messages, "add_generation_prompt": generate}

@@ -71,7 +71,7 @@ def inspect(
     reading = read(endpoint, fields)
     limit = positive_int(fields.get("truncate_prompt_tokens"))
     exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)
-    exactly = exact and _Size(exact.tokenized.tokens, 0, 1.0, 0, 0)
+    exactly = exact and _Size(exact.tokens, 0, 1.0, 0, 0)
     size = exactly or _measure(reading, limit, model, tokens)
     known = endpoint.decodes and not cut and not (limit and size.tokens >= limit)
     if cut:
@@ -92,7 +92,9 @@ def inspect(
         longest_share=size.longest_share,
         images=size.images,
         image_tokens=size.image_tokens,
-        prefix=_prefix(reading, exact, size.tokens, _seed(fields, model)) if known else NO_PREFIX,
+        prefix=_prefix(reading, exact, size.tokens, model, fields.get("cache_salt"))
+        if known
+        else NO_PREFIX,
     )
     return _of_responses(profile, fields) if endpoint is Endpoint.RESPONSES else profile
 
@@ -132,18 +134,17 @@ def _model(fields: dict[str, object]) -> str:
     return model
 
 
-def _prefix(reading: Reading, exact: "ExactPrompt | None", tokens: int, seed: int) -> Prefix:
+def _prefix(
+    reading: Reading, exact: "ExactPrompt | None", tokens: int, model: str, salt: object
+) -> Prefix:
+    salt = salt if isinstance(salt, str) else ""
+    seed = seed_of(model, salt)
     if exact:
-        return exact.prefix(seed)
+        return replace(exact.prefix(seed), salt=salt)
     if reading.prompts > 1:
         return NO_PREFIX
     [(prompt, _)] = reading.pieces
-    return prompt.prefix(tokens, seed)
-
-
-def _seed(fields: dict[str, object], model: str) -> int:
-    salt = fields.get("cache_salt")
-    return seed_of(model, salt if isinstance(salt, str) else "")
+    return replace(prompt.prefix(tokens, seed), salt=salt)
 
 
 class _Size(NamedTuple):

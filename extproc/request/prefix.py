@@ -1,7 +1,7 @@
 """A prompt's beginnings as numbers, equal where the beginnings are equal."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -26,12 +26,12 @@ _FACTORS = np.random.Generator(np.random.PCG64(0)).integers(0, 2**63, _WORDS, np
 _FACTOR = 0x9E3779B97F4A7C15
 _POWERS = np.full(_MOST_UNITS, _FACTOR, np.uint64).cumprod()
 
-BLOCK = 16
-"""Tokens in a unit where token ids are known: vLLM's own, on GPUs."""
 _MOST_BLOCKS = 16_384
 """As many tokens in blocks of 16."""
 _BLOCK_POWERS = np.full(_MOST_BLOCKS, _FACTOR, np.uint64).cumprod()
 _BLOCK_INVERSES = np.full(_MOST_BLOCKS, pow(_FACTOR, -1, 2**64), np.uint64).cumprod()
+
+_NO_IDS = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +49,10 @@ class Prefix:
     gave that answer has the answer in its cache, too."""
     answered: float = 0.0
     """Tokens up to the end of that answer."""
+    ids: Ids = field(default_factory=lambda: _NO_IDS)
+    """Of all its tokens, where they are known."""
+    salt: str = ""
+    """Without the same one, no prompt finds it."""
 
 
 NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0)
@@ -78,27 +82,8 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
     )
 
 
-def prefix_of_tokens(ids: Ids, complete: bool, asked: Ids, answered: float, seed: int) -> Prefix:
-    """The prefix of a prompt of which the token ids are known.
-
-    Args:
-        ids: from its first token on.
-        complete: whether they are all of its tokens.
-        asked: those of the prompt that the last answer in it was given to; empty: there is none.
-        answered: tokens up to the end of that answer.
-        seed: as :func:`token_keys` takes it.
-    """
-    return Prefix(
-        token_keys(ids, BLOCK, seed),
-        unit=float(BLOCK),
-        whole=_key_of(ids, seed) if complete else 0,
-        asked=_key_of(asked, seed) if len(asked) else 0,
-        answered=answered,
-    )
-
-
 def seed_of(*names: str) -> int:
-    """A number for what a cache tells apart beside the prompts: model and salt."""
+    """A number for what a cache tells apart beside the prompts: model or adapter, and salt."""
     return _hash("\0".join(names).encode(errors="replace"))
 
 
@@ -148,15 +133,6 @@ def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
 def _token_factors(block_size: int) -> Keys:
     generator = np.random.Generator(np.random.PCG64(1))
     return generator.integers(0, 2**63, block_size, np.uint64) * 2 + 1
-
-
-def _key_of(ids: Ids, seed: int) -> int:
-    """The key of all of them: of their blocks, and of the ids that fill none."""
-    blocks = len(ids) // BLOCK
-    if blocks > _MOST_BLOCKS:
-        return 0
-    last = int(token_keys(ids, BLOCK, seed)[-1]) if blocks else seed
-    return _hash(last.to_bytes(8, "little") + ids[blocks * BLOCK :].tobytes())
 
 
 def _mixed(values: Keys) -> Keys:

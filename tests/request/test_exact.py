@@ -25,7 +25,7 @@ from tokenizers import (
 from extproc.config import RequestSettings
 from extproc.request import tokenized
 from extproc.request.inspect import inspect
-from extproc.request.prefix import Prefix, seed_of, token_keys
+from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.tokens import TokenCounter, TokenizerError
 from tests.request.test_bad_input import check_sane, fields
@@ -51,7 +51,6 @@ IN_PARTS = """\
 {%- else %}{% for part in message['content'] %}[{{ part.text }}]{% endfor %}{% endif %}
 {%- endfor %}"""
 TEXT = " ".join(f"number {number} of {number % 7} things, né?\n" for number in range(20_000))
-SEED = seed_of("m", "")
 
 
 def byte_level() -> Tokenizer:
@@ -117,14 +116,21 @@ def known(tokens: TokenCounter, **given: Any) -> RequestProfile:
     raise AssertionError
 
 
-def printed(text: str, tokenizer: Tokenizer) -> tuple[int, list[int]]:
-    """Tokens and keys of what a template is to print."""
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    return len(ids), token_keys(ids, 16, SEED).tolist()
+def printed(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of what a template is to print."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
 
 
-def read(got: RequestProfile) -> tuple[int, list[int]]:
-    return got.prompt_tokens, got.prefix.keys.tolist()
+def read(got: RequestProfile) -> list[int]:
+    """Its token ids; its keys are those of a prompt that is sent as them."""
+    ids: list[int] = got.prefix.ids.tolist()
+    sent = profile(Endpoint.COMPLETIONS, TokenCounter(RequestSettings()), prompt=ids)
+    assert got.prefix.keys.tolist() == sent.prefix.keys.tolist()
+    if got.prefix.whole:
+        assert got.prefix.whole == sent.prefix.whole
+        assert got.prompt_tokens == len(ids)
+    return ids
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -153,7 +159,7 @@ class TestChat:
             + f"<|im_start|>tool\n{TEXT[:300]}<|im_end|>\n<|im_start|>assistant\n<think>"
         )
         assert read(got) == printed(text, tokenizer)
-        assert got.prefix.unit == 16
+        assert got.prefix.unit == 64
         assert got.prompt_bytes == 0
 
     def test_may_have_its_content_in_parts(self, counter: Folder, tokenizer: Tokenizer) -> None:
@@ -195,12 +201,12 @@ class TestChat:
     ) -> None:
         got = profile(Endpoint.CHAT, counter(), **given)
         assert got.prefix.keys.size
-        assert got.prefix.unit != 16
+        assert not got.prefix.ids.size
 
     def test_that_its_template_refuses_is_read_by_its_bytes(self, counter: Folder) -> None:
         got = profile(Endpoint.CHAT, counter(IN_PARTS), messages=[{"role": "odd", "content": "x"}])
         assert got.prefix.whole
-        assert got.prefix.unit > 16
+        assert not got.prefix.ids.size
 
 
 class TestConversation:
@@ -221,7 +227,7 @@ class TestConversation:
             text += f"<|im_start|>assistant\n{answer}<|im_end|>\n"
             before, place = got.prefix, place + size
         got = known(tokens, messages=messages)
-        assert got.prefix.answered == printed(text, tokenizer)[0]
+        assert got.prefix.answered == len(printed(text, tokenizer))
 
     def test_others_that_part_within_a_word_do_not_disturb_it(
         self, counter: Folder, tokenizer: Tokenizer
@@ -248,8 +254,8 @@ class TestConversation:
         )
         messages = [user("a" * 50), {"role": "assistant", "content": "b" * 50}, user("c" * 50)]
         got = known(tokens, messages=messages).prefix
-        said, _ = printed(f"<user>{'a' * 50}\n<assistant>{'b' * 50}\n", tokenizer)
-        assert got.answered == pytest.approx(said, abs=2)
+        said = printed(f"<user>{'a' * 50}\n<assistant>{'b' * 50}\n", tokenizer)
+        assert got.answered == pytest.approx(len(said), abs=2)
         assert got.asked == known(tokens, messages=messages[:1]).prefix.whole
 
 
@@ -298,19 +304,19 @@ class TestCost:
     ) -> None:
         tokens = counter()
         text = f"<|im_start|>user\n{TEXT[:50_000]}<|im_end|>\n<|im_start|>assistant\n"
-        true, keys = printed(text, tokenizer)
+        ids = printed(text, tokenizer)
         sizes = []
         for _ in range(5):
             encoded.clear()
             got = profile(Endpoint.CHAT, tokens, messages=[user(TEXT[:50_000])])
             assert sum(map(len, encoded)) <= 16_384
-            assert got.prompt_tokens == pytest.approx(true, rel=0.1)
-            assert got.prefix.keys.tolist() == keys[: got.prefix.keys.size]
-            sizes.append(got.prefix.keys.size)
-            assert bool(got.prefix.whole) == (sizes[-1] == len(keys))
-        assert sizes[0] > len(keys) / 4
+            assert got.prompt_tokens == pytest.approx(len(ids), rel=0.1)
+            sizes.append(len(read(got)))
+            assert read(got) == ids[: sizes[-1]]
+            assert bool(got.prefix.whole) == (sizes[-1] == len(ids))
+        assert sizes[0] > len(ids) / 4
         assert sizes == sorted(sizes)
-        assert sizes[-1] == len(keys)
+        assert sizes[-1] == len(ids)
 
     def test_what_is_remembered_has_a_bound(
         self, counter: Folder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
@@ -326,7 +332,7 @@ class TestCompletion:
     def test_begins_as_the_tokenizer_says(self, counter: Folder, tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode(TEXT[:500]).ids
         got = profile(Endpoint.COMPLETIONS, counter(), prompt=TEXT[:500])
-        assert read(got) == (len(ids), token_keys(ids, 16, SEED).tolist())
+        assert read(got) == ids
         got = profile(
             Endpoint.COMPLETIONS, counter(), prompt=[TEXT[:500]], add_special_tokens=False
         )
@@ -335,7 +341,7 @@ class TestCompletion:
     def test_may_be_token_ids(self, counter: Folder) -> None:
         ids = list(range(100))
         got = profile(Endpoint.COMPLETIONS, counter(), prompt=ids)
-        assert read(got) == (100, token_keys(ids, 16, SEED).tolist())
+        assert read(got) == ids
         longer = profile(Endpoint.COMPLETIONS, counter(), prompt=[[*ids, 1]])
         assert longer.prefix.whole not in (0, got.prefix.whole)
 
@@ -353,7 +359,7 @@ class TestCompletion:
 def test_other_endpoints_are_read_by_their_bytes(counter: Folder) -> None:
     got = profile(Endpoint.MESSAGES, counter(), messages=[user(TEXT[:5_000])])
     assert got.prefix.keys.size
-    assert got.prefix.unit > 16
+    assert not got.prefix.ids.size
 
 
 def test_another_salt_is_another_prompt(counter: Folder) -> None:
