@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from extproc.request.lax import flag
 from extproc.request.prefix import MOST_BYTES, Ids, Prefix, prefix_of
 from extproc.request.profile import Endpoint
+from extproc.request.prompt import without_billing
 from extproc.request.template import ChatTemplate
 from extproc.request.tokenized import Tokenizations, Tokenized
 
@@ -29,8 +30,6 @@ _UNUSUAL = (
 _MOST_SCHEMAS = 1_024
 """Of objects in the schemas of tools, which some templates print one by one: in some 10 ms."""
 _TEXTS = frozenset({"text", "input_text", "output_text"})
-_BILLING = "x-anthropic-billing-header"
-"""vLLM drops the line that begins so in system prompts: Claude Code writes it anew each time."""
 
 
 class ExactPrompt(NamedTuple):
@@ -133,7 +132,7 @@ def _message(given: object, takes_parts: bool) -> dict[str, Any]:
         raise _NotKnownError
     texts = _texts(given.get("content"))
     if role == "system":
-        texts = [text for text in map(_without_billing, texts) if text]
+        texts = [text for text in map(without_billing, texts) if text]
     message: dict[str, Any] = {"role": role}
     if takes_parts and role != "tool":
         message["content"] = [{"type": "text", "text": text} for text in texts]
@@ -162,10 +161,6 @@ def _text(part: object) -> str:
     if not isinstance(part, str):
         raise _NotKnownError
     return part
-
-
-def _without_billing(text: str) -> str:
-    return text.partition("\n")[2] if text.startswith(_BILLING) else text
 
 
 def _calls(given: object) -> list[dict[str, Any]]:

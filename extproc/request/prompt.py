@@ -46,6 +46,8 @@ _ROLES = {
     "function": _RESULT,
 }
 
+_BILLING = "x-anthropic-billing-header"
+
 _SCHEME_WITHIN = 16
 """Characters within which an address has its ``://``; base64 has none."""
 
@@ -178,6 +180,8 @@ class Prompt:
         self.tokens += TOKENS_PER_MESSAGE
         start, role = len(self._rendered), _role(message)
         self._rendered.append(role)
+        if role == _SYSTEM:
+            message = message | {"content": _without_billing(message.get("content"))}
         content = message.get("content")
         if isinstance(content, str) and len(message) == 2:  # role and content, as most are
             self._add_text(content)
@@ -219,6 +223,24 @@ class Prompt:
             self._media_room -= room
             digest = f"{crc32(source.encode(errors='replace')):08x}"
             self._rendered.append(digest.ljust(room))
+
+
+def without_billing(text: str) -> str:
+    """A system prompt without the line that Claude Code writes anew for each request.
+
+    vLLM leaves it out, too: it would be the end of what prompts share.
+    """
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+
+
+def _without_billing(content: object) -> object:
+    if isinstance(content, str):
+        return without_billing(content)
+    if isinstance(content, list):
+        return [_without_billing(part) for part in content]
+    if isinstance(content, dict) and isinstance(text := content.get("text"), str):
+        return content | {"text": without_billing(text)}
+    return content
 
 
 def _as_bytes(pieces: list[str]) -> bytes:
