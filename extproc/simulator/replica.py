@@ -8,6 +8,7 @@ from zlib import crc32
 from extproc.clock import Clock, monotonic
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
 from extproc.simulator import tokens
+from extproc.simulator.block_events import BlockEvents
 from extproc.simulator.blocks import chain_hashes
 from extproc.simulator.endpoints.base import GenerateBody
 from extproc.simulator.engine import Engine
@@ -45,6 +46,8 @@ class ReplicaSettings:
     prefix_caching: bool = True
     enable_prompt_tokens_details: bool = False
     """Whether chat, completions and messages report cached prompt tokens, as vLLM's flag."""
+    kv_events_ports: tuple[int, int] | None = None
+    """Where it tells of its KV blocks, and where it tells so again; None: it does not."""
 
 
 class Replica:
@@ -66,6 +69,7 @@ class Replica:
             settings.max_num_seqs,
             prefix_caching=settings.prefix_caching,
             speculation=Speculation(drafts, settings.acceptance, random) if drafts else None,
+            events=BlockEvents(settings.block_size) if settings.kv_events_ports else None,
         )
         self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)
         if self.max_model_len > self.engine.capacity:
@@ -144,8 +148,10 @@ class Replica:
 
     def _sequence(self, prompt: bytes, text: str, output_tokens: int) -> Sequence:
         block_bytes = self.settings.block_size * tokens.BYTES_PER_TOKEN
-        hashes = chain_hashes(prompt + tokens.encode(text), block_bytes)
-        return Sequence(self.live.next_id(), tokens.count(prompt), output_tokens, hashes)
+        content = prompt + tokens.encode(text)
+        hashes = chain_hashes(content, block_bytes)
+        told = content if self.engine.events else b""
+        return Sequence(self.live.next_id(), tokens.count(prompt), output_tokens, hashes, told)
 
     def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:
         """Most tokens a sequence may generate, by vLLM's rules."""

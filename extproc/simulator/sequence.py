@@ -27,6 +27,8 @@ class Sequence:
     hashes: Items[int] = ()
     """Hashes of its full blocks, prompt first, as far as they are known. Blocks of the prompt can
     be hit once they are scheduled, blocks of the output once the sequence has ended."""
+    content: bytes = b""
+    """Its tokens, four bytes each, as far as they are to be told."""
     reason: FinishReason = FinishReason.STOP
     """How it will end; ``ABORT`` once it was aborted."""
 
