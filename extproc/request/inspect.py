@@ -132,10 +132,10 @@ def _prefix(
     limit = positive_int(fields.get("truncate_prompt_tokens"))
     if not endpoint.decodes or reading.prompts > 1 or (limit and tokens >= limit):
         return NO_PREFIX
-    salt = fields.get("cache_salt")
-    seed = seed_of(model, salt if isinstance(salt, str) else "")
+    given = fields.get("cache_salt")
+    salt = given if isinstance(given, str) else ""
     [(prompt, _)] = reading.pieces
-    return prompt.prefix(tokens, seed)
+    return replace(prompt.prefix(tokens, seed_of(model, salt)), salt=salt)
 
 
 class _Size(NamedTuple):

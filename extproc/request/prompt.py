@@ -2,9 +2,11 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from zlib import crc32
 
+import numpy as np
 from pydantic_core import to_json
 
 from extproc.request.audio import CLIP_TOKENS, audio_tokens
@@ -99,10 +101,11 @@ class Prompt:
         """
         if self._ids:
             try:
-                ids = array("I", self._ids).tobytes()
+                ids = array("I", self._ids)
             except (TypeError, OverflowError):
                 return NO_PREFIX
-            return prefix_of(b"", b"", ids, tokens, seed)
+            prefix = prefix_of(b"", b"", ids.tobytes(), tokens, seed)
+            return replace(prefix, ids=np.frombuffer(ids, np.uint32))
         pieces, answer = self._rendered, self._answer
         return prefix_of(
             _as_bytes(pieces[: answer.start]),
