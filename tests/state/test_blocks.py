@@ -161,6 +161,7 @@ async def test_what_was_missed_on_the_way_is_read(
         await tell(whole(1, {1}), whole(1, {1}))
         await one.holds({1})
         log = await redis_client.get(blocks_key("test", replica(1)))
+        assert isinstance(log, bytes)
         await redis_client.set(blocks_key("test", replica(1)), log + news(2, {2}).encode())
         await tell(news(3, {3}))
         await one.holds({1, 2, 3})
