@@ -29,7 +29,9 @@ _FEW, _DOUBTED = 3, 0.5
 """Fewer requests than that may be slow by an accident, the first ones of a server that warms up: so
 much is what is known from elsewhere worth beside them. Else such a server gets no second one."""
 _CHANGE = 0.1
-"""Change of what the counters teach, as a logarithm, that does the same: it is news."""
+"""Change of what the counters teach, as a logarithm, that does the same: it is news. It is none
+where prompts are dearer here than in the profile, and steps are not, and work of another mix shows
+another speed."""
 _CERTAIN = 1e6
 """Weight of what is not to be learned."""
 _MOST = 10.0
@@ -93,8 +95,8 @@ class Firsthand:
         self._fade(now)
         believed = (*coefficients(known), known.frontend)
         centers = [one / unit for one, unit in zip(believed, self._units, strict=True)]
-        told = max(sum(centers), _LITTLE)
-        self._keep(exp(-abs(log(told / (self._told or told))) / _CHANGE))
+        told = max(sum(centers) / len(coefficients(known)), _LITTLE)
+        self._keep(exp(-abs(self._beyond(told) - self._beyond(self._told or told)) / _CHANGE))
         self._told = told
         if self._weight < _LITTLE:
             self._requests = 0
@@ -109,6 +111,11 @@ class Firsthand:
             descend(self._equations, weights, centers, self._solution)
         c0, prefill, batch, kv, frontend = map(mul, self._solution, self._units)
         return StepModel(c0, prefill, batch, kv, known.c_att, frontend)
+
+    def _beyond(self, told: float) -> float:
+        """By how much, as a logarithm, counters tell of a speed that no mix of work explains."""
+        slower = [max(one, _LEAST) for one in self._solution[:2]]
+        return log(told / min(max(told, min(slower)), max(slower)))
 
     def _fade(self, now: float) -> None:
         self._keep(exp((self._at - now) / _IDLE_MEMORY))

@@ -116,3 +116,12 @@ def test_what_passes_outside_the_engine_is_forgotten_with_the_rest() -> None:
     now = serve(seen, replace(A100, frontend=0.016), 20, prompts=(20, 400))
     assert learned_by_polls(seen, now).frontend > 0.01
     assert seen.model(A100, now + 1800.0) == A100
+
+
+def test_counters_that_see_a_mix_of_work_tell_no_news() -> None:
+    """A profile whose prompts are too cheap: work with prompts in it looks slow, as a whole."""
+    seen = Firsthand(A100, 0.0)
+    now = serve(seen, DEAR_PROMPTS, 20)
+    for slower in (2.5, 1.5, 4.0, 1.0):
+        learned = seen.model(A100.slowed(slower), now)
+    assert learned.c_prefill == pytest.approx(DEAR_PROMPTS.c_prefill, rel=0.1)
