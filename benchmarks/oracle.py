@@ -178,6 +178,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         c_batch=_floats(model.c_batch for model in models) + drafts * c_prefill,
         c_kv=_floats(model.c_kv for model in models) + drafts * c_att,
         c_att=c_att,
+        frontend=_floats(model.frontend for model in models),
     )
     kv_used = kv_usage * capacity
     return FleetView(
