@@ -51,6 +51,11 @@ def responses_key(pool: str) -> str:
     return f"{{{pool}}}:responses"
 
 
+def sessions_key(pool: str) -> str:
+    """Key of a stream of sessions: digest → ``ip:port`` of the replica that has its requests."""
+    return f"{{{pool}}}:sessions"
+
+
 def prompts_key(pool: str) -> str:
     """Key of a stream of the prompts that routers sent: :mod:`extproc.fleet.sent`."""
     return f"{{{pool}}}:prompts"
