@@ -69,6 +69,10 @@ class ReplicaSource(Section):
     """Hardware profile its prediction starts from."""
     name: str = ""
     """What people call it; the address by default."""
+    kv_events_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on which vLLM publishes KV events: what its prefix cache holds is then known."""
+    kv_events_replay_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on which it replays those that were missed."""
 
     _profile_exists = field_validator("profile")(_known_profile)
     _addresses = field_validator("url", "dns")(_of_a_replica)
@@ -83,6 +87,22 @@ class ReplicaSource(Section):
         if bool(self.url) == bool(self.dns):
             raise ValueError("a replica needs either 'url' or 'dns'")
         return self
+
+    @model_validator(mode="after")
+    def _events_can_be_missed(self) -> "ReplicaSource":
+        if (self.kv_events_port is None) != (self.kv_events_replay_port is None):
+            raise ValueError(
+                "kv_events_port and kv_events_replay_port go together: one is given without the "
+                "other"
+            )
+        return self
+
+    @property
+    def kv_events_ports(self) -> tuple[int, int] | None:
+        """Where KV events are published and replayed; None: they are not."""
+        if self.kv_events_port is None or self.kv_events_replay_port is None:
+            return None
+        return self.kv_events_port, self.kv_events_replay_port
 
 
 class RedisSettings(Section):
@@ -230,7 +250,8 @@ class RequestSettings(Section):
     bytes_per_token: float = Field(default=4.0, ge=0.5, le=32)
     """Ratio to start from; learned per model from the usage that replicas report."""
     tokenizers: dict[str, Path] = Field(default_factory=dict)
-    """Model name → ``tokenizer.json``: count the tokens instead of estimating them."""
+    """Model name → ``tokenizer.json``: count the tokens instead of estimating them. Or the folder
+    in which it stands with the model's chat template: know every token, as vLLM does."""
     image_tokens: int = Field(default=576, ge=0)
     """Tokens one image is taken for, to start from; learned per model like the ratio."""
     tenant_header: str | None = None

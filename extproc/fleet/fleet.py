@@ -10,10 +10,12 @@ import numpy as np
 
 from extproc.clock import Clock, monotonic, wall
 from extproc.fleet import sent
+from extproc.fleet.adapters import Adapters, AdapterTimes
 from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
+from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.names import ModelNames
@@ -72,6 +74,7 @@ class Fleet:
         self.known = asyncio.Event()
         """Set when the replicas that Redis knows of were put in."""
         self._prefixes = Prefixes()
+        self.blocks = HeldBlocks(clock)
         self._clock = clock
         self._rows: dict[str, int] = {}
         self._states: list[ReplicaState] = []
@@ -93,6 +96,7 @@ class Fleet:
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[tuple[str, frozenset[str] | None], _Candidates] = {}
         self._alone = Alone(self._replicas)
+        self._adapters = Adapters(self._requests)
 
     # -- membership and polls ---------------------------------------------------------------
 
@@ -148,6 +152,7 @@ class Fleet:
         now = self._clock()
         self._progress.advance(now)
         self.eligibility.heard(state)
+        self.blocks.polled(state)
         before = self._states[self._rows[state.id]] if state.id in self._rows else None
         row = self._join(state) if before is None else self._rows[state.id]
         self._states[row] = state
@@ -160,7 +165,9 @@ class Fleet:
             if state.steps < self._replicas.polled_steps[row]:
                 restart(self._replicas, self._requests, row, state.steps)
                 self._prefixes.clear(row)
+                self._adapters.restarted(row)
             self._prefixes.polled(row, state)
+            self._adapters.polled(row, state, asked_at)
             mine = correct(self._replicas, self._requests, row, state, asked_at, now)
             self._progress.corrected(row, mine)
 
@@ -176,6 +183,7 @@ class Fleet:
         """A replica left the pool; its requests in flight stay until they end."""
         self._rows.pop(replica, None)
         self.eligibility.forget(replica)
+        self.blocks.forget(replica)
 
     def drop_silent(self, after: float) -> None:
         """Removes replicas not heard of for ``after`` seconds in which others were, and routers
@@ -216,6 +224,7 @@ class Fleet:
         self._corrections.reset(row)
         self._alone.forget(row)
         self._prefixes.clear(row)
+        self._adapters.forget(row)
         step = self._alone.step(row, state, self._clock())
         set_hardware(self._replicas, row, state, None, step)
         self._replicas.decode_step[row] = self._replicas.c0[row]
@@ -251,8 +260,10 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
+        self.blocks.sent(replica, profile.prefix)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
+        self._adapters.sent(row, ticket.number, profile.model, now)
         return ticket
 
     def move(self, ticket: Ticket, replica: str) -> None:
@@ -265,6 +276,7 @@ class Fleet:
             self._progress.advance(self._clock())
             self._alone.moved(self._ledger.replica(ticket), ticket.number, row)
             self._ledger.move(ticket, row)
+            self._adapters.moved(ticket.number, row, self._clock())
 
     def first_token(self, ticket: Ticket) -> None:
         """Its first token was seen: its prompt is prefilled, and all that were queued before it."""
@@ -286,6 +298,7 @@ class Fleet:
         row = self._ledger.release(ticket, prefilled)
         if row is None:
             return None
+        self._adapters.ended(ticket.number, self._clock())
         self.eligibility.ended(self._states[row].id)
         return self._alone.left(row, ticket.number)
 
@@ -328,8 +341,14 @@ class Fleet:
             tokens: as it said.
         """
         row = self._rows.get(replica)
-        if row is not None:
+        if row is not None and depth >= 0:
             self._prefixes.reported(row, expected, depth, tokens)
+
+    def adapter_loaded(self, replica: str, seconds: float) -> None:
+        """A request there, whose adapter was to be loaded, got its first token so much later."""
+        row = self._rows.get(replica)
+        if row is not None:
+            self._adapters.took(row, seconds)
 
     def failed(self, replica: str) -> None:
         """A request sent there was answered with a 5xx, or had to be served by another."""
@@ -450,8 +469,17 @@ class Fleet:
         return view
 
     def held(self, prefix: Prefix, view: FleetView) -> Held:
-        """What the candidates of a view should hold of a prompt in their prefix caches."""
-        return self._prefixes.held(prefix, view.rows)
+        """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
+        or what they should by what was sent."""
+        held, told = self._prefixes.held(prefix, view.rows), self.blocks.held(prefix, view.ids)
+        if told is None:
+            return held
+        estimated = np.isnan(told)
+        return Held(
+            np.where(estimated, held.expected, told),
+            np.where(estimated, held.depths, -1),
+            np.where(estimated, held.cached, told),
+        )
 
     def sequences(self, view: FleetView) -> Sequences:
         """What is in flight on the candidates of a view; good until the fleet changes.
@@ -478,6 +506,14 @@ class Fleet:
             others[2] = self.lengths.expected(0, _UNBOUNDED)
             on, figures = np.concatenate([on, theirs]), np.hstack([figures, others])
         return Sequences(on, *figures)
+
+    def adapter_times(self, model: str, view: FleetView) -> AdapterTimes | None:
+        """What a request for a LoRA adapter meets on the candidates of a view; None where the model
+        is none. Call :meth:`sequences` before."""
+        if model not in self._adapters:
+            return None
+        typical = self.lengths.expected(0, _UNBOUNDED)
+        return self._adapters.times(model, view, typical, self._clock())
 
     def _find(self, model: str, among: frozenset[str] | None) -> _Candidates:
         if self.eligibility.changed():

@@ -17,6 +17,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.holders import MOST_HELD, Holders
 from extproc.fleet.sent import MOST_KEPT
 from extproc.observe.metrics import RouterMetrics
+from extproc.state.blocks import BlockReader
 from extproc.state.connection import connect
 from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
 from extproc.state.keys import prompts_key, responses_key, sessions_key
@@ -39,6 +40,8 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
         for holders, key in kinds:
             tasks.create_task(tell_holders(StreamWriter(redis, key, MOST_HELD), holders))
             tasks.create_task(hear_holders(StreamReader(redis, key, Random()), holders))
+        blocks = BlockReader(redis, config.pool, Random(), monotonic)
+        tasks.create_task(hear_blocks(blocks, fleet))
         prompts = prompts_key(config.pool)
         tasks.create_task(tell_prompts(StreamWriter(redis, prompts, MOST_KEPT), fleet))
         tasks.create_task(hear_prompts(StreamReader(redis, prompts, Random()), fleet))
@@ -84,6 +87,14 @@ async def hear_holders(reader: StreamReader, holders: Holders) -> None:
         async for told in news:
             for thing, replica in told.items():
                 holders.keep(str_if_bytes(thing), str_if_bytes(replica))
+
+
+async def hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
+    """Brings what replicas hold, by their own word, into the fleet, for ever."""
+    async with aclosing(reader.news()) as news:
+        async for replica, one in news:
+            fleet.blocks.hear(replica, one)
+            await asyncio.sleep(0)
 
 
 async def tell_prompts(writer: StreamWriter, fleet: Fleet) -> None:

@@ -29,6 +29,7 @@ from extproc.simulator.endpoints.pooling import (
 )
 from extproc.simulator.endpoints.responses import ResponsesBody, ResponsesReply
 from extproc.simulator.errors import RequestError, anthropic_error, invalid, openai_error
+from extproc.simulator.kv_events import publishing
 from extproc.simulator.live import Generation
 from extproc.simulator.metrics import CONTENT_TYPE
 from extproc.simulator.replica import Replica
@@ -159,7 +160,7 @@ class ReplicaServer:
         settings = self.replica.settings
         reply = reply_type(
             uuid4().hex,
-            settings.model,
+            body.model or settings.model,
             int(time.time()),
             generation.usage().prompt,
             settings.enable_prompt_tokens_details,
@@ -195,13 +196,13 @@ class ReplicaServer:
     async def _pool(self, request: web.Request) -> web.Response:
         body = await _parse(request, POOLING[request.path])
         self.replica.check_model(body.model)
-        generation = self.replica.pool(body.prompts)
+        generation = self.replica.pool(body.prompts, body.model)
         try:
             await generation.done()
         finally:
             self._leave(generation)
         return web.json_response(
-            body.reply(uuid4().hex, self.replica.settings.model, int(time.time()))
+            body.reply(uuid4().hex, body.model or self.replica.settings.model, int(time.time()))
         )
 
     async def _transcribe(self, request: web.Request) -> web.Response:
@@ -265,16 +266,20 @@ class ReplicaServer:
         return web.json_response(self.replica.live.lateness.to_json())
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {
-            "id": self.replica.settings.model,
+        settings = self.replica.settings
+        base: dict[str, Any] = {
+            "id": settings.model,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "vllm",
-            "root": self.replica.settings.model,
+            "root": settings.model,
             "parent": None,
             "max_model_len": self.replica.max_model_len,
         }
-        return web.json_response({"object": "list", "data": [model]})
+        # Of an adapter vLLM tells no context length: it has its model's.
+        of_adapter = {"parent": settings.model, "max_model_len": None}
+        adapters = [base | of_adapter | {"id": name, "root": name} for name in settings.adapters]
+        return web.json_response({"object": "list", "data": [base, *adapters]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self._random.uniform(*self._metrics_seconds))
@@ -393,17 +398,20 @@ async def start(replica: Replica, host: str, port: int) -> Serving:
     # A handler must end when its client hangs up: it holds a place in the batch. Bodies are taken
     # as they come, whatever encoding they claim, as vLLM takes them.
     server = ReplicaServer(replica, Random(replica.settings.seed))
+    app = server.app()
     runner = web.AppRunner(
-        server.app(),
+        app,
         access_log=None,
         handler_cancellation=True,
         auto_decompress=False,
         shutdown_timeout=0.5,
     )
-    await runner.setup()
-    site = web.TCPSite(runner, host, port, backlog=BACKLOG)
+    if replica.engine.events and replica.settings.kv_events_ports:
+        events = publishing(replica.engine.events, host, *replica.settings.kv_events_ports)
+        app.cleanup_ctx.append(lambda _: events)
     try:
-        await site.start()
+        await runner.setup()
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
     except OSError:
         await runner.cleanup()
         raise
