@@ -27,13 +27,18 @@ mean completion or one within 0.2% of it in three cells of four, and 2 in the fo
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """Lowest ``completion + weight·cost to others``."""
+    """Lowest ``completion + weight·cost to others + avoidable prefill``.
+
+    To count what a prompt evicts besides gained nothing where it was tried (``agents`` and
+    ``mooncake-synthetic`` on eight A100), even with what will be asked for again being known.
+    """
 
     weight: float
 
     def choose(self, situation: Situation, random: Random) -> Choice:
         prediction = situation.prediction
-        scores = prediction.completion + self.weight * prediction.cost_to_others
+        cost_to_others = self.weight * prediction.cost_to_others
+        scores = prediction.completion + cost_to_others + prediction.avoidable
         return Choice(lowest(scores, random), scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:

@@ -11,6 +11,7 @@ class Terms(BaseModel):
 
     step_rest: Figure
     admission: Figure
+    adapter: Figure = 0.0
     prefill: Figure
     decode: Figure
     cost_to_others: Figure

@@ -26,6 +26,7 @@ _CANDIDATES = (
     Column("cached"),
     Column("step"),
     Column("admit"),
+    Column("adapter"),
     Column("prefill"),
     Column("TTFT"),
     Column("decode"),
@@ -45,6 +46,10 @@ _LEGEND = (
 )
 _STRETCH_LEGEND = (
     "×: actual ÷ predicted decode time of its last requests, by which decode is multiplied."
+)
+_ADAPTER_LEGEND = (
+    "adapter: wait for a place of its LoRA adapter in the batch, and to load it; TTFT has it in.",
+    "wasted: what others lose by that; the score has it in.",
 )
 _CACHED_LEGEND = (
     "cached: prompt tokens in its prefix cache.  wasted: time to prefill what another has cached; "
@@ -111,7 +116,9 @@ def _compared(record: Record) -> list[str]:
     candidates = sorted(record.candidates, key=lambda one: _rank(one, record))
     rows = [_candidate(one, one.replica == record.replica) for one in candidates]
     hidden = set() if _stretched(record) else {"×"}
-    hidden |= set() if _cached(record) else {"cached", "wasted"}
+    hidden |= set() if _cached(record) else {"cached"}
+    hidden |= set() if _adapted(record) else {"adapter"}
+    hidden |= set() if _cached(record) or _adapted(record) else {"wasted"}
     shown = [i for i, column in enumerate(_CANDIDATES) if column.header not in hidden]
     return table([_CANDIDATES[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
@@ -121,6 +128,7 @@ def _legend(record: Record) -> list[str]:
     if record.policy == "completion":
         legend[-1] += _COMPLETION_SCORE
     legend += [_STRETCH_LEGEND] if _stretched(record) else []
+    legend += _ADAPTER_LEGEND if _adapted(record) else ()
     return [*legend, _CACHED_LEGEND] if _cached(record) else legend
 
 
@@ -134,6 +142,11 @@ def _cached(record: Record) -> bool:
     return any(one.cached_tokens for one in record.candidates)
 
 
+def _adapted(record: Record) -> bool:
+    """Whether its LoRA adapter makes a difference."""
+    return any(one.terms_s.adapter for one in record.candidates)
+
+
 def _candidate(candidate: Candidate, chosen: bool) -> list[str]:
     terms = candidate.terms_s
     return [
@@ -145,6 +158,7 @@ def _candidate(candidate: Candidate, chosen: bool) -> list[str]:
         count(candidate.cached_tokens),
         figure(terms.step_rest),
         figure(terms.admission),
+        figure(terms.adapter),
         figure(terms.prefill),
         figure(candidate.predicted_ttft_s),
         figure(terms.decode),

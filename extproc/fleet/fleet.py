@@ -10,6 +10,7 @@ import numpy as np
 
 from extproc.clock import Clock, monotonic, wall
 from extproc.fleet import sent
+from extproc.fleet.adapters import Adapters, AdapterTimes
 from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
@@ -85,6 +86,7 @@ class Fleet:
         self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
         self._candidates: dict[tuple[str, frozenset[str] | None], _Candidates] = {}
         self._alone = Alone(self._replicas)
+        self._adapters = Adapters(self._requests)
 
     # -- membership and polls ---------------------------------------------------------------
 
@@ -131,7 +133,9 @@ class Fleet:
             if state.steps < self._replicas.polled_steps[row]:
                 restart(self._replicas, self._requests, row, state.steps)
                 self._prefixes.clear(row)
+                self._adapters.restarted(row)
             self._prefixes.polled(row, state)
+            self._adapters.polled(row, state, asked_at)
             mine = correct(self._replicas, self._requests, row, state, asked_at, now)
             self._progress.corrected(row, mine)
 
@@ -187,6 +191,7 @@ class Fleet:
         self._corrections.reset(row)
         self._alone.forget(row)
         self._prefixes.clear(row)
+        self._adapters.forget(row)
         step = self._alone.step(row, state, self._clock())
         set_hardware(self._replicas, row, state, None, step)
         self._replicas.decode_step[row] = self._replicas.c0[row]
@@ -224,6 +229,7 @@ class Fleet:
         self._enter(row, profile.prefix)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
+        self._adapters.sent(row, ticket.number, profile.model, now)
         return ticket
 
     def move(self, ticket: Ticket, replica: str) -> None:
@@ -236,6 +242,7 @@ class Fleet:
             self._progress.advance(self._clock())
             self._alone.moved(self._ledger.replica(ticket), ticket.number, row)
             self._ledger.move(ticket, row)
+            self._adapters.moved(ticket.number, row, self._clock())
 
     def first_token(self, ticket: Ticket) -> None:
         """Its first token was seen: its prompt is prefilled, and all that were queued before it."""
@@ -257,6 +264,7 @@ class Fleet:
         row = self._ledger.release(ticket, prefilled)
         if row is None:
             return None
+        self._adapters.ended(ticket.number, self._clock())
         self.eligibility.ended(self._states[row].id)
         return self._alone.left(row, ticket.number)
 
@@ -301,6 +309,12 @@ class Fleet:
         row = self._rows.get(replica)
         if row is not None:
             self._prefixes.reported(row, expected, depth, tokens)
+
+    def adapter_loaded(self, replica: str, seconds: float) -> None:
+        """A request there, whose adapter was to be loaded, got its first token so much later."""
+        row = self._rows.get(replica)
+        if row is not None:
+            self._adapters.took(row, seconds)
 
     def failed(self, replica: str) -> None:
         """A request sent there was answered with a 5xx, or had to be served by another."""
@@ -440,6 +454,14 @@ class Fleet:
             others[2] = self.lengths.expected(0, _UNBOUNDED)
             on, figures = np.concatenate([on, theirs]), np.hstack([figures, others])
         return Sequences(on, *figures)
+
+    def adapter_times(self, model: str, view: FleetView) -> AdapterTimes | None:
+        """What a request for a LoRA adapter meets on the candidates of a view; None where the model
+        is none. Call :meth:`sequences` before."""
+        if model not in self._adapters:
+            return None
+        typical = self.lengths.expected(0, _UNBOUNDED)
+        return self._adapters.times(model, view, typical, self._clock())
 
     def _find(self, model: str, among: frozenset[str] | None) -> _Candidates:
         if self.eligibility.changed():

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import repeat
 from operator import ne
 
@@ -52,6 +53,13 @@ class _Cache:
     def depth(self, key: int) -> int:
         since = self.entered - self.recent[key]
         return min(since * DEPTHS // self.room, DEPTHS - 1)
+
+
+@lru_cache
+def _nothing(candidates: int) -> Held:
+    none = np.zeros(candidates)
+    none.flags.writeable = False
+    return Held(none, np.zeros(candidates, np.intp), none)
 
 
 class Prefixes:
@@ -106,17 +114,17 @@ class Prefixes:
 
     def held(self, prefix: Prefix, rows: Indices) -> Held:
         """What the replicas in these rows should hold of a prompt."""
-        expected, depths = np.zeros(len(rows)), np.zeros(len(rows), np.intp)
         keys = prefix.keys.tolist()
         masks = list(map(self._holders.get, keys, repeat(0)))
+        if not masks or not masks[0]:
+            return _nothing(len(rows))
+        expected, depths = np.zeros(len(rows)), np.zeros(len(rows), np.intp)
         end = 0
         while end < len(masks) and (mask := masks[end]):
             end = bisect_left(masks, True, end, key=lambda other: ne(mask, other))
             self._mark(expected, depths, rows, mask, keys[end - 1], end * prefix.unit)
         if answered := self._holders.get(prefix.asked, 0):
             self._mark(expected, depths, rows, answered, prefix.asked, prefix.answered)
-        if not end:
-            return Held(expected, depths, expected)
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
         return Held(expected, depths, expected * self._belief.share(rows, depths))

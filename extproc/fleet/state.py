@@ -25,6 +25,12 @@ class ReplicaState(BaseModel):
     """Whether that comes of its own work; until then it is its profile, put right by the others."""
     models: tuple[str, ...] = ()
     """Model names it serves, LoRA adapters included; empty: not known."""
+    adapters: tuple[str, ...] = ()
+    """Those of them that are LoRA adapters."""
+    max_loras: int = 0
+    """Adapters that a batch may have; 0: not known."""
+    adapters_in_use: tuple[str, ...] = ()
+    """Adapters with a request that runs or waits."""
     max_model_len: int | None = None
     """Context length in tokens."""
     healthy: bool = True

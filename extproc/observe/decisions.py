@@ -105,7 +105,10 @@ class DecisionRecord:
         if most is not None and most < len(view):
             best = choice.scores.argsort(kind="stable")[:most]
             shown = np.union1d(best, choice.first)
-        terms = ("step_rest", "admission", "prefill", "decode", "cost_to_others", "avoidable")
+        terms = (
+            *("step_rest", "admission", "adapter", "prefill", "decode"),
+            *("cost_to_others", "avoidable"),
+        )
         columns: dict[str, list[Any]] = {
             "replica": [view.ids[row] for row in shown],
             "name": [view.names[row] for row in shown],

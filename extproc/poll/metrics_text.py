@@ -32,6 +32,7 @@ _ACCEPTED = (b"spec_decode_num_accepted_tokens_total", b"spec_decode_num_accepte
 _PREEMPTIONS = (b"num_preemptions_total", b"num_preemptions")
 _FINISHED = (b"request_success_total",)
 _CACHE_CONFIG = (b"cache_config_info",)
+_ADAPTERS = (b"lora_requests_info",)
 _LENGTHS = (b"request_generation_tokens_bucket",)
 
 _MODEL_NAME = re.compile(rb'[{,]model_name="((?:[^"\\]|\\.)*)"')
@@ -40,6 +41,9 @@ _NO_PREFIX_CACHE = b'enable_prefix_caching="False"'
 _BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,9})"')
 _EDGE = re.compile(rb'[{,]le="(\d{1,9}(?:\.\d+)?)"')
 _KV_TOKENS = re.compile(rb'[{,]kv_cache_size_tokens="(\d{1,12})"')
+_MAX_LORAS = re.compile(rb'[{,]max_lora="(\d{1,6})"')
+_RUNNING_ADAPTERS = re.compile(rb'[{,]running_lora_adapters="((?:[^"\\]|\\.)*)"')
+_WAITING_ADAPTERS = re.compile(rb'[{,]waiting_lora_adapters="((?:[^"\\]|\\.)*)"')
 _ESCAPE = re.compile(r"\\(.)")
 
 
@@ -70,6 +74,8 @@ class EngineFigures:
     engines: int = 1
     prefix_caching: bool = True
     """Whether prefixes are cached, as far as it tells."""
+    max_loras: int = 0
+    adapters_in_use: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
         """By name, as they are: ``dataclasses.asdict`` would copy every number, in 100 µs."""
@@ -90,6 +96,7 @@ def read_metrics(page: bytes) -> EngineFigures:
     steps = _series(page, _STEPS)
     configs = _series(page, _CACHE_CONFIG)
     block_size, kv_tokens = _kv_cache(configs)
+    max_loras, adapters = _adapters(_series(page, _ADAPTERS))
     return EngineFigures(
         models=_models(running),
         running=int(_sum(_RUNNING, running)),
@@ -109,6 +116,8 @@ def read_metrics(page: bytes) -> EngineFigures:
         output_lengths=_output_lengths(_series(page, _LENGTHS)),
         engines=len(running),
         prefix_caching=not any(_NO_PREFIX_CACHE in config for config in configs),
+        max_loras=max_loras,
+        adapters_in_use=adapters,
     )
 
 
@@ -182,13 +191,32 @@ def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
     )
 
 
+def _adapters(lines: list[bytes]) -> tuple[int, tuple[str, ...]]:
+    """Return how many adapters a batch may have, and which are in use; 0 where nothing is known.
+
+    They are in the labels. What was so once stays on the page; the value is when it was so last.
+    """
+    if not lines:
+        return 0, ()
+    line = max(lines, key=lambda line: _value(_ADAPTERS[0], line))
+    used: dict[str, None] = {}
+    for label in (_RUNNING_ADAPTERS, _WAITING_ADAPTERS):
+        if (match := label.search(line)) and match[1]:
+            used |= dict.fromkeys(_text(match[1]).split(","))
+    return max(_labels(_MAX_LORAS, [line]), default=0), tuple(used)
+
+
 def _labels(label: re.Pattern[bytes], lines: list[bytes]) -> list[int]:
     return [int(match[1]) for line in lines if (match := label.search(line))]
 
 
 def _models(lines: list[bytes]) -> tuple[str, ...]:
     names = {match[1] for line in lines if (match := _MODEL_NAME.search(line))}
-    return tuple(sorted(_ESCAPE.sub(_unescape, name.decode(errors="replace")) for name in names))
+    return tuple(sorted(map(_text, names)))
+
+
+def _text(value: bytes) -> str:
+    return _ESCAPE.sub(_unescape, value.decode(errors="replace"))
 
 
 def _unescape(match: re.Match[str]) -> str:

@@ -32,6 +32,8 @@ class Model(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     id: str
+    parent: str | None = None
+    """The model that an adapter belongs to; None for the model itself."""
     max_model_len: int | None = Field(default=None, gt=0, le=_LONGEST_CONTEXT)
 
 
@@ -46,6 +48,11 @@ class ModelList(BaseModel):
     def names(self) -> tuple[str, ...]:
         """Names a request may ask for."""
         return tuple(model.id for model in self.data)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Those of them that are LoRA adapters."""
+        return tuple(model.id for model in self.data if model.parent)
 
     @property
     def max_model_len(self) -> int | None:

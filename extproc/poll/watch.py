@@ -186,7 +186,11 @@ class Watch:
         listed = self._models.listed
         if listed is None or not listed.names:
             return {}
-        return {"models": listed.names, "max_model_len": listed.max_model_len}
+        return {
+            "models": listed.names,
+            "adapters": listed.adapters,
+            "max_model_len": listed.max_model_len,
+        }
 
     def _restarted(self, figures: EngineFigures) -> bool:
         """Whether another process answers now."""
@@ -224,6 +228,14 @@ def _listed(known: ReplicaState | None) -> ModelList | None:
     """The models that a poller before was told of."""
     if known is None:
         return None
+    base = next((name for name in known.models if name not in known.adapters), None)
     return ModelList(
-        data=tuple(Model(id=name, max_model_len=known.max_model_len) for name in known.models)
+        data=tuple(
+            Model(
+                id=name,
+                parent=base if name in known.adapters else None,
+                max_model_len=known.max_model_len,
+            )
+            for name in known.models
+        )
     )

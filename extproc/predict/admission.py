@@ -6,7 +6,7 @@ from extproc.fleet.view import FleetView, Floats, Indices, Sequences, least, mos
 
 
 def admission(
-    view: FleetView, sequences: Sequences, taken: Floats, own: int, new: Floats
+    view: FleetView, sequences: Sequences, taken: Floats, own: int, new: Floats | float
 ) -> Floats:
     """Seconds until the sequences in flight have freed the KV tokens and places it needs.
 
@@ -17,7 +17,7 @@ def admission(
         sequences: what is in flight on them.
         taken: KV tokens in use or queued for, a candidate each.
         own: places that the request needs.
-        new: KV tokens that it needs, a candidate each.
+        new: KV tokens that it needs, on each candidate.
     """
     wait = np.zeros(len(view))
     missing = new - (view.kv_capacity - taken)

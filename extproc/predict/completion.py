@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from extproc.fleet.view import FleetView, Floats, Sequences, least
+from extproc.fleet.view import FleetView, Floats, Sequences, least, most
 from extproc.predict.admission import admission
 from extproc.request.profile import RequestProfile
 
@@ -24,7 +24,7 @@ class Prediction:
     decode: Floats
     """From the first token to the last."""
     ttft: Floats
-    """Time to first token: the first three."""
+    """Time to first token: the first three, and that of the adapter."""
     completion: Floats
     """Time to the last token."""
     cost_to_others: Floats
@@ -35,10 +35,13 @@ class Prediction:
     """Tokens of the prompt that the replica has in its prefix cache."""
     avoidable: Floats
     """Time to prefill what another candidate has in its prefix cache: once for each request that
-    waits for it, and once for the cache that it displaces."""
+    waits for it, and once for the cache that it displaces. With a LoRA adapter, also what others
+    lose by its load and its place (:func:`~extproc.predict.adapter.add_adapter`)."""
 
     first_token_share: float
     """Time to first token in the completion, at the soonest, 0…1."""
+    adapter: Floats
+    """Wait for a place of its LoRA adapter in the batch, and for the adapter to be loaded."""
 
     @property
     def cost_weight(self) -> Floats:
@@ -86,15 +89,18 @@ def predict(
     """
     own = max(profile.sequences, 1)
     prompt, out = float(profile.prompt_tokens), float(output_tokens)
-    cached = np.minimum(held, max(prompt - 1.0, 0.0))
-    new = prompt - cached
+    new: Floats | float = prompt
+    cached = avoidable = held
+    if most(held) > 0.0:
+        cached = np.minimum(held, prompt - 1.0)
+        new = prompt - cached
+        avoidable = (new - least(new)) * (view.costs.c_prefill * (view.batch + 1.0))
     taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
     wait = admission(view, sequences, taken, own, new)
     _refuse(view, profile.longest_prompt, wait)
     prefill = _prefill(view, prompt, new)
     decode, slower = _decode(view, sequences, own, prompt, out)
-    stall = view.costs.c_prefill * view.batch
     ttft = step_rest + wait + prefill
     completion = ttft + decode
     kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
@@ -106,11 +112,12 @@ def predict(
         decode,
         ttft,
         completion,
-        stall * new + slower,
+        view.costs.c_prefill * new * view.batch + slower,
         kv_pressure,
         cached,
-        (new - least(new)) * (stall + view.costs.c_prefill),
+        avoidable,
         least(ttft) / least(completion),
+        np.zeros(len(view)),
     )
 
 
@@ -128,7 +135,7 @@ def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
             wait[too_long] = np.inf
 
 
-def _prefill(view: FleetView, prompt: float, new: Floats) -> Floats:
+def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
     costs = view.costs
     queue = view.backlog + new
     steps = np.ceil(queue / view.token_budget)

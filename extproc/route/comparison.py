@@ -86,6 +86,7 @@ class _Rival:
         reasons: list[tuple[Floats, Callable[[], str]]] = [
             (prediction.step_rest, self._step_rest),
             (prediction.admission, self._admission),
+            (prediction.adapter, self._adapter),
             (prediction.prefill + prediction.avoidable, self._prefill),
             (prediction.decode, self._decode),
             (cost, self._cost),
@@ -129,6 +130,13 @@ class _Rival:
             place = f"a place in the batch, {batch:.0f} running or queued for {places:.0f} places"
         return f"there it would wait {longer} for {place}"
 
+    def _adapter(self) -> str:
+        times = self.situation.adapter
+        longer = seconds(self._longer(self.situation.prediction.adapter))
+        if times is not None and self._longer(times.wait) > 0.0:
+            return f"there it would wait {longer} longer until other adapters leave the batch"
+        return f"to load its adapter there would take {longer} longer"
+
     def _prefill(self) -> str:
         view, prefill = self.situation.view, self.situation.prediction.prefill
         if self._longer(self.situation.prediction.avoidable) > self._longer(prefill) / 2:
@@ -149,10 +157,13 @@ class _Rival:
 
     def _waste(self) -> str:
         theirs, ours = self._both(self.situation.prediction.cached)
-        wasted = seconds(self._longer(self.situation.prediction.avoidable))
+        wasted = self._longer(self.situation.prediction.avoidable)
+        adapter = self.situation.adapter
+        if adapter is not None and self._longer(adapter.wasted) > wasted / 2:
+            return f"to load its adapter there would cost others {seconds(wasted)}"
         return (
             f"of the prompt {theirs:,.0f} tokens are cached there against {ours:,.0f}, and to "
-            f"prefill the rest is a waste that counts {wasted}"
+            f"prefill the rest is a waste that counts {seconds(wasted)}"
         )
 
     def _decode(self) -> str:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
+from extproc.fleet.adapters import AdapterTimes
 from extproc.fleet.prefixes import Held
 from extproc.fleet.view import FleetView, Floats, Indices, least
 from extproc.predict.completion import Prediction
@@ -22,6 +23,16 @@ class Situation:
     view: FleetView
     held: Held
     prediction: Prediction
+    adapter: AdapterTimes | None = None
+    """What it meets where it asks for a LoRA adapter."""
+
+    @property
+    def cached_share(self) -> Floats:
+        """Share of the prompt that each candidate should have in its prefix cache, 0…1.
+
+        By what was sent there alone, as other routers know it.
+        """
+        return self.held.expected / max(self.profile.prompt_tokens, 1)
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from extproc.fleet.alone import Before, Served
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.view import FleetView, most
+from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
 from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
@@ -34,6 +35,7 @@ class Forecast:
     decode_time_per_token: float
     expected_hits: float
     hits_depth: int
+    adapter_load: float
     """All as in :class:`Decision`."""
 
 
@@ -107,6 +109,14 @@ class Decision:
         return float(self.prediction.completion[self.choice.first])
 
     @property
+    def adapter_load(self) -> float:
+        """Seconds of that to load its LoRA adapter, where it need not wait for others before."""
+        first, adapter = self.choice.first, self.situation.adapter
+        if adapter is None or adapter.wait[first]:
+            return 0.0
+        return adapter.load.item(first)
+
+    @property
     def decode_time_per_token(self) -> float:
         """Seconds a token on the replica chosen, before the correction of its decode time."""
         later = max(self.prediction.output_tokens - 1.0, 1.0)
@@ -123,6 +133,7 @@ class Decision:
             self.decode_time_per_token,
             self.expected_hits,
             int(self.situation.held.depths[self.choice.first]),
+            self.adapter_load,
         )
 
 
@@ -153,7 +164,10 @@ class Router:
         expected, p90 = self._output(profile, view)
         held = fleet.held(profile.prefix, view)
         prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
-        situation = Situation(profile, view, held, prediction)
+        adapter = fleet.adapter_times(profile.model, view)
+        if adapter is not None:
+            add_adapter(prediction, adapter)
+        situation = Situation(profile, view, held, prediction, adapter)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
         return Decision(
@@ -195,7 +209,10 @@ class Router:
         profile = forecast.profile
         if profile.sequences:
             self.fleet.lengths.observe(profile, tokens)
-        if alone is not None and profile.sequences <= 1:
+        load = forecast.adapter_load
+        if load and ttft is not None and replica == forecast.replica:
+            self.fleet.adapter_loaded(replica, ttft - (forecast.predicted_ttft - load))
+        if alone is not None and profile.sequences <= 1 and not load:
             prompt = profile.prompt_tokens if prompt_tokens is None else prompt_tokens
             self.fleet.served_alone(replica, alone, Served(prompt, tokens, seconds, ttft))
             return

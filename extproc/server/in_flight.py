@@ -122,7 +122,7 @@ class InFlight:
 
     def _worth_reading(self, content_type: str) -> bool:
         """Every whole response, for it is one message, those whose id is needed, and of the streams
-        a sample, and those that teach how fast a replica is."""
+        a sample, and those that teach how fast a replica is, or how fast it loads an adapter."""
         if self._status != 200:
             return False
         if self._response_id is not None or not content_type.startswith("text/event-stream"):
@@ -130,7 +130,8 @@ class InFlight:
         services = self._services
         share = services.config.serve.stream_sample
         sampled = services.random.random() < share
-        return sampled or (share > 0.0 and services.fleet.teaches(self._ticket))
+        teaches = self._forecast.adapter_load > 0.0 or services.fleet.teaches(self._ticket)
+        return sampled or (share > 0.0 and teaches)
 
     def _complete(self) -> bool:
         """Whether it is known to have been answered to the end.

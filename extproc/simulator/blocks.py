@@ -91,10 +91,10 @@ class BlockPool:
                 self._users[key] -= 1
 
 
-def chain_hashes(content: bytes, block_bytes: int) -> list[int]:
-    """One hash per full block of ``content``; each covers all that precedes it too."""
+def chain_hashes(content: bytes, block_bytes: int, seed: bytes = b"") -> list[int]:
+    """One hash per full block of ``content``; each covers the seed and all before it."""
     hashes: list[int] = []
-    parent = b""
+    parent = seed
     for end in range(block_bytes, len(content) + 1, block_bytes):
         parent = blake2b(parent + content[end - block_bytes : end], digest_size=8).digest()
         hashes.append(int.from_bytes(parent, "little"))

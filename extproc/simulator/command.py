@@ -57,6 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="probability that a drafted token is accepted, 0 to 1",
     )
     parser.add_argument(
+        "--lora-modules", nargs="+", default=[], metavar="NAME", help="LoRA adapters of the model"
+    )
+    parser.add_argument(
+        "--max-loras", type=_positive, default=_DEFAULT.max_loras, help="adapters in a batch"
+    )
+    parser.add_argument(
+        "--lora-load-seconds",
+        type=_positive_float,
+        default=_DEFAULT.adapter_load_s,
+        help="what it takes to load an adapter",
+    )
+    parser.add_argument(
         "--no-enable-prefix-caching",
         dest="prefix_caching",
         action="store_false",
@@ -89,6 +101,9 @@ def run(args: argparse.Namespace) -> int:
         draft_tokens=args.draft_tokens,
         acceptance=args.acceptance,
         prefix_caching=args.prefix_caching,
+        adapters=tuple(args.lora_modules),
+        max_loras=args.max_loras,
+        adapter_load_s=args.lora_load_seconds,
         enable_prompt_tokens_details=args.enable_prompt_tokens_details,
     )
     try:

@@ -2,11 +2,12 @@
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 from extproc.predict.hardware import HardwareProfile
 from extproc.predict.step import StepModel
+from extproc.simulator.adapters import Adapters
 from extproc.simulator.blocks import BlockPool
 from extproc.simulator.sequence import FinishReason, Sequence
 from extproc.simulator.speculation import Speculation
@@ -22,7 +23,8 @@ class Engine:
     ones are admitted, in order, until the token budget or the number of sequences is used up, or
     one does not fit into the free KV blocks as a whole. When blocks run out, the last admitted
     sequences lose theirs and wait at the head of the queue to be computed again, and nothing is
-    admitted in that step.
+    admitted in that step. A waiting sequence whose adapter would be one too many in the batch lets
+    those behind it pass.
 
     A step costs O(1) for sequences that only decode, whatever their number: tokens in KV cache are
     summed, blocks are needed by position modulo block size, and ends are known in steps. With
@@ -42,6 +44,7 @@ class Engine:
         token_budget: int | None = None,
         prefix_caching: bool = True,
         speculation: Speculation | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """An idle engine; what is not given is taken from the profile.
 
@@ -66,6 +69,8 @@ class Engine:
             raise ValueError(f"{kv_tokens} KV tokens do not fill a block of {block_size}")
         self.pool = BlockPool(blocks, block_size)
         self.prefix_caching = prefix_caching
+        self.adapters = adapters
+        """None: it serves no LoRA adapters."""
         self.counters = Counters()
         self.steps = 0
         """Steps completed, also those that vLLM does not count."""
@@ -76,6 +81,8 @@ class Engine:
         self._step: Step | None = None
         self._stretch: Stretch | None = None
         self._waiting: deque[Sequence] = deque()
+        self._deferred = 0
+        """Of those waiting, the sequences that the last step let others pass."""
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
         self._kv = 0
@@ -235,7 +242,7 @@ class Engine:
             self._admit_waiting(chunks)
         if chunks:
             self._stretch = None
-            ends_at = self._now + self._step_time(chunks)
+            ends_at = self._now + self._load_time(chunks) + self._step_time(chunks)
             self._step = Step(self._now, ends_at, self.waiting, 1, chunks)
         elif self._decoding:
             self._step = self._decode(until, single=preempted or self._drafted > 0)
@@ -286,10 +293,14 @@ class Engine:
     def _admit_waiting(self, chunks: list[tuple[Sequence, int]]) -> None:
         """Admit waiting sequences, in order, while budget, room for sequences and blocks last."""
         budget = self._budget_left() - sum(chunk for _, chunk in chunks)
+        deferred: list[Sequence] = []
         while self._waiting and budget > 0 and self.running < self.max_num_seqs:
             sequence = self._waiting[0]
+            if not self._adapter_fits(sequence):
+                deferred.append(self._waiting.popleft())
+                continue
             if not self._take_prefix(sequence):
-                return
+                break
             self._waiting.popleft()
             self._prefilling[sequence.id] = sequence
             if sequence.admitted is None:
@@ -298,6 +309,23 @@ class Engine:
             self._extend(sequence, chunk)
             chunks.append((sequence, chunk))
             budget -= chunk
+        self._waiting.extendleft(reversed(deferred))
+        self._deferred = len(deferred)
+
+    def _adapter_fits(self, sequence: Sequence) -> bool:
+        if self.adapters is None or not sequence.adapter:
+            return True
+        return self.adapters.admits(sequence.adapter, self._in_batch())
+
+    def _in_batch(self) -> list[str]:
+        """Adapters of the sequences admitted."""
+        return _adapters_of(chain(self._decoding.values(), self._prefilling.values()))
+
+    def _load_time(self, chunks: list[tuple[Sequence, int]]) -> float:
+        """Seconds in which a step with these chunks stands still until adapters are loaded."""
+        if self.adapters is None or not any(sequence.adapter for sequence, _ in chunks):
+            return 0.0
+        return self.adapters.use(self._in_batch())
 
     def _budget_left(self) -> int:
         return self.token_budget - len(self._decoding) * (1 + self._drafted)
@@ -488,6 +516,8 @@ class Engine:
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        if self.adapters and sequence.adapter:
+            self.adapters.use([sequence.adapter])
         self.pool.release(sequence.blocks - len(sequence.held), sequence.held)
         sequence.held = []
         sequence.blocks = sequence.computed = 0
@@ -508,7 +538,15 @@ class Engine:
 
     def _show(self, waiting: int) -> None:
         self.gauges = Gauges(self.running, waiting, self.kv_usage)
+        if self.adapters:
+            used = _adapters_of(self._decoding.values())
+            deferred = min(self._deferred, waiting)
+            self.gauges = self.gauges._replace(deferred=deferred, adapters=used)
 
     def _finish(self, sequence: Sequence, now: float) -> None:
         sequence.finished = now
         self.counters.finished[sequence.reason] += 1
+
+
+def _adapters_of(sequences: Iterable[Sequence]) -> list[str]:
+    return list(dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter))

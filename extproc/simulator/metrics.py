@@ -1,7 +1,8 @@
 """``/metrics``: the page of vLLM 0.32, in its names, labels and buckets."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from extproc.clock import wall
 from extproc.simulator.engine import Engine
 from extproc.simulator.histogram import Histogram
 from extproc.simulator.sequence import Sequence
@@ -98,7 +99,7 @@ class Metrics:
 
     def _gauges(self) -> Iterator[str]:
         now = self._engine.gauges
-        reasons = {"capacity": now.waiting, "deferred": 0}
+        reasons = {"capacity": now.waiting - now.deferred, "deferred": now.deferred}
         gauges: tuple[tuple[str, str, float], ...] = (
             ("num_requests_running", "Requests in model execution batches.", now.running),
             ("num_requests_waiting", "Requests waiting to be processed.", now.waiting),
@@ -108,6 +109,18 @@ class Metrics:
             yield from self._family(name, "gauge", text, value)
         yield from self._labelled(
             "num_requests_waiting_by_reason", "gauge", "Waiting, by reason.", "reason", reasons
+        )
+        if self._engine.adapters and self._engine.steps:
+            yield from self._adapters(self._engine.adapters.slots, now.adapters)
+
+    def _adapters(self, slots: int, used: Iterable[str]) -> Iterator[str]:
+        """Those that run. vLLM means to tell in another list those that wait; in truth both lists
+        name the same."""
+        names = _escaped(",".join(used))
+        yield from _head("lora_requests_info", "gauge", "Running stats on lora requests.")
+        yield (
+            f'vllm:lora_requests_info{{max_lora="{slots}",running_lora_adapters="{names}",'
+            f'waiting_lora_adapters="{names}"}} {wall()}'
         )
 
     def _counters(self) -> Iterator[str]:
@@ -209,8 +222,11 @@ class Metrics:
         yield f"vllm:{name}_sum{{{self._labels()}}} {histogram.sum}"
 
     def _labels(self) -> str:
-        model = self._model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-        return f'engine="0",model_name="{model}"'
+        return f'engine="0",model_name="{_escaped(self._model)}"'
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _head(name: str, kind: str, text: str) -> Iterator[str]:

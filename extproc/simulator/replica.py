@@ -8,6 +8,7 @@ from zlib import crc32
 from extproc.clock import Clock, monotonic
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
 from extproc.simulator import tokens
+from extproc.simulator.adapters import Adapters
 from extproc.simulator.blocks import chain_hashes
 from extproc.simulator.endpoints.base import GenerateBody
 from extproc.simulator.engine import Engine
@@ -43,6 +44,12 @@ class ReplicaSettings:
     acceptance: float = ACCEPTANCE
     """Probability that a drafted token is accepted where those before it are."""
     prefix_caching: bool = True
+    adapters: tuple[str, ...] = ()
+    """Names of LoRA adapters of the model."""
+    max_loras: int = 1
+    """Adapters in a batch, at most."""
+    adapter_load_s: float = 0.1
+    """Seconds that it takes to load one, at the profile's speed."""
     enable_prompt_tokens_details: bool = False
     """Whether chat, completions and messages report cached prompt tokens, as vLLM's flag."""
 
@@ -66,6 +73,9 @@ class Replica:
             settings.max_num_seqs,
             prefix_caching=settings.prefix_caching,
             speculation=Speculation(drafts, settings.acceptance, random) if drafts else None,
+            adapters=Adapters(settings.max_loras, settings.adapter_load_s)
+            if settings.adapters
+            else None,
         )
         self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)
         if self.max_model_len > self.engine.capacity:
@@ -83,7 +93,7 @@ class Replica:
         Raises:
             RequestError: status 404.
         """
-        if model and model != self.settings.model:
+        if model and model != self.settings.model and model not in self.settings.adapters:
             raise RequestError(
                 f"The model `{model}` does not exist.", "model", HTTPStatus.NOT_FOUND
             )
@@ -109,15 +119,15 @@ class Replica:
         self.live.submit(generation)
         return generation
 
-    def pool(self, prompts: list[bytes]) -> Generation:
-        """Queue prompts of which nothing is decoded.
+    def pool(self, prompts: list[bytes], model: str | None) -> Generation:
+        """Queue prompts of which nothing is decoded, for the model or an adapter.
 
         Raises:
             RequestError: a prompt is empty or too long.
         """
         for prompt in prompts:
             self._check_length(tokens.count(prompt), self.max_model_len)
-        answers = [Answer(self._sequence(prompt, "", 0), 0, 0) for prompt in prompts]
+        answers = [Answer(self._sequence(model, prompt, "", 0), 0, 0) for prompt in prompts]
         generation = Generation(answers, 1, streamed=False)
         self.live.submit(generation)
         return generation
@@ -137,15 +147,18 @@ class Replica:
         output_tokens = min(max(output_tokens, body.min_tokens), bound)
         start = crc32(prompt) + choice
         text = tokens.generated_text(start, output_tokens)
-        sequence = self._sequence(prompt, text, output_tokens)
+        sequence = self._sequence(body.model, prompt, text, output_tokens)
         if output_tokens == bound:
             sequence.reason = FinishReason.LENGTH
         return Answer(sequence, bound, start)
 
-    def _sequence(self, prompt: bytes, text: str, output_tokens: int) -> Sequence:
+    def _sequence(
+        self, model: str | None, prompt: bytes, text: str, output_tokens: int
+    ) -> Sequence:
+        adapter = model if model in self.settings.adapters else ""
         block_bytes = self.settings.block_size * tokens.BYTES_PER_TOKEN
-        hashes = chain_hashes(prompt + tokens.encode(text), block_bytes)
-        return Sequence(self.live.next_id(), tokens.count(prompt), output_tokens, hashes)
+        hashes = chain_hashes(prompt + tokens.encode(text), block_bytes, adapter.encode())
+        return Sequence(self.live.next_id(), tokens.count(prompt), output_tokens, hashes, adapter)
 
     def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:
         """Most tokens a sequence may generate, by vLLM's rules."""

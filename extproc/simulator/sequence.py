@@ -27,6 +27,8 @@ class Sequence:
     hashes: Items[int] = ()
     """Hashes of its full blocks, prompt first, as far as they are known. Blocks of the prompt can
     be hit once they are scheduled, blocks of the output once the sequence has ended."""
+    adapter: str = ""
+    """LoRA adapter that it is computed with; empty: none."""
     reason: FinishReason = FinishReason.STOP
     """How it will end; ``ABORT`` once it was aborted."""
 

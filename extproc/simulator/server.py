@@ -159,7 +159,7 @@ class ReplicaServer:
         settings = self.replica.settings
         reply = reply_type(
             uuid4().hex,
-            settings.model,
+            body.model or settings.model,
             int(time.time()),
             generation.usage().prompt,
             settings.enable_prompt_tokens_details,
@@ -195,13 +195,13 @@ class ReplicaServer:
     async def _pool(self, request: web.Request) -> web.Response:
         body = await _parse(request, POOLING[request.path])
         self.replica.check_model(body.model)
-        generation = self.replica.pool(body.prompts)
+        generation = self.replica.pool(body.prompts, body.model)
         try:
             await generation.done()
         finally:
             self._leave(generation)
         return web.json_response(
-            body.reply(uuid4().hex, self.replica.settings.model, int(time.time()))
+            body.reply(uuid4().hex, body.model or self.replica.settings.model, int(time.time()))
         )
 
     async def _transcribe(self, request: web.Request) -> web.Response:
@@ -265,16 +265,20 @@ class ReplicaServer:
         return web.json_response(self.replica.live.lateness.to_json())
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {
-            "id": self.replica.settings.model,
+        settings = self.replica.settings
+        base: dict[str, Any] = {
+            "id": settings.model,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "vllm",
-            "root": self.replica.settings.model,
+            "root": settings.model,
             "parent": None,
             "max_model_len": self.replica.max_model_len,
         }
-        return web.json_response({"object": "list", "data": [model]})
+        # Of an adapter vLLM tells no context length: it has its model's.
+        of_adapter = {"parent": settings.model, "max_model_len": None}
+        adapters = [base | of_adapter | {"id": name, "root": name} for name in settings.adapters]
+        return web.json_response({"object": "list", "data": [base, *adapters]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         await asyncio.sleep(self._random.uniform(*self._metrics_seconds))

@@ -1,6 +1,7 @@
 """What an engine does in a step, and what comes of it."""
 
 from collections import Counter
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,6 +48,10 @@ class Gauges(NamedTuple):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
+    deferred: int = 0
+    """Of those waiting, the ones that wait for the adapters of others to leave the batch."""
+    adapters: Items[str] = ()
+    """Those with a sequence that has a token and goes on."""
 
 
 @dataclass(slots=True)

@@ -139,6 +139,32 @@ async def test_how_far_predictions_were_off_as_of_late_is_shown_where_they_were(
     assert any(line.startswith("×: actual ÷ predicted decode time") for line in lines)
 
 
+async def test_what_an_adapter_adds_is_shown_where_a_request_is_for_one(
+    services: Services, router: str, explain: Explain
+) -> None:
+    for number in (1, 2):
+        served = state(number, "llama-8b-h100", ManualClock(), models=("llama", "law"))
+        told = {"adapters": ("law",), "max_loras": 1}
+        services.fleet.put(served.model_copy(update=told))
+    ticket = services.fleet.dispatch(replica(2), replace(chat(100, 50), model="law"))
+    decide(services, chat(100, 50), "plain")
+    assert not any("adapter" in line for line in await explain("--router", router, "plain"))
+    decision = decide(services, replace(chat(100, 5), model="law"), "adapted")
+    services.fleet.release(ticket)
+    lines = await explain("--router", router, "adapted")
+    header = next(line for line in lines if "prefill" in line)
+    first, second = lines[lines.index(header) + 1 :][:2]
+    end = header.index("adapter") + len("adapter")
+    assert [first.split()[1], first[:end].split()[-1]] == ["r2", "0.000"]
+    assert [second.split()[0], second[:end].split()[-1]] == ["r1", "0.100"]
+    assert "wasted" in header
+    cells = dict(zip(header.split(), second.split(), strict=True))
+    terms = sum(float(cells[name]) for name in ("step", "admit", "adapter", "prefill"))
+    assert float(cells["TTFT"]) == pytest.approx(terms, abs=0.002)
+    assert decision.predicted_ttft < 0.1
+    assert any(line.startswith("adapter: wait for a place of its LoRA") for line in lines)
+
+
 async def test_what_was_left_out_is_shown_with_the_reason(
     services: Services, router: str, explain: Explain
 ) -> None:

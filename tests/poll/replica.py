@@ -29,8 +29,11 @@ def text(body: str | bytes, status: int = 200) -> Handler:
     return answer
 
 
-def models(*names: str, max_model_len: int = 4096) -> Handler:
-    listed = [{"id": name, "max_model_len": max_model_len} for name in names]
+def models(*names: str, adapters: tuple[str, ...] = (), max_model_len: int = 4096) -> Handler:
+    listed: list[dict[str, object]] = [
+        {"id": name, "parent": None, "max_model_len": max_model_len} for name in names
+    ]
+    listed += [{"id": name, "parent": names[0], "max_model_len": None} for name in adapters]
 
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": listed})
@@ -98,7 +101,7 @@ class Replica:
         self.answers: dict[str, Handler] = {
             "/health": text(""),
             "/metrics": text(page()),
-            "/v1/models": models("tiny", "adapter"),
+            "/v1/models": models("tiny", adapters=("adapter",)),
         }
         self.asked: list[str] = []
         self._asked = asyncio.Event()

@@ -22,7 +22,21 @@ def sample(name: str) -> bytes:
         (
             "busy",
             EngineFigures(
-                ("tiny",), 4, 16, 0.003907203907203893, 524_288, 128, 101, 1600, 0, 401, 4, 0, 0, 0
+                ("tiny",),
+                4,
+                16,
+                0.003907203907203893,
+                524_288,
+                128,
+                101,
+                1600,
+                0,
+                401,
+                4,
+                0,
+                0,
+                0,
+                max_loras=1,
             ),
         ),
         (
@@ -160,6 +174,33 @@ def accepted(page: bytes) -> bool:
 
 def vars_of(figures: EngineFigures) -> dict[str, object]:
     return {name: getattr(figures, name) for name in figures.__slots__}
+
+
+ADAPTERS = b"""
+# HELP vllm:lora_requests_info Running stats on lora requests.
+# TYPE vllm:lora_requests_info gauge
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""} 1.7953251069705088e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="a",waiting_lora_adapters="a"} 1.7953251059578154e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="a,b",waiting_lora_adapters="a,b"} 1.795325106372747e+09
+vllm:lora_requests_info{max_lora="2",running_lora_adapters="c",waiting_lora_adapters="c"} 1.7953251069359317e+09
+"""  # noqa: E501 - a page of vLLM 0.32
+"""What was so once stays there; the value is when it was so last."""
+
+
+@pytest.mark.parametrize(
+    ("line", "in_use"),
+    [
+        (b"", ()),
+        (b'running_lora_adapters="b,a",waiting_lora_adapters="b,a"} 1.795325107e+09', ("b", "a")),
+        # Older ones tell which run and which wait.
+        (b'running_lora_adapters="b",waiting_lora_adapters="a"} 1.795325107e+09', ("b", "a")),
+        (rb'running_lora_adapters="x\"y",waiting_lora_adapters=""} 1.795325107e+09', ('x"y',)),
+    ],
+)
+def test_adapters_in_use_are_those_of_the_newest_line(line: bytes, in_use: tuple[str, ...]) -> None:
+    added = b'vllm:lora_requests_info{max_lora="2",' + line + b"\n" if line else b""
+    figures = read_metrics(sample("idle") + ADAPTERS + added)
+    assert (figures.max_loras, figures.adapters_in_use) == (2, in_use)
 
 
 @given(st.binary())

@@ -1,0 +1,199 @@
+"""LoRA adapters: which each replica has loaded, and what a request for one waits for there."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import exp, inf
+from statistics import median
+
+import numpy as np
+
+from extproc.fleet.state import ReplicaState
+from extproc.fleet.tables import Requests
+from extproc.fleet.view import FleetView, Floats
+
+LOAD_S = 0.1
+"""Seconds that it takes to load an adapter, until a replica has shown it."""
+_LOADS_REMEMBERED = 15
+_MEMORY = 60.0
+"""Seconds without a request after which it is unlikely, by e to 1, that one for an adapter comes
+before others have driven it out."""
+
+
+@dataclass(slots=True)
+class AdapterTimes:
+    """What a request for an adapter meets, one entry of each array a candidate of a view."""
+
+    wait: Floats
+    """Seconds until the batch has a place for the adapter."""
+    load: Floats
+    """Seconds to load it."""
+    wasted: Floats
+    """Seconds that others lose: all that decode stand still while it is loaded, and what is dropped
+    for it may have to be loaded again."""
+
+
+@dataclass(slots=True)
+class _Row:
+    """The adapters of one replica."""
+
+    names: frozenset[str] = frozenset()
+    slots: int = 0
+    """Of a batch; 0: not known."""
+    loaded: dict[str, float] = field(default_factory=dict)
+    """When each was used last; as many as there are slots."""
+    in_use: dict[str, int] = field(default_factory=dict)
+    """This router's requests in flight. In the order the adapters came, so that the first ones have
+    the slots: vLLM lets no other in before all requests for one of them have ended. A poll tells
+    where they came in another order."""
+    polled_at: float = -inf
+    beyond: tuple[str, ...] = ()
+    """In use by what only polls saw."""
+    load_s: float = LOAD_S
+    """Seconds that a load should take: the median of the last ones."""
+    loads: deque[float] = field(default_factory=lambda: deque([LOAD_S], _LOADS_REMEMBERED))
+
+    def touch(self, name: str, at: float) -> None:
+        self.loaded[name] = max(self.loaded.get(name, at), at)
+        while len(self.loaded) > max(self.slots, 1):
+            del self.loaded[min(self.loaded, key=self.loaded.__getitem__)]
+
+    def users(self) -> list[str]:
+        """Adapters in use, those that have a slot first."""
+        return list(dict.fromkeys((*self.beyond, *self.in_use)))
+
+
+class Adapters:
+    """What each replica has loaded, by what was sent there and what polls said.
+
+    vLLM tells how many may be in a batch, its slots, and which have requests that run, not how many
+    (older ones also name those that wait). It keeps loaded what was used last. Of several routers
+    each knows of the others' adapters what polls say.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._rows: dict[int, _Row] = {}
+        self._names: set[str] = set()
+        """Whatever is an adapter anywhere."""
+        self._tickets: dict[int, tuple[int, str]] = {}
+        """Replica and adapter of this router's requests for adapters, by ticket."""
+
+    def polled(self, row: int, state: ReplicaState, asked_at: float) -> None:
+        """A poll's news of the replica in that row, asked for at a time on the fleet's clock."""
+        if not state.adapters and row not in self._rows:
+            return
+        known = self._rows.setdefault(row, _Row())
+        known.names, known.slots = frozenset(state.adapters), state.max_loras
+        self._names |= known.names
+        used = state.adapters_in_use
+        # Of one that this router used since the poll before, it was its own request that was seen.
+        known.beyond = tuple(
+            name
+            for name in used
+            if name not in known.in_use and known.loaded.get(name, -inf) <= known.polled_at
+        )
+        known.polled_at = asked_at
+        if len(used) <= known.slots:  # else some of them wait, and nobody says which
+            for name in used:
+                known.touch(name, asked_at)
+            mine = [name for name in used if name in known.in_use]
+            known.in_use = {name: known.in_use[name] for name in (*mine, *known.in_use)}
+
+    def restarted(self, row: int) -> None:
+        """The replica's process is a new one, with nothing loaded."""
+        if known := self._rows.get(row):
+            known.loaded.clear()
+
+    def forget(self, row: int) -> None:
+        """Another replica has that row from now on."""
+        self._rows.pop(row, None)
+
+    def sent(self, row: int, ticket: int, model: str, now: float) -> None:
+        """A request was sent to the replica in that row."""
+        if model in self._names and (known := self._rows.get(row)) and model in known.names:
+            self._tickets[ticket] = row, model
+            known.in_use[model] = known.in_use.get(model, 0) + 1
+            known.touch(model, now)
+
+    def moved(self, ticket: int, row: int, now: float) -> None:
+        """It was served by the replica in another row."""
+        if ticket in self._tickets:
+            _, model = self._tickets[ticket]
+            self.ended(ticket, now)
+            self.sent(row, ticket, model, now)
+
+    def ended(self, ticket: int, now: float) -> None:
+        """It is over."""
+        row, model = self._tickets.pop(ticket, (-1, ""))
+        if known := self._rows.get(row):
+            known.in_use[model] = known.in_use.get(model, 1) - 1
+            if known.in_use[model] <= 0:
+                del known.in_use[model]
+            if model in known.loaded:
+                known.touch(model, now)
+
+    def took(self, row: int, seconds: float) -> None:
+        """A request for an adapter that was not loaded got its first token so much later."""
+        if known := self._rows.get(row):
+            known.loads.append(max(seconds, 0.0))
+            known.load_s = median(known.loads)
+
+    def __contains__(self, model: str) -> bool:
+        """Whether it is an adapter, of any replica."""
+        return model in self._names
+
+    def times(self, model: str, view: FleetView, typical: float, now: float) -> AdapterTimes:
+        """What a request for an adapter meets on the candidates.
+
+        Args:
+            model: what it asks for.
+            view: the candidates.
+            typical: tokens that a sequence of which nothing is known is expected to generate still.
+            now: seconds.
+        """
+        found = AdapterTimes(*np.zeros((3, len(view))))
+        for place, row in enumerate(view.rows.tolist()):
+            known = self._rows.get(row)
+            if known is None or model not in known.names or not known.slots:
+                continue
+            token = view.decode_step.item(place) / view.tokens_per_step.item(place)
+            wait = found.wait[place] = self._wait(row, known, model, token, typical)
+            if wait or (model not in known.loaded and model not in known.users()):
+                found.load[place] = known.load_s
+                lose = view.batch.item(place) + _asked_again(known, model, now)
+                found.wasted[place] = known.load_s * lose
+        return found
+
+    def _wait(self, row: int, known: _Row, model: str, token: float, typical: float) -> float:
+        """Seconds until the adapter has a slot."""
+        users = known.users()
+        if len({*users, model}) <= known.slots:
+            return 0.0
+        left, ends = dict(self._left(row)), list[float]()
+        for name in users:
+            start = heappop(ends) if len(ends) == known.slots else 0.0
+            if name == model:
+                return start
+            load = known.load_s if start else 0.0
+            heappush(ends, start + load + left.get(name, typical) * token)
+        return ends[0]
+
+    def _left(self, row: int) -> Iterator[tuple[str, float]]:
+        """Adapter and tokens to go of this router's requests there, the longest of each last."""
+        requests = self._requests
+        here = (requests.replica == row).nonzero()[0]
+        here = here[requests.remaining[here].argsort()]
+        tickets, left = requests.ticket[here].tolist(), requests.remaining[here].tolist()
+        for ticket, tokens in zip(tickets, left, strict=True):
+            if ticket in self._tickets:
+                yield self._tickets[ticket][1], tokens
+
+
+def _asked_again(known: _Row, model: str, now: float) -> float:
+    """How likely it is that what is dropped for that adapter has to be loaded again, 0…1."""
+    others = [used for name, used in known.loaded.items() if name != model]
+    if len(others) < known.slots:
+        return 0.0
+    return exp((min(others) - now) / _MEMORY)

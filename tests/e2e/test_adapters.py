@@ -1,0 +1,96 @@
+"""LoRA adapters: a request goes where its adapter is, unless waiting there takes longer."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from tests.e2e.client import Client
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+LOAD_S = 0.5
+ADAPTERS = ("law", "code")
+ANOTHER = "tax"
+FLAGS = (
+    "--lora-modules",
+    *ADAPTERS,
+    ANOTHER,
+    "--max-loras",
+    "1",
+    "--lora-load-seconds",
+    str(LOAD_S),
+)
+REPLICAS = [SimulatedReplica(name, "llama-8b-h100", FLAGS) for name in ("one", "another")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Stack(tmp_path_factory.mktemp("adapters"), REPLICAS) as running:
+        yield running
+
+
+async def ask(client: Client, model: str, tokens: int = 8) -> dict[str, Any]:
+    """The decision for a streamed request."""
+    return (await client.chat(tokens, model=model, stream=True)).decision
+
+
+def terms(decision: dict[str, Any]) -> dict[str, float]:
+    """Seconds that the adapter adds to the first token, by the name of the replica."""
+    return {one["name"]: one["terms_s"]["adapter"] for one in decision["candidates"]}
+
+
+async def homes(client: Client) -> dict[str, str]:
+    """Where each adapter is, once the router has found that out and sends them nowhere else."""
+    found: dict[str, str] = {}
+
+    async def settled() -> bool:
+        decisions = {name: await ask(client, name) for name in ADAPTERS}
+        found.update({name: decision["replica_name"] for name, decision in decisions.items()})
+        loads = [sorted(terms(decision).values()) for decision in decisions.values()]
+        return all(here == 0.0 < there for here, there in loads) and len({*found.values()}) == 2
+
+    await client.until(settled, seconds=20)
+    return found
+
+
+async def test_each_adapter_keeps_to_its_replica_and_the_load_elsewhere_is_known(
+    client: Client,
+) -> None:
+    for _ in range(5):
+        for name in (*ADAPTERS, ANOTHER):  # one more than two replicas keep loaded
+            await ask(client, name)
+    where = await homes(client)
+    for _ in range(3):
+        for name in ADAPTERS:
+            decision = await ask(client, name)
+            assert decision["replica_name"] == where[name]
+            assert decision["outcome"]["status"] == 200
+            (elsewhere,) = [s for one, s in terms(decision).items() if one != where[name]]
+            assert elsewhere == pytest.approx(LOAD_S, rel=0.5), "it was 0.1 s before any was seen"
+    plain = await ask(client, MODEL)
+    assert set(terms(plain).values()) == {0.0}
+
+
+async def test_a_request_whose_adapter_would_wait_for_another_goes_elsewhere(
+    client: Client,
+) -> None:
+    where = await homes(client)
+    law, code = where["law"], where["code"]
+    streams = [
+        asyncio.create_task(client.chat(model="code", stream=True, max_tokens=600, ignore_eos=True))
+        for _ in range(4)
+    ]
+
+    async def code_runs() -> bool:
+        return bool((await client.replica(code))["in_flight"] == 4)
+
+    await client.until(code_runs)
+    decision = await ask(client, "law")
+    assert decision["replica_name"] == law
+    assert terms(decision)[law] == 0.0
+    assert terms(decision)[code] > 2 * LOAD_S, "until the long answers have ended"
+    await asyncio.gather(*streams)

@@ -1,0 +1,224 @@
+"""Requests for LoRA adapters: where they go, and what is predicted of them."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from extproc.fleet.adapters import LOAD_S
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import Ticket
+from extproc.fleet.state import ReplicaState
+from extproc.predict.lengths import OutputLengths
+from extproc.request.profile import RequestProfile
+from extproc.route.router import Decision, Router
+from tests.fakes import MODEL, ManualClock, chat, replica, state
+
+A10 = "llama-8b-a10"
+ADAPTERS = ("a", "b", "c")
+SHORT = 5
+"""Tokens of an answer of which a load is more than a tenth: else it is as good as equal."""
+
+
+class System:
+    """Replicas that serve three adapters, and a router."""
+
+    def __init__(self, replicas: int, max_loras: int) -> None:
+        self.clock = ManualClock()
+        self.fleet = Fleet(OutputLengths(), self.clock)
+        self.max_loras = max_loras
+        for number in range(1, replicas + 1):
+            self.poll(number)
+        self.router = Router(self.fleet, "completion", random.Random(1))
+
+    def poll(self, number: int, *in_use: str, **figures: float | tuple[object, ...]) -> None:
+        self.fleet.put(self.state(number, *in_use, **figures))
+
+    def state(
+        self, number: int, *in_use: str, **figures: float | tuple[object, ...]
+    ) -> ReplicaState:
+        return state(
+            number,
+            A10,
+            self.clock,
+            models=(MODEL, *ADAPTERS),
+            adapters=ADAPTERS,
+            max_loras=self.max_loras,
+            adapters_in_use=in_use,
+            **figures,
+        )
+
+    def decide(self, model: str, tokens: int = 50) -> Decision:
+        decision = self.router.decide(request(model, tokens))
+        assert decision is not None
+        return decision
+
+    def send(self, model: str, number: int, tokens: int = 50) -> Ticket:
+        return self.fleet.dispatch(replica(number), request(model, tokens))
+
+    def serve(self, model: str, number: int) -> None:
+        """A request comes and ends."""
+        ticket = self.send(model, number)
+        self.clock.advance(2.0)
+        self.fleet.release(ticket)
+
+    def extra(self, model: str) -> float:
+        """Seconds that the adapter adds to the first token on the first replica."""
+        return float(self.decide(model).prediction.adapter[0])
+
+
+def request(model: str, tokens: int = 50) -> RequestProfile:
+    """One whose length is known."""
+    return replace(chat(100, tokens), model=model, least_output=tokens)
+
+
+def test_the_first_token_comes_later_by_the_load_of_an_adapter_that_is_not_loaded() -> None:
+    system = System(1, max_loras=2)
+    plain, first = system.decide(MODEL), system.decide("a")
+    assert first.predicted_ttft == pytest.approx(plain.predicted_ttft + LOAD_S)
+    assert first.predicted_completion == pytest.approx(plain.predicted_completion + LOAD_S)
+    assert (plain.adapter_load, first.adapter_load) == (0.0, LOAD_S)
+    system.serve("a", 1)
+    assert system.decide("a").predicted_ttft == pytest.approx(plain.predicted_ttft)
+
+
+def test_as_many_stay_loaded_as_a_batch_may_have_and_no_more() -> None:
+    system = System(1, max_loras=2)
+    for model in ("a", "b", "a"):
+        system.serve(model, 1)
+    assert [system.extra(model) for model in ADAPTERS] == [0.0, 0.0, LOAD_S]
+    system.serve("c", 1)
+    assert [system.extra(model) for model in ADAPTERS] == [0.0, LOAD_S, 0.0]
+
+
+def test_a_replica_that_started_anew_has_none_loaded() -> None:
+    system = System(1, max_loras=2)
+    system.poll(1, steps=100.0)
+    system.serve("a", 1)
+    assert system.extra("a") == 0.0
+    system.poll(1, steps=3.0)
+    assert system.extra("a") == LOAD_S
+
+
+def test_an_adapter_that_others_are_seen_to_use_is_loaded() -> None:
+    system = System(1, max_loras=2)
+    system.poll(1, "b")
+    assert [system.extra(model) for model in ("a", "b")] == [LOAD_S, 0.0]
+
+
+def test_nothing_is_added_where_vllm_does_not_tell_of_adapters() -> None:
+    system = System(2, max_loras=0)
+    system.serve("b", 1)
+    assert system.decide("a").prediction.adapter.tolist() == [0.0, 0.0]
+    assert system.decide(MODEL).prediction.adapter.tolist() == [0.0, 0.0]
+
+
+def test_a_full_batch_is_waited_for_until_the_first_adapter_leaves_it() -> None:
+    system = System(1, max_loras=2)
+    for model, tokens in (("a", 800), ("a", 100), ("b", 300), (MODEL, 2000)):
+        system.send(model, 1, tokens)
+    system.clock.advance(2.0)
+    step = system.decide(MODEL).situation.view.decode_step.item(0)
+    assert system.extra("a") == system.extra("b") == system.extra(MODEL) == 0.0
+    wait = system.extra("c") - LOAD_S
+    left = 300 - 2.0 / step
+    assert wait == pytest.approx(left * step, rel=0.15)
+
+
+def test_adapters_that_wait_already_go_first() -> None:
+    system = System(1, max_loras=1)
+    for model, tokens in (("a", 300), ("b", 200)):
+        system.send(model, 1, tokens)
+    behind_a, behind_both = system.extra("b"), system.extra("c")
+    step = system.decide(MODEL).situation.view.decode_step.item(0)
+    assert behind_both - behind_a == pytest.approx(200 * step + LOAD_S, rel=0.1)
+    assert system.extra("a") == 0.0, "vLLM lets it pass"
+
+
+def test_a_poll_tells_which_of_two_came_first() -> None:
+    system = System(1, max_loras=1)
+    for model in ("a", "b"):
+        system.send(model, 1, 200)
+    assert system.extra("a") == 0.0 < system.extra("b")
+    system.poll(1, "b", running=1, waiting=1)
+    assert system.extra("b") == 0.0 < system.extra("a")
+
+
+def test_an_adapter_of_others_in_the_batch_is_waited_for_until_polls_see_it_no_more() -> None:
+    system = System(1, max_loras=1)
+    system.poll(1, "b", running=1)
+    assert system.extra("a") > LOAD_S
+    system.poll(1)
+    assert system.extra("a") == LOAD_S
+
+
+def test_its_own_last_request_is_not_taken_for_others() -> None:
+    system = System(1, max_loras=1)
+    ticket = system.send("b", 1)
+    system.clock.advance(1.0)
+    seen = system.state(1, "b", running=1)
+    system.fleet.release(ticket)
+    system.clock.advance(0.05)
+    system.fleet.put(seen)
+    assert system.extra("a") == LOAD_S, "the news was on its way when the request ended"
+    system.clock.advance(0.2)
+    system.poll(1, "b", running=1)
+    assert system.extra("a") > LOAD_S, "another router's"
+
+
+def test_how_long_a_load_takes_is_learned_from_first_tokens() -> None:
+    system = System(1, max_loras=1)
+    for _ in range(4):
+        for model in ("a", "b"):
+            decision = system.decide(model)
+            ticket = system.fleet.dispatch(decision.replica, decision.profile)
+            ttft = decision.predicted_ttft - decision.adapter_load + 0.7
+            system.clock.advance(ttft + 1.0)
+            system.fleet.release(ticket)
+            system.router.learn(decision.forecast(), decision.replica, 50, ttft + 1.0, ttft)
+    assert system.extra("a") == pytest.approx(0.7)
+
+
+def test_each_adapter_keeps_to_its_replica_and_plain_requests_to_none() -> None:
+    system = System(2, max_loras=1)
+    chosen: dict[str, Counter[str]] = {"a": Counter(), "b": Counter(), MODEL: Counter()}
+    for _ in range(20):
+        for model in chosen:
+            decision = system.decide(model, SHORT)
+            chosen[model][decision.replica] += 1
+            ticket = system.fleet.dispatch(decision.replica, decision.profile)
+            system.clock.advance(0.3)
+            system.fleet.release(ticket)
+    assert len(chosen["a"]) == len(chosen["b"]) == 1
+    assert chosen["a"].keys() != chosen["b"].keys()
+    assert len(chosen[MODEL]) == 2
+
+
+def test_a_replica_is_spared_whose_adapter_would_be_driven_out() -> None:
+    system = System(2, max_loras=1)
+    system.serve("b", 1)
+    system.clock.advance(10.0)
+    decision = system.decide("a", SHORT)
+    assert decision.replica == replica(2)
+    first, second = decision.prediction.avoidable
+    assert first - second == pytest.approx(LOAD_S * 0.85, rel=0.01), "exp(−10 s ÷ 60 s)"
+
+
+def test_a_retry_elsewhere_moves_the_adapter_with_it() -> None:
+    system = System(2, max_loras=1)
+    ticket = system.send("a", 1, 400)
+    system.fleet.move(ticket, replica(2))
+    here, there = system.decide("b").prediction.adapter
+    assert here == LOAD_S
+    assert there > LOAD_S
+    system.fleet.release(ticket)
+    assert system.decide("b").prediction.adapter[1] == LOAD_S
+
+
+def test_why_says_that_an_adapter_is_waited_for_or_loaded() -> None:
+    system = System(2, max_loras=1)
+    system.serve("a", 1)
+    assert "to load its adapter there would take 0.10 s longer" in system.decide("a", SHORT).why
+    system.send("a", 1, 400)
+    assert "until other adapters leave the batch" in system.decide("b").why
