@@ -30,7 +30,7 @@ from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.correction import Corrections
 from extproc.predict.lengths import OutputLengths
-from extproc.request.prefix import Prefix
+from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
 _MODELS_REMEMBERED = 64
@@ -266,7 +266,7 @@ class Fleet:
         self._adapters.sent(row, ticket.number, profile.model, now)
         return ticket
 
-    def move(self, ticket: Ticket, replica: str) -> None:
+    def move(self, ticket: Ticket, replica: str, prefix: Prefix = NO_PREFIX) -> None:
         """The request was served by another replica than it was sent to (a retry).
 
         Does nothing where that replica is not a member.
@@ -277,6 +277,7 @@ class Fleet:
             self._alone.moved(self._ledger.replica(ticket), ticket.number, row)
             self._ledger.move(ticket, row)
             self._adapters.moved(ticket.number, row, self._clock())
+            self._enter(row, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
         """Its first token was seen: its prompt is prefilled, and all that were queued before it."""

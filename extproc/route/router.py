@@ -1,7 +1,7 @@
 """One decision: the fleet as it is, a prediction for every candidate, a policy's choice."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -128,6 +128,13 @@ class Decision:
         later = max(self.prediction.output_tokens - 1.0, 1.0)
         first = self.choice.first
         return float(self.prediction.decode[first] / self.situation.view.stretch[first]) / later
+
+    def forget_token_ids(self) -> None:
+        """Those of a long prompt take 100 kB, and a decision is kept for long."""
+        prefix = self.profile.prefix
+        if len(prefix.ids):
+            known = replace(prefix, ids=NO_PREFIX.ids)
+            self.situation.profile = replace(self.profile, prefix=known)
 
     def forecast(self) -> Forecast:
         """What has to be remembered of it until the request ends."""
