@@ -10,6 +10,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.view import FleetView, most
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
+from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
 from extproc.route.holder import Holder
