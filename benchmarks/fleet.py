@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from benchmarks.imbalance import speed
 from extproc.predict.hardware import HardwareProfile, hardware_profile
 from extproc.simulator.engine import Engine
 from extproc.simulator.speculation import ACCEPTANCE, Speculation
@@ -138,6 +139,11 @@ class FleetFile(_Part):
             for group in self.replicas
             for number in range(group.count)
         }
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """Decode steps a second of every replica, by name."""
+        return {name: speed(profile.step) for name, profile in self.members.items()}
 
 
 def read(path: Path) -> FleetFile:

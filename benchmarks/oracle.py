@@ -27,13 +27,18 @@ mean completion or one within 0.2% of it in three cells of four, and 2 in the fo
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """Lowest ``completion + weight·cost to others``."""
+    """Lowest ``completion + weight·cost to others + avoidable prefill``.
+
+    To count what a prompt evicts besides gained nothing where it was tried (``agents`` and
+    ``mooncake-synthetic`` on eight A100), even with what will be asked for again being known.
+    """
 
     weight: float
 
     def choose(self, situation: Situation, random: Random) -> Choice:
         prediction = situation.prediction
-        scores = prediction.completion + self.weight * prediction.cost_to_others
+        cost_to_others = self.weight * prediction.cost_to_others
+        scores = prediction.completion + cost_to_others + prediction.avoidable
         return Choice(lowest(scores, random), scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:
@@ -75,7 +80,7 @@ class Oracle:
         prediction = predict(profile, float(output), view, _sequences(exact), held.cached)
         situation = Situation(profile, view, held, self._with_step_ends(prediction, machines))
         choice = self._policy.choose(situation, self._random)
-        return Decision("oracle", situation, choice, self._policy, output)
+        return Decision("oracle", situation, choice, self._policy, output, retry=choice.second)
 
     def tell(self, number: int, news: News) -> None:
         """Nothing it does not know."""
@@ -173,6 +178,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         c_batch=_floats(model.c_batch for model in models) + drafts * c_prefill,
         c_kv=_floats(model.c_kv for model in models) + drafts * c_att,
         c_att=c_att,
+        frontend=_floats(model.frontend for model in models),
     )
     kv_used = kv_usage * capacity
     return FleetView(

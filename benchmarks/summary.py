@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.discrete import Simulation
+from benchmarks.imbalance import imbalance
 from benchmarks.served import Failed, Served
 from benchmarks.trace import TracedRequest
 from extproc.fleet.view import Floats
@@ -65,6 +66,10 @@ def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | Non
         "e2e_s": _distribution(e2e),
         "hits": sum(request.sequence.cached_tokens for request in served)
         / sum(request.traced.prompt_tokens for request in served),
+        "imbalance": imbalance(
+            ((one.replica, one.traced.at, one.traced.at + one.completion) for one in served),
+            simulation.fleet_file.speeds,
+        ),
         "preemptions": sum(request.sequence.preemptions for request in served),
         "prediction": {
             "ttft_mape": _median_error(predicted_ttft, ttft),
@@ -105,7 +110,7 @@ def header() -> str:
     return (
         f"{'':18}{'TTFT s':^32}   {'completion s':^32}   error  × the oracle's"
         f"   prefix\n"
-        f"{'policy':18}{names}   {names}           mean    p99     hits  failed    took"
+        f"{'policy':18}{names}   {names}           mean    p99     hits  imbalance  failed    took"
     )
 
 
@@ -118,7 +123,7 @@ def row(run: Run, took: float) -> str:
     distance = f"{gap['e2e_s']['mean']:7.2f}{gap['e2e_s']['p99']:7.2f}" if gap else " " * 14
     line = (
         f"{_label(run):18}{figures}  {run['prediction']['e2e_mape']:6.0%} {distance}"
-        f"{run['hits']:9.0%}{run['failed']:8}{took:7.1f}s"
+        f"{run['hits']:9.0%}{run['imbalance']:11.2f}{run['failed']:8}{took:7.1f}s"
     )
     return "\n".join([line, *map(_learned, run["learned_speed"])])
 

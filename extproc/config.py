@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -68,6 +69,10 @@ class ReplicaSource(Section):
     """Hardware profile its prediction starts from."""
     name: str = ""
     """What people call it; the address by default."""
+    kv_events_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on which vLLM publishes KV events: what its prefix cache holds is then known."""
+    kv_events_replay_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on which it replays those that were missed."""
 
     _profile_exists = field_validator("profile")(_known_profile)
     _addresses = field_validator("url", "dns")(_of_a_replica)
@@ -82,6 +87,22 @@ class ReplicaSource(Section):
         if bool(self.url) == bool(self.dns):
             raise ValueError("a replica needs either 'url' or 'dns'")
         return self
+
+    @model_validator(mode="after")
+    def _events_can_be_missed(self) -> "ReplicaSource":
+        if (self.kv_events_port is None) != (self.kv_events_replay_port is None):
+            raise ValueError(
+                "kv_events_port and kv_events_replay_port go together: one is given without the "
+                "other"
+            )
+        return self
+
+    @property
+    def kv_events_ports(self) -> tuple[int, int] | None:
+        """Where KV events are published and replayed; None: they are not."""
+        if self.kv_events_port is None or self.kv_events_replay_port is None:
+            return None
+        return self.kv_events_port, self.kv_events_replay_port
 
 
 class RedisSettings(Section):
@@ -159,6 +180,17 @@ class ServeSettings(TlsFiles):
         return workers
 
 
+def _as_targets(value: object) -> object:
+    """``name: other`` is short for a draw with one outcome."""
+    return {value: 1.0} if isinstance(value, str) else value
+
+
+ModelTargets = Annotated[
+    Annotated[tuple[str, ...], Field(min_length=1)] | dict[str, Annotated[float, Field(ge=0)]],
+    BeforeValidator(_as_targets),
+]
+
+
 class RouteSettings(Section):
     """How a replica is chosen."""
 
@@ -171,10 +203,45 @@ class RouteSettings(Section):
     max_ttft_s: float | None = Field(default=None, gt=0)
     """A request whose first token would come later than this, by prediction and on every replica,
     is refused with 429; null: none is."""
+    session_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Request header whose value names a session: its requests stay with one replica."""
+    session_cookie: str | None = Field(default=None, pattern=r"^[!#$%&'*+.^`|~\w-]+$")
+    """Cookie that does so, where the header is not there."""
+    session_cost_s: float = Field(default=1.0, ge=0)
+    """Seconds by which a request may be finished later, by prediction, for staying with its
+    session's replica; beyond that it goes to a better one, and the session with it."""
+    models: dict[str, ModelTargets] = Field(default_factory=dict)
+    """Name that clients ask for → the name it is served by; a list of names under which replicas
+    serve one model; or name → weight, to draw one for each request."""
+    answer_asked_name: bool = False
+    """Put the model's name that was asked for into the answer, where another was sent: Envoy shows
+    the router every response then, and of these all chunks."""
+    listed_models_only: bool = True
+    """Answer 404 to a request for a model that no replica lists; false: replicas load adapters when
+    they are asked for (vLLM's LoRA resolvers)."""
     seed: int | None = None
     """Seed of the generator that breaks ties; None: from the system."""
 
     _policy_exists = field_validator("policy")(_known_policy)
+
+    @property
+    def keeps_sessions(self) -> bool:
+        """Whether any request may have one."""
+        return self.session_header is not None or self.session_cookie is not None
+
+    @field_validator("models")
+    @classmethod
+    def _lead_somewhere(cls, models: dict[str, ModelTargets]) -> dict[str, ModelTargets]:
+        for name, targets in models.items():
+            if isinstance(targets, dict) and not any(targets.values()):
+                raise ValueError(f"of {name!r}, no weight is above 0")
+            for other in models.keys() & set(targets) - {name}:
+                if isinstance(targets, tuple) or isinstance(models[other], dict):
+                    raise ValueError(
+                        f"{name!r} leads to {other!r}, which leads further: "
+                        "name there what replicas serve"
+                    )
+        return models
 
 
 class RequestSettings(Section):
@@ -183,7 +250,8 @@ class RequestSettings(Section):
     bytes_per_token: float = Field(default=4.0, ge=0.5, le=32)
     """Ratio to start from; learned per model from the usage that replicas report."""
     tokenizers: dict[str, Path] = Field(default_factory=dict)
-    """Model name → ``tokenizer.json``: count the tokens instead of estimating them."""
+    """Model name → ``tokenizer.json``: count the tokens instead of estimating them. Or the folder
+    in which it stands with the model's chat template: know every token, as vLLM does."""
     image_tokens: int = Field(default=576, ge=0)
     """Tokens one image is taken for, to start from; learned per model like the ratio."""
     tenant_header: str | None = None

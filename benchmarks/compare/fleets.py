@@ -14,14 +14,11 @@ from benchmarks.pages import get_json, get_text
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, ProcessError, answers
 from extproc.poll.metrics_text import read_metrics
-from extproc.predict.step import StepModel
 from extproc.simulator.replica import DEFAULT_MODEL_LEN
 
 _READY_S = 30.0
 _IDLE_S = 60.0
 _CHECK_INTERVAL_S = 0.1
-_BATCH, _CONTEXT_TOKENS = 16, 1200
-"""Of the decode step by which replicas' speeds are told: sequences, and tokens of each."""
 
 Servers = Mapping[str, str]
 """Name → ``ip:port``."""
@@ -74,7 +71,7 @@ class Simulated:
         if file.events:
             raise ValueError("its events are played by benchmarks.simulate only: leave them out")
         self.profiles = {name: one.name for name, one in file.believed.items()}
-        self.speeds = {name: _speed(one.step) for name, one in file.members.items()}
+        self.speeds = file.speeds
         self._true = {name: one.name for name, one in file.members.items()}
         self._drafts = {name: _drafts(file.group(name)) for name in file.members}
         least = min(one.kv_tokens for one in file.members.values())
@@ -151,10 +148,6 @@ def _drafts(group: ReplicaGroup) -> list[str]:
     if not group.draft_tokens:
         return []
     return ["--draft-tokens", str(group.draft_tokens), "--acceptance", str(group.acceptance)]
-
-
-def _speed(step: StepModel) -> float:
-    return 1 / step.step_time(prefill=0, batch=_BATCH, kv=_BATCH * _CONTEXT_TOKENS)
 
 
 async def _empty(name: str, url: str) -> None:

@@ -47,7 +47,7 @@ class Product:
     @property
     def policies(self) -> tuple[str, ...]:
         """Those that are known to work here; it has more."""
-        return ("round_robin", self.best)
+        return tuple(dict.fromkeys(("round_robin", self.best, "cache_aware")))
 
     @property
     def command(self) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.compare.contenders import Contender, Prediction
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.compare.validity import between, hits, load_since, validity, watching
+from benchmarks.imbalance import Stay, imbalance
 from extproc.clock import wall
 from extproc.demo.processes import Process, ProcessError
 
@@ -68,8 +69,10 @@ async def play(
         predictions = await front.predictions()
     names = {address: name for name, address in servers.items()}
     requests = [_seen(one, predictions.get(one["request_id"]), names) for one in result["requests"]]
+    answered = [one for one in requests if one["error"] is None]
     summary = result["summary"]
     summary["hits"] = hits(looks)
+    summary["imbalance"] = imbalance(map(_stay, answered), fleet.speeds)
     summary["replicas"] = {names.get(k, k): v for k, v in summary["replicas"].items()}
     start_s = datetime.fromisoformat(result["run"]["started"]).timestamp()
     arriving = between(looks, start_s, start_s + max(one["at_s"] for one in requests))
@@ -108,6 +111,10 @@ def _seen(request: dict[str, Any], prediction: Prediction | None, names: Servers
         request["predicted_ttft_s"] = prediction.ttft_s
         request["predicted_completion_s"] = prediction.completion_s
     return request | {"replica": names.get(replica, replica)}
+
+
+def _stay(request: Mapping[str, Any]) -> Stay:
+    return request["replica"], request["at_s"], request["at_s"] + request["completion_s"]
 
 
 def work(requests: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -15,9 +15,9 @@ _SHOWN = [one for one in METRICS if one.headline]
 def progress_header() -> str:
     """Above the lines of the runs."""
     return (
-        f"{'':{_NAME}}{'TTFT s':>14}{'completion s':>18}{'prefix':>8}{'CPU':>21}"
+        f"{'':{_NAME}}{'TTFT s':>14}{'completion s':>18}{'prefix':>8}{'':>8}{'CPU':>21}"
         f"{'client':>10}{'replicas':>10}\n"
-        f"{'run':{_NAME}}{'mean':>7}{'p99':>7}{'mean':>10}{'p99':>8}{'hits':>8}"
+        f"{'run':{_NAME}}{'mean':>7}{'p99':>7}{'mean':>10}{'p99':>8}{'hits':>8}{'imbal.':>8}"
         f"{'all':>7}{'own':>7}{'most':>7}{'late ms':>10}{'late ms':>10}"
     )
 
@@ -29,7 +29,8 @@ def progress_line(run: Mapping[str, Any]) -> str:
     cells = (
         f"{label:{_NAME}}{_of(summary['ttft_s'], 'mean'):>7}{_of(summary['ttft_s'], 'p99'):>7}"
         f"{_of(summary['completion_s'], 'mean'):>10}{_of(summary['completion_s'], 'p99'):>8}"
-        f"{summary['hits']:>8.0%}{machine['cpu_share']:>7.0%}{machine['cpu_own_share']:>7.0%}"
+        f"{summary['hits']:>8.0%}{_times(summary['imbalance']):>8}"
+        f"{machine['cpu_share']:>7.0%}{machine['cpu_own_share']:>7.0%}"
         f"{machine['cpu_busiest_second']:>7.0%}"
         f"{1e3 * machine['client_late_p99_s']:>10.1f}{1e3 * machine['replicas_late_p99_s']:>10.1f}"
     )
@@ -78,6 +79,10 @@ def _spread(one: Spread | None) -> str:
 
 def _of(part: Mapping[str, float] | None, statistic: str) -> str:
     return "–" if not part else _short(part[statistic])
+
+
+def _times(ratio: float | None) -> str:
+    return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def _short(seconds: float) -> str:

@@ -15,7 +15,10 @@ from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
+from extproc.fleet.held_blocks import HeldBlocks
+from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
+from extproc.fleet.names import ModelNames
 from extproc.fleet.newcomers import favour_idle
 from extproc.fleet.others import Others
 from extproc.fleet.polls import correct, restart, set_hardware
@@ -23,7 +26,6 @@ from extproc.fleet.prefixes import Held, Prefixes
 from extproc.fleet.progress import Progress
 from extproc.fleet.sent import SentPrompts
 from extproc.fleet.state import ReplicaState
-from extproc.fleet.stored import StoredResponses
 from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.correction import Corrections
@@ -54,17 +56,25 @@ class Fleet:
     """
 
     def __init__(
-        self, lengths: OutputLengths, clock: Clock = monotonic, wall: Clock = wall
+        self,
+        lengths: OutputLengths,
+        clock: Clock = monotonic,
+        wall: Clock = wall,
+        names: ModelNames | None = None,
     ) -> None:
+        """An empty one; ``names`` are those under which clients ask for what replicas serve."""
         self.router = uuid4().hex[:16]
         """Names this router among others, from its start to its end."""
         self.lengths = lengths
-        self.eligibility = Eligibility(clock)
-        self.responses = StoredResponses()
+        self.names = names or ModelNames()
+        self.eligibility = Eligibility(clock, self.names)
+        self.responses = Holders()
+        self.sessions = Holders()
         self.sent = SentPrompts()
         self.known = asyncio.Event()
         """Set when the replicas that Redis knows of were put in."""
         self._prefixes = Prefixes()
+        self.blocks = HeldBlocks(clock)
         self._clock = clock
         self._rows: dict[str, int] = {}
         self._states: list[ReplicaState] = []
@@ -111,6 +121,27 @@ class Fleet:
         names = served.pop() if len(served) == 1 else ()
         return names[0] if names else None
 
+    def models_on(self, replica: str) -> tuple[str, ...]:
+        """Names of models that a replica serves; none where it does not tell, or is no member."""
+        row = self._rows.get(replica)
+        return () if row is None else self._states[row].models
+
+    @property
+    def models(self) -> list[str]:
+        """Names of models that clients may ask for."""
+        kinds = {state.models for state in self.states}
+        return self.names.askable(name for models in kinds for name in models)
+
+    def all_serve(self, name: str) -> bool:
+        """Whether every member says that it serves a model by that name."""
+        return all(name in state.models for state in self.states)
+
+    def can_serve(self, model: str, among: frozenset[str] | None = None) -> bool:
+        """Whether a replica that says it serves the model may be used; of those ``among`` a few, if
+        given."""
+        usable = self._find(model, among).ids
+        return any(self.names.known(model, self.models_on(one)) for one in usable)
+
     def put(self, state: ReplicaState, age: float = 0.0) -> None:
         """A poll's news of one replica; a new one joins. Dispatches newer than it stay on top.
 
@@ -121,6 +152,7 @@ class Fleet:
         now = self._clock()
         self._progress.advance(now)
         self.eligibility.heard(state)
+        self.blocks.polled(state)
         before = self._states[self._rows[state.id]] if state.id in self._rows else None
         row = self._join(state) if before is None else self._rows[state.id]
         self._states[row] = state
@@ -151,6 +183,7 @@ class Fleet:
         """A replica left the pool; its requests in flight stay until they end."""
         self._rows.pop(replica, None)
         self.eligibility.forget(replica)
+        self.blocks.forget(replica)
 
     def drop_silent(self, after: float) -> None:
         """Removes replicas not heard of for ``after`` seconds in which others were, and routers
@@ -227,6 +260,7 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
+        self.blocks.sent(replica, profile.prefix)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
         self._adapters.sent(row, ticket.number, profile.model, now)
@@ -307,7 +341,7 @@ class Fleet:
             tokens: as it said.
         """
         row = self._rows.get(replica)
-        if row is not None:
+        if row is not None and depth >= 0:
             self._prefixes.reported(row, expected, depth, tokens)
 
     def adapter_loaded(self, replica: str, seconds: float) -> None:
@@ -329,6 +363,15 @@ class Fleet:
         may be sent there now. One that drains still answers for what it holds."""
         replica = self.responses.holder(response) or ""
         return replica if self.eligibility.works(replica) else None
+
+    def bind(self, session: str, replica: str) -> None:
+        """A request of that session went there; empty: it has none."""
+        if not session:
+            return
+        if self.sessions.holder(session) == replica:
+            self.sessions.keep(session, replica)
+        else:
+            self.sessions.saw(session, replica)
 
     # -- what other routers tell ------------------------------------------------------------
 
@@ -426,8 +469,17 @@ class Fleet:
         return view
 
     def held(self, prefix: Prefix, view: FleetView) -> Held:
-        """What the candidates of a view should hold of a prompt in their prefix caches."""
-        return self._prefixes.held(prefix, view.rows)
+        """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
+        or what they should by what was sent."""
+        held, told = self._prefixes.held(prefix, view.rows), self.blocks.held(prefix, view.ids)
+        if told is None:
+            return held
+        estimated = np.isnan(told)
+        return Held(
+            np.where(estimated, held.expected, told),
+            np.where(estimated, held.depths, -1),
+            np.where(estimated, held.cached, told),
+        )
 
     def sequences(self, view: FleetView) -> Sequences:
         """What is in flight on the candidates of a view; good until the fleet changes.

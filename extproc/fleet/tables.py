@@ -6,7 +6,7 @@ from extproc.fleet.digest import FIGURES
 from extproc.fleet.table import Table
 from extproc.fleet.view import Floats, Indices
 
-COSTS = ("c0", "c_prefill", "c_batch", "c_kv", "c_att")
+COSTS = ("c0", "c_prefill", "c_batch", "c_kv", "c_att", "frontend")
 """Coefficients of the step-time model."""
 
 
@@ -35,6 +35,7 @@ class Replicas(Table):
     c_batch: Floats
     c_kv: Floats
     c_att: Floats
+    frontend: Floats
     # A view is made of those above.
     steps: Floats  # engine steps, as the replica counts them
     polled_steps: Floats  # the last count a poll gave

@@ -31,6 +31,7 @@ class StepCosts:
     c_batch: Floats
     c_kv: Floats
     c_att: Floats
+    frontend: Floats
 
 
 @dataclass(slots=True)

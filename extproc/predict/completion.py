@@ -20,7 +20,7 @@ class Prediction:
     admission: Floats
     """Wait until enough KV space and a place in the batch are free."""
     prefill: Floats
-    """Prefill of the queue ahead and of the prompt itself."""
+    """Prefill of the queue ahead and of the prompt itself, and the way to the engine and back."""
     decode: Floats
     """From the first token to the last."""
     ttft: Floats
@@ -68,7 +68,7 @@ def predict(
     sequences i with context k_i and expected remainder r_i, m_i = min(r_i, o)::
 
         T_first   = rest of step + admission + (W + u)·c_prefill
-                    + ceil((W + u)/budget)·step(0, B, K)
+                    + ceil((W + u)/budget)·step(0, B, K) + frontend
         T_decode  = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
         cost      = B·u·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
         avoidable = (u − least u of all candidates)·c_prefill·(B + 1)
@@ -141,7 +141,7 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
-    seconds: Floats = queue * costs.c_prefill + steps * view.decode_step
+    seconds: Floats = queue * costs.c_prefill + steps * view.decode_step + costs.frontend
     return seconds + costs.c_att * (new * (prompt - new / 2))
 
 

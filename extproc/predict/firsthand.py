@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import ceil, exp, log
+from operator import mul
 
 import numpy as np
 
@@ -19,11 +20,20 @@ _KNOWN = 1e-5
 learned from: it keeps what these requests do not tell apart. Counters of short requests tell the
 speed as a whole, and of what it consists they hardly do: with a weight of 1e-3 the prompts of a
 model that is dear to prefill stay too cheap by half for hundreds of requests."""
+_FRONTEND = 10.0
+"""So many times as much counts that a request takes no time outside the engine, for nobody else
+tells: with prompts that are all alike it is the prompt that is dear."""
+_FRONTEND_S, _MOST_FRONTEND_S = 0.01, 0.03
+"""Seconds that it takes, about, and at most: what takes longer was an accident."""
 _FEW, _DOUBTED = 3, 0.5
 """Fewer requests than that may be slow by an accident, the first ones of a server that warms up: so
 much is what is known from elsewhere worth beside them. Else such a server gets no second one."""
 _CHANGE = 0.1
-"""Change of what the counters teach, as a logarithm, that does the same: it is news."""
+"""Change of what the counters teach, as a logarithm, that does the same: it is news. It is none
+where prompts are dearer here than in the profile, and steps are not, and work of another mix shows
+another speed."""
+_CERTAIN = 1e6
+"""Weight of what is not to be learned."""
 _MOST = 10.0
 """Nothing departs from what is expected by more, but by an accident."""
 _SURE = 0.1
@@ -46,9 +56,9 @@ class Firsthand:
     """
 
     def __init__(self, profile: StepModel, now: float) -> None:
-        self._units = coefficients(profile)
-        self._equations = np.zeros((4, 5))
-        self._solution = [1.0] * 4
+        self._units = (*coefficients(profile), _FRONTEND_S)
+        self._equations = np.zeros((5, 6))
+        self._solution = [1.0, 1.0, 1.0, 1.0, 0.0]
         self._weight = 0.0
         """Of what was seen, in windows of the longest kind."""
         self._requests = 0
@@ -66,9 +76,9 @@ class Firsthand:
         self._weight += float(seconds.sum()) / SECONDS[-1]
         # A replica that became slow counts as much as one that became fast: divided by the
         # geometric mean of actual and expected time, errors are nearly logarithmic.
-        expected = np.clip(rows[:, :4] @ np.array(self._solution), 1 / _MOST, _MOST)
+        expected = np.clip(rows[:, :-1] @ np.array(self._solution), 1 / _MOST, _MOST)
         weights = seconds / expected[:, None] / SECONDS[-1]
-        self._equations += (rows[:, :4] * weights).T @ rows
+        self._equations += (rows[:, :-1] * weights).T @ rows
 
     def sure(self, now: float) -> bool:
         """Whether enough was seen."""
@@ -83,20 +93,29 @@ class Firsthand:
             now: seconds.
         """
         self._fade(now)
-        centers = [one / unit for one, unit in zip(coefficients(known), self._units, strict=True)]
-        told = max(sum(centers), _LITTLE)
-        self._keep(exp(-abs(log(told / (self._told or told))) / _CHANGE))
+        believed = (*coefficients(known), known.frontend)
+        centers = [one / unit for one, unit in zip(believed, self._units, strict=True)]
+        told = max(sum(centers) / len(coefficients(known)), _LITTLE)
+        self._keep(exp(-abs(self._beyond(told) - self._beyond(self._told or told)) / _CHANGE))
         self._told = told
         if self._weight < _LITTLE:
             self._requests = 0
             return known
         weight = _KNOWN if self._requests >= _FEW else _DOUBTED
-        weights = [weight / max(center, _LEAST) ** 2 for center in centers]
+        weights = [weight / max(center, _LEAST) ** 2 for center in centers[:-1]]
+        weights.append(weight * _FRONTEND)
         descend(self._equations, weights, centers, self._solution)
-        c0, prefill, batch, kv = (
-            one * unit for one, unit in zip(self._solution, self._units, strict=True)
-        )
-        return StepModel(c0, prefill, batch, kv, known.c_att)
+        most = _MOST_FRONTEND_S / _FRONTEND_S
+        if self._solution[-1] > most:
+            weights[-1], centers[-1] = _CERTAIN, most
+            descend(self._equations, weights, centers, self._solution)
+        c0, prefill, batch, kv, frontend = map(mul, self._solution, self._units)
+        return StepModel(c0, prefill, batch, kv, known.c_att, frontend)
+
+    def _beyond(self, told: float) -> float:
+        """By how much, as a logarithm, counters tell of a speed that no mix of work explains."""
+        slower = [max(one, _LEAST) for one in self._solution[:2]]
+        return log(told / min(max(told, min(slower)), max(slower)))
 
     def _fade(self, now: float) -> None:
         self._keep(exp((self._at - now) / _IDLE_MEMORY))
@@ -126,9 +145,9 @@ def work_of(
         ttft: seconds to its first token; None where that was not seen.
     """
     later = max(tokens - 1.0, 0.0)
-    first = Work(ttft or seconds, (ceil(prompt / budget), prompt, 0.0, 0.0))
+    first = Work(ttft or seconds, (ceil(prompt / budget), prompt, 0.0, 0.0, 1.0))
     steps = later / tokens_per_step
-    rest = Work(seconds - (ttft or 0.0), (steps, 0.0, steps, steps * (prompt + later / 2)))
+    rest = Work(seconds - (ttft or 0.0), (steps, 0.0, steps, steps * (prompt + later / 2), 0.0))
     if not later:
         return [first]
     if ttft is None:

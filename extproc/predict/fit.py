@@ -22,7 +22,7 @@ def relative(works: Sequence[Work], units: Sequence[float]) -> Floats:
     """Stretches of work, a row each: its terms in units of the coefficients, and 1, all divided by
     the seconds it took."""
     rows = np.array([(*work.terms, work.seconds) for work in works])
-    scaled: Floats = rows * [*units, 1.0] / rows[:, 4:]
+    scaled: Floats = rows * [*units, 1.0] / rows[:, -1:]
     return scaled
 
 
@@ -32,14 +32,14 @@ def descend(
     """Improves a solution in place.
 
     Args:
-        equations: normal equations, 4 × 5 with the right side as the last column.
+        equations: normal equations, with the right side as the last column.
         weights: of what each coefficient is taken to be beside them.
         centers: what each is taken to be.
-        solution: the four coefficients; none gets below zero.
+        solution: the coefficients; none gets below zero.
     """
     rows, pulls = equations.tolist(), list(map(mul, weights, centers))
     for _ in range(_ROUNDS):
         for k, row in enumerate(rows):
-            missing = row[4] + pulls[k] - sum(map(mul, row, solution)) - weights[k] * solution[k]
+            missing = row[-1] + pulls[k] - sum(map(mul, row, solution)) - weights[k] * solution[k]
             better = solution[k] + missing / (row[k] + weights[k])
             solution[k] = better if better > 0.0 else 0.0

@@ -23,6 +23,8 @@ class StepModel:
     """Seconds per KV token held by the sequences in the step."""
     c_att: float = 0.0
     """Seconds per (prefill token × token of its context)."""
+    frontend: float = 0.0
+    """Seconds of each request that no step takes: HTTP, tokens, the way to the engine and back."""
 
     def step_time(self, prefill: float, batch: float, kv: float, attention: float = 0.0) -> float:
         """Seconds for a step over ``prefill`` tokens, ``batch`` sequences and ``kv`` KV tokens."""
@@ -42,4 +44,5 @@ class StepModel:
             self.c_batch * factor,
             self.c_kv * factor,
             self.c_att * factor,
+            self.frontend,
         )

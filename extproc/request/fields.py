@@ -17,8 +17,6 @@ _SCORED = (
 _ONE = (1,)
 """Of an only prompt there is nothing to compare."""
 
-_BILLING = "x-anthropic-billing-header"
-
 _RERANKED = (("query", "documents"),)
 
 
@@ -34,6 +32,11 @@ class Reading(NamedTuple):
     def prompts(self) -> int:
         """Number of prompts."""
         return len(self.lengths)
+
+    @property
+    def size(self) -> int:
+        """How many messages, texts and media there are."""
+        return sum(prompt.size for prompt, _ in self.pieces)
 
     @property
     def longest_share(self) -> float:
@@ -58,21 +61,8 @@ def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
     elif endpoint is Endpoint.RESPONSES:
         prompt.add_chat(fields.get("input"), fields.get("instructions"), fields.get("tools"))
     else:
-        system = _without_billing(fields.get("system"))
-        prompt.add_chat(fields.get("messages"), system, fields.get("tools"))
+        prompt.add_chat(fields.get("messages"), fields.get("system"), fields.get("tools"))
     return Reading([(prompt, 1)], lengths)
-
-
-def _without_billing(system: object) -> object:
-    """Without what Claude Code writes anew for every request; vLLM leaves it out, too."""
-    if not isinstance(system, list):
-        return system
-    return [block for block in system if not _is_billing(block)]
-
-
-def _is_billing(block: object) -> bool:
-    text = block.get("text") if isinstance(block, dict) else None
-    return isinstance(text, str) and text.startswith(_BILLING)
 
 
 def _read_pairs(fields: dict[str, object], names: tuple[tuple[str, str], ...]) -> Reading:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from extproc.request.body import decode, ending, readable, tokens_per_byte
 from extproc.request.bounds import (
@@ -19,6 +19,9 @@ from extproc.request.lax import flag, positive_int
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.tokens import TokenCounter
+
+if TYPE_CHECKING:
+    from extproc.request.exact import ExactPrompt
 
 _LONGEST_NAME = 512
 """Characters of a model's name: it is kept with every decision."""
@@ -37,7 +40,7 @@ def inspect(
     *,
     partial: bool = False,
     content_length: int | None = None,
-    default_model: Callable[[], str] = str,
+    model_of: Callable[[str, str], str] = lambda asked, _: asked,
 ) -> RequestProfile:
     """What the predictor has to know of a request.
 
@@ -51,22 +54,28 @@ def inspect(
         partial: ``body`` is the beginning of a larger one.
         content_length: bytes of the whole body; what is missing counts as prompt, like the
             end of ``body``.
-        default_model: asked where the request names no model; empty: nobody knows.
+        model_of: tells which model it is for, from the name in it (empty where there is none) and
+            the id of the stored response that it goes on from; empty: nobody knows.
 
     Raises:
         BadRequest: the body is not a JSON object, or the model in it is not a name.
     """
     whole = max(len(body), min(content_length or 0, _MAX_LENGTH))
     if endpoint.takes_audio:
-        return of_form(endpoint, body, whole, tokens, default_model)
+        return of_form(endpoint, body, whole, tokens, model_of)
     part = readable(body)
     cut = partial or len(part) < len(body)
     fields = _beginning(part) if cut else decode(part)
     if cut and not partial:
-        fields |= ending(body)
-    model = _model(fields) or default_model()
+        fields |= ending(body)[1]
+    asked, previous = _model(fields), _previous_response(endpoint, fields)
+    model = model_of(asked, previous)
     reading = read(endpoint, fields)
-    size = _measure(reading, fields, model, tokens)
+    limit = positive_int(fields.get("truncate_prompt_tokens"))
+    exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)
+    exactly = exact and _Size(exact.tokens, 0, 1.0, 0, 0)
+    size = exactly or _measure(reading, limit, model, tokens)
+    known = endpoint.decodes and not cut and not (limit and size.tokens >= limit)
     if cut:
         density = tokens_per_byte(part, 1 / tokens.bytes_per_token(model))
         missing = round((whole - len(part)) * density)
@@ -75,6 +84,7 @@ def inspect(
     profile = RequestProfile(
         endpoint=endpoint,
         model=model,
+        asked=asked,
         prompt_tokens=min(size.tokens, MAX_TOKENS),
         prompt_bytes=size.bytes,
         output_bound=bound,
@@ -85,15 +95,26 @@ def inspect(
         longest_share=size.longest_share,
         images=size.images,
         image_tokens=size.image_tokens,
-        prefix=NO_PREFIX if cut else _prefix(endpoint, reading, fields, model, size.tokens),
+        prefix=_prefix(reading, exact, size.tokens, model, fields.get("cache_salt"))
+        if known
+        else NO_PREFIX,
     )
-    return _of_responses(profile, fields) if endpoint is Endpoint.RESPONSES else profile
+    if endpoint is Endpoint.RESPONSES:
+        return _of_responses(profile, fields, previous)
+    return profile
 
 
-def _of_responses(profile: RequestProfile, fields: dict[str, object]) -> RequestProfile:
-    """With what one replica keeps. Of a prompt that goes on from there, only the end is here."""
+def _previous_response(endpoint: Endpoint, fields: dict[str, object]) -> str:
+    if endpoint is not Endpoint.RESPONSES:
+        return ""
     given = fields.get("previous_response_id")
-    previous = given if isinstance(given, str) and len(given) <= _LONGEST_ID else ""
+    return given if isinstance(given, str) and len(given) <= _LONGEST_ID else ""
+
+
+def _of_responses(
+    profile: RequestProfile, fields: dict[str, object], previous: str
+) -> RequestProfile:
+    """With what one replica keeps. Of a prompt that goes on from there, only the end is here."""
     return replace(
         profile,
         prompt_bytes=0 if previous else profile.prompt_bytes,
@@ -126,16 +147,16 @@ def _model(fields: dict[str, object]) -> str:
 
 
 def _prefix(
-    endpoint: Endpoint, reading: Reading, fields: dict[str, object], model: str, tokens: int
+    reading: Reading, exact: "ExactPrompt | None", tokens: int, model: str, salt: object
 ) -> Prefix:
-    """Nothing where there is no one prompt to be continued, or where its beginning is cut off."""
-    limit = positive_int(fields.get("truncate_prompt_tokens"))
-    if not endpoint.decodes or reading.prompts > 1 or (limit and tokens >= limit):
+    salt = salt if isinstance(salt, str) else ""
+    seed = seed_of(model, salt)
+    if exact:
+        return replace(exact.prefix(seed), salt=salt)
+    if reading.prompts > 1:
         return NO_PREFIX
-    salt = fields.get("cache_salt")
-    seed = seed_of(model, salt if isinstance(salt, str) else "")
     [(prompt, _)] = reading.pieces
-    return prompt.prefix(tokens, seed)
+    return replace(prompt.prefix(tokens, seed), salt=salt)
 
 
 class _Size(NamedTuple):
@@ -148,13 +169,11 @@ class _Size(NamedTuple):
     image_tokens: int
 
 
-def _measure(
-    reading: Reading, fields: dict[str, object], model: str, counter: TokenCounter
-) -> _Size:
+def _measure(reading: Reading, limit: int | None, model: str, counter: TokenCounter) -> _Size:
     pieces, share = reading.pieces, reading.longest_share
     tokens = sum(prompt.count(counter, model) * times for prompt, times in pieces)
     images = sum(prompt.images * times for prompt, times in pieces)
-    if limit := positive_int(fields.get("truncate_prompt_tokens")):
+    if limit:
         kept = min(tokens, limit * reading.prompts)
         return _Size(kept, 0, min(share * tokens, limit) / max(kept, 1), 0, 0)
     if any(prompt.media for prompt, _ in pieces):

@@ -1,12 +1,16 @@
 """A prompt's beginnings as numbers, equal where the beginnings are equal."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
+Ids = NDArray[np.uint32]
+"""Token ids."""
 
 UNIT_BYTES = 256
 """Bytes of a prompt in a unit: some 64 tokens of text. A smaller unit finds more of a prefix and
@@ -19,7 +23,15 @@ _WORDS = UNIT_BYTES // 8
 _HALF = np.uint64(32)
 _MIX = np.uint64(0xD6E8FEB86659FD93)  # odd constants without structure: any will do
 _FACTORS = np.random.Generator(np.random.PCG64(0)).integers(0, 2**63, _WORDS, np.uint64) * 2 + 1
-_POWERS = np.full(_MOST_UNITS, 0x9E3779B97F4A7C15, np.uint64).cumprod()
+_FACTOR = 0x9E3779B97F4A7C15
+_POWERS = np.full(_MOST_UNITS, _FACTOR, np.uint64).cumprod()
+
+_MOST_BLOCKS = 16_384
+"""As many tokens in blocks of 16."""
+_BLOCK_POWERS = np.full(_MOST_BLOCKS, _FACTOR, np.uint64).cumprod()
+_BLOCK_INVERSES = np.full(_MOST_BLOCKS, pow(_FACTOR, -1, 2**64), np.uint64).cumprod()
+
+_NO_IDS = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +49,10 @@ class Prefix:
     gave that answer has the answer in its cache, too."""
     answered: float = 0.0
     """Tokens up to the end of that answer."""
+    ids: Ids = field(default_factory=lambda: _NO_IDS)
+    """Of all its tokens, where they are known."""
+    salt: str = ""
+    """Without the same one, no prompt finds it."""
 
 
 NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0)
@@ -67,7 +83,7 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
 
 
 def seed_of(*names: str) -> int:
-    """A number for what a cache tells apart beside the prompts: model and salt."""
+    """A number for what a cache tells apart beside the prompts: model or adapter, and salt."""
     return _hash("\0".join(names).encode(errors="replace"))
 
 
@@ -87,6 +103,36 @@ def unit_keys(data: bytes, seed: int) -> Keys:
     keys: Keys = (_mixed(sums) * _POWERS[:units]).cumsum()
     keys += np.uint64(seed)
     return _mixed(keys)
+
+
+def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
+    """The keys of whole blocks of token ids.
+
+    ``key[i] = key[i - 1] * F + block[i]`` modulo 2⁶⁴, for one and the same odd F: all that is
+    needed of what precedes the first block is one number. The powers of F and of its inverse
+    give all of them at once.
+
+    Args:
+        ids: whose blocks; what fills no block is left out.
+        block_size: tokens in a block.
+        before: key of the block that precedes them; for the first of a prompt :func:`seed_of`.
+
+    Raises:
+        OverflowError, TypeError, ValueError: those are no token ids.
+    """
+    blocks = min(len(ids) // block_size, _MOST_BLOCKS)
+    tokens = np.asarray(ids[: blocks * block_size], np.uint32).reshape(blocks, block_size)
+    each = _mixed(tokens.astype(np.uint64) @ _token_factors(block_size))
+    keys: Keys = (each * _BLOCK_INVERSES[:blocks]).cumsum()
+    keys += np.uint64(before)
+    keys *= _BLOCK_POWERS[:blocks]
+    return keys
+
+
+@lru_cache(maxsize=8)
+def _token_factors(block_size: int) -> Keys:
+    generator = np.random.Generator(np.random.PCG64(1))
+    return generator.integers(0, 2**63, block_size, np.uint64) * 2 + 1
 
 
 def _mixed(values: Keys) -> Keys:

@@ -2,9 +2,11 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from zlib import crc32
 
+import numpy as np
 from pydantic_core import to_json
 
 from extproc.request.audio import CLIP_TOKENS, audio_tokens
@@ -43,6 +45,8 @@ _ROLES = {
     "tool": _RESULT,
     "function": _RESULT,
 }
+
+_BILLING = "x-anthropic-billing-header"
 
 _SCHEME_WITHIN = 16
 """Characters within which an address has its ``://``; base64 has none."""
@@ -85,6 +89,11 @@ class Prompt:
         """Bytes that digests may take yet; one behind so many is behind the last key, too."""
         self._ids: list[int] = []
 
+    @property
+    def size(self) -> int:
+        """How many messages, texts and media it is made of."""
+        return len(self._rendered)
+
     def count(self, counter: TokenCounter, model: str) -> int:
         """Its tokens, for ``model``."""
         tokens = self.tokens + self.media + self.images * counter.image_tokens(model)
@@ -99,10 +108,11 @@ class Prompt:
         """
         if self._ids:
             try:
-                ids = array("I", self._ids).tobytes()
+                ids = array("I", self._ids)
             except (TypeError, OverflowError):
                 return NO_PREFIX
-            return prefix_of(b"", b"", ids, tokens, seed)
+            prefix = prefix_of(b"", b"", ids.tobytes(), tokens, seed)
+            return replace(prefix, ids=np.frombuffer(ids, np.uint32))
         pieces, answer = self._rendered, self._answer
         return prefix_of(
             _as_bytes(pieces[: answer.start]),
@@ -170,6 +180,8 @@ class Prompt:
         self.tokens += TOKENS_PER_MESSAGE
         start, role = len(self._rendered), _role(message)
         self._rendered.append(role)
+        if role == _SYSTEM:
+            message = message | {"content": _without_billing(message.get("content"))}
         content = message.get("content")
         if isinstance(content, str) and len(message) == 2:  # role and content, as most are
             self._add_text(content)
@@ -211,6 +223,24 @@ class Prompt:
             self._media_room -= room
             digest = f"{crc32(source.encode(errors='replace')):08x}"
             self._rendered.append(digest.ljust(room))
+
+
+def without_billing(text: str) -> str:
+    """A system prompt without the line that Claude Code writes anew for each request.
+
+    vLLM leaves it out, too: it would be the end of what prompts share.
+    """
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+
+
+def _without_billing(content: object) -> object:
+    if isinstance(content, str):
+        return without_billing(content)
+    if isinstance(content, list):
+        return [_without_billing(part) for part in content]
+    if isinstance(content, dict) and isinstance(text := content.get("text"), str):
+        return content | {"text": without_billing(text)}
+    return content
 
 
 def _as_bytes(pieces: list[str]) -> bytes:

@@ -1,13 +1,16 @@
 """How many tokens a text is: by a ratio learned per model, or by the model's own tokenizer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from extproc.config import RequestSettings
+from extproc.request.profile import Endpoint
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from extproc.request.exact import ExactPrompt, ExactPrompts
 
 PLAUSIBLE = (0.5, 32.0)
 """Bytes per token that a report must lie between to be learned from."""
@@ -38,7 +41,7 @@ _MAX_CHARACTERS = 16_384
 
 _MAX_TEXTS = 1_024
 """Texts given to a tokenizer, for each call has its cost; more are extrapolated. Both bounds
-together keep a tokenizer busy for some 10 ms at most."""
+together keep a tokenizer busy for some 10 ms at most, as a template with as many pieces."""
 
 
 class TokenizerError(ValueError):
@@ -60,7 +63,13 @@ class TokenCounter:
         self._image_sums: dict[str, tuple[float, float]] = {}
         self._prior = settings.bytes_per_token
         self._sums: dict[str, tuple[float, float]] = {}
-        self._tokenizers = {m: _load(m, path) for m, path in settings.tokenizers.items()}
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._exact: dict[str, ExactPrompts] = {}
+        for model, path in settings.tokenizers.items():
+            file = path / "tokenizer.json" if path.is_dir() else path
+            self._tokenizers[model] = _load(model, file)
+            if path.is_dir():
+                self._exact[model] = _load_exact(model, path, self._tokenizers[model])
 
     def count(self, model: str, texts: Sequence[str]) -> int:
         """Tokens of the texts together, without special tokens."""
@@ -71,6 +80,20 @@ class TokenCounter:
     def is_exact(self, model: str) -> bool:
         """Whether the model's own tokenizer does the counting."""
         return model in self._tokenizers
+
+    def exact(
+        self, endpoint: Endpoint, fields: Mapping[str, object], model: str, size: int
+    ) -> "ExactPrompt | None":
+        """The token ids of a request's only prompt, where the model's chat template is known.
+
+        Args:
+            endpoint: what it asks for.
+            fields: of its body.
+            model: what it is for.
+            size: messages, texts and media in it; of too many no ids are made.
+        """
+        prompts = self._exact.get(model)
+        return prompts.read(endpoint, fields) if prompts and size <= _MAX_TEXTS else None
 
     def bytes_per_token(self, model: str) -> float:
         """The ratio for a model; the configured one until a replica has reported on it."""
@@ -137,10 +160,7 @@ def _load(model: str, path: Path) -> "Tokenizer":
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise TokenizerError(
-            f"a tokenizer is configured for model {model!r}, but the package 'tokenizers' is not "
-            "installed: pip install 'extproc[tokenizers]'"
-        ) from None
+        raise _missing(model, "tokenizers") from None
     if not path.is_file():
         raise TokenizerError(
             f"the tokenizer configured for model {model!r} does not exist: {path}; "
@@ -156,3 +176,25 @@ def _load(model: str, path: Path) -> "Tokenizer":
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _load_exact(model: str, folder: Path, tokenizer: "Tokenizer") -> "ExactPrompts":
+    try:
+        from extproc.request.exact import ExactPrompts
+        from extproc.request.template import ChatTemplate
+    except ImportError:
+        raise _missing(model, "jinja2") from None
+    try:
+        return ExactPrompts(tokenizer, ChatTemplate.of_folder(folder))
+    except (OSError, ValueError) as error:
+        raise TokenizerError(
+            f"the folder configured for model {model!r} has no chat template that can be read: "
+            f"{folder}: {error}; name its tokenizer.json to count tokens without one"
+        ) from None
+
+
+def _missing(model: str, package: str) -> TokenizerError:
+    return TokenizerError(
+        f"a tokenizer is configured for model {model!r}, but the package {package!r} is not "
+        "installed: pip install 'extproc[tokenizers]'"
+    )

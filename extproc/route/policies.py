@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from extproc.route.cache_aware import CacheAware
 from extproc.route.completion import Completion
 from extproc.route.least_kv import LeastKv
 from extproc.route.least_request import LeastRequest
@@ -21,4 +22,5 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "least_kv": LeastKv,
     "queue_kv": QueueKv,
     "lmetric": LMetric,
+    "cache_aware": CacheAware,
 }

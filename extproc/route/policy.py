@@ -26,6 +26,14 @@ class Situation:
     adapter: AdapterTimes | None = None
     """What it meets where it asks for a LoRA adapter."""
 
+    @property
+    def cached_share(self) -> Floats:
+        """Share of the prompt that each candidate should have in its prefix cache, 0…1.
+
+        By what was sent there alone, as other routers know it.
+        """
+        return self.held.expected / max(self.profile.prompt_tokens, 1)
+
 
 @dataclass(slots=True)
 class Choice:

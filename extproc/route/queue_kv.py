@@ -1,4 +1,4 @@
-"""``queue_kv``: a short queue and a free KV cache at the last poll, weighed."""
+"""``queue_kv``: queue and KV cache at the last poll, and what is cached of the prompt, weighed."""
 
 import random
 
@@ -8,15 +8,17 @@ from extproc.route.policy import Choice, Situation, lowest
 
 _QUEUE_WEIGHT = 2.0
 _KV_WEIGHT = 2.0
-"""The weights llm-d's endpoint picker gives its queue and KV scorers."""
+_PREFIX_WEIGHT = 3.0
+"""The weights llm-d's endpoint picker gives its queue, KV and prefix scorers by default."""
 
 
 class QueueKv:
-    """Scorers of the Gateway API Inference Extension's endpoint picker.
+    """The default scorers of llm-d's endpoint picker.
 
-    Highest ``2·(max − x)/(max − min) + 2·(1 − kv)`` with x the requests in the replica's queue and
-    kv the fraction of its KV cache in use. As there, both are the last poll's: what was sent since
-    then does not count.
+    Highest ``2·(max − x)/(max − min) + 2·(1 − kv) + 3·h/p`` with x the requests in the replica's
+    queue, kv the fraction of its KV cache in use and h the tokens of the prompt's p that it has in
+    its prefix cache. As there, x and kv are the last poll's: what was sent since then does not
+    count, but for the prompts that are cached by it.
     """
 
     def choose(self, situation: Situation, random: random.Random) -> Choice:
@@ -25,11 +27,17 @@ class QueueKv:
         waiting = view.polled_waiting
         spread = float(np.ptp(waiting))
         queue = (waiting.max() - waiting) / spread if spread else np.ones(len(view))
-        scores = -(_QUEUE_WEIGHT * queue + _KV_WEIGHT * (1.0 - view.polled_kv_usage))
+        scores = -(
+            _QUEUE_WEIGHT * queue
+            + _KV_WEIGHT * (1.0 - view.polled_kv_usage)
+            + _PREFIX_WEIGHT * situation.cached_share
+        )
         return Choice(lowest(scores, random), scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:
-        """Its queue and its KV cache."""
+        """Its queue, its KV cache, and what it has of the prompt where that is something."""
         waiting = situation.view.polled_waiting[choice.first]
         usage = situation.view.polled_kv_usage[choice.first]
-        return f"{waiting:.0f} waiting, {usage:.0%} of its KV cache in use"
+        load = f"{waiting:.0f} waiting, {usage:.0%} of its KV cache in use"
+        cached = situation.cached_share[choice.first]
+        return f"{load}, {cached:.0%} of the prompt cached" if cached else load

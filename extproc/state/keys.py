@@ -51,9 +51,30 @@ def responses_key(pool: str) -> str:
     return f"{{{pool}}}:responses"
 
 
+def sessions_key(pool: str) -> str:
+    """Key of a stream of sessions: digest → ``ip:port`` of the replica that has its requests."""
+    return f"{{{pool}}}:sessions"
+
+
 def prompts_key(pool: str) -> str:
     """Key of a stream of the prompts that routers sent: :mod:`extproc.fleet.sent`."""
     return f"{{{pool}}}:prompts"
+
+
+def blocks_key(pool: str, replica_id: str) -> str:
+    """Key of a replica's KV blocks: news of them, as :mod:`extproc.fleet.block_news` encodes them,
+    one after another; the first is whole."""
+    return f"{{{pool}}}:blocks:{replica_id}"
+
+
+def blocks_pattern(pool: str) -> str:
+    """Glob that matches the keys of the blocks of all the pool's replicas."""
+    return blocks_key(pool, "*")
+
+
+def blocks_channel(pool: str) -> str:
+    """Pub/sub channel that carries news of blocks: the replica, a line break, the news."""
+    return f"{{{pool}}}:blocks"
 
 
 def digests_channel(pool: str) -> str:

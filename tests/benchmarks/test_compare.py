@@ -48,6 +48,7 @@ def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
             "completion_s": part,
             "gap_s": None,
             "hits": 0.5,
+            "imbalance": 1.25,
             "warnings": [],
         },
         "validity": machine,
@@ -90,6 +91,18 @@ def test_a_kind_alone_is_its_usual_policy() -> None:
 def test_peers_that_can_be_installed_are_those_that_are_known() -> None:
     listed = Path("benchmarks/compare/peers.txt").read_text().split()
     assert sorted(one.partition("==")[0] for one in listed) == sorted(PRODUCTS)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_peer_can_follow_prefixes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / name / "bin" / name
+    program.parent.mkdir(parents=True)
+    program.touch()
+    monkeypatch.setattr("benchmarks.compare.peers.INSTALLED", tmp_path)
+    contender = compare.contender(f"{name}:cache_aware")
+    assert contender.about.endswith("policy cache_aware")
 
 
 def test_events_of_a_fleet_are_not_played(capsys: pytest.CaptureFixture[str]) -> None:
@@ -403,6 +416,7 @@ def test_quick_on_a_mixed_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert one["summary"]["answered"] == one["summary"]["requests"]
         assert one["load"], "replicas were looked at"
         assert 0 <= one["summary"]["hits"] < 1
+        assert one["summary"]["imbalance"] >= 1
         assert one["late"].keys() == {"h100-0", "h100-1", "a10-0", "a10-1"}
         assert {request["replica"] for request in one["requests"]} <= one["late"].keys()
         # On a slow machine the router may miss Envoy's deadline.

@@ -1,5 +1,6 @@
 """Requests that a replica served alone tell its speed, where counters say little or nothing."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,6 +9,7 @@ from extproc.fleet.alone import Served
 from extproc.fleet.fleet import Fleet
 from extproc.predict.hardware import PROFILES
 from extproc.predict.step import StepModel
+from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10, A100 = "llama-8b-a10", "llama-3-8b-a100"
@@ -150,7 +152,7 @@ class Taught:
     def serve(self, prompt: int, tokens: int) -> None:
         """A request whose response is read, and a poll."""
         ticket = self.fleet.dispatch(replica(1), chat(prompt, tokens))
-        ttft = self._truth.step_time(prompt, 0, 0)
+        ttft = self._truth.frontend + self._truth.step_time(prompt, 0, 0)
         seconds = ttft + (tokens - 1) * self._truth.step_time(0, 1, prompt + tokens / 2)
         self._clock.advance(seconds)
         before = self.fleet.release(ticket)
@@ -187,6 +189,20 @@ def test_lone_requests_tell_prompts_from_steps_where_counters_do_not() -> None:
     assert costs.c_prefill[0] == pytest.approx(DEAR_PROMPTS.c_prefill, rel=0.15)
     # Of a single sequence's part nothing is seen: it stays as it was.
     assert costs.c_batch[0] == pytest.approx(TAUGHT.c_batch, rel=0.3)
+
+
+def test_the_way_to_the_engine_is_in_the_first_token_and_not_in_those_that_follow() -> None:
+    truth = replace(DEAR_PROMPTS, frontend=0.016)
+    server, random = Taught(truth), Random(1)
+    for _ in range(30):
+        server.serve(random.randint(20, 400), random.randint(3, 30))
+        server.rest(1.0)
+    decision = Router(server.fleet, "completion", random).decide(chat(30, 20))
+    assert decision is not None
+    ttft = truth.frontend + truth.step_time(30, 0, 0)
+    assert decision.predicted_ttft == pytest.approx(ttft, rel=0.15)
+    decode = 19 * truth.step_time(0, 1, 40)
+    assert decision.predicted_completion == pytest.approx(ttft + decode, rel=0.08)
 
 
 def test_a_lone_stream_is_read_until_enough_was_seen_whatever_counters_taught() -> None:

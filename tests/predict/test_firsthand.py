@@ -1,3 +1,4 @@
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -10,14 +11,19 @@ A10, A100 = PROFILES["llama-8b-a10"].step, PROFILES["llama-3-8b-a100"].step
 
 
 def serve(
-    seen: Firsthand, truth: StepModel, requests: int, now: float = 0.0, whole: float = 0.0
+    seen: Firsthand,
+    truth: StepModel,
+    requests: int,
+    now: float = 0.0,
+    whole: float = 0.0,
+    prompts: tuple[int, int] = (50, 1500),
 ) -> float:
     """Requests one after another, five seconds apart; of ``whole`` the first token is not seen."""
     random = Random(requests)
     for _ in range(requests):
         now += 5.0
-        prompt, tokens = random.randrange(50, 1500), random.randrange(5, 40)
-        ttft = truth.step_time(prompt, 0, 0)
+        prompt, tokens = random.randrange(*prompts), random.randrange(5, 40)
+        ttft = truth.frontend + truth.step_time(prompt, 0, 0)
         decode = sum(truth.step_time(0, 1, prompt + token) for token in range(1, tokens))
         told = None if random.random() < whole else ttft
         seen.observe(work_of(prompt, tokens, 2048, 1.0, ttft + decode, told), now)
@@ -66,3 +72,56 @@ def test_one_slow_request_of_a_server_that_warms_up_is_not_taken_for_its_speed()
     now = serve(seen, A10, 6, now)
     learned = seen.model(A10, now)
     assert learned.step_time(500, 1, 500) == pytest.approx(A10.step_time(500, 1, 500), rel=0.1)
+
+
+DEAR_PROMPTS = replace(A100, c_prefill=10.0 * A100.c_prefill)
+
+
+def first_token(model: StepModel, prompt: int) -> float:
+    return model.frontend + model.step_time(prompt, 0, 0)
+
+
+def learned_by_polls(seen: Firsthand, now: float) -> StepModel:
+    """As after some polls: each brings the estimate nearer to the requests seen."""
+    return [seen.model(A100, now) for _ in range(20)][-1]
+
+
+@pytest.mark.parametrize("whole", [0.0, 0.5])
+def test_what_each_request_takes_outside_the_engine_is_told_from_its_prompt(whole: float) -> None:
+    truth = replace(DEAR_PROMPTS, frontend=0.016)
+    seen = Firsthand(A100, 0.0)
+    now = serve(seen, truth, 30, whole=whole, prompts=(20, 400))
+    learned = learned_by_polls(seen, now)
+    for prompt in (20, 100, 1000):
+        assert first_token(learned, prompt) == pytest.approx(first_token(truth, prompt), rel=0.2)
+    assert learned.c0 == pytest.approx(truth.c0, rel=0.05)
+
+
+def test_where_nothing_passes_outside_the_engine_nothing_is_learned() -> None:
+    seen = Firsthand(A100, 0.0)
+    now = serve(seen, A10, 30, prompts=(20, 400))
+    assert learned_by_polls(seen, now).frontend < 0.001
+
+
+def test_prompts_that_are_all_alike_are_dear_themselves() -> None:
+    seen = Firsthand(A100, 0.0)
+    now = serve(seen, DEAR_PROMPTS, 30, prompts=(300, 301))
+    learned = learned_by_polls(seen, now)
+    assert learned.c_prefill == pytest.approx(DEAR_PROMPTS.c_prefill, rel=0.1)
+    assert learned.c0 == pytest.approx(DEAR_PROMPTS.c0, rel=0.05)
+
+
+def test_what_passes_outside_the_engine_is_forgotten_with_the_rest() -> None:
+    seen = Firsthand(A100, 0.0)
+    now = serve(seen, replace(A100, frontend=0.016), 20, prompts=(20, 400))
+    assert learned_by_polls(seen, now).frontend > 0.01
+    assert seen.model(A100, now + 1800.0) == A100
+
+
+def test_counters_that_see_a_mix_of_work_tell_no_news() -> None:
+    """A profile whose prompts are too cheap: work with prompts in it looks slow, as a whole."""
+    seen = Firsthand(A100, 0.0)
+    now = serve(seen, DEAR_PROMPTS, 20)
+    for slower in (2.5, 1.5, 4.0, 1.0):
+        learned = seen.model(A100.slowed(slower), now)
+    assert learned.c_prefill == pytest.approx(DEAR_PROMPTS.c_prefill, rel=0.1)

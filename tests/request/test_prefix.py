@@ -207,15 +207,24 @@ def test_what_is_learned_of_images_shifts_nothing() -> None:
     assert after.unit > before.unit
 
 
-def test_what_claude_code_writes_anew_each_time_is_left_out() -> None:
-    def got(request: str) -> RequestProfile:
-        header = {"type": "text", "text": f"x-anthropic-billing-header: cch={request};"}
-        system = [header, {"type": "text", "text": SYSTEM}]
-        return profile(Endpoint.MESSAGES, messages=MESSAGES[:1], system=system)
+@pytest.mark.parametrize("endpoint", [Endpoint.MESSAGES, Endpoint.CHAT])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_what_claude_code_writes_anew_each_time_is_left_out(
+    endpoint: Endpoint, in_parts: bool
+) -> None:
+    def got(header: str) -> RequestProfile:
+        system: object = header + SYSTEM
+        if in_parts:
+            system = [{"type": "text", "text": text} for text in (header, SYSTEM)]
+        if endpoint is Endpoint.MESSAGES:
+            return profile(endpoint, messages=MESSAGES[:1], system=system)
+        return profile(endpoint, messages=[{"role": "system", "content": system}, user("hi")])
 
-    without = profile(Endpoint.MESSAGES, messages=MESSAGES[:1], system=SYSTEM)
-    assert got("1").prefix.whole == got("2").prefix.whole == without.prefix.whole
-    assert got("1").prompt_tokens == without.prompt_tokens
+    without = got("")
+    for request in ("1", "2"):
+        with_it = got(f"x-anthropic-billing-header: cch={request};\n")
+        assert with_it.prefix.whole == without.prefix.whole
+        assert with_it.prompt_tokens == without.prompt_tokens
 
 
 class TestCompletions:

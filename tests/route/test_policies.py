@@ -2,10 +2,12 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.view import Floats
+from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.route.policies import POLICIES
 from extproc.route.router import Decision, Router
@@ -173,6 +175,7 @@ REASONS = {
     "least_kv": "0% of its KV cache in use",
     "queue_kv": "0 waiting, 0% of its KV cache in use",
     "lmetric": "1,500 tokens to prefill × 1 requests",
+    "cache_aware": "0 requests in flight",
 }
 
 
@@ -182,6 +185,75 @@ def test_a_simple_policy_gives_a_short_reason_with_its_figures(policy: str) -> N
     for _ in range(4):
         fleet.dispatch(replica(1), chat(4000, 800))
     assert decide(fleet, policy, chat(1500, 50)).why == REASONS[policy]
+
+
+def beginning(tenths: int) -> RequestProfile:
+    """A prompt of 1,600 tokens; all of them begin alike, and so many tenths are looked at."""
+    prefix = Prefix(np.arange(1, tenths + 1, dtype=np.uint64), 160.0)
+    return replace(chat(1600, 100), prefix=prefix)
+
+
+def sent(fleet: Fleet, number: int, profile: RequestProfile) -> None:
+    """It was, and has ended."""
+    fleet.release(fleet.dispatch(replica(number), profile), prefilled=True)
+
+
+class TestAPromptThatIsCached:
+    @pytest.mark.parametrize("policy", ["completion", "lmetric", "queue_kv", "cache_aware"])
+    def test_is_sent_where_it_is(self, policy: str) -> None:
+        fleet = fleet_of(ManualClock(), A10, A10, A10)
+        sent(fleet, 2, beginning(8))
+        for seed in range(10):
+            assert decide(fleet, policy, beginning(8), seed).replica == replica(2)
+
+    def test_in_lmetric_what_is_cached_is_no_work(self) -> None:
+        fleet = fleet_of(ManualClock(), A10, A10)
+        sent(fleet, 1, beginning(8))
+        fleet.dispatch(replica(1), chat(180, 100))
+        decision = decide(fleet, "lmetric", beginning(8))
+        assert decision.replica == replica(1)
+        assert decision.why == "500 tokens to prefill × 2 requests"
+
+    @pytest.mark.parametrize(("cached", "chosen"), [(6, 2), (7, 1)])
+    def test_outweighs_in_queue_kv_the_longest_queue_from_two_thirds_on(
+        self, cached: int, chosen: int
+    ) -> None:
+        clock = ManualClock()
+        fleet = fleet_of(clock, A10, A10)
+        sent(fleet, 1, beginning(cached))
+        fleet.put(state(1, A10, clock, waiting=3))
+        assert decide(fleet, "queue_kv", beginning(10)).replica == replica(chosen)
+
+    def test_in_queue_kv_is_said(self) -> None:
+        fleet = fleet_of(ManualClock(), A10, A10)
+        sent(fleet, 1, beginning(7))
+        assert decide(fleet, "queue_kv", beginning(10)).why == (
+            "0 waiting, 0% of its KV cache in use, 70% of the prompt cached"
+        )
+
+    @pytest.mark.parametrize(("cached", "chosen"), [(3, 2), (4, 1)])
+    def test_counts_in_cache_aware_from_three_tenths_on(self, cached: int, chosen: int) -> None:
+        fleet = fleet_of(ManualClock(), A10, A10)
+        sent(fleet, 1, beginning(cached))
+        for _ in range(5):
+            fleet.dispatch(replica(1), chat(100, 100))
+        decision = decide(fleet, "cache_aware", beginning(10))
+        assert decision.replica == replica(chosen)
+        told = {1: "40% of the prompt cached", 2: "0 requests in flight"}
+        assert decision.why == told[chosen]
+
+    @pytest.mark.parametrize(
+        ("there", "elsewhere", "chosen"), [(64, 0, 1), (65, 0, 2), (195, 130, 1), (196, 130, 2)]
+    )
+    def test_does_not_count_in_cache_aware_where_the_load_is_far_from_even(
+        self, there: int, elsewhere: int, chosen: int
+    ) -> None:
+        fleet = fleet_of(ManualClock(), A10, A10)
+        sent(fleet, 1, beginning(10))
+        for number, requests in ((1, there), (2, elsewhere)):
+            for _ in range(requests):
+                fleet.dispatch(replica(number), chat(10, 100))
+        assert decide(fleet, "cache_aware", beginning(10)).replica == replica(chosen)
 
 
 class TestCompletion:

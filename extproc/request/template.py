@@ -1,0 +1,107 @@
+"""A model's chat template, rendered as transformers and vLLM render it."""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+
+class ChatTemplate:
+    """What makes one text of a conversation.
+
+    Args:
+        source: in Jinja.
+        special_tokens: that it may print, by the names it knows them under.
+
+    Raises:
+        ValueError: the source is no template.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = time.strftime
+        try:
+            parsed = environment.parse(source)
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"not a Jinja template: {error}") from None
+        self._special_tokens = dict(special_tokens)
+        self.takes_parts = any(_of_content(loop.iter) for loop in parsed.find_all(nodes.For))
+        """Whether it goes over the parts of a content, or prints a content as it is."""
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "ChatTemplate":
+        """The template that stands beside a model's tokenizer.
+
+        Raises:
+            OSError, ValueError: there is none, or it cannot be read.
+        """
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}
+        file = folder / "chat_template.jinja"
+        source = file.read_text() if file.is_file() else config.get("chat_template")
+        if not isinstance(source, str):
+            raise ValueError("neither chat_template.jinja nor a text in tokenizer_config.json")
+        special = {name: _content(config.get(name)) for name in _SPECIAL}
+        return cls(source, {name: token for name, token in special.items() if token is not None})
+
+    def render(self, variables: dict[str, Any]) -> str | None:
+        """The text, with messages and all else; None: the template refuses such a conversation."""
+        try:
+            return self._template.render(self._special_tokens | variables)
+        except Exception:  # a template may do anything with what a client sent
+            return None
+
+
+class _Generation(Extension):
+    """``{% generation %}``, which marks what the model wrote; what is in it is printed."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _print(caller: Any) -> str:
+        return str(caller())
+
+
+def _to_json(
+    value: object, ensure_ascii: bool = False, indent: int | None = None, **how: Any
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **how)
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _of_content(node: nodes.Node) -> bool:
+    while isinstance(node, (nodes.Filter, nodes.Getitem)) and isinstance(node.node, nodes.Node):
+        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
+            return bool(node.arg.value == "content")
+        node = node.node
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Name) and node.name == "content"
+
+
+def _content(token: object) -> str | None:
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None

@@ -1,0 +1,120 @@
+"""Token ids of long texts that begin as earlier ones did."""
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from extproc.request.prefix import Ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_MOST_CHARACTERS = 16_384
+"""That one call tokenises, in some 10 ms; a longer text is known to its end after a few calls."""
+
+_UNIT = 256
+"""Characters whose tokens are remembered together."""
+
+_MOST_UNITS = 65_536
+"""Of all texts, units remembered: 16 million characters in some 50 MB."""
+
+_OVERLAP = 8
+"""Tokens that must come out the same again before what follows them is believed."""
+
+
+class Tokenized(NamedTuple):
+    """The tokens of a text, as far as they are known."""
+
+    ids: Ids
+    tokens: int
+    """Of all of the text; estimated where ``ids`` are not all."""
+    complete: bool
+
+
+class _Unit(NamedTuple):
+    start: int
+    """Of its first token, in the text."""
+    ids: bytes
+    """Of the tokens that begin in it."""
+
+
+class Tokenizations:
+    """Tokenises texts, of which the beginnings are mostly known.
+
+    A token depends on what follows it, so the tokens that begin in a unit are remembered by the
+    text up to the end of the unit after it. A text is taken up again a unit before the first one
+    that is not known; that this unit's last tokens come out as they are known shows that nothing
+    before it mattered.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._tokenizer = tokenizer
+        self._units: OrderedDict[int, _Unit] = OrderedDict()
+        """By the text that their tokens depend on; the one longest unused first."""
+
+    def of(self, text: str) -> Tokenized:
+        """The token ids of a text, without special tokens around it."""
+        keys = _keys(text)
+        known = self._known(keys)
+        ids, starts, end = self._encode(text, known[-1].start if known else 0)
+        border = np.searchsorted(starts, len(known) * _UNIT)
+        if known and not _ends_with(ids[:border], known[-1].ids):
+            known = []
+            ids, starts, end = self._encode(text, 0)
+            border = np.intp(0)
+        self._remember(keys, len(known), ids, starts, end)
+        before = b"".join(unit.ids for unit in known)
+        every = np.frombuffer(before + ids[border:].tobytes(), np.uint32)
+        return Tokenized(every, round(len(every) * len(text) / max(end, 1)), end == len(text))
+
+    def _known(self, keys: list[int]) -> list[_Unit]:
+        known = []
+        for key in keys[1:]:
+            if not (unit := self._units.get(key)):
+                break
+            self._units.move_to_end(key)
+            known.append(unit)
+        return known
+
+    def _encode(self, text: str, start: int) -> tuple[Ids, NDArray[np.intp], int]:
+        """Ids from there on, where in the text each begins, and where those that are sure end."""
+        part = text[start : start + _MOST_CHARACTERS]
+        encoding = self._tokenizer.encode(part, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.uint32)
+        starts = np.array([begin for begin, _ in encoding.offsets], np.intp) + start
+        end = start + len(part)
+        if end == len(text):
+            return ids, starts, end
+        end -= _UNIT
+        sure = np.searchsorted(starts, end)
+        return ids[:sure], starts[:sure], end
+
+    def _remember(
+        self, keys: list[int], first: int, ids: Ids, starts: NDArray[np.intp], end: int
+    ) -> None:
+        last = min(len(keys) - 1, end // _UNIT)
+        borders = np.searchsorted(starts, np.arange(first, last + 1) * _UNIT).tolist()
+        for unit, begin, stop in zip(range(first, last), borders, borders[1:], strict=False):
+            if begin == stop:  # a token longer than the unit
+                return
+            key = keys[unit + 1]
+            self._units[key] = _Unit(int(starts[begin]), ids[begin:stop].tobytes())
+            self._units.move_to_end(key)
+        while len(self._units) > _MOST_UNITS:
+            self._units.popitem(last=False)
+
+
+def _keys(text: str) -> list[int]:
+    """For each whole unit: what stands for the text up to its end, in this process."""
+    keys, key = [], 0
+    for end in range(_UNIT, len(text) + 1, _UNIT):
+        key = hash((key, text[end - _UNIT : end]))
+        keys.append(key)
+    return keys
+
+
+def _ends_with(ids: Ids, known: bytes) -> bool:
+    tail = known[-_OVERLAP * 4 :]
+    return ids[-_OVERLAP:].tobytes() == tail

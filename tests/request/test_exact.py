@@ -1,0 +1,409 @@
+"""Prompts read token by token, where the folder of a model's tokenizer and template is known."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    Encoding,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from extproc.config import RequestSettings
+from extproc.request import tokenized
+from extproc.request.inspect import inspect
+from extproc.request.prefix import Prefix
+from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.tokens import TokenCounter, TokenizerError
+from tests.request.test_bad_input import check_sane, fields
+
+CHATML = """\
+{%- if tools %}<|im_start|>tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' + (message.reasoning or '') + message.content }}
+{%- for call in message.tool_calls %}{{ call.function.name }}({{ call.function.arguments.a }})
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}
+{%- if enable_thinking %}<think>{% endif %}"""
+IN_PARTS = """\
+{%- for message in messages %}{{ bos_token }}
+{%- if message.role == 'odd' %}{{ raise_exception('no such role') }}{% endif %}
+{%- if message.content is string %}{{ message.content }}
+{%- else %}{% for part in message['content'] %}[{{ part.text }}]{% endfor %}{% endif %}
+{%- endfor %}"""
+TEXT = " ".join(f"number {number} of {number % 7} things, né?\n" for number in range(20_000))
+
+
+def byte_level() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [TEXT[:9_999]], trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet)
+    )
+    return made
+
+
+def sentence_piece() -> Tokenizer:
+    """As Llama 2 has it: a text begins with a space that is not in it."""
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made.train_from_iterator(
+        TEXT[:9_999].splitlines(), trainers.BpeTrainer(vocab_size=600, special_tokens=special)
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", 0)]
+    )
+    return made
+
+
+@pytest.fixture(scope="module", params=[byte_level, sentence_piece])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    made: Tokenizer = request.param()
+    made.add_special_tokens(
+        [AddedToken(f"<|im_{what}|>", special=True) for what in ("start", "end")]
+    )
+    return made
+
+
+Folder = Callable[..., TokenCounter]
+
+
+@pytest.fixture
+def counter(tokenizer: Tokenizer, tmp_path: Path) -> Folder:
+    def made(template: str = CHATML, **config: object) -> TokenCounter:
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "chat_template.jinja").write_text(template)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        return TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+
+    return made
+
+
+def profile(endpoint: Endpoint, tokens: TokenCounter, **given: Any) -> RequestProfile:
+    return inspect(endpoint, json.dumps({"model": "m", **given}).encode(), tokens)
+
+
+def known(tokens: TokenCounter, **given: Any) -> RequestProfile:
+    """When it was seen often enough to be known to its end."""
+    for _ in range(20):
+        got = profile(Endpoint.CHAT, tokens, **given)
+        if got.prefix.whole:
+            return got
+    raise AssertionError
+
+
+def printed(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of what a template is to print."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def read(got: RequestProfile) -> list[int]:
+    """Its token ids; its keys are those of a prompt that is sent as them."""
+    ids: list[int] = got.prefix.ids.tolist()
+    sent = profile(Endpoint.COMPLETIONS, TokenCounter(RequestSettings()), prompt=ids)
+    assert got.prefix.keys.tolist() == sent.prefix.keys.tolist()
+    if got.prefix.whole:
+        assert got.prefix.whole == sent.prefix.whole
+        assert got.prompt_tokens == len(ids)
+    return ids
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+class TestChat:
+    def test_is_what_its_template_prints(self, counter: Folder, tokenizer: Tokenizer) -> None:
+        call = {"id": "x", "type": "function", "function": {"name": "get", "arguments": '{"a": 1}'}}
+        messages = [
+            {"role": "system", "content": "x-anthropic-billing-header: cch=1\nbe brief"},
+            user([{"type": "text", "text": "one"}, "", "two"]),
+            {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "x", "content": TEXT[:300]},
+        ]
+        tools = [{"type": "function", "function": {"name": "é", "parameters": {"a": {"b": []}}}}]
+        options = {"enable_thinking": True}
+        got = known(counter(), messages=messages, tools=tools, chat_template_kwargs=options)
+        tool: dict[str, Any] = {"name": "é", "description": None, "parameters": {"a": {"b": []}}}
+        text = (
+            "<|im_start|>tools\n"
+            + json.dumps({"type": "function", "function": tool}, ensure_ascii=False)
+            + "\n<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n"
+            + "<|im_start|>user\none\ntwo<|im_end|>\n"
+            + "<|im_start|>assistant\nhmget(1)<|im_end|>\n"
+            + f"<|im_start|>tool\n{TEXT[:300]}<|im_end|>\n<|im_start|>assistant\n<think>"
+        )
+        assert read(got) == printed(text, tokenizer)
+        assert got.prefix.unit == 64
+        assert got.prompt_bytes == 0
+
+    def test_may_have_its_content_in_parts(self, counter: Folder, tokenizer: Tokenizer) -> None:
+        tokens = counter(IN_PARTS, bos_token={"content": "<s>"})
+        got = known(tokens, messages=[user(["a" * 99, {"type": "text", "text": "b"}]), user("c")])
+        assert read(got) == printed(f"<s>[{'a' * 99}][b]<s>[c]", tokenizer)
+
+    def test_takes_the_template_from_the_configuration_too(
+        self, counter: Folder, tokenizer: Tokenizer, tmp_path: Path
+    ) -> None:
+        counter(chat_template="{{ messages[0].content }}")
+        (tmp_path / "chat_template.jinja").unlink()
+        tokens = TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+        assert read(known(tokens, messages=[user(TEXT[:500])])) == printed(TEXT[:500], tokenizer)
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            {"messages": [user([{"type": "image_url", "image_url": {"url": "http://x"}}])]},
+            {"messages": [{"role": "developer", "content": TEXT[:999]}]},
+            {"messages": [user(TEXT[:999])], "documents": [{"text": "x"}]},
+            {"messages": [user(TEXT[:999])], "chat_template": "x"},
+            {"messages": [user(TEXT[:999])], "continue_final_message": True},
+            {"messages": [user(TEXT[:999])], "tools": [{"type": "web_search"}]},
+            {"messages": [user(TEXT[:999])], "chat_template_kwargs": "x"},
+            {"messages": [user("a")] * 2_000},
+            {"messages": [user(["a"] * 2_000)]},
+            {"messages": [user(TEXT * 2)]},
+            {
+                "messages": [user("a")],
+                "tools": [
+                    {"function": {"parameters": {str(number): {} for number in range(2_000)}}}
+                ],
+            },
+        ],
+    )
+    def test_that_it_cannot_read_so_is_read_by_its_bytes(
+        self, counter: Folder, given: dict[str, Any]
+    ) -> None:
+        got = profile(Endpoint.CHAT, counter(), **given)
+        assert got.prefix.keys.size
+        assert not got.prefix.ids.size
+
+    def test_that_its_template_refuses_is_read_by_its_bytes(self, counter: Folder) -> None:
+        got = profile(Endpoint.CHAT, counter(IN_PARTS), messages=[{"role": "odd", "content": "x"}])
+        assert got.prefix.whole
+        assert not got.prefix.ids.size
+
+
+class TestConversation:
+    def test_turns_have_the_tokens_they_would_have_alone(
+        self, counter: Folder, tokenizer: Tokenizer
+    ) -> None:
+        tokens, messages, text, place = counter(), [], "", 0
+        before: Prefix | None = None
+        for size in (2_000, 700, 5_000, 1, 3_000, 0, 256):
+            messages.append(user(TEXT[place : place + size]))
+            text += f"<|im_start|>user\n{TEXT[place : place + size]}<|im_end|>\n"
+            got = known(tokens, messages=messages)
+            assert read(got) == printed(text + "<|im_start|>assistant\n", tokenizer)
+            answer = TEXT[place : place + 200]
+            if before:
+                assert got.prefix.asked == before.whole
+            messages.append({"role": "assistant", "content": answer})
+            text += f"<|im_start|>assistant\n{answer}<|im_end|>\n"
+            before, place = got.prefix, place + size
+        got = known(tokens, messages=messages)
+        assert got.prefix.answered == len(printed(text, tokenizer))
+
+    def test_others_that_part_within_a_word_do_not_disturb_it(
+        self, counter: Folder, tokenizer: Tokenizer
+    ) -> None:
+        tokens = counter("{{ messages[0].content }}")
+        for place in range(500, 520):
+            for end in ("", " things, né? " * 60, "thing" * 200, " " * 700):
+                text = TEXT[:place] + end
+                got = known(tokens, messages=[user(text)])
+                assert read(got) == printed(text, tokenizer)
+
+    def test_an_answer_that_is_printed_otherwise_later_was_not_asked_for(
+        self, counter: Folder
+    ) -> None:
+        tokens = counter("{{ messages | length }}{{ messages[-1].content }}")
+        messages = [user("why?"), {"role": "assistant", "content": "so"}, user("well")]
+        assert known(tokens, messages=messages).prefix.asked == 0
+
+    def test_a_template_may_print_the_head_of_an_answer_always(
+        self, counter: Folder, tokenizer: Tokenizer
+    ) -> None:
+        tokens = counter(
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+        )
+        messages = [user("a" * 50), {"role": "assistant", "content": "b" * 50}, user("c" * 50)]
+        got = known(tokens, messages=messages).prefix
+        said = printed(f"<user>{'a' * 50}\n<assistant>{'b' * 50}\n", tokenizer)
+        assert got.answered == pytest.approx(len(said), abs=2)
+        assert got.asked == known(tokens, messages=messages[:1]).prefix.whole
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The texts that are tokenised."""
+    texts: list[str] = []
+
+    class Recorder:
+        def __init__(self, real: Tokenizer) -> None:
+            self.real = real
+
+        @classmethod
+        def from_file(cls, path: str) -> "Recorder":
+            return cls(Tokenizer.from_file(path))
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> Encoding:
+            texts.append(text)
+            return self.real.encode(text, add_special_tokens=add_special_tokens)
+
+        def no_truncation(self) -> None:
+            self.real.no_truncation()
+
+        def no_padding(self) -> None:
+            self.real.no_padding()
+
+    monkeypatch.setattr("tokenizers.Tokenizer", Recorder)
+    return texts
+
+
+class TestCost:
+    def test_what_was_said_before_is_not_tokenised_anew(
+        self, counter: Folder, encoded: list[str]
+    ) -> None:
+        tokens, messages = counter(), [user(TEXT[:30_000])]
+        known(tokens, messages=messages)
+        for turn in range(5):
+            answer = {"role": "assistant", "content": f"{turn} it is"}
+            messages += [answer, user(TEXT[turn * 1_000 :][:1_000])]
+            encoded.clear()
+            assert profile(Endpoint.CHAT, tokens, messages=messages).prefix.whole
+            assert sum(map(len, encoded)) < 1_000 + 3 * 1_024
+
+    def test_a_long_prompt_is_known_after_a_few_requests(
+        self, counter: Folder, tokenizer: Tokenizer, encoded: list[str]
+    ) -> None:
+        tokens = counter()
+        text = f"<|im_start|>user\n{TEXT[:50_000]}<|im_end|>\n<|im_start|>assistant\n"
+        ids = printed(text, tokenizer)
+        sizes = []
+        for _ in range(5):
+            encoded.clear()
+            got = profile(Endpoint.CHAT, tokens, messages=[user(TEXT[:50_000])])
+            assert sum(map(len, encoded)) <= 16_384
+            assert got.prompt_tokens == pytest.approx(len(ids), rel=0.1)
+            sizes.append(len(read(got)))
+            assert read(got) == ids[: sizes[-1]]
+            assert bool(got.prefix.whole) == (sizes[-1] == len(ids))
+        assert sizes[0] > len(ids) / 4
+        assert sizes == sorted(sizes)
+        assert sizes[-1] == len(ids)
+
+    def test_what_is_remembered_has_a_bound(
+        self, counter: Folder, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tokenized, "_MOST_UNITS", 5)
+        tokens = counter("{{ messages[0].content }}")
+        for place in (0, 5_000, 0, 9_000):
+            text = TEXT[place : place + 4_000]
+            assert read(known(tokens, messages=[user(text)])) == printed(text, tokenizer)
+
+
+class TestCompletion:
+    def test_begins_as_the_tokenizer_says(self, counter: Folder, tokenizer: Tokenizer) -> None:
+        ids = tokenizer.encode(TEXT[:500]).ids
+        got = profile(Endpoint.COMPLETIONS, counter(), prompt=TEXT[:500])
+        assert read(got) == ids
+        got = profile(
+            Endpoint.COMPLETIONS, counter(), prompt=[TEXT[:500]], add_special_tokens=False
+        )
+        assert read(got) == printed(TEXT[:500], tokenizer)
+
+    def test_may_be_token_ids(self, counter: Folder) -> None:
+        ids = list(range(100))
+        got = profile(Endpoint.COMPLETIONS, counter(), prompt=ids)
+        assert read(got) == ids
+        longer = profile(Endpoint.COMPLETIONS, counter(), prompt=[[*ids, 1]])
+        assert longer.prefix.whole not in (0, got.prefix.whole)
+
+    @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [1, "a"], [-1], [1.5], [], None])
+    def test_else_is_no_single_known_prompt(self, counter: Folder, prompt: Any) -> None:
+        assert profile(Endpoint.COMPLETIONS, counter(), prompt=prompt).prefix.keys.size == 0
+
+    def test_that_is_truncated_has_no_beginning(self, counter: Folder) -> None:
+        got = profile(
+            Endpoint.COMPLETIONS, counter(), prompt=TEXT[:5_000], truncate_prompt_tokens=50
+        )
+        assert (got.prompt_tokens, got.prefix.keys.size) == (50, 0)
+
+
+def test_other_endpoints_are_read_by_their_bytes(counter: Folder) -> None:
+    got = profile(Endpoint.MESSAGES, counter(), messages=[user(TEXT[:5_000])])
+    assert got.prefix.keys.size
+    assert not got.prefix.ids.size
+
+
+def test_another_salt_is_another_prompt(counter: Folder) -> None:
+    tokens = counter()
+    plain = known(tokens, messages=[user(TEXT[:500])]).prefix
+    salted = known(tokens, messages=[user(TEXT[:500])], cache_salt="s").prefix
+    assert not np.isin(plain.keys, salted.keys).any()
+    assert plain.whole != salted.whole
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> TokenCounter:
+    folder = tmp_path_factory.mktemp("model")
+    byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return TokenCounter(RequestSettings(tokenizers={"m": folder}))
+
+
+@settings(max_examples=150)
+@given(st.sampled_from([Endpoint.CHAT, Endpoint.COMPLETIONS]), fields)
+def test_whatever_a_client_sends_is_measured(
+    small: TokenCounter, endpoint: Endpoint, body: dict[str, Any]
+) -> None:
+    check_sane(inspect(endpoint, json.dumps(body | {"model": "m"}).encode(), small), endpoint)
+
+
+class TestFolder:
+    def test_without_a_template_is_said(self, counter: Folder, tmp_path: Path) -> None:
+        counter()
+        (tmp_path / "chat_template.jinja").unlink()
+        with pytest.raises(TokenizerError, match=r"'m' has no chat template.*neither .* nor"):
+            TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+
+    def test_with_a_broken_template_is_said(self, counter: Folder) -> None:
+        with pytest.raises(TokenizerError, match=r"not a Jinja template.*name its tokenizer\.json"):
+            counter("{% if %}")
+
+    def test_without_a_tokenizer_is_said(self, tmp_path: Path) -> None:
+        with pytest.raises(TokenizerError, match=r"'m' does not exist.*tokenizer\.json"):
+            TokenCounter(RequestSettings(tokenizers={"m": tmp_path}))
+
+    def test_needs_a_package(self, counter: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delitem(sys.modules, "extproc.request.exact")
+        monkeypatch.delitem(sys.modules, "extproc.request.template")
+        monkeypatch.setitem(sys.modules, "jinja2", None)
+        with pytest.raises(TokenizerError, match=r"'jinja2'.*pip install 'extproc\[tokenizers\]'"):
+            counter()
