@@ -1,7 +1,7 @@
 """KV cache blocks, kept and reused as vLLM V1 does (``vllm/v1/core/block_pool.py``)."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
 
@@ -21,6 +21,8 @@ class BlockPool:
         self._blank = blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._users: dict[int, int] = {}
+        self.evicted: Callable[[int], None] = lambda _: None
+        """Told the hash of each block that is evicted."""
 
     @property
     def free(self) -> int:
@@ -63,7 +65,7 @@ class BlockPool:
         blank = min(count, self._blank)
         self._blank -= blank
         for _ in range(count - blank):
-            self._idle.popitem(last=False)
+            self.evicted(self._idle.popitem(last=False)[0])
 
     def publish(self, hashes: Iterable[int]) -> list[int]:
         """Make blocks that were taken known by their content.

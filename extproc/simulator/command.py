@@ -79,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="report cached prompt tokens in the usage, as vLLM does with this flag",
     )
+    parser.add_argument(
+        "--kv-events-ports",
+        type=_port,
+        nargs=2,
+        metavar=("PORT", "REPLAY_PORT"),
+        help="tell of KV blocks over ZMQ, as vLLM does with --kv-events-config",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
         max_loras=args.max_loras,
         adapter_load_s=args.lora_load_seconds,
         enable_prompt_tokens_details=args.enable_prompt_tokens_details,
+        kv_events_ports=args.kv_events_ports and tuple(args.kv_events_ports),
     )
     try:
         replica = Replica(settings)

@@ -8,6 +8,7 @@ from itertools import chain
 from extproc.predict.hardware import HardwareProfile
 from extproc.predict.step import StepModel
 from extproc.simulator.adapters import Adapters
+from extproc.simulator.block_events import BlockEvents
 from extproc.simulator.blocks import BlockPool
 from extproc.simulator.sequence import FinishReason, Sequence
 from extproc.simulator.speculation import Speculation
@@ -45,6 +46,7 @@ class Engine:
         prefix_caching: bool = True,
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
+        events: BlockEvents | None = None,
     ) -> None:
         """An idle engine; what is not given is taken from the profile.
 
@@ -68,6 +70,10 @@ class Engine:
         if blocks < 1:
             raise ValueError(f"{kv_tokens} KV tokens do not fill a block of {block_size}")
         self.pool = BlockPool(blocks, block_size)
+        self.events = events
+        """Told of blocks that can be hit, and of those that no longer can."""
+        if events:
+            self.pool.evicted = events.removed
         self.prefix_caching = prefix_caching
         self.adapters = adapters
         """None: it serves no LoRA adapters."""
@@ -364,8 +370,14 @@ class Engine:
         sequence.blocks += missing
         if self.prefix_caching:
             size = self.pool.block_size
-            full = slice(sequence.computed // size, (sequence.computed + chunk) // size)
-            sequence.held += self.pool.publish(sequence.hashes[full])
+            self._publish(sequence, sequence.computed // size, (sequence.computed + chunk) // size)
+
+    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+        """Make blocks of a sequence known by their content."""
+        new = self.pool.publish(sequence.hashes[first:end])
+        sequence.held += new
+        if self.events and new:
+            self.events.stored(sequence, first, new)
 
     def _step_time(self, chunks: list[tuple[Sequence, int]]) -> float:
         """Seconds for a step that prefills ``chunks`` and decodes the rest.
@@ -507,8 +519,7 @@ class Engine:
         sequence.blocks = self.pool.blocks_for(tokens + (self._step is not None))
         if self.prefix_caching:
             size = self.pool.block_size
-            output = slice(sequence.prompt_tokens // size, tokens // size)
-            sequence.held += self.pool.publish(sequence.hashes[output])
+            self._publish(sequence, sequence.prompt_tokens // size, tokens // size)
         self._release(sequence)
 
     def _stop_prefilling(self, sequence: Sequence) -> None:

@@ -9,6 +9,7 @@ from extproc.clock import Clock, monotonic
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
 from extproc.simulator import tokens
 from extproc.simulator.adapters import Adapters
+from extproc.simulator.block_events import BlockEvents
 from extproc.simulator.blocks import chain_hashes
 from extproc.simulator.endpoints.base import GenerateBody
 from extproc.simulator.engine import Engine
@@ -52,6 +53,8 @@ class ReplicaSettings:
     """Seconds that it takes to load one, at the profile's speed."""
     enable_prompt_tokens_details: bool = False
     """Whether chat, completions and messages report cached prompt tokens, as vLLM's flag."""
+    kv_events_ports: tuple[int, int] | None = None
+    """Where it tells of its KV blocks, and where it tells so again; None: it does not."""
 
 
 class Replica:
@@ -76,6 +79,7 @@ class Replica:
             adapters=Adapters(settings.max_loras, settings.adapter_load_s)
             if settings.adapters
             else None,
+            events=BlockEvents(settings.block_size) if settings.kv_events_ports else None,
         )
         self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)
         if self.max_model_len > self.engine.capacity:
@@ -157,8 +161,16 @@ class Replica:
     ) -> Sequence:
         adapter = model if model in self.settings.adapters else ""
         block_bytes = self.settings.block_size * tokens.BYTES_PER_TOKEN
-        hashes = chain_hashes(prompt + tokens.encode(text), block_bytes, adapter.encode())
-        return Sequence(self.live.next_id(), tokens.count(prompt), output_tokens, hashes, adapter)
+        content = prompt + tokens.encode(text)
+        hashes = chain_hashes(content, block_bytes, adapter.encode())
+        return Sequence(
+            self.live.next_id(),
+            tokens.count(prompt),
+            output_tokens,
+            hashes,
+            adapter,
+            content if self.engine.events else b"",
+        )
 
     def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:
         """Most tokens a sequence may generate, by vLLM's rules."""

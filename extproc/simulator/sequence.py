@@ -29,6 +29,8 @@ class Sequence:
     be hit once they are scheduled, blocks of the output once the sequence has ended."""
     adapter: str = ""
     """LoRA adapter that it is computed with; empty: none."""
+    content: bytes = b""
+    """Its tokens, four bytes each, as far as they are to be told."""
     reason: FinishReason = FinishReason.STOP
     """How it will end; ``ABORT`` once it was aborted."""
 

@@ -29,6 +29,7 @@ from extproc.simulator.endpoints.pooling import (
 )
 from extproc.simulator.endpoints.responses import ResponsesBody, ResponsesReply
 from extproc.simulator.errors import RequestError, anthropic_error, invalid, openai_error
+from extproc.simulator.kv_events import publishing
 from extproc.simulator.live import Generation
 from extproc.simulator.metrics import CONTENT_TYPE
 from extproc.simulator.replica import Replica
@@ -397,17 +398,20 @@ async def start(replica: Replica, host: str, port: int) -> Serving:
     # A handler must end when its client hangs up: it holds a place in the batch. Bodies are taken
     # as they come, whatever encoding they claim, as vLLM takes them.
     server = ReplicaServer(replica, Random(replica.settings.seed))
+    app = server.app()
     runner = web.AppRunner(
-        server.app(),
+        app,
         access_log=None,
         handler_cancellation=True,
         auto_decompress=False,
         shutdown_timeout=0.5,
     )
-    await runner.setup()
-    site = web.TCPSite(runner, host, port, backlog=BACKLOG)
+    if replica.engine.events and replica.settings.kv_events_ports:
+        events = publishing(replica.engine.events, host, *replica.settings.kv_events_ports)
+        app.cleanup_ctx.append(lambda _: events)
     try:
-        await site.start()
+        await runner.setup()
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
     except OSError:
         await runner.cleanup()
         raise
