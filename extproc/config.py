@@ -68,6 +68,10 @@ class ReplicaSource(Section):
     """Hardware profile its prediction starts from."""
     name: str = ""
     """What people call it; the address by default."""
+    kv_events_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on which vLLM publishes KV events: what its prefix cache holds is then known."""
+    kv_events_replay_port: int | None = Field(default=None, ge=1, le=65535)
+    """Port on which it replays those that were missed."""
 
     _profile_exists = field_validator("profile")(_known_profile)
     _addresses = field_validator("url", "dns")(_of_a_replica)
@@ -82,6 +86,22 @@ class ReplicaSource(Section):
         if bool(self.url) == bool(self.dns):
             raise ValueError("a replica needs either 'url' or 'dns'")
         return self
+
+    @model_validator(mode="after")
+    def _events_can_be_missed(self) -> "ReplicaSource":
+        if (self.kv_events_port is None) != (self.kv_events_replay_port is None):
+            raise ValueError(
+                "kv_events_port and kv_events_replay_port go together: one is given without the "
+                "other"
+            )
+        return self
+
+    @property
+    def kv_events_ports(self) -> tuple[int, int] | None:
+        """Where KV events are published and replayed; None: they are not."""
+        if self.kv_events_port is None or self.kv_events_replay_port is None:
+            return None
+        return self.kv_events_port, self.kv_events_replay_port
 
 
 class RedisSettings(Section):

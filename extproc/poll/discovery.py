@@ -27,6 +27,13 @@ class Target:
     """``ip:port``: Envoy picks an upstream by nothing else."""
     name: str
     profile: str
+    kv_events_ports: tuple[int, int] | None = None
+    """Where its KV events are published and replayed; None: they are not."""
+
+    @property
+    def who(self) -> str:
+        """What it is called in the log."""
+        return self.id if self.name == self.id else f"{self.name} ({self.id})"
 
 
 class Discovery:
@@ -69,7 +76,7 @@ class Discovery:
         for ip in addresses if source.dns else addresses[:1]:
             address = join_address(ip, port)
             name = f"{source.name}/{address}" if source.name and source.dns else source.name
-            yield Target(address, name or address, source.profile)
+            yield Target(address, name or address, source.profile, source.kv_events_ports)
 
     async def _look_up(self, hosts: set[str]) -> None:
         self._forget_all_but(hosts)

@@ -1,0 +1,179 @@
+"""Which KV blocks one replica holds, as its events tell."""
+
+import math
+from random import Random
+
+import numpy as np
+
+from extproc.clock import Clock
+from extproc.fleet.block_news import NUMBERS, BlockNews
+from extproc.poll.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from extproc.request.prefix import seed_of, token_keys
+
+_MOST_BLOCKS = 2**20
+"""17 million tokens in blocks of 16: no replica holds as many."""
+_WHOLE_EVERY_S = 900.0
+"""Seconds after which all is told again, at the latest: what was told does not live for ever."""
+_REPEAT_S = 1.0
+"""Seconds between telling all and telling all again: a Redis that is full takes nothing."""
+_FEW = 512
+"""Keys that may be told before all are again, however few these are."""
+
+_GPU = (None, "GPU")
+_FULL = (None, "full_attention", "mla_attention", "sink_full_attention")
+"""Kinds of attention whose blocks are all needed for a hit. vLLM may keep blocks of other layers in
+groups of their own."""
+_HASH_BITS = 2**64 - 1
+
+
+class KvBlocks:
+    """The blocks of one engine, by the engine's hashes and by keys that a router can compute.
+
+    The engine's hashes cannot be made from a prompt, so each block gets a key: of its tokens, and
+    of the key of its parent. Blocks with images in them, and what follows them, have none: a router
+    does not know their tokens.
+    """
+
+    def __init__(self, random: Random, clock: Clock) -> None:
+        self.complete = False
+        """Whether nothing is held but what events told."""
+        self._clock = clock
+        self._number = random.getrandbits(31) * NUMBERS
+        """Of the last news; its multiple no other poller has."""
+        self._block_size = 0
+        self._group: int | None = None
+        self._keys: dict[int, int] = {}
+        """By hash."""
+        self._copies: dict[int, int] = {}
+        """By hash, how many blocks there are beside the first: sequences that were computed at the
+        same time have one each."""
+        self._changes: dict[int, bool] = {}
+        """Not told yet: whether the block with that key is held now."""
+        self._missed = True
+        """Whether changes were lost on the way, or could not be put as such."""
+        self._told = 0
+        """Keys told since all were."""
+        self._whole_at = -math.inf
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @property
+    def number(self) -> int:
+        """Of the last news."""
+        return self._number
+
+    def start(self, complete: bool) -> None:
+        """Nothing is known to be held; what is ``complete`` holds nothing."""
+        self._keys.clear()
+        self._copies.clear()
+        self._block_size, self._group = 0, None
+        self.complete = complete
+        self._whole_at = -math.inf
+        self.repeat()
+
+    def repeat(self) -> None:
+        """Somebody may have missed what was told: tell all, in a while."""
+        self._missed = True
+
+    def apply(self, event: Event) -> None:
+        """What the next event tells.
+
+        Raises:
+            OverflowError, ValueError: its tokens are none, or there are too many blocks.
+        """
+        match event:
+            case BlockStored():
+                if event.medium in _GPU and event.kv_cache_spec_kind in _FULL:
+                    self._store(event)
+            case BlockRemoved():
+                if event.medium in _GPU and event.group_idx == self._group:
+                    for hash_ in map(_number_of, event.block_hashes):
+                        self._remove(hash_)
+            case AllBlocksCleared():
+                self.start(complete=True)
+
+    def news(self) -> tuple[BlockNews, BlockNews | None] | None:
+        """What was not told yet, and all that is held where that is due; None: there is neither."""
+        since = self._clock() - self._whole_at
+        if not self.complete or (self._missed and since < _REPEAT_S):
+            return None
+        long_ago = since > _WHOLE_EVERY_S or self._told > max(len(self._keys), _FEW)
+        if not (self._changes or self._missed or long_ago):
+            return None
+        previous, self._number = self._number, self._number + 1
+        stored = [key for key, held in self._changes.items() if held]
+        removed = [key for key, held in self._changes.items() if not held]
+        self._told += len(self._changes)
+        self._changes.clear()
+        changes = self._news(previous, stored, removed)
+        if not (self._missed or long_ago):
+            return changes, None
+        whole = self._news(0, [*self._keys.values()], [])
+        new = whole if self._missed else changes
+        self._missed, self._told, self._whole_at = False, 0, self._clock()
+        return new, whole
+
+    def _news(self, previous: int, stored: list[int], removed: list[int]) -> BlockNews:
+        keys = (np.array(keys, np.uint64) for keys in (stored, removed))
+        return BlockNews(self._number, previous, self._block_size, *keys)
+
+    def _store(self, event: BlockStored) -> None:
+        if not self._block_size:
+            self._block_size, self._group = event.block_size, event.group_idx
+        if (event.block_size, event.group_idx) != (self._block_size, self._group):
+            return
+        before = self._before(event)
+        if before is None:
+            return
+        plain = _plain(event)
+        keys = token_keys(event.token_ids, event.block_size, before).tolist()
+        for hash_, key in zip(map(_number_of, event.block_hashes), keys[:plain], strict=False):
+            if hash_ in self._keys:
+                self._copies[hash_] = self._copies.get(hash_, 0) + 1
+            else:
+                self._keys[hash_] = key
+                self._changes[key] = True
+        if len(self._keys) > _MOST_BLOCKS:
+            raise ValueError(f"more than {_MOST_BLOCKS} blocks")
+
+    def _before(self, event: BlockStored) -> int | None:
+        """The key of the block before; None: it has none."""
+        if event.parent_block_hash is not None:
+            return self._keys.get(_number_of(event.parent_block_hash))
+        return seed_of(event.lora_name or "", _salt(event))
+
+    def _remove(self, hash_: int) -> None:
+        if copies := self._copies.pop(hash_, 0):
+            if copies > 1:
+                self._copies[hash_] = copies - 1
+        elif (key := self._keys.pop(hash_, None)) is not None:
+            self._changes[key] = False
+
+
+def _number_of(hash_: int | bytes) -> int:
+    """vLLM may tell all of a hash, or its last 64 bits as a number."""
+    return (int.from_bytes(hash_, "big") if isinstance(hash_, bytes) else hash_) & _HASH_BITS
+
+
+def _beside_tokens(event: BlockStored, block: int) -> list[object]:
+    """What the hash of a block covers beside tokens and adapter."""
+    keys = event.extra_keys[block] if event.extra_keys else None
+    return [key for key in keys or () if key != event.lora_name]
+
+
+def _salt(event: BlockStored) -> str:
+    """It stands with the first block of a sequence, alone."""
+    match _beside_tokens(event, 0) if event.parent_block_hash is None else ():
+        case [str(salt)]:
+            return salt
+    return ""
+
+
+def _plain(event: BlockStored) -> int:
+    """Blocks up to the first whose hash covers more than tokens, adapter and salt."""
+    salted = bool(_salt(event))
+    for block in range(salted, len(event.extra_keys or ())):
+        if _beside_tokens(event, block):
+            return block
+    return len(event.block_hashes)

@@ -1,0 +1,69 @@
+"""vLLM's events of its KV blocks (``vllm/distributed/kv_events.py``), in the forms of its versions:
+a struct is a map, or an array of its fields in order with its name first."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+
+_LARGEST_BLOCK = 2**20
+"""Tokens; no real one comes near."""
+
+
+class BlockStored(msgspec.Struct, tag="BlockStored"):
+    """Blocks of a sequence, one after another, can be hit from now on."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: Annotated[int, msgspec.Meta(gt=0, le=_LARGEST_BLOCK)]
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    """Of each block, what its hash covers beside tokens: the adapter's name, an identifier of each
+    image with its place, the salt, digests of embeddings."""
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
+    """Blocks were evicted."""
+
+    block_hashes: list[int | bytes]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+    """No block can be hit any more."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+_KINDS: dict[Any, Any] = {
+    "BlockStored": BlockStored,
+    "BlockRemoved": BlockRemoved,
+    "AllBlocksCleared": AllBlocksCleared,
+}
+
+
+def read_batch(data: bytes) -> Iterator[Event]:
+    """The events of a batch; of a kind that this version does not know, none.
+
+    Raises:
+        ValueError: it is no batch.
+    """
+    try:
+        batch = msgspec.msgpack.decode(data)
+        for event in batch["events"] if isinstance(batch, dict) else batch[1]:
+            fields = event if isinstance(event, dict) else _named(event)
+            if fields.get("type") in _KINDS:
+                yield msgspec.convert(fields, Event)
+    except (msgspec.MsgspecError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a batch of KV events: {error}") from None
+
+
+def _named(event: list[Any]) -> dict[str, Any]:
+    kind = _KINDS.get(event[0])
+    names = kind.__struct_fields__ if kind else ()
+    return {"type": event[0], **dict(zip(names, event[1:], strict=False))}

@@ -1,0 +1,215 @@
+"""The stream of one replica's KV events: numbered batches over ZeroMQ, the last of which can be had
+again."""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import NamedTuple, NoReturn
+
+import zmq
+import zmq.asyncio
+
+from extproc.address import join_address, split_address
+from extproc.clock import Clock
+from extproc.poll.discovery import Target
+from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.kv_events import read_batch
+
+log = logging.getLogger(__name__)
+
+CHECK_S = 1.0
+"""Seconds between two looks whether anything is missing: silence may be nothing but a lack of
+events. It takes vLLM half a millisecond to answer."""
+_ANSWER_S = 2.0
+"""Seconds for an answer, and for the next; vLLM gives one within 0.1 s, unless it is busy."""
+_LONGEST_REASON = 200
+_NUMBER_BYTES = 8
+
+
+class KvStream:
+    """Brings the events of one replica into its blocks.
+
+    Batches are pushed. Whether none was lost, and whether the process is the same as before, the
+    replica is asked: to send again all from the last batch on that came. What it has forgotten by
+    then cannot be made up for, and until it starts anew or clears its cache its blocks are not
+    known.
+
+    Args:
+        context: of the sockets.
+        target: the replica.
+        ports: where it pushes, and where it is asked.
+        blocks: what events are brought into.
+        changed: called when these have changed, or may be told again.
+        clock: tells the time.
+    """
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        target: Target,
+        ports: tuple[int, int],
+        blocks: KvBlocks,
+        changed: Callable[[], None],
+        clock: Clock,
+    ) -> None:
+        self._context = context
+        host, _ = split_address(target.id)
+        self._pushes, self._asked = (f"tcp://{join_address(host, port)}" for port in ports)
+        self._ipv6 = ":" in host
+        self._blocks = blocks
+        self._changed = changed
+        self._who = target.who
+        self._clock = clock
+        self._last: _Batch | None = None
+        """That was applied; ``_NOTHING`` where there was none yet, None where nobody has looked."""
+        self._problem: str | None = None
+        """Why its blocks are not known; empty: they are; None: nobody has looked yet."""
+        self._flaw = ""
+        """What keeps them from being known until the replica starts anew."""
+
+    @property
+    def number(self) -> int | None:
+        """Of the last news of its blocks; None where these are not known."""
+        return self._blocks.number if self._problem == "" and self._blocks.complete else None
+
+    def tell_again(self) -> None:
+        """Have all that is held told, within a second."""
+        self._blocks.repeat()
+
+    async def run(self) -> NoReturn:
+        """Follow it until cancelled."""
+        while True:
+            try:
+                with self._socket(zmq.SUB, self._pushes) as pushed:
+                    pushed.subscribe(b"")
+                    while True:
+                        await self._check()
+                        await self._follow(pushed, self._clock() + CHECK_S)
+            except zmq.ZMQError as error:  # no file left to open, say
+                self._note(f"{error}")
+            await asyncio.sleep(CHECK_S)
+
+    async def _follow(self, pushed: zmq.asyncio.Socket, until: float) -> None:
+        """Apply what is pushed up to that time, or until something is missing."""
+        while (left := until - self._clock()) > 0:
+            if await pushed.poll(math.ceil(left * 1000)):
+                whole = self._take(_Batch.of(await pushed.recv_multipart()))
+                self._changed()
+                if not whole:
+                    return
+
+    async def _check(self) -> None:
+        """Find out whether its blocks are known, and make up for what was missed."""
+        try:
+            while not await self._catch_up():
+                pass
+        except zmq.Again:
+            self._note(f"{self._asked} does not answer")
+        else:
+            self._note("" if self._blocks.complete else self._flaw)
+        self._changed()
+
+    async def _catch_up(self) -> bool:
+        """Apply what came after the last batch; begin anew where the replica no longer knows that.
+
+        Returns:
+            Whether nothing is missing.
+
+        Raises:
+            zmq.Again: no answer came in time.
+        """
+        last = self._last or _NOTHING
+        async with aclosing(self._replayed(max(last.number, 0))) as batches:
+            first = await anext(batches)
+            if last != _NOTHING and first != last:
+                self._last = None
+                self._blocks.start(complete=False)
+                return False
+            if last == _NOTHING:
+                self._begin(first)
+            began, newest, whole = self._last, first, True
+            async for batch in batches:  # of a burst of many some are lost
+                whole &= self._take(batch)
+                newest = max(newest, batch)
+        if whole or self._last != began:
+            return whole
+        self._last = newest
+        self._give_up("a batch of its events is lost")
+        return True
+
+    def _begin(self, first: "_Batch") -> None:
+        """The oldest batch that the replica keeps, or nothing."""
+        if first.number > 0:
+            self._give_up("its oldest events are lost: have it keep more (buffer_steps)")
+        elif self._last is None:
+            self._blocks.start(complete=True)
+        self._apply(first)
+
+    def _take(self, batch: "_Batch") -> bool:
+        """Apply a batch if it is the next one; returns whether none before it is missing."""
+        if self._last is None:
+            return False
+        following = self._last.number + 1
+        if batch.number == following:
+            self._apply(batch)
+        return batch.number <= following
+
+    def _apply(self, batch: "_Batch") -> None:
+        self._last = batch
+        try:
+            for event in read_batch(batch.content) if batch != _NOTHING else ():
+                self._blocks.apply(event)
+        except (OverflowError, ValueError) as error:
+            self._give_up(f"its events are not understood: {error}"[:_LONGEST_REASON])
+
+    def _give_up(self, flaw: str) -> None:
+        """Its blocks are not known until it starts anew or clears its cache."""
+        self._flaw = flaw
+        self._blocks.start(complete=False)
+
+    async def _replayed(self, first: int) -> AsyncGenerator["_Batch"]:
+        """The batches from number ``first`` on that the replica still has, and nothing.
+
+        Raises:
+            zmq.Again: no answer came in time.
+        """
+        with self._socket(zmq.DEALER, self._asked) as asked:
+            asked.rcvtimeo = round(_ANSWER_S * 1000)
+            await asked.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
+            while (batch := _Batch.of(await asked.recv_multipart())) != _NOTHING:
+                yield batch
+            yield batch
+
+    def _socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.linger, socket.rcvhwm, socket.ipv6 = 0, 0, self._ipv6
+        socket.connect(address)
+        return socket
+
+    def _note(self, problem: str) -> None:
+        """One line when its blocks are no longer known, and one when they are."""
+        if problem and not self._problem:
+            extra = {"replica": self._who, "problem": problem}
+            log.warning("replica's KV events do not tell its blocks", extra=extra)
+        elif self._problem and not problem:
+            log.warning("replica's KV events tell its blocks again", extra={"replica": self._who})
+        self._problem = problem
+
+
+class _Batch(NamedTuple):
+    """A numbered batch of events; ``_NOTHING`` ends a replay."""
+
+    number: int
+    content: bytes
+
+    @classmethod
+    def of(cls, frames: list[bytes]) -> "_Batch":
+        """The last two frames; the topic is before them, and in an answer not in every version."""
+        number, content = frames[-2:] if len(frames) > 1 else _GARBAGE
+        return cls(int.from_bytes(number, "big", signed=True), content)
+
+
+_NOTHING = _Batch(-1, b"")
+_GARBAGE = b"", b""

@@ -1,0 +1,203 @@
+"""What is held, by events in both encodings: made by msgspec as vLLM's versions make them."""
+
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.kv_events import read_batch
+from extproc.request.prefix import seed_of, token_keys
+from tests.fakes import ManualClock
+
+IDS = list(range(1000, 1064))
+KEYS = token_keys(IDS, 16, seed_of("", "")).tolist()
+PLAIN = seed_of("", "")
+
+STORED = {
+    "block_hashes": [11, 12],
+    "parent_block_hash": None,
+    "token_ids": IDS[:32],
+    "block_size": 16,
+    "lora_id": None,
+    "medium": "GPU",
+    "lora_name": None,
+}
+
+
+def stored(first: int, hashes: list[Any], parent: Any = None, **more: Any) -> dict[str, Any]:
+    ids = IDS[first * 16 : (first + len(hashes)) * 16]
+    given = {"block_hashes": hashes, "parent_block_hash": parent, "token_ids": ids}
+    return {"type": "BlockStored", **STORED, **given, **more}
+
+
+def removed(*hashes: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", **more}
+
+
+CLEARED = {"type": "AllBlocksCleared"}
+
+
+def as_maps(events: list[dict[str, Any]]) -> bytes:
+    return msgspec.msgpack.encode([1.5, events, 0])
+
+
+def as_arrays(events: list[dict[str, Any]]) -> bytes:
+    return msgspec.msgpack.encode([1.5, [list(event.values()) for event in events]])
+
+
+def all_maps(events: list[dict[str, Any]]) -> bytes:
+    return msgspec.msgpack.encode({"ts": 1.5, "events": events, "data_parallel_rank": 0})
+
+
+class Told:
+    """What somebody holds to be held who was told all news."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.blocks = KvBlocks(Random(1), self.clock)
+        self.blocks.start(complete=True)
+        self._held: set[int] = set()
+        self.wholes = 0
+
+    def hear(self, *events: dict[str, Any], encode: Any = as_maps) -> None:
+        for event in read_batch(encode([*events])):
+            self.blocks.apply(event)
+
+    def held(self) -> set[int]:
+        if told := self.blocks.news():
+            news, whole = told
+            self.wholes += whole is not None
+            if news.whole:
+                self._held = set()
+            self._held -= {*news.removed.tolist()}
+            self._held |= {*news.stored.tolist()}
+            if whole:
+                assert {*whole.stored.tolist()} == self._held
+        return self._held
+
+
+@pytest.mark.parametrize("encode", [as_maps, as_arrays, all_maps])
+def test_keys_follow_what_is_stored_removed_and_cleared(encode: Any) -> None:
+    told = Told()
+    told.hear(stored(0, [11, 12]), encode=encode)
+    assert told.held() == {*KEYS[:2]}
+    told.hear(stored(2, [13, 14], parent=12), removed(12), encode=encode)
+    assert told.held() == {KEYS[0], *KEYS[2:]}
+    told.hear(CLEARED, encode=encode)
+    assert told.held() == set()
+
+
+def test_hashes_may_be_bytes_and_are_the_same_as_numbers() -> None:
+    told = Told()
+    long = [bytes(24) + number.to_bytes(8, "big") for number in (11, 12)]
+    told.hear(stored(0, long))
+    told.hear(removed(12))
+    assert told.held() == {KEYS[0]}
+
+
+def test_a_block_is_held_until_its_last_copy_is_removed() -> None:
+    told = Told()
+    told.hear(stored(0, [11]), stored(0, [11]), stored(0, [11]), removed(11), removed(11))
+    assert told.held() == {KEYS[0]}
+    told.hear(removed(11))
+    assert told.held() == set()
+
+
+def test_adapters_and_salts_set_blocks_apart() -> None:
+    told = Told()
+    told.hear(
+        stored(0, [1], lora_name="sql", extra_keys=[["sql"]]),
+        stored(0, [2], lora_name="sql", extra_keys=[["sql", "pepper"]]),
+        stored(0, [3, 4], extra_keys=[["pepper"], None]),
+    )
+    seeds = [("sql", ""), ("sql", "pepper"), ("", "pepper")]
+    expected = [token_keys(IDS[:16], 16, seed_of(*seed))[0] for seed in seeds]
+    expected.append(token_keys(IDS[:32], 16, seed_of("", "pepper"))[1])
+    assert told.held() == {*map(int, expected)}
+
+
+def test_blocks_with_images_and_those_behind_them_are_left_out() -> None:
+    told = Told()
+    told.hear(stored(0, [1, 2, 3], extra_keys=[None, [["digest", 20]], None]))
+    told.hear(stored(3, [4], parent=3), removed(2), removed(4))
+    assert told.held() == {KEYS[0]}
+
+
+def test_blocks_elsewhere_or_of_other_layers_do_not_count() -> None:
+    told = Told()
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    sliding = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    told.hear(
+        stored(0, [11, 12], **sliding),
+        stored(0, [11, 12], **full),
+        removed(12, group_idx=0),
+        stored(2, [13], parent=12, medium="CPU", **full),
+        removed(11, medium="CPU", group_idx=1),
+    )
+    assert told.held() == {*KEYS[:2]}
+    told.hear(removed(12, group_idx=1))
+    assert told.held() == {KEYS[0]}
+
+
+def test_all_is_told_when_as_much_was_told_of_changes_and_now_and_then() -> None:
+    told = Told()
+    assert told.held() == set()
+    assert told.wholes == 1
+    for _ in range(300):
+        told.hear(stored(0, [11, 12]))
+        told.held()
+        told.hear(removed(11, 12))
+        told.held()
+    assert told.wholes == 3
+    assert told.blocks.news() is None
+    told.clock.advance(901)
+    assert told.held() == set()
+    assert told.wholes == 4
+
+
+def test_what_began_in_the_middle_is_not_told_before_the_cache_is_cleared() -> None:
+    told = Told()
+    told.blocks.start(complete=False)
+    told.hear(stored(0, [11, 12]))
+    assert told.blocks.news() is None
+    told.hear(CLEARED, stored(0, [11]))
+    assert told.held() == {KEYS[0]}
+
+
+def test_a_kind_of_event_that_is_not_known_is_passed_over() -> None:
+    told = Told()
+    told.hear({"type": "BlockMoved", "to": "CPU"}, stored(0, [11]))
+    assert told.held() == {KEYS[0]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(7),
+        msgspec.msgpack.encode([1.5]),
+        msgspec.msgpack.encode({"ts": 1}),
+        as_maps([{"type": "BlockStored"}]),
+        as_maps([stored(0, [1]) | {"token_ids": [1.5]}]),
+        msgspec.msgpack.encode([1.5, [7]]),
+        msgspec.msgpack.encode([1.5, [[]]]),
+        msgspec.msgpack.encode([1.5, [[["BlockStored"]]]]),
+        msgspec.msgpack.encode([1.5, [{"type": []}]]),
+    ],
+)
+def test_garbage_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match="not a batch of KV events"):
+        list(read_batch(content))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{"block_size": 0}, {"block_size": -1}, {"token_ids": [-5] * 16}, {"token_ids": [2**40] * 16}],
+)
+def test_tokens_that_are_none_are_refused(odd: dict[str, Any]) -> None:
+    told = Told()
+    with pytest.raises((OverflowError, ValueError)):
+        told.hear(stored(0, [1]) | odd)

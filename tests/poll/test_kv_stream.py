@@ -1,0 +1,282 @@
+"""The stream of KV events over real sockets: gaps, replays, publishers that start anew or hang."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from extproc.clock import monotonic
+from extproc.demo.processes import free_port
+from extproc.poll import kv_stream
+from extproc.poll.discovery import Target
+from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.kv_stream import KvStream
+from tests.conftest import Logged
+from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
+
+
+class Engine:
+    """Publishes as vLLM does, and loses what a test wants lost."""
+
+    def __init__(self, context: zmq.asyncio.Context, ports: tuple[int, int]) -> None:
+        self._context = context
+        self._ports = ports
+        self._encode: Callable[[list[dict[str, Any]]], bytes] = as_maps
+        self.old = False
+        """Whether it is a version that replays without a topic."""
+        self.silent = False
+        self.replays = 0
+
+    async def start(self, first: int = 0) -> None:
+        self._encode = as_arrays if self.old else as_maps
+        self._number = first
+        self.kept: list[tuple[bytes, bytes]] = []
+        self._pushes, self._asked = map(self._context.socket, (zmq.PUB, zmq.ROUTER))
+        for socket, port in zip((self._pushes, self._asked), self._ports, strict=True):
+            socket.linger = 0
+            await _bind(socket, port)
+        self._answering = asyncio.create_task(self._answer())
+
+    async def stop(self) -> None:
+        self._answering.cancel()
+        await asyncio.wait([self._answering])
+        self._pushes.close()
+        self._asked.close()
+
+    async def tell(self, *events: dict[str, Any], pushed: bool = True) -> None:
+        number = self._number.to_bytes(8, "big")
+        self._number += 1
+        self.kept.append((number, self._encode([*events])))
+        if pushed:
+            await self._pushes.send_multipart((b"kv@pod", *self.kept[-1]))
+
+    async def _answer(self) -> None:
+        topic = () if self.old else (b"kv@pod",)
+        while True:
+            asker, empty, start = await self._asked.recv_multipart()
+            assert empty == b""
+            if self.silent:
+                continue
+            self.replays += 1
+            for number, content in self.kept:
+                if number >= start:
+                    await self._asked.send_multipart((asker, b"", *topic, number, content))
+            end = (-1).to_bytes(8, "big", signed=True)
+            await self._asked.send_multipart((asker, b"", *((b"",) if topic else ()), end, b""))
+
+
+async def _bind(socket: zmq.asyncio.Socket, port: int) -> None:
+    """A socket that was closed lets go of its port a moment later."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                socket.bind(f"tcp://127.0.0.1:{port}")
+                return
+            except zmq.ZMQError:
+                await asyncio.sleep(0.01)
+
+
+class Followed:
+    """What a poller makes of it."""
+
+    def __init__(self, context: zmq.asyncio.Context, ports: tuple[int, int]) -> None:
+        target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
+        self._blocks = KvBlocks(Random(1), monotonic)
+        self.stream = KvStream(context, target, ports, self._blocks, self._hear, monotonic)
+        self.held: set[int] = set()
+        self._some = asyncio.Event()
+
+    def _hear(self) -> None:
+        if told := self._blocks.news():
+            if told[0].whole:
+                self.held.clear()
+            self.held -= {*told[0].removed.tolist()}
+            self.held |= {*told[0].stored.tolist()}
+        self._some.set()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():
+                self._some.clear()
+                await self._some.wait()
+
+    async def holds(self, *keys: int) -> None:
+        await self.until(lambda: self.held == {*keys} and self.stream.number is not None)
+
+    async def knows_nothing(self) -> None:
+        await self.until(lambda: self.stream.number is None)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_stream, "CHECK_S", 0.05)
+    monkeypatch.setattr(kv_stream, "_ANSWER_S", 0.2)
+    monkeypatch.setattr("extproc.poll.kv_blocks._REPEAT_S", 0.0)
+
+
+@pytest.fixture
+async def context() -> AsyncIterator[zmq.asyncio.Context]:
+    with zmq.asyncio.Context() as context:
+        yield context
+
+
+@pytest.fixture
+async def engine(context: zmq.asyncio.Context) -> AsyncIterator[Engine]:
+    engine = Engine(context, (free_port(), free_port()))
+    await engine.start()
+    yield engine
+    await engine.stop()
+
+
+@asynccontextmanager
+async def following(context: zmq.asyncio.Context, engine: Engine) -> AsyncIterator[Followed]:
+    followed = Followed(context, engine._ports)
+    task = asyncio.create_task(followed.stream.run())
+    try:
+        yield followed
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+
+@pytest.mark.parametrize("old", [False, True])
+async def test_who_comes_late_hears_what_was_told_before(
+    context: zmq.asyncio.Context, engine: Engine, old: bool
+) -> None:
+    engine.old = old
+    await engine.stop()
+    await engine.start()
+    await engine.tell(stored(0, [11, 12]))
+    await engine.tell(removed(12))
+    async with following(context, engine) as followed:
+        await followed.holds(KEYS[0])
+        await engine.tell(stored(1, [12], parent=11))
+        await followed.holds(*KEYS[:2])
+
+
+async def test_a_replica_that_has_nothing_to_tell_yet_is_known(
+    context: zmq.asyncio.Context, engine: Engine
+) -> None:
+    async with following(context, engine) as followed:
+        await followed.holds()
+        await engine.tell(stored(0, [11]))
+        await followed.holds(KEYS[0])
+
+
+async def test_what_was_lost_is_had_again(context: zmq.asyncio.Context, engine: Engine) -> None:
+    async with following(context, engine) as followed:
+        await engine.tell(stored(0, [11]))
+        await followed.holds(KEYS[0])
+        await engine.tell(stored(1, [12], parent=11), pushed=False)
+        await engine.tell(stored(2, [13], parent=12))
+        await followed.holds(*KEYS[:3])
+        await engine.tell(removed(13), pushed=False)  # the last: no gap shows
+        await followed.holds(*KEYS[:2])
+
+
+@pytest.mark.parametrize("more", [0, 5])
+async def test_a_publisher_that_starts_anew_holds_nothing(
+    context: zmq.asyncio.Context, engine: Engine, more: int
+) -> None:
+    async with following(context, engine) as followed:
+        await engine.tell(stored(0, [11]))
+        await engine.tell(stored(1, [12], parent=11))
+        await followed.holds(*KEYS[:2])
+        await engine.stop()
+        await engine.start()
+        for _ in range(more):  # its numbers go beyond those before
+            await engine.tell(stored(0, [21]))
+        await followed.holds(*KEYS[: more > 0])
+
+
+async def test_what_the_replica_no_longer_keeps_is_not_made_up(
+    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+) -> None:
+    await engine.tell(stored(0, [11]))
+    await engine.tell(stored(1, [12], parent=11))
+    del engine.kept[0]
+    async with following(context, engine) as followed:
+        line = await logged.line("replica's KV events do not tell its blocks")
+        assert line["replica"] == "one (127.0.0.1:8000)"
+        assert "buffer_steps" in str(line["problem"])
+        assert followed.stream.number is None
+        await engine.tell(CLEARED)
+        await engine.tell(stored(0, [11]))
+        await followed.holds(KEYS[0])
+    assert len(logged.lines()) == 2
+
+
+async def test_a_batch_that_never_comes_is_not_waited_for(
+    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+) -> None:
+    await engine.tell(stored(0, [11]))
+    async with following(context, engine) as followed:
+        await followed.holds(KEYS[0])
+        engine._number += 1  # vLLM skips a number where it cannot encode a batch
+        await engine.tell(stored(1, [12], parent=11))
+        line = await logged.line("replica's KV events do not tell its blocks")
+        assert line["problem"] == "a batch of its events is lost"
+        replays = engine.replays
+        await followed.until(lambda: engine.replays > replays + 2)
+        await engine.tell(CLEARED)
+        await followed.holds()
+
+
+async def test_one_that_does_not_answer_is_not_believed_until_it_does(
+    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+) -> None:
+    await engine.tell(stored(0, [11]))
+    async with following(context, engine) as followed:
+        await followed.holds(KEYS[0])
+        engine.silent = True
+        await followed.knows_nothing()
+        await engine.tell(stored(1, [12], parent=11))
+        engine.silent = False
+        await followed.holds(*KEYS[:2])
+    assert [line["msg"] for line in logged.lines()] == [
+        "replica's KV events do not tell its blocks",
+        "replica's KV events tell its blocks again",
+    ]
+
+
+async def test_garbage_is_said_once_and_harms_nobody(
+    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+) -> None:
+    await engine.tell(stored(0, [11]))
+    async with following(context, engine) as followed:
+        await followed.holds(KEYS[0])
+        await engine.tell({"type": "BlockStored"})
+        line = await logged.line("replica's KV events do not tell its blocks")
+        assert "not understood" in str(line["problem"])
+        replays = engine.replays
+        await followed.until(lambda: engine.replays > replays + 2)
+        assert followed.stream.number is None
+        await engine.tell(CLEARED)
+        await followed.holds()
+    assert len(logged.lines()) == 2
+
+
+async def test_frames_that_are_none_are_passed_over(
+    context: zmq.asyncio.Context, engine: Engine
+) -> None:
+    async with following(context, engine) as followed:
+        await followed.holds()
+        for frames in ((b"",), (b"", b"number", b"x"), (b"a", b"b", b"c", b"d")):
+            await engine._pushes.send_multipart(frames)
+        await engine.tell(stored(0, [11]))
+        await followed.holds(KEYS[0])
+
+
+async def test_one_replica_s_many_batches_are_all_had(
+    context: zmq.asyncio.Context, engine: Engine
+) -> None:
+    for number in range(5_000):
+        await engine.tell(stored(0, [number]) | {"token_ids": [number] * 16}, pushed=False)
+    async with following(context, engine) as followed:
+        await followed.until(lambda: len(followed.held) == 5_000)
