@@ -47,6 +47,8 @@ class SimulatedReplica:
     """Further ones of ``extproc replica``."""
     program: tuple[str, ...] = ("extproc", "replica")
     """What ``python -m`` runs: another program may take the same arguments."""
+    kv_events_ports: tuple[int, int] | None = None
+    """Where it tells of its KV blocks, and where it tells so again."""
 
 
 FLEET = (
@@ -262,7 +264,9 @@ class Stack:
             return [*self._poll(name)], answers(f"{self.admin(name)}/healthz")
         replica = next(one for one in self.replicas if one.name == name)
         options = {"port": self.ports[name], "model": MODEL, "profile": replica.profile}
-        argv = self._command(*replica.program, *_flags(options), *replica.arguments)
+        ports = replica.kv_events_ports
+        told = ("--kv-events-ports", *ports) if ports else ()
+        argv = self._command(*replica.program, *_flags(options), *told, *replica.arguments)
         return [*argv], answers(f"{self._url(name)}/health")
 
     def _serve(self, name: str) -> list[str]:
@@ -275,7 +279,7 @@ class Stack:
         shared = self._command("extproc", "poll", "--config", self.config_file)
         return shared if name == "poller" else [*shared, *_flags(own)]
 
-    def _command(self, *program: str | Path) -> list[str]:
+    def _command(self, *program: str | Path | int) -> list[str]:
         return [sys.executable, "-m", *map(str, program)]
 
     def _envoy_command(self) -> list[str | Path]:
@@ -322,7 +326,7 @@ class Stack:
         for name, keys in self._settings.items():
             sections[name] = {**sections.get(name, {}), **keys}
         replicas = [
-            {"url": self.address(one.name), "name": one.name, "profile": one.profile}
+            {"url": self.address(one.name), "name": one.name, "profile": one.profile} | _events(one)
             for one in self.replicas
         ]
         return {"replicas": replicas, **sections}
@@ -348,6 +352,14 @@ class Stack:
         async with session.get(f"{self.envoy_admin}/clusters") as response:
             members = await response.text()
         return all(f"::{one}::health_flags::healthy" in members for one in self._listening)
+
+
+def _events(replica: SimulatedReplica) -> dict[str, int]:
+    """Where it tells of its blocks, as the configuration says it."""
+    if replica.kv_events_ports is None:
+        return {}
+    port, replay_port = replica.kv_events_ports
+    return {"kv_events_port": port, "kv_events_replay_port": replay_port}
 
 
 def _names(first: str, count: int) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
+from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.newcomers import favour_idle
 from extproc.fleet.others import Others
@@ -65,6 +66,7 @@ class Fleet:
         self.known = asyncio.Event()
         """Set when the replicas that Redis knows of were put in."""
         self._prefixes = Prefixes()
+        self.blocks = HeldBlocks(clock)
         self._clock = clock
         self._rows: dict[str, int] = {}
         self._states: list[ReplicaState] = []
@@ -121,6 +123,7 @@ class Fleet:
         now = self._clock()
         self._progress.advance(now)
         self.eligibility.heard(state)
+        self.blocks.polled(state)
         before = self._states[self._rows[state.id]] if state.id in self._rows else None
         row = self._join(state) if before is None else self._rows[state.id]
         self._states[row] = state
@@ -151,6 +154,7 @@ class Fleet:
         """A replica left the pool; its requests in flight stay until they end."""
         self._rows.pop(replica, None)
         self.eligibility.forget(replica)
+        self.blocks.forget(replica)
 
     def drop_silent(self, after: float) -> None:
         """Removes replicas not heard of for ``after`` seconds in which others were, and routers
@@ -227,6 +231,7 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
+        self.blocks.sent(replica, profile.prefix)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
         self._adapters.sent(row, ticket.number, profile.model, now)
@@ -307,7 +312,7 @@ class Fleet:
             tokens: as it said.
         """
         row = self._rows.get(replica)
-        if row is not None:
+        if row is not None and not self.blocks.known(replica):
             self._prefixes.reported(row, expected, depth, tokens)
 
     def adapter_loaded(self, replica: str, seconds: float) -> None:
@@ -426,8 +431,15 @@ class Fleet:
         return view
 
     def held(self, prefix: Prefix, view: FleetView) -> Held:
-        """What the candidates of a view should hold of a prompt in their prefix caches."""
-        return self._prefixes.held(prefix, view.rows)
+        """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
+        or what they should by what was sent."""
+        held, told = self._prefixes.held(prefix, view.rows), self.blocks.held(prefix, view.ids)
+        if told is None:
+            return held
+        expected, cached = (
+            np.where(np.isnan(told), tokens, told) for tokens in (held.expected, held.cached)
+        )
+        return Held(expected, held.depths, cached)
 
     def sequences(self, view: FleetView) -> Sequences:
         """What is in flight on the candidates of a view; good until the fleet changes.

@@ -69,6 +69,10 @@ class ReplicaState(BaseModel):
     preemptions: float = 0.0
     """Counter: sequences preempted."""
 
+    kv_news: int | None = None
+    """Number of the latest news of its KV blocks, where the poller hears of all of them; None: what
+    its prefix cache holds is not known."""
+
     output_lengths: tuple[tuple[float, float], ...] = ()
     """Counters: requests that generated at most so many tokens, and more than the entry before;
     those beyond the last are left out."""

@@ -60,6 +60,12 @@ class RouterMetrics:
             "Seconds since the last news of any replica.",
             registry=registry,
         )
+        self.known_blocks = Gauge(
+            "extproc_replicas_known_blocks",
+            "Replicas of which the KV blocks are known by their own word; what others hold is "
+            "estimated.",
+            registry=registry,
+        )
         self.worker = Gauge(
             "extproc_worker", "Number of this worker process, from 0.", registry=registry
         )

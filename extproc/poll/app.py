@@ -4,11 +4,12 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
 
+import zmq.asyncio
 from prometheus_client import CollectorRegistry, ProcessCollector
 from redis.exceptions import RedisError
 
@@ -19,6 +20,9 @@ from extproc.fleet.state import ReplicaState
 from extproc.observe.admin import serve_admin
 from extproc.poll.discovery import Discovery, Target
 from extproc.poll.health import Health
+from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.kv_publisher import KvPublisher
+from extproc.poll.kv_stream import KvStream
 from extproc.poll.members import Membership
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.poller import Known, Poller, Shares, Sink
@@ -27,12 +31,15 @@ from extproc.poll.scrape import open_session
 from extproc.poll.watch import Watch
 from extproc.predict.typical import Typical
 from extproc.signals import until_signalled
+from extproc.state.blocks import BlockWriter
 from extproc.state.connection import Outage, connect
 from extproc.state.leases import Leases
 from extproc.state.members import MemberStore
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateReader, StateWriter
 
 log = logging.getLogger(__name__)
+
+TellBlocks = Callable[[str, KvBlocks], None]
 
 
 async def run_poller(config: Config) -> None:
@@ -75,11 +82,15 @@ async def _share(config: Config, metrics: PollMetrics, health: Health) -> None:
         members, membership = MemberStore(redis, pool), Membership()
         await membership.look(members, monotonic())
         known = partial(_known, StateReader(redis, pool, random))
+        kv_backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
+        kv_publisher = KvPublisher(BlockWriter(redis, pool, name), kv_backoff)
+        tell = kv_publisher.changed
         async with (
-            polling(config, metrics, publisher, leases, known, random, membership) as poller,
+            polling(config, metrics, publisher, leases, known, random, tell, membership) as poller,
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(poller.run())
+            tasks.create_task(kv_publisher.run())
             tasks.create_task(membership.follow(members, monotonic))
 
 
@@ -105,6 +116,7 @@ async def polling(
     shares: Shares,
     known: Known,
     random: Random,
+    tell: TellBlocks,
     membership: Membership | None = None,
 ) -> AsyncIterator[Poller]:
     """A poller of one pool that brings what it sees into ``sink``.
@@ -116,6 +128,7 @@ async def polling(
         shares: which of them are this poller's.
         known: what the pollers before saw of replicas.
         random: spreads the scrapes.
+        tell: called when there may be news of a replica's KV blocks.
         membership: what commands asked for; None: there are none.
     """
     settings = config.poll
@@ -126,22 +139,31 @@ async def polling(
     )
     typical = Typical()
     async with open_session(settings.give_up_s) as session:
+        with zmq.asyncio.Context() as context:
 
-        def watch(target: Target, known: ReplicaState | None) -> Watch:
-            return Watch(
-                target,
-                session,
-                lambda state: sink.put(membership.marked(state)),
-                metrics,
-                settings,
-                typical,
-                known,
-                monotonic=monotonic,
-                wall=wall,
-                random=random,
-            )
+            def kv_stream(target: Target) -> KvStream | None:
+                if target.kv_events_ports is None:
+                    return None
+                blocks = KvBlocks(random, monotonic)
+                changed = partial(tell, target.id, blocks)
+                return KvStream(context, target, target.kv_events_ports, blocks, changed, monotonic)
 
-        yield Poller(discovery, shares, known, sink, watch, metrics, settings.resolve_s)
+            def watch(target: Target, known: ReplicaState | None) -> Watch:
+                return Watch(
+                    target,
+                    session,
+                    lambda state: sink.put(membership.marked(state)),
+                    metrics,
+                    settings,
+                    typical,
+                    known,
+                    kv_stream(target),
+                    monotonic=monotonic,
+                    wall=wall,
+                    random=random,
+                )
+
+            yield Poller(discovery, shares, known, sink, watch, metrics, settings.resolve_s)
 
 
 async def _known(reader: StateReader, replicas: Collection[str]) -> dict[str, ReplicaState]:

@@ -7,6 +7,7 @@ from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.state import ReplicaState
 from extproc.poll.app import polling
+from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.metrics import PollMetrics
 from extproc.state.leases import Held
 
@@ -31,6 +32,11 @@ class IntoFleet:
         """The replica left the pool."""
         self._fleet.remove(replica_id)
 
+    def tell(self, replica_id: str, blocks: KvBlocks) -> None:
+        """There may be news of a replica's KV blocks."""
+        if told := blocks.news():
+            self._fleet.blocks.hear(replica_id, told[0])
+
     async def run(self) -> None:
         """There is nothing to do later."""
 
@@ -53,5 +59,6 @@ async def _nothing(_: Collection[str]) -> dict[str, ReplicaState]:
 async def poll_into(fleet: Fleet, config: Config, metrics: PollMetrics) -> None:
     """Scrape the configured replicas into ``fleet`` for ever."""
     sink = IntoFleet(fleet)
-    async with polling(config, metrics, sink, Everything(), _nothing, Random()) as poller:
+    shares, random = Everything(), Random()
+    async with polling(config, metrics, sink, shares, _nothing, random, sink.tell) as poller:
         await poller.run()

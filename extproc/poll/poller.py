@@ -114,6 +114,7 @@ class Poller:
             self._sink.forget(replica)
         for replica in held.reclaimed:
             self._sink.put_again(replica)
+            self._watched[replica].watch.tell_again()
         new = held.replicas - self._watched.keys()
         known = await self._known(new) if new else {}
         for replica in new:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
 from math import inf
 from random import Random
 from typing import Any
@@ -16,6 +15,7 @@ from extproc.config import PollSettings
 from extproc.fleet.state import ReplicaState
 from extproc.poll.counts import engine_counts
 from extproc.poll.discovery import Target
+from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.models import Models
@@ -44,6 +44,7 @@ class Watch:
         settings: PollSettings,
         typical: Typical,
         known: ReplicaState | None = None,
+        kv_stream: KvStream | None = None,
         *,
         monotonic: Clock,
         wall: Clock,
@@ -58,7 +59,13 @@ class Watch:
         self._wall = wall
         self._random = random
         self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
-        self._identity = asdict(target) | {"life_s": settings.ttl_s}
+        self._kv_stream = kv_stream
+        self._identity = {
+            "id": target.id,
+            "name": target.name,
+            "profile": target.profile,
+            "life_s": settings.ttl_s,
+        }
         self._state = None if known is None else known.model_copy(update=self._identity)
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
@@ -68,7 +75,7 @@ class Watch:
         self._models = Models(
             lambda: read_models(session, target.id),
             self._models_changed,
-            self._who,
+            self._target.who,
             _listed(known),
         )
 
@@ -82,8 +89,19 @@ class Watch:
         """Whether the last scrape succeeded."""
         return self._state is not None and self._state.healthy
 
+    def tell_again(self) -> None:
+        """Nobody may know its KV blocks any more."""
+        if self._kv_stream is not None:
+            self._kv_stream.tell_again()
+
     async def run(self) -> None:
-        """Scrape until cancelled."""
+        """Scrape until cancelled, and follow its KV events."""
+        async with asyncio.TaskGroup() as tasks:
+            if self._kv_stream is not None:
+                tasks.create_task(self._kv_stream.run())
+            await self._scrape()
+
+    async def _scrape(self) -> None:
         try:
             # Many watches may begin at once: their second scrapes are spread over an interval.
             share_of_wait = self._random.random()
@@ -134,7 +152,7 @@ class Watch:
         if self._restarted(figures):
             self._models.forget()
         if not self.healthy:
-            log.info("replica is healthy", extra={"replica": self._who})
+            log.info("replica is healthy", extra={"replica": self._target.who})
         self._backoff.reset()
         self._metrics.seconds.observe(seconds)
         self._figures = figures
@@ -142,7 +160,7 @@ class Watch:
             "learned": self._calibration.model,
             "measured": self._calibration.ratio is not None,
         }
-        values = figures.fields() | self._served() | learned
+        values = figures.fields() | self._served() | learned | {"kv_news": self._kv_news(figures)}
         self._publish(self._blank(**values, scraped_at=scraped_at, scrape_seconds=seconds))
 
     def _calibrate(self, figures: EngineFigures, at: float) -> None:
@@ -152,20 +170,21 @@ class Watch:
     def _failed(self, error: ScrapeError) -> None:
         problem = str(error)
         if self._state is None or self.healthy:
-            extra = {"replica": self._who, "problem": problem}
+            extra = {"replica": self._target.who, "problem": problem}
             log.warning("replica is not healthy", extra=extra)
         self._metrics.failed.inc()
         self._calibration.interrupted()
         if isinstance(error, UnreachableError):
             self._models.forget()  # it may come back with others
         last = self._state or self._blank()
-        self._publish(last.model_copy(update={"healthy": False, "problem": problem}))
+        update = {"healthy": False, "problem": problem, "kv_news": None}
+        self._publish(last.model_copy(update=update))
 
     def _start_anew(self, error: Exception) -> None:
         """Nobody foresaw this: nothing the replica told is kept, for it may be what led here."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
         if self._state is None or self._state.problem != problem:
-            extra = {"replica": self._who}
+            extra = {"replica": self._target.who}
             log.error("replica cannot be polled, retrying", extra=extra, exc_info=error)
         self._metrics.failed.inc()
         self._figures = None
@@ -192,6 +211,10 @@ class Watch:
             "max_model_len": listed.max_model_len,
         }
 
+    def _kv_news(self, figures: EngineFigures) -> int | None:
+        """Which of several engines gets a request, and so whose blocks count, nobody knows."""
+        return self._kv_stream.number if self._kv_stream and figures.engines == 1 else None
+
     def _restarted(self, figures: EngineFigures) -> bool:
         """Whether another process answers now."""
         last = self._figures or self._state
@@ -210,11 +233,6 @@ class Watch:
 
     def _blank(self, **values: Any) -> ReplicaState:
         return ReplicaState(**self._identity, **values)
-
-    @property
-    def _who(self) -> str:
-        target = self._target
-        return target.id if target.name == target.id else f"{target.name} ({target.id})"
 
 
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:

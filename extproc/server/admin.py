@@ -54,7 +54,12 @@ def readiness(pools: Sequence[Services], stopping: asyncio.Event) -> Check:
 def _fleet(pools: Iterable[Services]) -> Iterator[bytes]:
     yield b'{"in_flight":%d,"replicas":' % sum(one.fleet.in_flight for one in pools)
     yield from _array(
-        dict(state) | {"in_flight": one.fleet.in_flight_on(state.id), "pool": one.config.pool}
+        dict(state)
+        | {
+            "in_flight": one.fleet.in_flight_on(state.id),
+            "pool": one.config.pool,
+            "blocks_known": one.fleet.blocks.known(state.id),
+        }
         for one in pools
         for state in one.fleet.states
     )

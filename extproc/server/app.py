@@ -168,6 +168,7 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
+        metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.others) for fleet in fleets))
         # Of a pool that never had a replica there is no news.
         oldest = min((fleet.heard_at for fleet in fleets if fleet.states), default=None)

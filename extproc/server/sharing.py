@@ -17,6 +17,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.sent import MOST_KEPT
 from extproc.fleet.stored import MOST_STORED
 from extproc.observe.metrics import RouterMetrics
+from extproc.state.blocks import BlockReader
 from extproc.state.connection import connect
 from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
 from extproc.state.keys import prompts_key, responses_key
@@ -36,6 +37,8 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
         responses, prompts = responses_key(config.pool), prompts_key(config.pool)
         tasks.create_task(tell_responses(StreamWriter(redis, responses, MOST_STORED), fleet))
         tasks.create_task(hear_responses(StreamReader(redis, responses, Random()), fleet))
+        blocks = BlockReader(redis, config.pool, Random(), monotonic)
+        tasks.create_task(hear_blocks(blocks, fleet))
         tasks.create_task(tell_prompts(StreamWriter(redis, prompts, MOST_KEPT), fleet))
         tasks.create_task(hear_prompts(StreamReader(redis, prompts, Random()), fleet))
 
@@ -80,6 +83,14 @@ async def hear_responses(reader: StreamReader, fleet: Fleet) -> None:
         async for told in news:
             for response, replica in told.items():
                 fleet.responses.keep(str_if_bytes(response), str_if_bytes(replica))
+
+
+async def hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
+    """Brings what replicas hold, by their own word, into the fleet, for ever."""
+    async with aclosing(reader.news()) as news:
+        async for replica, one in news:
+            fleet.blocks.hear(replica, one)
+            await asyncio.sleep(0)
 
 
 async def tell_prompts(writer: StreamWriter, fleet: Fleet) -> None:

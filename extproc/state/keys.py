@@ -56,6 +56,22 @@ def prompts_key(pool: str) -> str:
     return f"{{{pool}}}:prompts"
 
 
+def blocks_key(pool: str, replica_id: str) -> str:
+    """Key of a replica's KV blocks: news of them, as :mod:`extproc.fleet.block_news` encodes them,
+    one after another; the first is whole."""
+    return f"{{{pool}}}:blocks:{replica_id}"
+
+
+def blocks_pattern(pool: str) -> str:
+    """Glob that matches the keys of the blocks of all the pool's replicas."""
+    return blocks_key(pool, "*")
+
+
+def blocks_channel(pool: str) -> str:
+    """Pub/sub channel that carries news of blocks: the replica, a line break, the news."""
+    return f"{{{pool}}}:blocks"
+
+
 def digests_channel(pool: str) -> str:
     """Pub/sub channel that carries every digest."""
     return f"{{{pool}}}:digests"

@@ -131,7 +131,8 @@ async def test_a_replica_that_left_and_is_back_is_no_longer_to_be_removed(tmp_pa
         file.write_text(f"['{one.id}']")
         settings = Config.model_validate({"replicas_file": file, "poll": {"resolve_s": 0.02}})
         sink, metrics = Sink(one.id), PollMetrics(CollectorRegistry())
-        async with polling(settings, metrics, sink, Everything(), nothing, Random(1)) as poller:
+        parts = sink, Everything(), nothing, Random(1), lambda *_: None
+        async with polling(settings, metrics, *parts) as poller:
             task = asyncio.create_task(poller.run())
             await sink.until("put")
             file.write_text("[]")

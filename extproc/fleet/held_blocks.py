@@ -1,0 +1,187 @@
+"""Which KV blocks replicas hold, by their own word: what polls brought of vLLM's KV events."""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
+from math import inf, nan
+from operator import ne
+
+import numpy as np
+
+from extproc.clock import Clock
+from extproc.fleet.block_news import BlockNews, is_up_to
+from extproc.fleet.state import ReplicaState
+from extproc.fleet.view import Floats
+from extproc.request.prefix import Prefix, seed_of, token_keys
+
+log = logging.getLogger(__name__)
+
+LATE_S = 2.0
+"""Seconds for which a replica's blocks count as known since a poll said that no news is missing."""
+_SENT_S = 10.0
+"""Seconds within which the blocks of a prompt that was sent are stored, as a rule, and told of."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    bit: int
+    """Its place in the masks."""
+    keys: set[int] = field(default_factory=set)
+    """Of the blocks that it holds, or is about to."""
+    sent: dict[int, float] = field(default_factory=dict)
+    """Of these, the ones that it did not tell of yet: until when it is waited for."""
+    number: int = 0
+    """Of the last news."""
+    block_size: int = 0
+    known_until: float = -inf
+    known: bool = False
+    """Whether its blocks were known when last looked at."""
+
+
+class HeldBlocks:
+    """The blocks of each replica that tells, for prompts whose token ids are known.
+
+    A replica whose news are late, or whose poller no longer hears of all its events, is not known
+    until they are there again.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._replicas: dict[str, _Replica] = {}
+        self._holders: dict[int, int] = {}
+        """By key: the replicas that hold it, a bit each."""
+
+    def hear(self, replica: str, news: BlockNews) -> None:
+        """What a poller tells; news that do not follow the last ones are passed over."""
+        one = self._replica(replica)
+        if news.whole:
+            stored = {*news.stored.tolist()}
+            self._drop(one, one.keys - stored - one.sent.keys())
+            self._add(one, stored)
+        elif news.previous == one.number:
+            self._drop(one, news.removed.tolist())
+            self._add(one, news.stored.tolist())
+        else:
+            return
+        one.number, one.block_size = news.number, news.block_size
+
+    def polled(self, state: ReplicaState) -> None:
+        """What a poll says of a replica, and so of its news."""
+        one = self._replicas.get(state.id)
+        if one is None:
+            return
+        now = self._clock()
+        if state.kv_news is None:
+            one.known_until = -inf
+        elif is_up_to(one.number, state.kv_news):
+            one.known_until = now + LATE_S
+        overdue = [key for key, until in one.sent.items() if until < now]
+        self._drop(one, overdue)
+
+    def sent(self, replica: str, prefix: Prefix) -> None:
+        """A prompt is sent there: its blocks will be stored before what is sent next is looked
+        up."""
+        one = self._replicas.get(replica)
+        if one is not None and self._is_known(one):
+            until = self._clock() + _SENT_S
+            new = [key for key in _keys(prefix, one.block_size) if key not in one.keys]
+            self._add(one, new)
+            one.sent.update(dict.fromkeys(new, until))
+
+    def forget(self, replica: str) -> None:
+        """It left, or started anew."""
+        one = self._replicas.pop(replica, None)
+        if one is not None:
+            self._drop(one, [*one.keys])
+
+    def known(self, replica: str) -> bool:
+        """Whether what it holds is known now."""
+        one = self._replicas.get(replica)
+        return one is not None and self._is_known(one)
+
+    def held(self, prefix: Prefix, replicas: Sequence[str]) -> Floats | None:
+        """Tokens of a prompt that each of these replicas holds, nan where that is not known; None
+        where it is of none."""
+        if not len(prefix.ids) or not self._replicas:
+            return None
+        places = [
+            (place, one)
+            for place, one in enumerate(map(self._replicas.get, replicas))
+            if one is not None and self._is_known(one)
+        ]
+        if not places:
+            return None
+        tokens = np.full(len(replicas), nan)
+        for size in {one.block_size for _, one in places}:
+            runs = self._runs(_keys(prefix, size)) if size else []
+            for place, one in places:
+                if one.block_size == size:
+                    tokens[place] = size * _held_of(one.bit, runs)
+        return tokens
+
+    def look(self) -> int:
+        """How many replicas' blocks are known; says which no longer are, or are now."""
+        for name, one in self._replicas.items():
+            known = self._is_known(one)
+            if known != one.known:
+                one.known = known
+                what = "known" if known else "estimated"
+                log.info(f"replica's KV blocks are {what}", extra={"replica": name})
+        return sum(one.known for one in self._replicas.values())
+
+    def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """The replicas that hold the first blocks, and how many: each run holds more, and fewer
+        replicas do. Whoever holds a block holds all before it."""
+        masks = list(map(self._holders.get, keys, repeat(0)))
+        runs: list[tuple[int, int]] = []
+        end, all_before = 0, -1
+        while end < len(masks) and (all_before := all_before & (mask := masks[end])):
+            end = bisect_left(masks, True, end, key=partial(ne, mask))
+            runs.append((all_before, end))
+        return runs
+
+    def _replica(self, name: str) -> _Replica:
+        one = self._replicas.get(name)
+        if one is None:
+            taken = {other.bit for other in self._replicas.values()}
+            bit = next(bit for bit in range(len(taken) + 1) if bit not in taken)
+            one = self._replicas[name] = _Replica(bit)
+        return one
+
+    def _is_known(self, one: _Replica) -> bool:
+        return self._clock() <= one.known_until
+
+    def _add(self, one: _Replica, keys: Iterable[int]) -> None:
+        holders, bit = self._holders, 1 << one.bit
+        for key in keys:
+            one.sent.pop(key, None)
+            one.keys.add(key)
+            holders[key] = holders.get(key, 0) | bit
+
+    def _drop(self, one: _Replica, keys: Iterable[int]) -> None:
+        holders, bit = self._holders, 1 << one.bit
+        for key in keys:
+            one.sent.pop(key, None)
+            if key in one.keys:
+                one.keys.discard(key)
+                left = holders[key] & ~bit
+                if left:
+                    holders[key] = left
+                else:
+                    del holders[key]
+
+
+def _keys(prefix: Prefix, block_size: int) -> list[int]:
+    """Of the blocks that may be found: the last token is always computed."""
+    if not block_size:
+        return []
+    keys: list[int] = token_keys(prefix.ids[:-1], block_size, seed_of("", prefix.salt)).tolist()
+    return keys
+
+
+def _held_of(bit: int, runs: Sequence[tuple[int, int]]) -> int:
+    """How many blocks the replica at that bit holds."""
+    return max((end for mask, end in runs if mask >> bit & 1), default=0)

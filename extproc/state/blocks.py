@@ -1,0 +1,183 @@
+"""News of replicas' KV blocks in Redis: pollers write them, every router hears of each.
+
+Redis keeps, of each replica, all that it held at some time and the news since then. Of Redis being
+away the reader of replica states logs; here it is only lived with.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from random import Random
+from typing import Any, NamedTuple
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+from redis.utils import str_if_bytes
+
+from extproc.backoff import Backoff
+from extproc.clock import Clock
+from extproc.fleet.block_news import BlockNews, decode, is_up_to
+from extproc.state.connection import in_time
+from extproc.state.keys import blocks_channel, blocks_key, blocks_pattern, lease_key
+from extproc.state.read import keys_like, messages_of
+from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
+
+log = logging.getLogger(__name__)
+
+LIFE_S = 3600
+"""Of a replica's blocks in Redis, from the last news on."""
+_READ_AGAIN_S = 1.0
+"""Between two readings of the same blocks, whatever is missing."""
+
+# KEYS: a lease, blocks. ARGV: the poller that must hold the lease, life in s, channel, message,
+# news, all that is held (empty: it is not due). Returns whether later news may be appended: they
+# may not where there is nothing to append to, or Redis is full; they are passed on all the same.
+_TELL = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+local kept
+if ARGV[6] ~= '' then
+  kept = redis.pcall('SET', KEYS[2], ARGV[6], 'EX', ARGV[2])
+elseif redis.call('EXISTS', KEYS[2]) == 1 then
+  kept = redis.pcall('APPEND', KEYS[2], ARGV[5])
+  redis.call('EXPIRE', KEYS[2], ARGV[2])
+end
+redis.call('PUBLISH', ARGV[3], ARGV[4] .. ARGV[5])
+return (not kept or (type(kept) == 'table' and kept.err)) and 0 or 1
+"""
+
+Told = tuple[BlockNews, BlockNews | None]
+"""What is new, and all that is held where that is due."""
+
+
+class Heard(NamedTuple):
+    """News of one replica."""
+
+    replica: str
+    """``ip:port``."""
+    news: BlockNews
+
+
+class BlockWriter:
+    """Tells the pool's routers of blocks.
+
+    Args:
+        redis: where to.
+        pool: the replicas' pool.
+        poller: only of replicas that this poller holds the lease on is told.
+    """
+
+    def __init__(self, redis: Redis, pool: str, poller: str) -> None:
+        self._redis = redis
+        self._pool = pool
+        self._poller = poller
+
+    async def tell(self, news: Mapping[str, Told]) -> set[str]:
+        """Tell the news of each replica in one round trip.
+
+        Returns:
+            The replicas of which all is to be told next: Redis does not have what this follows.
+
+        Raises:
+            RedisError: Redis did not take it; some may be told.
+        """
+        if not news:
+            return set()
+        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+            for replica, (new, held) in news.items():
+                pipe.eval(
+                    _TELL,
+                    2,
+                    *(lease_key(self._pool, replica), blocks_key(self._pool, replica)),
+                    *(self._poller, LIFE_S, blocks_channel(self._pool), f"{replica}\n"),
+                    *(new.encode(), held.encode() if held else b""),
+                )
+            kept = await pipe.execute()
+        return {replica for replica, is_kept in zip(news, kept, strict=True) if not is_kept}
+
+
+class BlockReader:
+    """Hears of blocks."""
+
+    def __init__(self, redis: Redis, pool: str, random: Random, clock: Clock) -> None:
+        self._redis = redis
+        self._pool = pool
+        self._clock = clock
+        self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
+        self._numbers: dict[str, int] = {}
+        """Of the last news of each replica."""
+        self._read_at: dict[str, float] = {}
+        self._warned: set[str] = set()
+
+    async def news(self) -> AsyncGenerator[Heard]:
+        """Yield what Redis has of each replica, then all news, for ever; each follows the one
+        before of the same replica, or is whole.
+
+        While Redis is away it yields nothing.
+        """
+        while True:
+            try:
+                async with aclosing(self._connected()) as news:
+                    async for one in news:
+                        yield one
+            except (RedisError, OSError):
+                await asyncio.sleep(self._backoff.next())
+
+    async def _connected(self) -> AsyncGenerator[Heard]:
+        channel = blocks_channel(self._pool)
+        async with self._redis.pubsub() as pubsub, aclosing(messages_of(pubsub)) as messages:
+            async with in_time():
+                await pubsub.subscribe(channel)
+            async for message in messages:
+                if message["type"] == "subscribe":
+                    # Only now is nothing missed between what is there and the first push.
+                    self._numbers.clear()
+                    beginning = blocks_key(self._pool, "")
+                    for key in await keys_like(self._redis, blocks_pattern(self._pool)):
+                        for one in await self._read(str_if_bytes(key).removeprefix(beginning)):
+                            yield one
+                    self._backoff.reset()
+                elif message["type"] == "message":
+                    for one in await self._pushed(message["data"]):
+                        yield one
+
+    async def _pushed(self, data: bytes) -> list[Heard]:
+        """News that were pushed; where some before them were missed, all that Redis has."""
+        name, _, encoded = data.partition(b"\n")
+        replica = str_if_bytes(name)
+        news = self._following(replica, blocks_channel(self._pool), encoded)
+        if news is not None:
+            return news
+        since = self._clock() - self._read_at.get(replica, -math.inf)
+        return await self._read(replica) if since >= _READ_AGAIN_S else []
+
+    async def _read(self, replica: str) -> list[Heard]:
+        """All that Redis has of a replica."""
+        key = blocks_key(self._pool, replica)
+        self._read_at[replica] = self._clock()
+        try:
+            async with in_time():
+                data: Any = await self._redis.get(key)
+        except ResponseError:  # it is something else
+            return []
+        return self._following(replica, key, data or b"") or []
+
+    def _following(self, replica: str, source: str, data: bytes) -> list[Heard] | None:
+        """The news among these that were not heard yet; None where some before them are missing."""
+        heard = []
+        try:
+            for news in decode(data):
+                known = self._numbers.get(replica)
+                if known is not None and is_up_to(known, news.number):
+                    continue
+                if not news.whole and news.previous != known:
+                    return None
+                self._numbers[replica] = news.number
+                heard.append(Heard(replica, news))
+        except ValueError as error:
+            if source not in self._warned:
+                self._warned.add(source)
+                extra = {"source": source, "error": str(error)}
+                log.warning("skipped garbage in redis", extra=extra)
+        return heard

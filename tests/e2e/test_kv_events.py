@@ -1,0 +1,124 @@
+"""Replicas that tell of their KV blocks: what is expected to be cached is what they report."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from random import Random
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from extproc.demo.processes import free_port
+from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.simulator import tokens
+from tests.e2e.client import Client
+from tests.e2e.conftest import SETTINGS
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+KV_TOKENS = 4096
+
+
+def telling(name: str) -> SimulatedReplica:
+    ports = free_port(), free_port()
+    limits = ("--kv-tokens", str(KV_TOKENS), "--max-model-len", "2048", "--speed", "20")
+    arguments = (*limits, "--enable-prompt-tokens-details")
+    return SimulatedReplica(name, "llama-8b-h100", arguments, kv_events_ports=ports)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    directory = tmp_path_factory.mktemp("kv-events")
+    replicas = [telling("one"), telling("two")]
+    settings = {**SETTINGS, "poll": {"interval_s": 0.05}}
+    async with Stack(directory, replicas=replicas, settings=settings) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(stack: Stack) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        client = Client(stack, session)
+        await known(client)
+        yield client
+
+
+async def known(client: Client, known: bool = True) -> None:
+    async def all_are() -> bool:
+        replicas = (await client.fleet())["replicas"]
+        return all(one["blocks_known"] is known for one in replicas)
+
+    await client.until(all_are)
+
+
+async def heard(client: Client) -> None:
+    """Returns when no more news come: there are two polls at least between two looks."""
+    before: list[int] = []
+    while before != (now := [one["kv_news"] for one in (await client.fleet())["replicas"]]):
+        before = now
+        await asyncio.sleep(0.15)
+
+
+async def complete(client: Client, ids: list[int], answer: int = 24) -> tuple[Any, Any, list[int]]:
+    """Tokens expected to be cached and reported so, and the prompt with its answer."""
+    body = {"model": MODEL, "prompt": ids, "max_tokens": answer, "ignore_eos": True}
+    got = await client.request("POST", "/v1/completions", body)
+    assert got.status == 200, got.body
+    reply = json.loads(got.body)
+    said = tokens.token_ids(tokens.encode(reply["choices"][0]["text"]))
+    reported = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return got.decision["expected_cached_tokens"], reported, [*ids, *said]
+
+
+async def test_what_was_sent_once_is_expected_to_be_found_whole(client: Client) -> None:
+    prompt = list(range(50_000, 50_333))
+    first = await complete(client, prompt)
+    assert first[:2] == (0, 0)
+    await heard(client)
+    assert (await complete(client, prompt))[:2] == (320, 320)
+    await heard(client)
+    longer = [*first[2], 7]  # with the answer, whose last token is not computed
+    assert (await complete(client, longer))[:2] == (352, 352)
+
+
+async def test_conversations_in_a_cache_that_is_too_small(client: Client) -> None:
+    random = Random(3)
+    talks = [[random.randrange(100_000) for _ in range(200 + 10 * k)] for k in range(40)]
+    hits, pairs = 0, []
+    for _ in range(60):
+        which = min(int(random.expovariate(0.1)), len(talks) - 1)
+        expected, reported, said = await complete(client, talks[which])
+        pairs.append((expected, reported))
+        hits += reported > 0
+        talks[which] = [*said, *(random.randrange(100_000) for _ in range(30))]
+        await heard(client)
+    assert [expected for expected, _ in pairs] == [reported for _, reported in pairs]
+    assert 10 < hits < 60, "some were found, some were evicted"
+
+
+async def test_after_a_poller_a_replica_and_redis_started_anew(
+    client: Client, stack: Stack
+) -> None:
+    async def counted() -> bool:
+        return await client.metric("extproc_replicas_known_blocks") == 2
+
+    prompt = list(range(60_000, 60_100))
+    await complete(client, prompt)
+    await heard(client)
+    for name in ("poller", "redis", "router"):
+        await stack.kill(name)
+        if name != "router":
+            await known(client, False)
+        await stack.start(name)
+        await known(client)
+        await client.until(counted)
+        assert (await complete(client, prompt))[:2] == (96, 96)
+    for name in ("one", "two"):
+        await stack.kill(name)
+    await known(client, False)
+    for name in ("one", "two"):
+        await stack.start(name)
+    await known(client)
+    assert (await complete(client, prompt))[:2] == (0, 0)

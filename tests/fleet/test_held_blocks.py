@@ -1,0 +1,136 @@
+"""What replicas say they hold, as a fleet uses it."""
+
+from collections.abc import Collection
+
+import numpy as np
+import pytest
+
+from extproc.fleet.block_news import NUMBERS, BlockNews, decode
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.held_blocks import LATE_S
+from extproc.predict.lengths import OutputLengths
+from extproc.request.prefix import NO_PREFIX, Prefix, seed_of, token_keys
+from extproc.request.profile import Endpoint, RequestProfile
+from tests.conftest import Logged
+from tests.fakes import MODEL, ManualClock, replica, state
+
+IDS = np.arange(1000, 1321, dtype=np.uint32)
+PREFIX = Prefix(NO_PREFIX.keys, 64.0, ids=IDS)
+"""Twenty blocks and a token."""
+FIRST = 7 * NUMBERS
+
+
+def keys(blocks: int, salt: str = "") -> list[int]:
+    return [int(key) for key in token_keys(IDS, 16, seed_of("", salt))[:blocks]]
+
+
+class Told:
+    """Three replicas, the first two of which tell."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.fleet = Fleet(OutputLengths(), self.clock, self.clock)
+        self.numbers = {1: FIRST, 2: FIRST + NUMBERS}
+        self.poll()
+        for number in self.numbers:
+            self.tell(number, whole=True)
+        self.poll()
+
+    def poll(self, heard: Collection[int] = (1, 2)) -> None:
+        for number in (1, 2, 3):
+            told = {"kv_news": self.numbers[number]} if number in heard else {}
+            self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_tokens=100_000, **told))
+
+    def tell(
+        self,
+        number: int,
+        stored: list[int] = [],  # noqa: B006
+        removed: list[int] = [],  # noqa: B006
+        whole: bool = False,
+        lost: bool = False,
+    ) -> None:
+        previous = 0 if whole else self.numbers[number]
+        self.numbers[number] += 1
+        arrays = (np.array(some, np.uint64) for some in (stored, removed))
+        news = BlockNews(self.numbers[number], previous, 16, *arrays)
+        [same] = decode(news.encode())
+        if not lost:
+            self.fleet.blocks.hear(replica(number), same)
+
+    def held(self, prefix: Prefix = PREFIX) -> list[float]:
+        view = self.fleet.view(MODEL)
+        assert view.ids == [replica(number) for number in (1, 2, 3)]
+        return [float(tokens) for tokens in self.fleet.held(prefix, view).cached]
+
+
+def test_a_prompt_is_found_as_far_as_its_blocks_are_held() -> None:
+    told = Told()
+    assert told.held() == [0, 0, 0]
+    told.tell(1, keys(20))
+    told.tell(2, keys(5))
+    assert told.held() == [320, 80, 0]
+    told.tell(1, removed=keys(20)[3:])
+    assert told.held() == [48, 80, 0]
+    told.tell(2, whole=True, stored=keys(2))
+    assert told.held() == [48, 32, 0]
+
+
+def test_the_last_token_is_always_computed_and_salts_set_prompts_apart() -> None:
+    told = Told()
+    told.tell(1, keys(20))
+    told.tell(2, keys(3, "pepper"))
+    assert told.held(Prefix(NO_PREFIX.keys, 64.0, ids=IDS[:320])) == [304, 0, 0]
+    assert told.held(Prefix(NO_PREFIX.keys, 64.0, ids=IDS, salt="pepper")) == [0, 48, 0]
+
+
+def test_what_was_sent_counts_until_the_replica_tells_otherwise_or_time_is_up() -> None:
+    told = Told()
+    profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
+    told.fleet.dispatch(replica(1), profile)
+    assert told.held() == [320, 0, 0]
+    told.tell(1, keys(4))
+    told.clock.advance(11)
+    told.poll()
+    assert told.held() == [64, 0, 0]
+
+
+@pytest.mark.parametrize("wrong", ["silent", "late", "lost"])
+def test_who_is_late_is_estimated_and_that_is_said(wrong: str, logged: Logged) -> None:
+    told = Told()
+    told.tell(1, keys(20))
+    told.tell(2, keys(20))
+    told.poll()
+    assert told.fleet.blocks.look() == 2
+    if wrong == "silent":  # the poller hears nothing of the replica
+        told.poll(heard=[2])
+    elif wrong == "late":  # no polls arrive
+        told.clock.advance(LATE_S + 0.1)
+    else:  # news were missed on the way
+        told.tell(1, removed=keys(20), lost=True)
+        told.tell(1, stored=keys(20)[:1])
+        told.clock.advance(LATE_S + 0.1)
+        told.poll()
+    expected = [0, 0, 0] if wrong == "late" else [0, 320, 0]
+    assert told.held() == expected
+    known = sum(tokens > 0 for tokens in expected)
+    assert told.fleet.blocks.look() == told.fleet.blocks.look() == known
+    assert len(logged.lines("replica's KV blocks are estimated")) == 2 - known
+    told.tell(1, stored=keys(2), whole=True)
+    told.poll()
+    assert told.held()[0] == 32
+    assert told.fleet.blocks.look() == 2
+
+
+def test_who_leaves_is_forgotten() -> None:
+    told = Told()
+    told.tell(1, keys(20))
+    told.fleet.remove(replica(1))
+    told.tell(2, keys(1))
+    told.poll()
+    assert told.held() == [0, 16, 0]
+
+
+@pytest.mark.parametrize("data", [b"\1", b"\2" + bytes(35), b"\1" + bytes(27) + b"\1" + bytes(7)])
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="news of blocks"):
+        list(decode(data))

@@ -1,0 +1,184 @@
+"""News of blocks through a real Redis, which is killed, filled up and fed garbage."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from random import Random
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from extproc.clock import monotonic
+from extproc.fleet.block_news import NUMBERS, BlockNews
+from extproc.state import blocks as shared
+from extproc.state.blocks import LIFE_S, BlockReader, BlockWriter
+from extproc.state.connection import connect
+from extproc.state.keys import blocks_channel, blocks_key, lease_key
+from tests.conftest import Logged, RedisServer
+from tests.fakes import replica
+from tests.state.servers import command, eventually
+from tests.state.test_bounds import ACL
+
+pytestmark = pytest.mark.process
+
+Held = Mapping[str, set[int]]
+
+
+def news(number: int, stored: set[int], removed: set[int] | None = None) -> BlockNews:
+    arrays = (np.array([*keys], np.uint64) for keys in (stored, removed or ()))
+    return BlockNews(NUMBERS + number, NUMBERS + number - 1, 16, *arrays)
+
+
+def whole(number: int, stored: set[int]) -> BlockNews:
+    return BlockNews(
+        NUMBERS + number, 0, 16, np.array([*stored], np.uint64), np.zeros(0, np.uint64)
+    )
+
+
+class Router:
+    """What a router makes of the news it hears."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[int]] = {}
+        self.wholes = 0
+
+    async def follow(self, reader: BlockReader) -> None:
+        async with aclosing(reader.news()) as heard:
+            async for name, one in heard:
+                self.wholes += one.whole
+                held = set() if one.whole else self.held[name]
+                self.held[name] = held - {*one.removed.tolist()} | {*one.stored.tolist()}
+
+    async def holds(self, keys: set[int], number: int = 1) -> None:
+        async def same() -> bool:
+            return self.held.get(replica(number)) == keys
+
+        await eventually(same)
+
+
+@asynccontextmanager
+async def router(url: str) -> AsyncIterator[Router]:
+    one = Router()
+    async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
+        reader = BlockReader(redis, "test", Random(1), monotonic)
+        following = tasks.create_task(one.follow(reader))
+        yield one
+        following.cancel()
+
+
+Tell = Callable[..., Awaitable[set[str]]]
+
+
+@asynccontextmanager
+async def poller(url: str, name: str = "mine") -> AsyncIterator[Tell]:
+    async with connect(url, "test") as redis:
+        writer = BlockWriter(redis, "test", name)
+
+        async def tell(new: BlockNews, held: BlockNews | None = None, number: int = 1) -> set[str]:
+            return await writer.tell({replica(number): (new, held)})
+
+        yield tell
+
+
+async def lease(client: Redis, name: str = "mine") -> None:
+    for number in (1, 2):
+        await client.set(lease_key("test", replica(number)), name)
+
+
+async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await lease(redis_client)
+    await command(redis_client, "ACL", "SETUSER", "router", "on", ">secret", *ACL.split())
+    url = f"redis://router:secret@127.0.0.1:{redis_server.port}"
+    async with poller(url) as tell, router(url) as first:
+        assert await tell(whole(1, {1, 2}), whole(1, {1, 2})) == set()
+        assert await tell(whole(1, {7}), whole(1, {7}), number=2) == set()
+        assert await tell(news(2, {2**64 - 1}, {1})) == set()
+        await first.holds({2, 2**64 - 1})
+        await first.holds({7}, number=2)
+        async with router(url) as second:
+            await second.holds({2, 2**64 - 1})
+            await second.holds({7}, number=2)
+            await tell(news(3, {3}))
+            await second.holds({2, 3, 2**64 - 1})
+            await first.holds({2, 3, 2**64 - 1})
+        wholes = first.wholes
+        await tell(news(4, {4}), whole(4, {4}))  # to those who heard all, no more than that
+        await first.holds({2, 3, 4, 2**64 - 1})
+        assert first.wholes == wholes
+    assert await redis_client.strlen(blocks_key("test", replica(1))) == 32 + 8
+    assert 0 < await redis_client.ttl(blocks_key("test", replica(1))) <= LIFE_S
+    assert await command(redis_client, "ACL", "LOG") == []
+
+
+async def test_who_lost_the_lease_tells_nothing(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await lease(redis_client, "another")
+    url = redis_server.url
+    async with poller(url) as late, poller(url, "another") as tell, router(url) as one:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+        assert await late(whole(1, {2}), whole(1, {2})) == {replica(1)}
+        await tell(news(2, {3}))
+        await one.holds({1, 3})
+
+
+async def test_news_that_follow_nothing_are_told_whole_next(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    """As when Redis came back empty."""
+    await lease(redis_client)
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+        await redis_client.delete(blocks_key("test", replica(1)))
+        assert await tell(news(2, {2})) == {replica(1)}
+        await one.holds({1, 2})
+        assert await tell(whole(3, {1, 2}), whole(3, {1, 2})) == set()
+
+
+async def test_a_full_redis_still_passes_news_on(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await lease(redis_client)
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+        await redis_client.config_set("maxmemory", 1)
+        assert await tell(news(2, {2})) == {replica(1)}
+        await one.holds({1, 2})
+
+
+async def test_what_was_missed_on_the_way_is_read(
+    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
+    await lease(redis_client)
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+        log = await redis_client.get(blocks_key("test", replica(1)))
+        await redis_client.set(blocks_key("test", replica(1)), log + news(2, {2}).encode())
+        await tell(news(3, {3}))
+        await one.holds({1, 2, 3})
+        assert await redis_client.client_kill_filter(_type="pubsub")
+        await tell(news(4, {4}))
+        await one.holds({1, 2, 3, 4})
+
+
+async def test_garbage_is_harmless_and_said_once(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    await lease(redis_client)
+    await redis_client.lpush(blocks_key("test", "list"), "no blocks")
+    await redis_client.set(blocks_key("test", "text"), "no blocks")
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        await logged.line("skipped garbage in redis")
+        for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50)):
+            await redis_client.publish(blocks_channel("test"), garbage)
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+    assert len(logged.lines("skipped garbage in redis")) == 2
