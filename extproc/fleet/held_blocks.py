@@ -2,7 +2,7 @@
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
@@ -154,24 +154,24 @@ class HeldBlocks:
     def _is_known(self, one: _Replica) -> bool:
         return self._clock() <= one.known_until
 
-    def _add(self, one: _Replica, keys: Iterable[int]) -> None:
+    def _add(self, one: _Replica, keys: Collection[int]) -> None:
         holders, bit = self._holders, 1 << one.bit
+        one.keys.update(keys)
         for key in keys:
-            one.sent.pop(key, None)
-            one.keys.add(key)
             holders[key] = holders.get(key, 0) | bit
+        _expect_no_more(one, keys)
 
     def _drop(self, one: _Replica, keys: Iterable[int]) -> None:
-        holders, bit = self._holders, 1 << one.bit
-        for key in keys:
-            one.sent.pop(key, None)
-            if key in one.keys:
-                one.keys.discard(key)
-                left = holders[key] & ~bit
-                if left:
-                    holders[key] = left
-                else:
-                    del holders[key]
+        holders, others = self._holders, ~(1 << one.bit)
+        gone = one.keys.intersection(keys)
+        one.keys -= gone
+        for key in gone:
+            left = holders[key] & others
+            if left:
+                holders[key] = left
+            else:
+                del holders[key]
+        _expect_no_more(one, gone)
 
 
 def _keys(prefix: Prefix, block_size: int) -> list[int]:
@@ -180,6 +180,12 @@ def _keys(prefix: Prefix, block_size: int) -> list[int]:
         return []
     keys: list[int] = token_keys(prefix.ids[:-1], block_size, seed_of("", prefix.salt)).tolist()
     return keys
+
+
+def _expect_no_more(one: _Replica, keys: Iterable[int]) -> None:
+    if one.sent:
+        for key in keys:
+            one.sent.pop(key, None)
 
 
 def _held_of(bit: int, runs: Sequence[tuple[int, int]]) -> int:

@@ -172,6 +172,8 @@ def _salt(event: BlockStored) -> str:
 
 def _plain(event: BlockStored) -> int:
     """Blocks up to the first whose hash covers more than tokens, adapter and salt."""
+    if not any(event.extra_keys or ()):
+        return len(event.block_hashes)
     salted = bool(_salt(event))
     for block in range(salted, len(event.extra_keys or ())):
         if _beside_tokens(event, block):

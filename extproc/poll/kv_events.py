@@ -1,7 +1,7 @@
 """vLLM's events of its KV blocks (``vllm/distributed/kv_events.py``), in the forms of its versions:
 a struct is a map, or an array of its fields in order with its name first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -40,6 +40,8 @@ class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
+_USUAL = msgspec.msgpack.Decoder(tuple[float, list[Event], int | None])
+"""Reads at once what vLLM 0.32 sends: a batch that is an array, of events that are maps."""
 _KINDS: dict[Any, Any] = {
     "BlockStored": BlockStored,
     "BlockRemoved": BlockRemoved,
@@ -47,12 +49,19 @@ _KINDS: dict[Any, Any] = {
 }
 
 
-def read_batch(data: bytes) -> Iterator[Event]:
+def read_batch(data: bytes) -> Iterable[Event]:
     """The events of a batch; of a kind that this version does not know, none.
 
     Raises:
         ValueError: it is no batch.
     """
+    try:
+        return _USUAL.decode(data)[1]
+    except msgspec.MsgspecError:
+        return _in_any_form(data)
+
+
+def _in_any_form(data: bytes) -> Iterator[Event]:
     try:
         batch = msgspec.msgpack.decode(data)
         for event in batch["events"] if isinstance(batch, dict) else batch[1]:
