@@ -312,7 +312,7 @@ class Fleet:
             tokens: as it said.
         """
         row = self._rows.get(replica)
-        if row is not None and not self.blocks.known(replica):
+        if row is not None and depth >= 0:
             self._prefixes.reported(row, expected, depth, tokens)
 
     def adapter_loaded(self, replica: str, seconds: float) -> None:
@@ -436,10 +436,12 @@ class Fleet:
         held, told = self._prefixes.held(prefix, view.rows), self.blocks.held(prefix, view.ids)
         if told is None:
             return held
-        expected, cached = (
-            np.where(np.isnan(told), tokens, told) for tokens in (held.expected, held.cached)
+        estimated = np.isnan(told)
+        return Held(
+            np.where(estimated, held.expected, told),
+            np.where(estimated, held.depths, -1),
+            np.where(estimated, held.cached, told),
         )
-        return Held(expected, held.depths, cached)
 
     def sequences(self, view: FleetView) -> Sequences:
         """What is in flight on the candidates of a view; good until the fleet changes.

@@ -26,7 +26,7 @@ class Held:
     expected: Floats
     """Tokens, by what was sent there."""
     depths: Indices
-    """How deep in the cache: 0 is what was used last."""
+    """How deep in the cache: 0 is what was used last; −1: it is known, and teaches nothing."""
     cached: Floats
     """Tokens, as far as that is believed."""
 

@@ -19,6 +19,9 @@ _REPEAT_S = 1.0
 _FEW = 512
 """Keys that may be told before all are again, however few these are."""
 
+_KEYS_OF_A_HEADER = 4
+"""As many take the room of what news have beside keys."""
+
 _GPU = (None, "GPU")
 _FULL = (None, "full_attention", "mla_attention", "sink_full_attention")
 """Kinds of attention whose blocks are all needed for a hit. vLLM may keep blocks of other layers in
@@ -52,7 +55,7 @@ class KvBlocks:
         self._missed = True
         """Whether changes were lost on the way, or could not be put as such."""
         self._told = 0
-        """Keys told since all were."""
+        """Keys told since all were, and the room of as many."""
         self._whole_at = -math.inf
 
     def __len__(self) -> int:
@@ -104,7 +107,7 @@ class KvBlocks:
         previous, self._number = self._number, self._number + 1
         stored = [key for key, held in self._changes.items() if held]
         removed = [key for key, held in self._changes.items() if not held]
-        self._told += len(self._changes)
+        self._told += len(self._changes) + _KEYS_OF_A_HEADER
         self._changes.clear()
         changes = self._news(previous, stored, removed)
         if not (self._missed or long_ago):

@@ -226,6 +226,14 @@ def test_a_state_lives_until_the_next_scrape(flags: dict[str, str]) -> None:
     assert "poll.ttl_s: must be more than" in problem
 
 
+def test_ports_of_kv_events_go_together() -> None:
+    both = "{url: a:1, kv_events_port: 5557, kv_events_replay_port: 5558}"
+    [replica] = load({}, {"EXTPROC_REPLICAS": f"[{both}]"}).replicas
+    assert replica.kv_events_ports == (5557, 5558)
+    (problem,) = problems(env={"EXTPROC_REPLICAS": "[{url: a:1, kv_events_port: 5557}]"})
+    assert "kv_events_port and kv_events_replay_port go together" in problem
+
+
 @pytest.mark.parametrize(
     "flags",
     [

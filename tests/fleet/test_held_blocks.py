@@ -121,6 +121,21 @@ def test_who_is_late_is_estimated_and_that_is_said(wrong: str, logged: Logged) -
     assert told.fleet.blocks.look() == 2
 
 
+def test_reports_of_what_was_known_teach_no_estimate() -> None:
+    told = Told()
+    units = np.arange(1, 6, dtype=np.uint64)
+    of_text = Prefix(units, 64.0)
+    profile = RequestProfile(Endpoint.CHAT, MODEL, 321, 0, 10, prefix=of_text)
+    told.fleet.dispatch(replica(1), profile)
+    before = told.held(of_text)
+    assert before[0] > 0
+    told.tell(1, keys(20))
+    for _ in range(20):
+        held = told.fleet.held(Prefix(units, 64.0, ids=IDS), told.fleet.view(MODEL))
+        told.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 0)
+    assert told.held(of_text) == before
+
+
 def test_who_leaves_is_forgotten() -> None:
     told = Told()
     told.tell(1, keys(20))

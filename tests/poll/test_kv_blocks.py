@@ -150,11 +150,11 @@ def test_all_is_told_when_as_much_was_told_of_changes_and_now_and_then() -> None
         told.held()
         told.hear(removed(11, 12))
         told.held()
-    assert told.wholes == 3
+    assert told.wholes == 7
     assert told.blocks.news() is None
     told.clock.advance(901)
     assert told.held() == set()
-    assert told.wholes == 4
+    assert told.wholes == 8
 
 
 def test_what_began_in_the_middle_is_not_told_before_the_cache_is_cleared() -> None:
