@@ -5,6 +5,7 @@ from random import Random
 
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.state import ReplicaState
 from extproc.poll.app import polling
 from extproc.poll.kv_blocks import KvBlocks
@@ -32,13 +33,27 @@ class IntoFleet:
         """The replica left the pool."""
         self._fleet.remove(replica_id)
 
-    def tell(self, replica_id: str, blocks: KvBlocks) -> None:
-        """There may be news of a replica's KV blocks."""
-        if told := blocks.news():
-            self._fleet.blocks.hear(replica_id, told[0])
-
     async def run(self) -> None:
         """There is nothing to do later."""
+
+
+class BlocksIntoFleet:
+    """Takes what is known of KV blocks straight into the router's fleet."""
+
+    def __init__(self, blocks: HeldBlocks) -> None:
+        self._blocks = blocks
+
+    def changed(self, replica: str, blocks: KvBlocks) -> None:
+        """The fleet knows it at once."""
+        if told := blocks.news():
+            self._blocks.hear(replica, told[0])
+
+    async def load(self, replica: str) -> bytes:
+        """No other poller was there before."""
+        return b""
+
+    async def save(self, replica: str, data: bytes) -> None:
+        """No other poller comes."""
 
 
 class Everything:
@@ -58,7 +73,6 @@ async def _nothing(_: Collection[str]) -> dict[str, ReplicaState]:
 
 async def poll_into(fleet: Fleet, config: Config, metrics: PollMetrics) -> None:
     """Scrape the configured replicas into ``fleet`` for ever."""
-    sink = IntoFleet(fleet)
-    shares, random = Everything(), Random()
-    async with polling(config, metrics, sink, shares, _nothing, random, sink.tell) as poller:
+    parts = IntoFleet(fleet), Everything(), _nothing, Random(), BlocksIntoFleet(fleet.blocks)
+    async with polling(config, metrics, *parts) as poller:
         await poller.run()
