@@ -66,7 +66,7 @@ class KvBlocks:
         self.complete = False
         """Whether nothing is held but what events told."""
         self._clock = clock
-        self._number = random.getrandbits(31) * NUMBERS
+        self._number = random.randrange(1, 2**31) * NUMBERS
         """Of the last news; its multiple no other poller has."""
         self._block_size = 0
         self._group: int | None = None
