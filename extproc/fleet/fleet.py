@@ -231,7 +231,8 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
-        self.blocks.sent(replica, profile.prefix)
+        adapter = profile.model if profile.model in self._adapters else ""
+        self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
         self._adapters.sent(row, ticket.number, profile.model, now)
@@ -430,10 +431,12 @@ class Fleet:
             favour_idle(view, newcomers)
         return view
 
-    def held(self, prefix: Prefix, view: FleetView) -> Held:
+    def held(self, prefix: Prefix, view: FleetView, model: str = "") -> Held:
         """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
         or what they should by what was sent."""
-        held, told = self._prefixes.held(prefix, view.rows), self.blocks.held(prefix, view.ids)
+        adapter = model if model in self._adapters else ""
+        held = self._prefixes.held(prefix, view.rows)
+        told = self.blocks.held(prefix, adapter, view.ids)
         if told is None:
             return held
         estimated = np.isnan(told)
