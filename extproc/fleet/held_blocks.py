@@ -97,10 +97,12 @@ class HeldBlocks:
         if one is not None:
             self._drop(one, [*one.keys])
 
-    def known(self, replica: str) -> bool:
-        """Whether what it holds is known now."""
+    def count(self, replica: str) -> int | None:
+        """How many blocks it told that it holds; None where that is not known now."""
         one = self._replicas.get(replica)
-        return one is not None and self._is_known(one)
+        if one is None or not self._is_known(one):
+            return None
+        return len(one.keys) - len(one.sent)
 
     def held(self, prefix: Prefix, adapter: str, replicas: Sequence[str]) -> Floats | None:
         """Tokens of a prompt for an adapter, or for none, that each of these replicas holds; nan
