@@ -16,7 +16,6 @@ from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
-from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.names import ModelNames
 from extproc.fleet.newcomers import favour_idle
@@ -260,7 +259,8 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
-        self.blocks.sent(replica, profile.prefix)
+        adapter = profile.model if profile.model in self._adapters else ""
+        self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
         self._adapters.sent(row, ticket.number, profile.model, now)
@@ -469,10 +469,12 @@ class Fleet:
             favour_idle(view, newcomers)
         return view
 
-    def held(self, prefix: Prefix, view: FleetView) -> Held:
+    def held(self, prefix: Prefix, view: FleetView, model: str = "") -> Held:
         """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
         or what they should by what was sent."""
-        held, told = self._prefixes.held(prefix, view.rows), self.blocks.held(prefix, view.ids)
+        adapter = model if model in self._adapters else ""
+        held = self._prefixes.held(prefix, view.rows)
+        told = self.blocks.held(prefix, adapter, view.ids)
         if told is None:
             return held
         estimated = np.isnan(told)

@@ -190,7 +190,7 @@ class Router:
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
-        held = fleet.held(profile.prefix, view)
+        held = fleet.held(profile.prefix, view, profile.model)
         prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
         adapter = fleet.adapter_times(profile.model, view)
         if adapter is not None:
