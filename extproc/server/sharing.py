@@ -34,9 +34,13 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
     async with connect(config.redis.url, config.pool) as redis, asyncio.TaskGroup() as tasks:
         tasks.create_task(tell(DigestWriter(redis, config.pool), fleet))
         tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
-        responses, prompts = responses_key(config.pool), prompts_key(config.pool)
-        tasks.create_task(tell_responses(StreamWriter(redis, responses, MOST_STORED), fleet))
-        tasks.create_task(hear_responses(StreamReader(redis, responses, Random()), fleet))
+        kinds = [(fleet.responses, responses_key(config.pool))]
+        if config.route.keeps_sessions:
+            kinds.append((fleet.sessions, sessions_key(config.pool)))
+        for holders, key in kinds:
+            tasks.create_task(tell_holders(StreamWriter(redis, key, MOST_HELD), holders))
+            tasks.create_task(hear_holders(StreamReader(redis, key, Random()), holders))
+        prompts = prompts_key(config.pool)
         blocks = BlockReader(redis, config.pool, Random(), monotonic)
         tasks.create_task(hear_blocks(blocks, fleet))
         tasks.create_task(tell_prompts(StreamWriter(redis, prompts, MOST_KEPT), fleet))
@@ -83,14 +87,6 @@ async def hear_holders(reader: StreamReader, holders: Holders) -> None:
         async for told in news:
             for thing, replica in told.items():
                 holders.keep(str_if_bytes(thing), str_if_bytes(replica))
-
-
-async def hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
-    """Brings what replicas hold, by their own word, into the fleet, for ever."""
-    async with aclosing(reader.news()) as news:
-        async for replica, one in news:
-            fleet.blocks.hear(replica, one)
-            await asyncio.sleep(0)
 
 
 async def hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
