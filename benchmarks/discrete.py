@@ -142,7 +142,7 @@ class Simulation:
             output_bound=traced.output_tokens if known else traced.max_tokens,
             stream=streamed,
             least_output=traced.output_tokens if known else 0,
-            prefix=Prefix(np.array(traced.hash_ids, np.uint64), ID_TOKENS),
+            prefix=Prefix(np.array(traced.hash_ids, np.uint64), ID_TOKENS, traced.prompt_tokens),
         )
         sequence = self._sequence(number, traced)
         decision = self._deciding.decide(number, profile, sequence.hashes)

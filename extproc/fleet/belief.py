@@ -37,11 +37,11 @@ class Belief:
         if total <= 0.0:
             return
         keep = 1.0 / (1.0 + expected / _MEMORY_TOKENS)
-        share = min(reported / total, 1.0)
+        share = reported / total
         self._sums[:, row] = self._sums[:, row] * keep + (expected * share, expected)
 
     def share(self, rows: Indices, depths: Indices) -> Floats:
         """Of what is expected at these depths on the replicas in these rows, what is there."""
         reported, expected = self._sums[:, rows, depths]
-        share: Floats = reported / expected
+        share: Floats = np.minimum(reported / expected, 1.0)
         return share

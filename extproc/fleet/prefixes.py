@@ -96,7 +96,7 @@ class Prefixes:
         cache, holders, bit = self._caches[row], self._holders, 1 << row
         recent, room = cache.recent, max(int(capacity / prefix.unit), 1)
         new = [key for key in keys if key not in recent]
-        cache.sent += len(keys) * prefix.unit
+        cache.sent += prefix.tokens
         if known := len(keys) - len(new):
             cache.expected[cache.depth(keys[known - 1])] += known * prefix.unit
         if prefix.whole:

@@ -13,8 +13,8 @@ second with 8,000 tokens each, where a batch of one router holds 20."""
 _MOST_UNTOLD = 1000
 """Prompts that wait for Redis, the newest."""
 
-_HEADER = struct.Struct("<HIfQ")
-"""Of a prompt: bytes of the replica's name, units, tokens in a unit, key of the whole."""
+_HEADER = struct.Struct("<HIffQ")
+"""Of a prompt: bytes of the replica's name, units, tokens in a unit, tokens, key of the whole."""
 
 
 class SentPrompts:
@@ -29,13 +29,14 @@ class SentPrompts:
             self._untold.append((replica, prefix))
 
     def take(self) -> bytes:
-        """All that others were not told yet: 18 bytes and the replica's name for each prompt, and 8
+        """All that others were not told yet: 22 bytes and the replica's name for each prompt, and 8
         for each of its units. Empty: nothing."""
         parts = []
         while self._untold:
             replica, prefix = self._untold.popleft()
             name, keys = replica.encode(), prefix.keys
-            parts += [_HEADER.pack(len(name), len(keys), prefix.unit, prefix.whole), name]
+            sizes = len(name), len(keys), prefix.unit, prefix.tokens
+            parts += [_HEADER.pack(*sizes, prefix.whole), name]
             parts.append(keys.astype("<u8").tobytes())
         return b"".join(parts)
 
@@ -49,14 +50,14 @@ def read(data: bytes) -> list[tuple[str, Prefix]]:
     found, at = [], 0
     try:
         while at < len(data):
-            length, units, unit, whole = _HEADER.unpack_from(data, at)
+            length, units, unit, tokens, whole = _HEADER.unpack_from(data, at)
             at += _HEADER.size + length
             replica = data[at - length : at].decode()
             keys = np.frombuffer(data, "<u8", units, at)
             at += keys.nbytes
-            if not 0.0 < unit < np.inf:
+            if not (0.0 < unit < np.inf and 0.0 <= tokens < np.inf):
                 raise ValueError("a unit without tokens")
-            found.append((replica, Prefix(keys, unit, whole)))
+            found.append((replica, Prefix(keys, unit, tokens, whole)))
     except struct.error as error:
         raise ValueError(f"prompts that are cut short: {error}") from None
     return found

@@ -42,6 +42,8 @@ class Prefix:
     """One for each whole unit from the first on; it stands for all up to the end of the unit."""
     unit: float
     """Tokens in a unit."""
+    tokens: float
+    """Of all the prompt, the end that fills no unit included."""
     whole: int = 0
     """Key of the whole prompt; 0: not known."""
     asked: int = 0
@@ -55,7 +57,7 @@ class Prefix:
     """Without the same one, no prompt finds it."""
 
 
-NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0)
+NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0, 0.0)
 
 
 def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int) -> Prefix:
@@ -76,6 +78,7 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
     return Prefix(
         keys,
         unit=UNIT_BYTES * per_byte,
+        tokens=tokens,
         whole=_key_at(len(data), data, keys, seed),
         asked=_key_at(len(before), data, keys, seed) if answer else 0,
         answered=(len(before) + len(answer)) * per_byte if answer else 0.0,

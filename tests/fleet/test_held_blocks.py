@@ -15,7 +15,7 @@ from tests.conftest import Logged
 from tests.fakes import MODEL, ManualClock, replica, state
 
 IDS = np.arange(1000, 1321, dtype=np.uint32)
-PREFIX = Prefix(NO_PREFIX.keys, 64.0, ids=IDS)
+PREFIX = Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS)
 """Twenty blocks and a token."""
 FIRST = 7 * NUMBERS
 
@@ -79,8 +79,8 @@ def test_the_last_token_is_always_computed_and_salts_set_prompts_apart() -> None
     told = Told()
     told.tell(1, keys(20))
     told.tell(2, keys(3, "pepper"))
-    assert told.held(Prefix(NO_PREFIX.keys, 64.0, ids=IDS[:320])) == [304, 0, 0]
-    assert told.held(Prefix(NO_PREFIX.keys, 64.0, ids=IDS, salt="pepper")) == [0, 48, 0]
+    assert told.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS[:320])) == [304, 0, 0]
+    assert told.held(Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS, salt="pepper")) == [0, 48, 0]
 
 
 def test_adapters_have_blocks_of_their_own() -> None:
@@ -137,14 +137,16 @@ def test_who_is_late_is_estimated_and_that_is_said(wrong: str, logged: Logged) -
 def test_reports_of_what_was_known_teach_no_estimate() -> None:
     told = Told()
     units = np.arange(1, 6, dtype=np.uint64)
-    of_text = Prefix(units, 64.0)
+    of_text = Prefix(units, 64.0, 64.0 * len(units))
     profile = RequestProfile(Endpoint.CHAT, MODEL, 321, 0, 10, prefix=of_text)
     told.fleet.dispatch(replica(1), profile)
     before = told.held(of_text)
     assert before[0] > 0
     told.tell(1, keys(20))
     for _ in range(20):
-        held = told.fleet.held(Prefix(units, 64.0, ids=IDS), told.fleet.view(MODEL))
+        held = told.fleet.held(
+            Prefix(units, 64.0, 64.0 * len(units), ids=IDS), told.fleet.view(MODEL)
+        )
         told.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 0)
     assert told.held(of_text) == before
 

@@ -19,7 +19,7 @@ ROOM = 1000 * UNIT
 def prompt(text: str, whole: int = 0, asked: int = 0, answered: float = 0.0) -> Prefix:
     """A letter is a unit."""
     data = "".join(letter * UNIT_BYTES for letter in text).encode()
-    return Prefix(unit_keys(data, 1), UNIT, whole, asked, answered)
+    return Prefix(unit_keys(data, 1), UNIT, UNIT * len(text), whole, asked, answered)
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_a_simple_policy_gives_a_short_reason_with_its_figures(policy: str) -> N
 
 def beginning(tenths: int) -> RequestProfile:
     """A prompt of 1,600 tokens; all of them begin alike, and so many tenths are looked at."""
-    prefix = Prefix(np.arange(1, tenths + 1, dtype=np.uint64), 160.0)
+    prefix = Prefix(np.arange(1, tenths + 1, dtype=np.uint64), 160.0, 160.0 * tenths)
     return replace(chat(1600, 100), prefix=prefix)
 
 
