@@ -88,7 +88,7 @@ class KvBlocks:
 
     @property
     def number(self) -> int:
-        """Of the last news."""
+        """Of the last news; higher, where all that these told is void."""
         return self._number
 
     def start(self, complete: bool) -> None:
@@ -97,6 +97,7 @@ class KvBlocks:
         self._copies.clear()
         self._block_size, self._group = 0, None
         self.complete = complete
+        self._number += 1  # who heard all news until now does not know
         self._whole_at = -math.inf
         self.repeat()
 

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from extproc.fleet.block_news import is_up_to
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_events import read_batch
 from extproc.request.prefix import seed_of, token_keys
@@ -155,6 +156,18 @@ def test_all_is_told_when_as_much_was_told_of_changes_and_now_and_then() -> None
     told.clock.advance(901)
     assert told.held() == set()
     assert told.wholes == 8
+
+
+def test_who_heard_of_a_process_that_is_gone_is_not_up_to_date_before_all_is_told_anew() -> None:
+    told = Told()
+    told.hear(stored(0, [11, 12]))
+    told.held()
+    heard = told.blocks.number
+    assert is_up_to(heard, told.blocks.number)
+    told.blocks.start(complete=True)
+    assert not is_up_to(heard, told.blocks.number)
+    assert told.held() == set()
+    assert is_up_to(told.blocks.number, heard)
 
 
 def test_what_began_in_the_middle_is_not_told_before_the_cache_is_cleared() -> None:
