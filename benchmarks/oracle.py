@@ -80,7 +80,7 @@ class Oracle:
         prediction = predict(profile, float(output), view, _sequences(exact), held.cached)
         situation = Situation(profile, view, held, self._with_step_ends(prediction, machines))
         choice = self._policy.choose(situation, self._random)
-        return Decision("oracle", situation, choice, self._policy, output)
+        return Decision("oracle", situation, choice, self._policy, output, retry=choice.second)
 
     def tell(self, number: int, news: News) -> None:
         """Nothing it does not know."""

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -179,6 +180,17 @@ class ServeSettings(TlsFiles):
         return workers
 
 
+def _as_targets(value: object) -> object:
+    """``name: other`` is short for a draw with one outcome."""
+    return {value: 1.0} if isinstance(value, str) else value
+
+
+ModelTargets = Annotated[
+    Annotated[tuple[str, ...], Field(min_length=1)] | dict[str, Annotated[float, Field(ge=0)]],
+    BeforeValidator(_as_targets),
+]
+
+
 class RouteSettings(Section):
     """How a replica is chosen."""
 
@@ -191,10 +203,45 @@ class RouteSettings(Section):
     max_ttft_s: float | None = Field(default=None, gt=0)
     """A request whose first token would come later than this, by prediction and on every replica,
     is refused with 429; null: none is."""
+    session_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Request header whose value names a session: its requests stay with one replica."""
+    session_cookie: str | None = Field(default=None, pattern=r"^[!#$%&'*+.^`|~\w-]+$")
+    """Cookie that does so, where the header is not there."""
+    session_cost_s: float = Field(default=1.0, ge=0)
+    """Seconds by which a request may be finished later, by prediction, for staying with its
+    session's replica; beyond that it goes to a better one, and the session with it."""
+    models: dict[str, ModelTargets] = Field(default_factory=dict)
+    """Name that clients ask for → the name it is served by; a list of names under which replicas
+    serve one model; or name → weight, to draw one for each request."""
+    answer_asked_name: bool = False
+    """Put the model's name that was asked for into the answer, where another was sent: Envoy shows
+    the router every response then, and of these all chunks."""
+    listed_models_only: bool = True
+    """Answer 404 to a request for a model that no replica lists; false: replicas load adapters when
+    they are asked for (vLLM's LoRA resolvers)."""
     seed: int | None = None
     """Seed of the generator that breaks ties; None: from the system."""
 
     _policy_exists = field_validator("policy")(_known_policy)
+
+    @property
+    def keeps_sessions(self) -> bool:
+        """Whether any request may have one."""
+        return self.session_header is not None or self.session_cookie is not None
+
+    @field_validator("models")
+    @classmethod
+    def _lead_somewhere(cls, models: dict[str, ModelTargets]) -> dict[str, ModelTargets]:
+        for name, targets in models.items():
+            if isinstance(targets, dict) and not any(targets.values()):
+                raise ValueError(f"of {name!r}, no weight is above 0")
+            for other in models.keys() & set(targets) - {name}:
+                if isinstance(targets, tuple) or isinstance(models[other], dict):
+                    raise ValueError(
+                        f"{name!r} leads to {other!r}, which leads further: "
+                        "name there what replicas serve"
+                    )
+        return models
 
 
 class RequestSettings(Section):

@@ -68,6 +68,7 @@ class Record(BaseModel):
     policy: str
     endpoint: str
     model: str
+    served_as: str
     stream: bool
     prompt_tokens: int
     output_bound: int | None

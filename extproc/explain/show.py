@@ -183,8 +183,9 @@ def _time(record: Record) -> datetime:
 
 def _asks(record: Record) -> str:
     streamed = ", streamed" if record.stream else ""
-    asked = f"{record.endpoint}, model {record.model}{streamed}, {record.prompt_tokens} prompt "
-    asked += "tokens"
+    served = f" (served as {record.served_as})" if record.served_as != record.model else ""
+    asked = f"{record.endpoint}, model {record.model}{served}{streamed}"
+    asked += f", {record.prompt_tokens} prompt tokens"
     if not record.sequences:
         return f"{asked}, nothing to generate"
     each = f" for each of {record.sequences} sequences" if record.sequences > 1 else ""

@@ -47,6 +47,8 @@ class _Row:
     """This router's requests in flight. In the order the adapters came, so that the first ones have
     the slots: vLLM lets no other in before all requests for one of them have ended. A poll tells
     where they came in another order."""
+    since: dict[str, float] = field(default_factory=dict)
+    """When they came, as long as they are in use."""
     polled_at: float = -inf
     beyond: tuple[str, ...] = ()
     """In use by what only polls saw."""
@@ -88,18 +90,18 @@ class Adapters:
         known.names, known.slots = frozenset(state.adapters), state.max_loras
         self._names |= known.names
         used = state.adapters_in_use
-        # Of one that this router used since the poll before, it was its own request that was seen.
+        # Of one that this router used since the poll before, that request may be what was seen.
         known.beyond = tuple(
             name
             for name in used
             if name not in known.in_use and known.loaded.get(name, -inf) <= known.polled_at
         )
+        seen = [name for name in used if known.since.get(name, inf) <= known.polled_at]
         known.polled_at = asked_at
         if len(used) <= known.slots:  # else some of them wait, and nobody says which
             for name in used:
                 known.touch(name, asked_at)
-            mine = [name for name in used if name in known.in_use]
-            known.in_use = {name: known.in_use[name] for name in (*mine, *known.in_use)}
+            known.in_use = {name: known.in_use[name] for name in (*seen, *known.in_use)}
 
     def restarted(self, row: int) -> None:
         """The replica's process is a new one, with nothing loaded."""
@@ -115,6 +117,7 @@ class Adapters:
         if model in self._names and (known := self._rows.get(row)) and model in known.names:
             self._tickets[ticket] = row, model
             known.in_use[model] = known.in_use.get(model, 0) + 1
+            known.since.setdefault(model, now)
             known.touch(model, now)
 
     def moved(self, ticket: int, row: int, now: float) -> None:
@@ -131,6 +134,7 @@ class Adapters:
             known.in_use[model] = known.in_use.get(model, 1) - 1
             if known.in_use[model] <= 0:
                 del known.in_use[model]
+                known.since.pop(model, None)
             if model in known.loaded:
                 known.touch(model, now)
 

@@ -6,6 +6,7 @@ from functools import partial
 from math import inf
 
 from extproc.clock import Clock
+from extproc.fleet.names import ModelNames
 from extproc.fleet.news import SILENT_AFTER_S, News
 from extproc.fleet.state import ReplicaState
 
@@ -61,8 +62,8 @@ class Eligibility:
     - *not healthy*: its last scrape was refused, failed, was not answered in three timeouts, or its
       engine is dead; until a scrape succeeds. This alone holds even where it leaves none.
     - *does not serve the model*; until it says so. It holds even where it leaves none if any
-      replica says it serves the model, for the others would answer 404. If none does, an adapter
-      may have been loaded since the poller asked.
+      replica says it serves the model, for the others would answer 404. If none does, one that
+      does not tell its models may, or an adapter is loaded when it is asked for.
     - *stalled*: no news of it for 5 s while there is of others, or nothing moved for 10 s in an
       engine with work; until news comes, or anything moves.
     - *failing*: three requests in a row failed there, as far as this router saw; for a pause, which
@@ -77,11 +78,12 @@ class Eligibility:
       serve.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, names: ModelNames) -> None:
         self.news = News(clock())
         self.newcomers: dict[str, int] = {}
         """And the requests that ended there."""
         self._clock = clock
+        self._names = names
         self._members: dict[str, _Member] = {}
         self._failures: dict[str, _Failures] = {}
         self._any_measured = False
@@ -196,8 +198,14 @@ class Eligibility:
 
     def only_some_serve(self, model: str) -> bool:
         """Whether some members serve the model, healthy or not, and others do not."""
-        serving = [model in member.state.models for member in self._members.values()]
+        serving = [self._serves(model, member) for member in self._members.values()]
         return any(serving) and not all(serving)
+
+    def unknown(self, model: str) -> bool:
+        """Whether all members, healthy or not, tell what they serve, and none this model."""
+        models = [member.state.models for member in self._members.values()]
+        known = self._names.known
+        return bool(models) and all(one and known(model, one) is None for one in models)
 
     @property
     def doubtful(self) -> bool:
@@ -213,14 +221,20 @@ class Eligibility:
 
     def _rules(self, model: str) -> tuple[tuple[Rule, bool], ...]:
         """Each with whether it holds even where it leaves no replica."""
-        listed = any(model in member.state.models for member in self._members.values())
+        listed = any(self._serves(model, member) for member in self._members.values())
         return (
             (_unhealthy, True),
-            (partial(_not_serving, model), listed),
+            (partial(self._not_serving, model), listed),
             (_stalled, False),
             (self._failing, False),
             (_draining, False),  # last: those draining serve rather than one that is failing
         )
+
+    def _serves(self, model: str, member: _Member) -> bool:
+        return self._names.known(model, member.state.models) is not None
+
+    def _not_serving(self, model: str, member: _Member) -> str:
+        return "" if self._serves(model, member) else f"does not serve {model!r}"
 
     def _failing(self, member: _Member) -> str:
         failures = self._failures.get(member.state.id)
@@ -264,10 +278,6 @@ class Eligibility:
 def _unhealthy(member: _Member) -> str:
     state = member.state
     return "" if state.healthy else state.problem or "not healthy"
-
-
-def _not_serving(model: str, member: _Member) -> str:
-    return "" if model in member.state.models else f"does not serve {model!r}"
 
 
 def _stalled(member: _Member) -> str:

@@ -16,7 +16,9 @@ from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
+from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
+from extproc.fleet.names import ModelNames
 from extproc.fleet.newcomers import favour_idle
 from extproc.fleet.others import Others
 from extproc.fleet.polls import correct, restart, set_hardware
@@ -24,12 +26,11 @@ from extproc.fleet.prefixes import Held, Prefixes
 from extproc.fleet.progress import Progress
 from extproc.fleet.sent import SentPrompts
 from extproc.fleet.state import ReplicaState
-from extproc.fleet.stored import StoredResponses
 from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.correction import Corrections
 from extproc.predict.lengths import OutputLengths
-from extproc.request.prefix import Prefix
+from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
 _MODELS_REMEMBERED = 64
@@ -55,13 +56,20 @@ class Fleet:
     """
 
     def __init__(
-        self, lengths: OutputLengths, clock: Clock = monotonic, wall: Clock = wall
+        self,
+        lengths: OutputLengths,
+        clock: Clock = monotonic,
+        wall: Clock = wall,
+        names: ModelNames | None = None,
     ) -> None:
+        """An empty one; ``names`` are those under which clients ask for what replicas serve."""
         self.router = uuid4().hex[:16]
         """Names this router among others, from its start to its end."""
         self.lengths = lengths
-        self.eligibility = Eligibility(clock)
-        self.responses = StoredResponses()
+        self.names = names or ModelNames()
+        self.eligibility = Eligibility(clock, self.names)
+        self.responses = Holders()
+        self.sessions = Holders()
         self.sent = SentPrompts()
         self.known = asyncio.Event()
         """Set when the replicas that Redis knows of were put in."""
@@ -112,6 +120,27 @@ class Fleet:
         served = {state.models for state in self.states if state.models}
         names = served.pop() if len(served) == 1 else ()
         return names[0] if names else None
+
+    def models_on(self, replica: str) -> tuple[str, ...]:
+        """Names of models that a replica serves; none where it does not tell, or is no member."""
+        row = self._rows.get(replica)
+        return () if row is None else self._states[row].models
+
+    @property
+    def models(self) -> list[str]:
+        """Names of models that clients may ask for."""
+        kinds = {state.models for state in self.states}
+        return self.names.askable(name for models in kinds for name in models)
+
+    def all_serve(self, name: str) -> bool:
+        """Whether every member says that it serves a model by that name."""
+        return all(name in state.models for state in self.states)
+
+    def can_serve(self, model: str, among: frozenset[str] | None = None) -> bool:
+        """Whether a replica that says it serves the model may be used; of those ``among`` a few, if
+        given."""
+        usable = self._find(model, among).ids
+        return any(self.names.known(model, self.models_on(one)) for one in usable)
 
     def put(self, state: ReplicaState, age: float = 0.0) -> None:
         """A poll's news of one replica; a new one joins. Dispatches newer than it stay on top.
@@ -231,13 +260,14 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
-        self.blocks.sent(replica, profile.prefix)
+        adapter = profile.model if profile.model in self._adapters else ""
+        self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
         self._adapters.sent(row, ticket.number, profile.model, now)
         return ticket
 
-    def move(self, ticket: Ticket, replica: str) -> None:
+    def move(self, ticket: Ticket, replica: str, prefix: Prefix = NO_PREFIX) -> None:
         """The request was served by another replica than it was sent to (a retry).
 
         Does nothing where that replica is not a member.
@@ -248,6 +278,7 @@ class Fleet:
             self._alone.moved(self._ledger.replica(ticket), ticket.number, row)
             self._ledger.move(ticket, row)
             self._adapters.moved(ticket.number, row, self._clock())
+            self._enter(row, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
         """Its first token was seen: its prompt is prefilled, and all that were queued before it."""
@@ -334,6 +365,15 @@ class Fleet:
         may be sent there now. One that drains still answers for what it holds."""
         replica = self.responses.holder(response) or ""
         return replica if self.eligibility.works(replica) else None
+
+    def bind(self, session: str, replica: str) -> None:
+        """A request of that session went there; empty: it has none."""
+        if not session:
+            return
+        if self.sessions.holder(session) == replica:
+            self.sessions.keep(session, replica)
+        else:
+            self.sessions.saw(session, replica)
 
     # -- what other routers tell ------------------------------------------------------------
 
@@ -430,10 +470,12 @@ class Fleet:
             favour_idle(view, newcomers)
         return view
 
-    def held(self, prefix: Prefix, view: FleetView) -> Held:
+    def held(self, prefix: Prefix, view: FleetView, model: str = "") -> Held:
         """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
         or what they should by what was sent."""
-        held, told = self._prefixes.held(prefix, view.rows), self.blocks.held(prefix, view.ids)
+        adapter = model if model in self._adapters else ""
+        held = self._prefixes.held(prefix, view.rows)
+        told = self.blocks.held(prefix, adapter, view.ids)
         if told is None:
             return held
         estimated = np.isnan(told)

@@ -88,8 +88,8 @@ def readable(body: bytes) -> bytes:
     return body
 
 
-def ending(body: bytes) -> dict[str, object]:
-    """The last fields of a body that is not read whole, from one of ``_NAMES`` on.
+def ending(body: bytes) -> tuple[int, dict[str, object]]:
+    """The last fields of a body that is not read whole, from one of ``_NAMES`` on, and where.
 
     Clients may name the model, and bound the output, after the prompt. What follows one of the
     body's own names is an object without its opening brace; what follows an inner one is not.
@@ -97,8 +97,9 @@ def ending(body: bytes) -> dict[str, object]:
     end = body[-_END:]
     for name in islice(_NAMES.finditer(end), _TRIES):
         with suppress(BadRequest):
-            return decode(b"{" + end[name.start() :])
-    return {}
+            fields = decode(b"{" + end[name.start() :])
+            return len(body) - len(end) + name.start(), fields
+    return len(body), {}
 
 
 def _cost(part: bytes) -> float:

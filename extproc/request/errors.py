@@ -1,6 +1,11 @@
 """What a client is told when its request is not served."""
 
+from collections.abc import Sequence
+
 from pydantic_core import to_json
+
+_MOST_NAMED = 50
+"""Models in a message."""
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it stands for
@@ -29,6 +34,20 @@ class BadRequest(Refusal):
 
     status = 400
     kind = "invalid_request_error"
+
+
+class NoModel(Refusal):
+    """A model that no replica serves."""
+
+    status = 404
+    kind = "invalid_request_error"
+
+    def __init__(self, model: str, known: Sequence[str]) -> None:
+        """Names some of those ``known``."""
+        named = ", ".join(f"`{name}`" for name in known[:_MOST_NAMED])
+        more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
+        message = f"The model `{model}` does not exist. There are: {named}{more}."
+        super().__init__(message, "model", "model_not_found")
 
 
 class NoReplica(Refusal):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 from extproc.request.large import of_length
 from extproc.request.lax import flag
@@ -22,7 +23,7 @@ def of_form(
     body: bytes,
     length: int,
     tokens: TokenCounter,
-    default_model: Callable[[], str],
+    model_of: Callable[[str, str], str],
 ) -> RequestProfile:
     """A transcription or translation; its length tells how long the audio is.
 
@@ -31,9 +32,25 @@ def of_form(
         body: as far as it came.
         length: bytes of the whole of it.
         tokens: as :func:`~extproc.request.large.of_length` takes them.
-        default_model: asked where the form names no model.
+        model_of: as :func:`~extproc.request.inspect.inspect` takes it.
     """
-    ends = body[:_LOOKED_AT] + body[_LOOKED_AT:][-_LOOKED_AT:]
-    found = {name: value.decode(errors="replace") for name, value in _FIELD.findall(ends)}
-    model = found.get(b"model") or default_model()
-    return of_length(endpoint, length, model, tokens, flag(found.get(b"stream")))
+    found = {name: value.decode(errors="replace") for name, value in _FIELD.findall(_ends(body))}
+    asked = found.get(b"model", "")
+    model = model_of(asked, "")
+    profile = of_length(endpoint, length, model, tokens, flag(found.get(b"stream")))
+    return replace(profile, asked=asked)
+
+
+def model_in_form(body: bytes) -> tuple[int, int] | None:
+    """Where in a form the name of its model begins and ends."""
+    ends = _ends(body)
+    spans = [field.span(2) for field in _FIELD.finditer(ends) if field[1] == b"model"]
+    if not spans:
+        return None
+    first, last = spans[-1]
+    left_out = len(body) - len(ends) if first >= _LOOKED_AT else 0
+    return first + left_out, last + left_out
+
+
+def _ends(body: bytes) -> bytes:
+    return body[:_LOOKED_AT] + body[_LOOKED_AT:][-_LOOKED_AT:]

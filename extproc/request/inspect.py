@@ -40,7 +40,7 @@ def inspect(
     *,
     partial: bool = False,
     content_length: int | None = None,
-    default_model: Callable[[], str] = str,
+    model_of: Callable[[str, str], str] = lambda asked, _: asked,
 ) -> RequestProfile:
     """What the predictor has to know of a request.
 
@@ -54,20 +54,22 @@ def inspect(
         partial: ``body`` is the beginning of a larger one.
         content_length: bytes of the whole body; what is missing counts as prompt, like the
             end of ``body``.
-        default_model: asked where the request names no model; empty: nobody knows.
+        model_of: tells which model it is for, from the name in it (empty where there is none) and
+            the id of the stored response that it goes on from; empty: nobody knows.
 
     Raises:
         BadRequest: the body is not a JSON object, or the model in it is not a name.
     """
     whole = max(len(body), min(content_length or 0, _MAX_LENGTH))
     if endpoint.takes_audio:
-        return of_form(endpoint, body, whole, tokens, default_model)
+        return of_form(endpoint, body, whole, tokens, model_of)
     part = readable(body)
     cut = partial or len(part) < len(body)
     fields = _beginning(part) if cut else decode(part)
     if cut and not partial:
-        fields |= ending(body)
-    model = _model(fields) or default_model()
+        fields |= ending(body)[1]
+    asked, previous = _model(fields), _previous_response(endpoint, fields)
+    model = model_of(asked, previous)
     reading = read(endpoint, fields)
     limit = positive_int(fields.get("truncate_prompt_tokens"))
     exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)
@@ -82,6 +84,7 @@ def inspect(
     profile = RequestProfile(
         endpoint=endpoint,
         model=model,
+        asked=asked,
         prompt_tokens=min(size.tokens, MAX_TOKENS),
         prompt_bytes=size.bytes,
         output_bound=bound,
@@ -96,13 +99,22 @@ def inspect(
         if known
         else NO_PREFIX,
     )
-    return _of_responses(profile, fields) if endpoint is Endpoint.RESPONSES else profile
+    if endpoint is Endpoint.RESPONSES:
+        return _of_responses(profile, fields, previous)
+    return profile
 
 
-def _of_responses(profile: RequestProfile, fields: dict[str, object]) -> RequestProfile:
-    """With what one replica keeps. Of a prompt that goes on from there, only the end is here."""
+def _previous_response(endpoint: Endpoint, fields: dict[str, object]) -> str:
+    if endpoint is not Endpoint.RESPONSES:
+        return ""
     given = fields.get("previous_response_id")
-    previous = given if isinstance(given, str) and len(given) <= _LONGEST_ID else ""
+    return given if isinstance(given, str) and len(given) <= _LONGEST_ID else ""
+
+
+def _of_responses(
+    profile: RequestProfile, fields: dict[str, object], previous: str
+) -> RequestProfile:
+    """With what one replica keeps. Of a prompt that goes on from there, only the end is here."""
     return replace(
         profile,
         prompt_bytes=0 if previous else profile.prompt_bytes,

@@ -30,3 +30,8 @@ def stored_response_of(path: str) -> str:
     """The id of the stored response that a path asks for or cancels; empty: none."""
     found = _STORED.search(path.partition("?")[0])
     return found[1] if found else ""
+
+
+def lists_models(path: str) -> bool:
+    """Whether it is the list of models."""
+    return path.partition("?")[0].endswith("/v1/models")

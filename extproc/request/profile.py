@@ -43,7 +43,7 @@ class RequestProfile:
 
     endpoint: Endpoint
     model: str
-    """Empty where neither the request nor the fleet says which."""
+    """What it is for; empty where neither the request nor the fleet says which."""
     prompt_tokens: int
     """Estimated tokens of all its prompts together."""
     prompt_bytes: int
@@ -71,6 +71,10 @@ class RequestProfile:
     """Id of the stored response that it goes on from."""
     stored: bool = False
     """Whether the replica keeps the response, for requests that name it."""
+    asked: str = ""
+    """The model's name in its body: it may be another than those that replicas serve."""
+    session: str = ""
+    """Key of the session that it belongs to."""
     in_background: bool = False
     """The answer comes at once and the work is done later."""
     prefix: Prefix = NO_PREFIX

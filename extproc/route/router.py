@@ -1,18 +1,22 @@
 """One decision: the fleet as it is, a prediction for every candidate, a policy's choice."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from extproc.fleet.alone import Before, Served
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.view import FleetView, most
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
+from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
 from extproc.route.holder import Holder
 from extproc.route.policies import POLICIES
-from extproc.route.policy import Choice, Policy, Situation, find_policy
+from extproc.route.policy import Choice, Policy, Situation, find_policy, runner_up
+from extproc.route.session import Session
 
 _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
@@ -49,6 +53,10 @@ class Decision:
     made_by: Policy
     p90_output_tokens: float
     """Tokens that nine of ten sequences like its own do not exceed."""
+    name: str = ""
+    """Of its model, on the replica chosen; empty: as the request has it."""
+    retry: int | None = None
+    """Index of the second choice."""
     news_age: float | None = None
     """Seconds since the newest news of other routers was sent; None where there are no others."""
     alone: bool = False
@@ -75,8 +83,7 @@ class Decision:
     @property
     def second(self) -> str | None:
         """``ip:port`` of the second choice, for a retry."""
-        second = self.choice.second
-        return None if second is None else self.situation.view.ids[second]
+        return None if self.retry is None else self.situation.view.ids[self.retry]
 
     @property
     def profile(self) -> RequestProfile:
@@ -123,6 +130,13 @@ class Decision:
         first = self.choice.first
         return float(self.prediction.decode[first] / self.situation.view.stretch[first]) / later
 
+    def forget_token_ids(self) -> None:
+        """Those of a long prompt take 100 kB, and a decision is kept for long."""
+        prefix = self.profile.prefix
+        if len(prefix.ids):
+            known = replace(prefix, ids=NO_PREFIX.ids)
+            self.situation.profile = replace(self.profile, prefix=known)
+
     def forecast(self) -> Forecast:
         """What has to be remembered of it until the request ends."""
         return Forecast(
@@ -140,9 +154,23 @@ class Decision:
 class Router:
     """Chooses replicas with one policy, or with another that a request asks for."""
 
-    def __init__(self, fleet: Fleet, policy: str, random: random.Random) -> None:
-        """Raises ValueError where no policy has that name."""
+    def __init__(
+        self, fleet: Fleet, policy: str, random: random.Random, session_cost_s: float = 0.0
+    ) -> None:
+        """A router.
+
+        Args:
+            fleet: what it chooses from.
+            policy: name of the policy.
+            random: breaks ties, and draws.
+            session_cost_s: seconds by which a request may be finished later for staying with its
+                session.
+
+        Raises:
+            ValueError: no policy has that name.
+        """
         self.fleet = fleet
+        self._session_cost_s = session_cost_s
         self._default = policy
         self._random = random
         self._policies: dict[str, Policy] = {policy: find_policy(policy, POLICIES)}
@@ -162,7 +190,7 @@ class Router:
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
-        held = fleet.held(profile.prefix, view)
+        held = fleet.held(profile.prefix, view, profile.model)
         prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
         adapter = fleet.adapter_times(profile.model, view)
         if adapter is not None:
@@ -170,9 +198,54 @@ class Router:
         situation = Situation(profile, view, held, prediction, adapter)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
+        served = fleet.models_on(view.ids[choice.first])
+        model = fleet.names.known(profile.model, served) or fleet.names.served(profile.model)[0]
         return Decision(
-            name, situation, choice, chosen_by, p90, fleet.others.news_age, fleet.others.alone
+            name,
+            situation,
+            choice,
+            chosen_by,
+            p90,
+            model,
+            self._retry(situation, choice, model),
+            fleet.others.news_age,
+            fleet.others.alone,
         )
+
+    def model(
+        self, asked: str, previous_response: str, among: frozenset[str] | None, session: str = ""
+    ) -> str:
+        """The model that a request is for; empty where neither it nor the fleet says which.
+
+        Of several, one is drawn by their weights: of those that the replica serves that holds the
+        response it goes on from, or else of those that any replica does. For a session it is always
+        the same.
+
+        Args:
+            asked: the name in the request.
+            previous_response: its id; empty: there is none.
+            among: as in :meth:`decide`.
+            session: its id; empty: it has none.
+        """
+        fleet = self.fleet
+        if not asked:
+            return fleet.only_model or ""
+        models = fleet.names.models(asked)
+        if len(models) == 1:
+            return models[0]
+        held = fleet.models_on(fleet.holder(previous_response) or "")
+        served = [one for one in models if fleet.names.known(one, held)]
+        served = served or [one for one in models if fleet.can_serve(one, among)]
+        draws = random.Random(session) if session else self._random
+        return fleet.names.draw(asked, served, draws)
+
+    def _retry(self, situation: Situation, choice: Choice, name: str) -> int | None:
+        """The next best replica of those that know the model by the name that is sent."""
+        fleet, model = self.fleet, situation.profile.model
+        if fleet.names.served(model) == (model,):
+            return choice.second
+        alike = [name in fleet.models_on(one) for one in situation.view.ids]
+        return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
 
     def _policy(self, profile: RequestProfile, view: FleetView, asked: str) -> tuple[str, Policy]:
         """What chooses for a request that asks for a policy or, with an empty name, for none."""
@@ -183,6 +256,9 @@ class Router:
         name = asked if asked in POLICIES else self._default
         if name not in self._policies:
             self._policies[name] = find_policy(name, POLICIES)
+        home = self.fleet.sessions.holder(profile.session) if profile.session else None
+        if home is not None:
+            return Session.NAME, Session(home, self._session_cost_s, self._policies[name])
         return name, self._policies[name]
 
     def learn(

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from extproc.clock import monotonic, wall
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.names import ModelNames
 from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
@@ -100,10 +101,10 @@ async def _admin(
 def build(config: Config, registry: CollectorRegistry) -> Services:
     """The parts of a router, from its configuration."""
     generator = Random(config.route.seed)
-    fleet = Fleet(OutputLengths())
+    fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
     return Services(
         config=config,
-        router=Router(fleet, config.route.policy, generator),
+        router=Router(fleet, config.route.policy, generator, config.route.session_cost_s),
         tokens=TokenCounter(config.request),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=RouterMetrics(registry),

@@ -88,9 +88,15 @@ def body_only(mode: int) -> bytes:
 
 
 @cache
-def watch_response() -> bytes:
-    """Reply to response headers: send this response's body too, as it passes."""
+def watch_response(changes: bool = False) -> bytes:
+    """Reply to response headers: send this response's body too, as it passes.
+
+    With ``changes`` its length is not known in advance.
+    """
     reply = ProcessingResponse(response_headers=HeadersResponse())
+    if changes:
+        mutation = reply.response_headers.response.header_mutation
+        mutation.remove_headers.append("content-length")
     reply.mode_override.response_body_mode = STREAMED
     reply.mode_override.response_trailer_mode = _SEND
     return reply.SerializeToString()
@@ -130,6 +136,32 @@ def _sending(
     return reply, option.header, metadata.fields[DESTINATION]
 
 
+def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
+    """A reply to a request's body that replaces it.
+
+    Args:
+        reply: what :func:`send_to` made.
+        body: the new one.
+        length: bytes of all that the replica will get; None: not known.
+    """
+    changed = ProcessingResponse.FromString(reply)
+    common = changed.request_body.response
+    common.body_mutation.body = body
+    if length is not None:
+        option = common.header_mutation.set_headers.add()
+        option.header.key = "content-length"
+        option.header.raw_value = str(length).encode()
+        option.append_action = _OVERWRITE_OR_ADD
+    return changed.SerializeToString()
+
+
+def replace_chunk(body: bytes) -> bytes:
+    """Reply to a chunk of a response's body: send this instead."""
+    reply = ProcessingResponse()
+    reply.response_body.response.body_mutation.body = body
+    return reply.SerializeToString()
+
+
 def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
     """Reply to a body chunk in full duplex, where what is not sent back is lost."""
     reply = ProcessingResponse()
@@ -139,7 +171,7 @@ def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
     return reply.SerializeToString()
 
 
-def refuse(status: int, body: bytes, retry_after: int = 0) -> bytes:
+def answer(status: int, body: bytes, retry_after: int = 0) -> bytes:
     """Answers the request in Envoy: ``status`` and a JSON body.
 
     Args:

@@ -37,5 +37,7 @@ class Services:
 
     def of_pool(self, config: Config) -> "Services":
         """The same for a pool of its own, with an empty fleet."""
-        router = Router(Fleet(OutputLengths()), config.route.policy, self.random)
+        fleet = Fleet(OutputLengths(), names=self.fleet.names)
+        route = config.route
+        router = Router(fleet, route.policy, self.random, route.session_cost_s)
         return replace(self, config=config, router=router, watch=Watch())

@@ -14,17 +14,17 @@ from extproc.clock import Clock, monotonic, wall
 from extproc.config import Config
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.holders import MOST_HELD, Holders
 from extproc.fleet.sent import MOST_KEPT
-from extproc.fleet.stored import MOST_STORED
 from extproc.observe.metrics import RouterMetrics
 from extproc.state.blocks import BlockReader
 from extproc.state.connection import connect
 from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.state.keys import prompts_key, responses_key
+from extproc.state.keys import prompts_key, responses_key, sessions_key
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
 from extproc.state.stream import Fields, StreamReader, StreamWriter
 
-_RESPONSES_AT_ONCE = 100
+_HELD_AT_ONCE = 100
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +34,13 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
     async with connect(config.redis.url, config.pool) as redis, asyncio.TaskGroup() as tasks:
         tasks.create_task(tell(DigestWriter(redis, config.pool), fleet))
         tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
-        responses, prompts = responses_key(config.pool), prompts_key(config.pool)
-        tasks.create_task(tell_responses(StreamWriter(redis, responses, MOST_STORED), fleet))
-        tasks.create_task(hear_responses(StreamReader(redis, responses, Random()), fleet))
+        kinds = [(fleet.responses, responses_key(config.pool))]
+        if config.route.keeps_sessions:
+            kinds.append((fleet.sessions, sessions_key(config.pool)))
+        for holders, key in kinds:
+            tasks.create_task(tell_holders(StreamWriter(redis, key, MOST_HELD), holders))
+            tasks.create_task(hear_holders(StreamReader(redis, key, Random()), holders))
+        prompts = prompts_key(config.pool)
         blocks = BlockReader(redis, config.pool, Random(), monotonic)
         tasks.create_task(hear_blocks(blocks, fleet))
         tasks.create_task(tell_prompts(StreamWriter(redis, prompts, MOST_KEPT), fleet))
@@ -70,19 +74,19 @@ async def hear(reader: DigestReader, fleet: Fleet, metrics: RouterMetrics) -> No
             take(one, fleet, metrics)
 
 
-async def tell_responses(writer: StreamWriter, fleet: Fleet) -> None:
-    """Tells where responses are that this router saw, for ever; while Redis is away they wait."""
+async def tell_holders(writer: StreamWriter, holders: Holders) -> None:
+    """Tells who holds what, as this router saw it, for ever; while Redis is away that waits."""
     while True:
-        held = await fleet.responses.untold(_RESPONSES_AT_ONCE)
-        await _deliver(writer, [{response: replica} for response, replica in held])
+        held = await holders.untold(_HELD_AT_ONCE)
+        await _deliver(writer, [{thing: replica} for thing, replica in held])
 
 
-async def hear_responses(reader: StreamReader, fleet: Fleet) -> None:
-    """Remembers where responses are, by every router's word, for ever."""
+async def hear_holders(reader: StreamReader, holders: Holders) -> None:
+    """Remembers who holds what, by every router's word, for ever."""
     async with aclosing(reader.news()) as news:
         async for told in news:
-            for response, replica in told.items():
-                fleet.responses.keep(str_if_bytes(response), str_if_bytes(replica))
+            for thing, replica in told.items():
+                holders.keep(str_if_bytes(thing), str_if_bytes(replica))
 
 
 async def hear_blocks(reader: BlockReader, fleet: Fleet) -> None:

@@ -50,7 +50,7 @@ class BlockEvents:
             "block_size": self._block_size,
             "lora_id": None,
             "medium": _MEDIUM,
-            "lora_name": None,
+            "lora_name": sequence.adapter or None,
         }
 
     def _add(self, event: dict[str, Any]) -> None:

@@ -51,6 +51,11 @@ def responses_key(pool: str) -> str:
     return f"{{{pool}}}:responses"
 
 
+def sessions_key(pool: str) -> str:
+    """Key of a stream of sessions: digest → ``ip:port`` of the replica that has its requests."""
+    return f"{{{pool}}}:sessions"
+
+
 def prompts_key(pool: str) -> str:
     """Key of a stream of the prompts that routers sent: :mod:`extproc.fleet.sent`."""
     return f"{{{pool}}}:prompts"
@@ -60,6 +65,11 @@ def blocks_key(pool: str, replica_id: str) -> str:
     """Key of a replica's KV blocks: news of them, as :mod:`extproc.fleet.block_news` encodes them,
     one after another; the first is whole."""
     return f"{{{pool}}}:blocks:{replica_id}"
+
+
+def kv_stream_key(pool: str, replica_id: str) -> str:
+    """Key of what the poller knows of a replica's KV events, for the next poller to go on from."""
+    return f"{{{pool}}}:kv-stream:{replica_id}"
 
 
 def blocks_pattern(pool: str) -> str:

@@ -347,3 +347,31 @@ def test_every_pool_is_a_configuration_of_its_own(tmp_path: Path) -> None:
 def test_a_wrong_pool_is_one_line(tmp_path: Path, pools: str, problem: str) -> None:
     (line,) = problems(file=write(tmp_path, f"pools: {pools}"))
     assert problem in line
+
+
+def test_model_names_are_written_as_a_name_a_list_or_weights() -> None:
+    models = "{a: b, l: [x, y], l2: [l2, x], c: {l: 95, a-next: 5}, d: l}"
+    assert load({"route.models": models}, {}).route.models == {
+        "a": {"b": 1.0},
+        "l": ("x", "y"),
+        "l2": ("l2", "x"),
+        "c": {"l": 95.0, "a-next": 5.0},
+        "d": {"l": 1.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("models", "named"),
+    [
+        ("{a: []}", "route.models"),
+        ("{a: {}}", "'a'"),
+        ("{a: {b: 0}}", "'a'"),
+        ("{a: {b: -1}}", "route.models"),
+        ("{a: b, b: c}", "'a' leads to 'b'"),
+        ("{a: [b, x], b: [x]}", "'a' leads to 'b'"),
+        ("{a: 5}", "route.models"),
+    ],
+)
+def test_model_names_that_lead_nowhere_are_errors(models: str, named: str) -> None:
+    told = problems({"route.models": models})
+    assert any(named in problem for problem in told), told

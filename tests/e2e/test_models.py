@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 
+import openai
 import pytest
 import pytest_asyncio
 
@@ -39,7 +40,7 @@ async def test_a_model_whose_replicas_are_down_is_said_to_be_and_not_to_be_unkno
         assert answer.headers["Retry-After"] == "1"
         assert json.loads(answer.body)["error"]["type"] == "service_unavailable_error"
         assert (await client.chat(model="another")).decision["replica_name"] == "another"
-    assert (await client.chat(model="nobody's")).status == 404, "the replica says so"
+    assert (await client.chat(model="nobody's")).status == 404
     await stack.start("one")
 
     async def back() -> bool:
@@ -47,3 +48,19 @@ async def test_a_model_whose_replicas_are_down_is_said_to_be_and_not_to_be_unkno
 
     await client.until(back)
     assert (await client.chat(model=MODEL)).decision["replica_name"] == "one"
+
+
+async def test_a_model_that_nobody_serves_is_said_not_to_exist(
+    client: Client, stack: Stack
+) -> None:
+    answer = await client.chat(model="nobody's")
+    assert answer.status == 404
+    assert "Retry-After" not in answer.headers
+    error = json.loads(answer.body)["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", "model")
+    assert error["code"] == "model_not_found"
+    assert error["message"].endswith(f"There are: `another`, `{MODEL}`.")
+    assert answer.decisions == []
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
+        with pytest.raises(openai.NotFoundError, match="`nobody's` does not exist"):
+            await sdk.embeddings.create(model="nobody's", input="sea")

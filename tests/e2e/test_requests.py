@@ -163,7 +163,6 @@ async def test_what_no_replica_could_serve_gets_an_openai_error(
         {"max_tokens": "many"},
         {"n": -3},
         {"n": "two"},
-        {"model": "no such model"},
     ],
 )
 async def test_what_a_replica_refuses_keeps_its_answer(

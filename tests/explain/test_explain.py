@@ -184,6 +184,14 @@ async def test_what_was_left_out_is_shown_with_the_reason(
     ]
 
 
+async def test_a_model_that_was_asked_for_by_another_name_has_both(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, replace(chat(10), asked="chat"))
+    text = " ".join(" ".join(await explain("--router", router, ID)).split())
+    assert "model chat (served as llama), 10 prompt tokens" in text
+
+
 async def test_every_worker_is_asked(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
     first = pick_ports({"admin": 0}, {"admin": 3})["admin"]
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", f"127.0.0.1:{first}")

@@ -4,6 +4,7 @@ import pytest
 
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.names import ModelNames
 from extproc.predict.lengths import OutputLengths
 from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
 
@@ -16,7 +17,7 @@ def excluded(fleet: Fleet) -> dict[str, str]:
 
 def test_doubt_ends_when_the_replica_is_well_or_nothing_fails_any_more() -> None:
     clock = ManualClock()
-    eligibility = Eligibility(clock)
+    eligibility = Eligibility(clock, ModelNames())
     for number in (1, 2):
         eligibility.heard(state(number, A10, clock))
     assert not eligibility.doubtful

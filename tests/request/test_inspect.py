@@ -411,7 +411,7 @@ class TestAudioForm:
         assert (got.prompt_bytes, got.output_bound) == (0, None)
 
     def test_may_name_no_model(self) -> None:
-        got = inspect(Endpoint.TRANSCRIPTIONS, self.form(), counter(), default_model=lambda: "m")
+        got = inspect(Endpoint.TRANSCRIPTIONS, self.form(), counter(), model_of=lambda *_: "m")
         assert (got.model, got.stream) == ("m", False)
 
     @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ def test_pass_chunk_gives_the_bytes_back() -> None:
     assert (chunk.body, chunk.end_of_stream) == (b"\x00chunk\xff", True)
 
 
-def test_refuse_answers_in_envoy() -> None:
-    reply = parsed(messages.refuse(400, b'{"error": {}}'))
+def test_an_answer_in_envoy() -> None:
+    reply = parsed(messages.answer(400, b'{"error": {}}'))
     _, value = which(reply, "response")
     assert value.status.code == 400
     assert value.body == b'{"error": {}}'

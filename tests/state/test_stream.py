@@ -76,7 +76,7 @@ async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
 async def test_redis_keeps_so_many(
     redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "MOST_STORED", 200)
+    monkeypatch.setattr(shared, "MOST_HELD", 200)
     async with router(redis_server.url) as first, router(redis_server.url) as second:
         for number in range(1_000):
             first.responses.saw(f"resp_{number}", replica(2))

@@ -2,14 +2,14 @@ import asyncio
 
 import pytest
 
-from extproc.fleet import stored
-from extproc.fleet.stored import StoredResponses
+from extproc.fleet import holders
+from extproc.fleet.holders import Holders
 from tests.fakes import replica
 
 
 def test_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "MOST_STORED", 3)
-    responses = StoredResponses()
+    monkeypatch.setattr(holders, "MOST_HELD", 3)
+    responses = Holders()
     for name in ("a", "b", "c", "a", "d"):
         responses.keep(name, replica(1))
     held = [name for name in "abcd" if responses.holder(name)]
@@ -17,14 +17,14 @@ def test_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_last_word_counts() -> None:
-    responses = StoredResponses()
+    responses = Holders()
     responses.keep("a", replica(1))
     responses.saw("a", replica(2))
     assert responses.holder("a") == replica(2)
 
 
 async def test_what_was_seen_is_told_once_and_what_was_heard_is_not() -> None:
-    responses = StoredResponses()
+    responses = Holders()
     waiting = asyncio.create_task(responses.untold(2))
     await asyncio.sleep(0)
     assert not waiting.done()

@@ -1,0 +1,219 @@
+"""Clients ask for one name, replicas serve the model under others."""
+
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import SimulatedReplica, Stack
+from tests.e2e.client import CHAT, MESSAGES, Answer, Client
+from tests.e2e.xds_stack import on_ports
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+REPLICAS = (
+    SimulatedReplica("one", "llama-8b-h100", ("--model", "llama-a")),
+    SimulatedReplica("two", "llama-8b-h100", ("--model", "llama-b")),
+)
+SETTINGS: dict[str, dict[str, object]] = {
+    "route": {
+        "models": {
+            "llama": ["llama-a", "llama-b"],
+            "chat/latest": "llama",
+            "canary": {"llama-a": 3, "llama-b": 1, "nobody's": 4},
+        },
+        "policy": "round_robin",
+        "seed": 1,
+    },
+    "serve": {"stream_sample": 1.0, "drain_s": 1.0},
+}
+ENVOYS = ("envoy", "partial", "endpoint_picker")
+"""Bodies in one piece, as much of them as Envoy holds, and in full duplex."""
+
+
+class Named(Stack):
+    """Two replicas of one model that each have a name of their own for it."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        super().__init__(directory, REPLICAS, SETTINGS)
+        self.name = name
+
+    def _bootstrap(self) -> str:
+        picker = self.name == "endpoint_picker"
+        text = on_ports(self, self.name) if picker else super()._bootstrap()
+        if self.name == "partial":
+            text = text.replace("_mode: BUFFERED ", "_mode: BUFFERED_PARTIAL ")
+        # On a busy machine a large body takes longer than the usual 0.2 s.
+        return text.replace("message_timeout: 0.2s", "message_timeout: 5s")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENVOYS)
+async def stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Named]:
+    async with Named(request.param, tmp_path_factory.mktemp("names")) as running:
+        yield running
+
+
+def names_sent(answers: list[Answer]) -> set[str]:
+    assert {answer.status for answer in answers} == {200}, answers[0].body
+    return {answer.decision["served_as"] for answer in answers}
+
+
+@pytest.mark.parametrize("asked", ["llama", "chat/latest"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_each_replica_gets_the_name_that_it_knows(
+    client: Client, asked: str, streamed: bool
+) -> None:
+    answers = [await client.chat(model=asked, stream=streamed) for _ in range(4)]
+    assert names_sent(answers) == {"llama-a", "llama-b"}
+    for answer in answers:
+        record = answer.decision
+        assert record["model"] == asked
+        assert record["served_as"] == {"one": "llama-a", "two": "llama-b"}[record["replica_name"]]
+        assert record["outcome"]["served_by"] == record["replica"]
+
+
+async def test_a_name_that_a_replica_serves_itself_stays(client: Client) -> None:
+    answers = [await client.chat(model="llama-b") for _ in range(3)]
+    assert names_sent(answers) == {"llama-b"}
+
+
+async def test_models_are_drawn_by_weight_of_those_that_are_served(client: Client) -> None:
+    answers = [await client.chat(model="canary", tokens=1) for _ in range(40)]
+    assert names_sent(answers) == {"llama-a", "llama-b"}
+    drawn = [answer.decision["served_as"] for answer in answers]
+    assert 2 <= drawn.count("llama-b") <= 20
+
+
+async def test_the_openai_client_and_streams_work(stack: Named) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
+        for _ in range(2):
+            whole = await sdk.chat.completions.create(
+                model="llama", messages=messages, max_tokens=5
+            )
+            assert whole.usage is not None
+            assert whole.usage.completion_tokens == 5
+            stream = await sdk.chat.completions.create(
+                model="llama", messages=messages, max_tokens=5, stream=True
+            )
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            assert text == whole.choices[0].message.content
+
+
+async def test_the_list_of_models_has_every_name(stack: Named) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as sdk:
+        models = [model async for model in sdk.models.list()]
+    assert [model.id for model in models] == [
+        "canary", "chat/latest", "llama", "llama-a", "llama-b",
+    ]  # fmt: skip
+    assert {model.to_dict()["max_model_len"] for model in models} == {32_768}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_all_else_of_a_body_arrives_as_it_was_sent(client: Client, chunked: bool) -> None:
+    """Two MB of text and a name at the end: the replica counts as when it is asked itself."""
+    texts = ["The sea " * 25, 'a "b"\n\\ ' * 125_000]
+    body = {"input": texts[0], "user": texts[1], "metadata": {"model": "y"}}
+
+    async def pieces(data: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(data), 2**16):
+            yield data[start : start + 2**16]
+
+    counts = []
+    for model in ("llama", "llama", "llama-a", "llama-b"):
+        data = json.dumps(body | {"model": model}, ensure_ascii=False).encode()
+        sent = pieces(data) if chunked else io.BytesIO(data)
+        kind = {"content-type": "application/json"}
+        answer = await client.request("POST", "/v1/embeddings", sent, kind)
+        assert answer.status == 200, answer.body[:300]
+        counts.append(json.loads(answer.body)["usage"]["prompt_tokens"])
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_curl_works(stack: Named, streamed: bool) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream": streamed, "model": "llama"}
+    curl = await asyncio.create_subprocess_exec(
+        "curl", "-sSN", "--fail-with-body", stack.url + CHAT, "-d", json.dumps(body),
+        "-H", "content-type: application/json",
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    output, _ = await curl.communicate()
+    assert curl.returncode == 0, output
+    assert b"[DONE]" in output if streamed else json.loads(output)["usage"]
+
+
+async def test_a_retry_does_not_get_to_a_replica_with_another_name(client: Client) -> None:
+    """It would answer 404, which nobody tries again."""
+    await client.simulate("one", fail=503)
+    try:
+        of_both = [await client.chat(model="llama") for _ in range(2)]
+        of_one = await client.chat(model="llama-a")
+    finally:
+        await client.simulate("one", fail=0)
+    assert {answer.status for answer in of_both} == {200, 503}
+    assert of_one.status == 503
+
+
+class Restoring(Named):
+    """The answer has the name that was asked for."""
+
+    def _configuration(self) -> dict[str, Any]:
+        config = super()._configuration()
+        config["route"] = {**config["route"], "answer_asked_name": True}
+        config["serve"] = {**config["serve"], "stream_sample": 0.0}
+        return config
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENVOYS)
+async def restoring(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Restoring]:
+    async with Restoring(request.param, tmp_path_factory.mktemp("answers")) as running:
+        yield running
+
+
+async def test_the_answer_may_have_the_name_that_was_asked_for(restoring: Restoring) -> None:
+    messages: Any = [{"role": "user", "content": "hello"}]
+    async with openai.AsyncOpenAI(base_url=f"{restoring.url}/v1", api_key="none") as sdk:
+        for asked in ("llama", "chat/latest", "llama-a"):
+            for _ in range(2):
+                whole = await sdk.chat.completions.create(
+                    model=asked, messages=messages, max_tokens=5
+                )
+                assert whole.model == asked
+                told = await sdk.responses.create(model=asked, input="hello", max_output_tokens=5)
+                assert told.model == asked
+                pieces = [
+                    piece
+                    async for piece in await sdk.chat.completions.create(
+                        model=asked, messages=messages, max_tokens=5, stream=True
+                    )
+                ]
+                assert {piece.model for piece in pieces} == {asked}
+                text = "".join([piece.choices[0].delta.content or "" for piece in pieces])
+                assert text == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/completions"])
+async def test_so_do_the_answers_of_every_endpoint(
+    restoring: Restoring, path: str, streamed: bool
+) -> None:
+    body = {"messages": MESSAGES, "prompt": "sea", "input": "sea", "max_tokens": 3}
+    async with aiohttp.ClientSession() as session:
+        client = Client(restoring, session)
+        answer = await client.request("POST", path, body | {"model": "llama", "stream": streamed})
+    assert answer.status == 200
+    assert b'"llama"' in answer.body
+    assert b"llama-" not in answer.body
+    assert answer.decision["outcome"]["status"] == 200

@@ -1,0 +1,123 @@
+"""Sessions stay with one replica, whichever router is asked."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import SimulatedReplica, Stack
+from tests.e2e.client import Answer, Client
+from tests.e2e.test_membership import replicas
+from tests.e2e.test_workers import routed
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(4))
+SETTINGS: dict[str, dict[str, object]] = {
+    "route": {
+        "policy": "round_robin",
+        "session_header": "x-session-id",
+        "session_cookie": "sid",
+        "session_cost_s": 0.5,
+    },
+    "serve": {"stream_sample": 0.0, "drain_s": 1.0},
+}
+TIMES = 6
+"""By chance it is the right one of four replicas so often in one of 4,096 cases."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    directory = tmp_path_factory.mktemp("sessions")
+    async with Stack(directory, REPLICAS, SETTINGS, routers=2) as running:
+        yield running
+
+
+def server_of(answer: Answer) -> str:
+    assert answer.status == 200
+    return answer.headers["x-served-by"]
+
+
+async def stays(client: Client, headers: dict[str, str]) -> str:
+    """Returns where the session stays, once every router has been told."""
+    served: list[str] = []
+
+    async def so() -> bool:
+        served[:] = [server_of(await client.chat(headers=headers)) for _ in range(TIMES)]
+        return len(set(served)) == 1
+
+    await client.until(so)
+    return served[0]
+
+
+@pytest.mark.parametrize("named", [{"x-session-id": "a"}, {"cookie": "x=y; sid=b"}])
+async def test_a_session_stays_where_it_is(
+    client: Client, stack: Stack, named: dict[str, str]
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        admins = [stack.admin(router) for router in stack.routers]
+        before = [await routed(session, admin) for admin in admins]
+        home = await stays(client, named)
+        again = [await client.chat(headers=named) for _ in range(TIMES)]
+        after = [await routed(session, admin) for admin in admins]
+    assert {server_of(answer) for answer in again} == {home}
+    assert all(now > then for now, then in zip(after, before, strict=True))
+
+
+async def test_sessions_and_requests_without_one_are_spread(client: Client) -> None:
+    answers = await asyncio.gather(
+        *(client.chat() for _ in range(16)),
+        *(client.chat(headers={"x-session-id": f"new-{number}"}) for number in range(16)),
+    )
+    assert len({server_of(answer) for answer in answers[:16]}) == len(REPLICAS)
+    assert len({server_of(answer) for answer in answers[16:]}) == len(REPLICAS)
+
+
+async def test_a_router_that_starts_again_knows_where_sessions_are(
+    client: Client, stack: Stack
+) -> None:
+    named = {"x-session-id": "restart"}
+    home = await stays(client, named)
+    for router in stack.routers:
+        await stack.kill(router)
+        await stack.start(router)
+    await stack.wait_routing()
+    assert await stays(client, named) == home
+
+
+async def test_to_stay_costs_so_much_and_no_more(client: Client) -> None:
+    """Each of these prompts takes a replica 0.1 s: after a handful another one is better."""
+    named = {"x-session-id": "busy"}
+    await stays(client, named)
+    prompts = [[{"role": "user", "content": f"{number}: " * 6_000}] for number in range(30)]
+    answers = await asyncio.gather(
+        *(client.chat(headers=named, tokens=2, messages=prompt) for prompt in prompts)
+    )
+    assert len({server_of(answer) for answer in answers}) > 1
+    await client.ledger_empty()
+    await stays(client, named)
+
+
+async def test_a_session_leaves_a_replica_that_drains_and_one_that_died(
+    client: Client, stack: Stack
+) -> None:
+    named = {"x-session-id": "leaves"}
+    home = await stays(client, named)
+    assert await replicas(stack, "drain", home) == 0
+
+    async def drains() -> bool:
+        return bool((await client.replica(stack.name_of(home)))["draining"])
+
+    await client.until(drains)
+    second = await stays(client, named)
+    assert second != home
+    assert await replicas(stack, "add", home) == 0
+    await stack.kill(stack.name_of(second))
+
+    async def left_out() -> bool:
+        return not (await client.replica(stack.name_of(second)))["healthy"]
+
+    await client.until(left_out)
+    assert await stays(client, named) != second

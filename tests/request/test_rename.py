@@ -1,0 +1,92 @@
+"""Another model's name in a body: the bytes of the name change, and no others."""
+
+import json
+import random
+import time
+from typing import Any
+
+import pytest
+
+from extproc.request.inspect import inspect
+from extproc.request.profile import Endpoint
+from extproc.request.rename import rename
+from tests.request.test_inspect import counter
+
+NAME = 'org/another "one"'
+WRITTEN = json.dumps(NAME).encode()
+
+
+def renamed(body: bytes) -> bytes:
+    return rename(Endpoint.CHAT, body, "m", NAME)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b'{"model":', b"}"),
+        (b'\xef\xbb\xbf \n{"a":1, "model" :\t', b' ,"b":[1]}'),
+        (b'{"a":{"model":"m"},"b":["model",{"model":"m"}],"model":', b"}"),
+        (b'{"a":"\\"model\\":\\"m\\"","b":"\\\\","model":', b',"c":"}"}'),
+        (b'{"model":"other","a":"{[","model":', b"}"),  # of several the last counts
+        (b'{"mod\\u0065l":', b"}"),
+    ],
+)
+def test_the_name_changes_where_it_counts(before: bytes, after: bytes) -> None:
+    for name in (b'"m"', b'"\\u006d"'):
+        assert inspect(Endpoint.CHAT, before + name + after, counter()).asked == "m"
+        assert renamed(before + name + after) == before + WRITTEN + after
+
+
+def test_any_order_of_any_fields() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        fields: dict[str, Any] = {
+            "messages": [{"role": "user", "content": 'x"\\{[' * draw.randrange(5), "model": "m"}],
+            "metadata": {"model": "m"},
+            "n": 1,
+            "model": "m",
+        }
+        order = draw.sample(list(fields), len(fields))
+        body = {name: fields[name] for name in order}
+        got = renamed(json.dumps(body, indent=draw.choice([None, 2])).encode())
+        assert json.loads(got) == body | {"model": NAME}
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"model":5}', b'{"a":{"model":"m"}}', b'{"x":"model"}'])
+def test_where_none_is_named_there_is_nothing_to_change(body: bytes) -> None:
+    assert renamed(body) is body
+
+
+@pytest.mark.parametrize(
+    "cut", [b'{"model":"m","x":"{', b'{"model":"m","x":"\\', b'{"model":"m","']
+)
+def test_of_a_body_that_was_cut_the_beginning_will_do(cut: bytes) -> None:
+    assert renamed(cut) == cut.replace(b'"m"', WRITTEN)
+
+
+def test_of_a_body_too_large_to_be_read_whole_the_end_will_do() -> None:
+    body = (
+        b'{"messages":[' + b"{}," * 2_000_000 + b'{}],"metadata":{"model":"y"},"model":"m","n":1}'
+    )
+    assert inspect(Endpoint.CHAT, body, counter()).asked == "m"
+    got = renamed(body)
+    assert got == body.replace(b'"model":"m"', b'"model":' + WRITTEN)
+
+
+@pytest.mark.parametrize("unit", [b"[", b'"",', b"{},", b'"\\"",', b'"model":"m",', b"\\\\"])
+def test_takes_little_time_whatever_it_is(unit: bytes) -> None:
+    body = b'{"x":[' + unit * (20_000_000 // len(unit))
+    started = time.process_time()
+    renamed(body)
+    assert time.process_time() - started < 0.5
+
+
+@pytest.mark.parametrize("padding", [0, 50_000])
+def test_a_form_is_changed_too(padding: int) -> None:
+    def form(model: str) -> bytes:
+        file = b'; name="file"\r\nContent-Type: audio/mpeg\r\n\r\n' + bytes(padding)
+        parts = (file, f'; name="model"\r\n\r\n{model}'.encode(), b'; name="x"\r\n\r\nm')
+        head = b"--b\r\nContent-Disposition: form-data"
+        return b"".join(head + part + b"\r\n" for part in parts) + b"--b--\r\n"
+
+    assert rename(Endpoint.TRANSCRIPTIONS, form("m"), "m", "whisper-b") == form("whisper-b")

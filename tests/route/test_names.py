@@ -1,0 +1,68 @@
+"""Which model a request is for, and by which name its replica knows it."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.names import ModelNames
+from extproc.predict.lengths import OutputLengths
+from extproc.route.router import Decision, Router
+from tests.fakes import ManualClock, chat, replica, state
+
+NAMES = ModelNames(
+    {"llama": ("a", "b"), "split": {"llama": 3.0, "q": 1.0, "none": 9.0, "off": 0.0}}
+)
+
+
+def router(**models: tuple[str, ...]) -> Router:
+    """Replicas 1, 2, … with these models, the first twice as fast as the others."""
+    clock = ManualClock()
+    fleet = Fleet(OutputLengths(), clock, names=NAMES)
+    for number, served in enumerate(models.values(), start=1):
+        profile = "llama-8b-h100" if number == 1 else "llama-8b-a10"
+        fleet.put(state(number, profile, clock, models=served))
+    return Router(fleet, "completion", random.Random(1))
+
+
+def decide(router: Router, model: str) -> Decision:
+    decision = router.decide(replace(chat(1_000), model=model))
+    assert decision is not None
+    return decision
+
+
+def test_a_list_is_served_by_all_that_know_one_of_its_names() -> None:
+    decision = decide(router(one=("b",), two=("a",), three=("q",), four=("b",)), "llama")
+    assert set(decision.situation.view.ids) == {replica(1), replica(2), replica(4)}
+    assert (decision.replica, decision.name) == (replica(1), "b")
+    assert decision.second == replica(4), "the second knows the name, though it may be the third"
+
+
+def test_of_several_names_on_a_replica_the_first_in_the_list_is_sent() -> None:
+    assert decide(router(one=("b", "a")), "llama").name == "a"
+    assert decide(router(one=()), "llama").name == "a"
+
+
+def test_where_no_other_knows_the_name_there_is_no_second() -> None:
+    assert decide(router(one=("b",), two=("a",)), "llama").second is None
+
+
+def test_a_draw_has_its_shares_among_what_is_served() -> None:
+    chosen = router(one=("a",), two=("q", "off"))
+    drawn = [chosen.model("split", "", None) for _ in range(1_000)]
+    assert set(drawn) == {"llama", "q"}
+    assert drawn.count("q") == pytest.approx(250, abs=50)
+    assert chosen.model("other", "", None) == "other"
+
+
+def test_a_draw_does_not_lead_away_from_a_stored_response() -> None:
+    chosen = router(one=("a",), two=("q",))
+    chosen.fleet.responses.keep("resp_1", replica(2))
+    assert {chosen.model("split", "resp_1", None) for _ in range(20)} == {"q"}
+    subset = frozenset({replica(1)})
+    assert {chosen.model("split", "", subset) for _ in range(20)} == {"llama"}
+
+
+def test_while_none_of_a_draw_is_served_it_is_for_one_of_them() -> None:
+    assert router(one=("x",)).model("split", "", None) in {"llama", "q", "none"}

@@ -1,0 +1,126 @@
+"""A session stays with its replica while that costs little."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.names import ModelNames
+from extproc.request.session import session_key, session_of
+from extproc.route.router import Decision, Router
+from tests.fakes import ManualClock, chat, fleet_of, replica, state
+
+A10, H100 = "llama-8b-a10", "llama-8b-h100"
+PROFILE = replace(chat(1_000, 50), session="s")
+
+
+def decide(fleet: Fleet, cost_s: float = 1.0, policy: str = "completion") -> Decision:
+    decision = Router(fleet, policy, random.Random(1), cost_s).decide(PROFILE)
+    assert decision is not None
+    return decision
+
+
+def later(decision: Decision) -> float:
+    """Seconds that the one chosen takes more than the best."""
+    return decision.predicted_completion - float(decision.prediction.completion.min())
+
+
+@pytest.mark.parametrize("policy", ["completion", "least_request", "round_robin"])
+def test_it_stays_whatever_the_policy(policy: str) -> None:
+    fleet = fleet_of(ManualClock(), A10, A10, A10)
+    fleet.bind("s", replica(2))
+    for _ in range(6):
+        decision = decide(fleet, policy=policy)
+        assert decision.replica == replica(2)
+        assert decision.policy == "session"
+        assert decision.second in (replica(1), replica(3))
+        assert "its session is there" in decision.why
+        fleet.dispatch(replica(2), chat(10, 10))
+
+
+def test_it_costs_at_most_so_many_seconds() -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    fleet.bind("s", replica(2))
+    while decide(fleet, 0.5).replica == replica(2):
+        assert later(decide(fleet, 0.5)) <= 0.5
+        fleet.dispatch(replica(2), chat(1_000, 100))
+    decision = decide(fleet, 0.5)
+    assert (decision.replica, decision.second) == (replica(1), replica(2))
+    assert "its session was on r2" in decision.why
+    assert "later than on the best" in decision.why
+    assert "finishes it in" in decision.why
+    stays = decide(fleet, 60.0)
+    assert (stays.replica, later(stays) > 0.5) == (replica(2), True)
+
+
+def test_a_session_that_moved_stays_where_it_went() -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    fleet.bind("s", replica(2))
+    for _ in range(20):
+        fleet.dispatch(replica(2), chat(1_000, 100))
+    fleet.bind("s", decide(fleet, 0.1).replica)
+    decision = decide(fleet, 0.1)
+    assert (decision.replica, "is there" in decision.why) == (replica(1), True)
+
+
+@pytest.mark.parametrize("figures", [{"draining": True}, {"healthy": False}])
+def test_it_is_never_held_to_one_that_is_dead_or_drains(figures: dict[str, bool]) -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, H100)
+    fleet.bind("s", replica(2))
+    fleet.put(state(2, H100, clock, **figures))
+    decision = decide(fleet, 1_000.0)
+    assert decision.replica == replica(1)
+    assert "cannot serve it now" in decision.why
+    fleet.remove(replica(2))
+    assert decide(fleet, 1_000.0).replica == replica(1)
+
+
+def test_a_prompt_that_does_not_fit_there_goes_elsewhere() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.put(state(2, A10, clock, max_model_len=500))
+    fleet.bind("s", replica(2))
+    assert decide(fleet, 1_000.0).replica == replica(1)
+
+
+def test_a_stored_response_comes_first() -> None:
+    fleet = fleet_of(ManualClock(), A10, A10)
+    fleet.bind("s", replica(2))
+    fleet.responses.keep("resp_1", replica(1))
+    router = Router(fleet, "completion", random.Random(1), 1.0)
+    decision = router.decide(replace(PROFILE, previous_response="resp_1"))
+    assert decision is not None
+    assert (decision.replica, decision.policy) == (replica(1), "holder")
+
+
+def test_a_session_keeps_the_model_that_it_drew() -> None:
+    fleet = fleet_of(ManualClock(), A10)
+    fleet.put(state(2, A10, ManualClock(), models=("next",)))
+    fleet.names = ModelNames({"canary": {"llama": 1.0, "next": 1.0}})
+    routers = [Router(fleet, "completion", random.Random(seed)) for seed in range(5)]
+    for session in map(str, range(20)):
+        assert len({router.model("canary", "", None, session) for router in routers}) == 1
+    assert len({routers[0].model("canary", "", None, str(one)) for one in range(20)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "session"),
+    [
+        ({}, ""),
+        ({"x-session": "abc"}, "abc"),
+        ({"cookie": "a=b; sid=x=y;c=d"}, "x=y"),
+        ({"cookie": "sid=x", "x-session": "abc"}, "abc"),
+        ({"cookie": "xsid=1; sid"}, ""),
+        ({"cookie": ";;=;"}, ""),
+    ],
+)
+def test_a_header_names_it_or_a_cookie(headers: dict[str, str], session: str) -> None:
+    assert session_of(headers, "X-Session", "sid") == session
+    assert session_of(headers, None, None) == ""
+
+
+def test_each_model_of_a_session_has_its_replica() -> None:
+    assert session_key("s", "a") != session_key("s", "b")
+    assert len(session_key("s" * 10_000, "m")) == 32
