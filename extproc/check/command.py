@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from itertools import starmap
 from pathlib import Path
 
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
@@ -15,7 +16,7 @@ from extproc.check.schema import problems
 from extproc.check.transport import transport_fits
 from extproc.check.tree import is_of_envoy_gateway
 from extproc.check.workers import workers_are_listed
-from extproc.config import Config, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
+from extproc.config import Config, ModelTargets, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.server import certificates
 from extproc.state.connection import address, connect
@@ -141,10 +142,19 @@ def understood(config: Config) -> str:
         "poller": f"every {config.poll.interval_s:g} s, {_poller(config)}",
         "replicas": _replicas(config) or "none: a poller has nothing to do",
     }
+    if config.route.models:
+        lines["models"] = "; ".join(starmap(_leads_to, config.route.models.items()))
     if config.xds != XdsSettings():
         lines["xds"] = f"{config.xds.listen} for Envoy{_tls(config.xds)}"
     others = [f"pool {name}: {_replicas(pool) or 'none'}" for name, pool in config.pools.items()]
     return "\n".join([*(f"{name:<8} {text}" for name, text in lines.items()), *others])
+
+
+def _leads_to(name: str, targets: ModelTargets) -> str:
+    if isinstance(targets, tuple):
+        return f"{name}: served as {' or '.join(targets)}"
+    total = sum(targets.values())
+    return f"{name}: " + ", ".join(f"{part / total:.1%} {one}" for one, part in targets.items())
 
 
 def _replicas(pool: PoolReplicas) -> str:

@@ -30,7 +30,7 @@ from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.correction import Corrections
 from extproc.predict.lengths import OutputLengths
-from extproc.request.prefix import Prefix
+from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
 _MODELS_REMEMBERED = 64
@@ -260,13 +260,14 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
-        self.blocks.sent(replica, profile.prefix)
+        adapter = profile.model if profile.model in self._adapters else ""
+        self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
         self._adapters.sent(row, ticket.number, profile.model, now)
         return ticket
 
-    def move(self, ticket: Ticket, replica: str) -> None:
+    def move(self, ticket: Ticket, replica: str, prefix: Prefix = NO_PREFIX) -> None:
         """The request was served by another replica than it was sent to (a retry).
 
         Does nothing where that replica is not a member.
@@ -277,6 +278,7 @@ class Fleet:
             self._alone.moved(self._ledger.replica(ticket), ticket.number, row)
             self._ledger.move(ticket, row)
             self._adapters.moved(ticket.number, row, self._clock())
+            self._enter(row, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
         """Its first token was seen: its prompt is prefilled, and all that were queued before it."""
@@ -473,10 +475,12 @@ class Fleet:
             favour_idle(view, newcomers)
         return view
 
-    def held(self, prefix: Prefix, view: FleetView) -> Held:
+    def held(self, prefix: Prefix, view: FleetView, model: str = "") -> Held:
         """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
         or what they should by what was sent."""
-        held, told = self._prefixes.held(prefix, view.rows), self.blocks.held(prefix, view.ids)
+        adapter = model if model in self._adapters else ""
+        held = self._prefixes.held(prefix, view.rows)
+        told = self.blocks.held(prefix, adapter, view.ids)
         if told is None:
             return held
         estimated = np.isnan(told)

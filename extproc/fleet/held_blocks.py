@@ -81,13 +81,13 @@ class HeldBlocks:
         overdue = [key for key, until in one.sent.items() if until < now]
         self._drop(one, overdue)
 
-    def sent(self, replica: str, prefix: Prefix) -> None:
+    def sent(self, replica: str, prefix: Prefix, adapter: str) -> None:
         """A prompt is sent there: its blocks will be stored before what is sent next is looked
         up."""
         one = self._replicas.get(replica)
         if one is not None and self._is_known(one):
             until = self._clock() + _SENT_S
-            new = [key for key in _keys(prefix, one.block_size) if key not in one.keys]
+            new = [key for key in _keys(prefix, adapter, one.block_size) if key not in one.keys]
             self._add(one, new)
             one.sent.update(dict.fromkeys(new, until))
 
@@ -97,14 +97,16 @@ class HeldBlocks:
         if one is not None:
             self._drop(one, [*one.keys])
 
-    def known(self, replica: str) -> bool:
-        """Whether what it holds is known now."""
+    def count(self, replica: str) -> int | None:
+        """How many blocks it told that it holds; None where that is not known now."""
         one = self._replicas.get(replica)
-        return one is not None and self._is_known(one)
+        if one is None or not self._is_known(one):
+            return None
+        return len(one.keys) - len(one.sent)
 
-    def held(self, prefix: Prefix, replicas: Sequence[str]) -> Floats | None:
-        """Tokens of a prompt that each of these replicas holds, nan where that is not known; None
-        where it is of none."""
+    def held(self, prefix: Prefix, adapter: str, replicas: Sequence[str]) -> Floats | None:
+        """Tokens of a prompt for an adapter, or for none, that each of these replicas holds; nan
+        where that is not known, and None where it is of no replica."""
         if not len(prefix.ids) or not self._replicas:
             return None
         places = [
@@ -116,7 +118,7 @@ class HeldBlocks:
             return None
         tokens = np.full(len(replicas), nan)
         for size in {one.block_size for _, one in places}:
-            runs = self._runs(_keys(prefix, size)) if size else []
+            runs = self._runs(_keys(prefix, adapter, size)) if size else []
             for place, one in places:
                 if one.block_size == size:
                     tokens[place] = size * _held_of(one.bit, runs)
@@ -174,11 +176,12 @@ class HeldBlocks:
         _expect_no_more(one, gone)
 
 
-def _keys(prefix: Prefix, block_size: int) -> list[int]:
+def _keys(prefix: Prefix, adapter: str, block_size: int) -> list[int]:
     """Of the blocks that may be found: the last token is always computed."""
     if not block_size:
         return []
-    keys: list[int] = token_keys(prefix.ids[:-1], block_size, seed_of("", prefix.salt)).tolist()
+    seed = seed_of(adapter, prefix.salt)
+    keys: list[int] = token_keys(prefix.ids[:-1], block_size, seed).tolist()
     return keys
 
 

@@ -156,7 +156,7 @@ class Prefixes:
         size = (max(mask.bit_length(), len(self._caches)) + 7) // 8
         octets = np.frombuffer(mask.to_bytes(size, "little"), np.uint8)
         there = np.unpackbits(octets, bitorder="little")[rows].nonzero()[0]
-        expected[there] = tokens
+        expected[there] = np.maximum(expected[there], tokens)
         depths[there] = [self._caches[row].depth(key) for row in rows[there].tolist()]
 
     def _drop(self, key: int, bit: int) -> None:

@@ -22,7 +22,7 @@ from extproc.poll.discovery import Discovery, Target
 from extproc.poll.health import Health
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_publisher import KvPublisher
-from extproc.poll.kv_stream import KvStream
+from extproc.poll.kv_stream import KvSink, KvStream
 from extproc.poll.members import Membership
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.poller import Known, Poller, Shares, Sink
@@ -84,9 +84,10 @@ async def _share(config: Config, metrics: PollMetrics, health: Health) -> None:
         known = partial(_known, StateReader(redis, pool, random))
         kv_backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
         kv_publisher = KvPublisher(BlockWriter(redis, pool, name), kv_backoff)
-        tell = kv_publisher.changed
         async with (
-            polling(config, metrics, publisher, leases, known, random, tell, membership) as poller,
+            polling(
+                config, metrics, publisher, leases, known, random, kv_publisher, membership
+            ) as poller,
             asyncio.TaskGroup() as tasks,
         ):
             tasks.create_task(poller.run())
@@ -116,7 +117,7 @@ async def polling(
     shares: Shares,
     known: Known,
     random: Random,
-    tell: TellBlocks,
+    kv_sink: KvSink,
     membership: Membership | None = None,
 ) -> AsyncIterator[Poller]:
     """A poller of one pool that brings what it sees into ``sink``.
@@ -128,7 +129,7 @@ async def polling(
         shares: which of them are this poller's.
         known: what the pollers before saw of replicas.
         random: spreads the scrapes.
-        tell: called when there may be news of a replica's KV blocks.
+        kv_sink: where what is known of their KV blocks goes.
         membership: what commands asked for; None: there are none.
     """
     settings = config.poll
@@ -145,8 +146,8 @@ async def polling(
                 if target.kv_events_ports is None:
                     return None
                 blocks = KvBlocks(random, monotonic)
-                changed = partial(tell, target.id, blocks)
-                return KvStream(context, target, target.kv_events_ports, blocks, changed, monotonic)
+                ports = target.kv_events_ports
+                return KvStream(context, target, ports, blocks, kv_sink, monotonic)
 
             def watch(target: Target, known: ReplicaState | None) -> Watch:
                 return Watch(

@@ -5,6 +5,7 @@ from random import Random
 
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.state import ReplicaState
 from extproc.poll.app import polling
 from extproc.poll.kv_blocks import KvBlocks
@@ -41,6 +42,25 @@ class IntoFleet:
         """There is nothing to do later."""
 
 
+class BlocksIntoFleet:
+    """Takes what is known of KV blocks straight into the router's fleet."""
+
+    def __init__(self, blocks: HeldBlocks) -> None:
+        self._blocks = blocks
+
+    def changed(self, replica: str, blocks: KvBlocks) -> None:
+        """The fleet knows it at once."""
+        if told := blocks.news():
+            self._blocks.hear(replica, told[0])
+
+    async def load(self, replica: str) -> bytes:
+        """No other poller was there before."""
+        return b""
+
+    async def save(self, replica: str, data: bytes) -> None:
+        """No other poller comes."""
+
+
 class Everything:
     """All replicas are this one poller's, and nobody knew them before."""
 
@@ -58,7 +78,6 @@ async def _nothing(_: Collection[str]) -> dict[str, ReplicaState]:
 
 async def poll_into(fleet: Fleet, config: Config, metrics: PollMetrics) -> None:
     """Scrape the configured replicas into ``fleet`` for ever."""
-    sink = IntoFleet(fleet)
-    shares, random = Everything(), Random()
-    async with polling(config, metrics, sink, shares, _nothing, random, sink.tell) as poller:
+    parts = IntoFleet(fleet), Everything(), _nothing, Random(), BlocksIntoFleet(fleet.blocks)
+    async with polling(config, metrics, *parts) as poller:
         await poller.run()

@@ -1,8 +1,11 @@
 """Which KV blocks one replica holds, as its events tell."""
 
 import math
+from collections.abc import Iterable
 from random import Random
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from extproc.clock import Clock
@@ -29,6 +32,28 @@ groups of their own."""
 _HASH_BITS = 2**64 - 1
 
 
+class Mark(NamedTuple):
+    """Up to which batch of events something is known."""
+
+    number: int
+    digest: bytes
+
+
+class _Kept(msgspec.Struct, array_like=True, tag=1):
+    """All that is known, for another poller to go on from; the tag is the version."""
+
+    number: int
+    digest: bytes
+    block_size: int
+    group: int | None
+    hashes: bytes
+    keys: bytes
+    copies: dict[int, int]
+
+
+_NUMBERS = np.dtype("<u8")
+
+
 class KvBlocks:
     """The blocks of one engine, by the engine's hashes and by keys that a router can compute.
 
@@ -41,7 +66,7 @@ class KvBlocks:
         self.complete = False
         """Whether nothing is held but what events told."""
         self._clock = clock
-        self._number = random.getrandbits(31) * NUMBERS
+        self._number = random.randrange(1, 2**31) * NUMBERS
         """Of the last news; its multiple no other poller has."""
         self._block_size = 0
         self._group: int | None = None
@@ -74,6 +99,24 @@ class KvBlocks:
         self.complete = complete
         self._whole_at = -math.inf
         self.repeat()
+
+    def dump(self, mark: Mark) -> bytes:
+        """All that is known as of a batch: 16 bytes a block."""
+        hashes, keys = map(_as_bytes, (self._keys, self._keys.values()))
+        kept = _Kept(*mark, self._block_size, self._group, hashes, keys, self._copies)
+        return msgspec.msgpack.encode(kept)
+
+    def restore(self, data: bytes) -> Mark | None:
+        """Go on from what :meth:`dump` gave; None where it is none, and nothing is known."""
+        try:
+            kept = msgspec.msgpack.decode(data, type=_Kept)
+            held = dict(zip(*map(_as_numbers, (kept.hashes, kept.keys)), strict=True))
+        except (msgspec.MsgspecError, ValueError):
+            return None
+        self.start(complete=True)
+        self._keys, self._copies = held, kept.copies
+        self._block_size, self._group = kept.block_size, kept.group
+        return Mark(kept.number, kept.digest)
 
     def repeat(self) -> None:
         """Somebody may have missed what was told: tell all, in a while."""
@@ -182,3 +225,12 @@ def _plain(event: BlockStored) -> int:
         if _beside_tokens(event, block):
             return block
     return len(event.block_hashes)
+
+
+def _as_bytes(numbers: Iterable[int]) -> bytes:
+    return np.array([*numbers], _NUMBERS).tobytes()
+
+
+def _as_numbers(data: bytes) -> list[int]:
+    numbers: list[int] = np.frombuffer(data, _NUMBERS).tolist()
+    return numbers

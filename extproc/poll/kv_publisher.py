@@ -1,6 +1,7 @@
 """Brings news of KV blocks into Redis without making their streams wait for it."""
 
 import asyncio
+from contextlib import suppress
 
 from redis.exceptions import RedisError
 
@@ -28,6 +29,18 @@ class KvPublisher:
         """Have the news of that replica told."""
         self._changed[replica] = blocks
         self._some.set()
+
+    async def load(self, replica: str) -> bytes:
+        """What the poller before saved of that replica."""
+        try:
+            return await self._writer.load(replica)
+        except (RedisError, OSError):
+            return b""
+
+    async def save(self, replica: str, data: bytes) -> None:
+        """Keep that for the next poller."""
+        with suppress(RedisError, OSError):
+            await self._writer.save(replica, data)
 
     async def run(self) -> None:
         """Tell until cancelled."""

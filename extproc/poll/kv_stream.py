@@ -4,9 +4,10 @@ again."""
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import NamedTuple, NoReturn
+from hashlib import blake2b
+from typing import NamedTuple, NoReturn, Protocol
 
 import zmq
 import zmq.asyncio
@@ -14,7 +15,7 @@ import zmq.asyncio
 from extproc.address import join_address, split_address
 from extproc.clock import Clock
 from extproc.poll.discovery import Target
-from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import read_batch
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,24 @@ CHECK_S = 1.0
 events. It takes vLLM half a millisecond to answer."""
 _ANSWER_S = 2.0
 """Seconds for an answer, and for the next; vLLM gives one within 0.1 s, unless it is busy."""
+SAVE_S = 30.0
+"""Seconds between two times that what is known is kept for another poller: the replica has to keep
+the events of so many for it, and vLLM keeps those of 10,000 steps."""
 _LONGEST_REASON = 200
 _NUMBER_BYTES = 8
+
+
+class KvSink(Protocol):
+    """Where what is known of replicas' blocks goes."""
+
+    def changed(self, replica: str, blocks: KvBlocks) -> None:
+        """There may be news of them."""
+
+    async def load(self, replica: str) -> bytes:
+        """What was saved last of that replica, by whichever poller; empty: nothing is to be had."""
+
+    async def save(self, replica: str, data: bytes) -> None:
+        """Keep that for the next poller, where that is possible."""
 
 
 class KvStream:
@@ -34,14 +51,14 @@ class KvStream:
     Batches are pushed. Whether none was lost, and whether the process is the same as before, the
     replica is asked: to send again all from the last batch on that came. What it has forgotten by
     then cannot be made up for, and until it starts anew or clears its cache its blocks are not
-    known.
+    known. What one poller knows the next one goes on from.
 
     Args:
         context: of the sockets.
         target: the replica.
         ports: where it pushes, and where it is asked.
         blocks: what events are brought into.
-        changed: called when these have changed, or may be told again.
+        sink: told when these have changed, or may be told again.
         clock: tells the time.
     """
 
@@ -51,7 +68,7 @@ class KvStream:
         target: Target,
         ports: tuple[int, int],
         blocks: KvBlocks,
-        changed: Callable[[], None],
+        sink: KvSink,
         clock: Clock,
     ) -> None:
         self._context = context
@@ -59,11 +76,13 @@ class KvStream:
         self._pushes, self._asked = (f"tcp://{join_address(host, port)}" for port in ports)
         self._ipv6 = ":" in host
         self._blocks = blocks
-        self._changed = changed
-        self._who = target.who
+        self._sink = sink
+        self._replica, self._who = target.id, target.who
         self._clock = clock
-        self._last: _Batch | None = None
-        """That was applied; ``_NOTHING`` where there was none yet, None where nobody has looked."""
+        self._last: Mark | None = None
+        """Of the last batch that was applied; ``_NOTHING`` where there was none yet, None where
+        nobody has looked."""
+        self._saved_at = -math.inf
         self._problem: str | None = None
         """Why its blocks are not known; empty: they are; None: nobody has looked yet."""
         self._flaw = ""
@@ -80,12 +99,14 @@ class KvStream:
 
     async def run(self) -> NoReturn:
         """Follow it until cancelled."""
+        self._last = self._blocks.restore(await self._sink.load(self._replica))
         while True:
             try:
                 with self._socket(zmq.SUB, self._pushes) as pushed:
                     pushed.subscribe(b"")
                     while True:
                         await self._check()
+                        await self._save()
                         await self._follow(pushed, self._clock() + CHECK_S)
             except zmq.ZMQError as error:  # no file left to open, say
                 self._note(f"{error}")
@@ -111,6 +132,15 @@ class KvStream:
             self._note("" if self._blocks.complete else self._flaw)
         self._changed()
 
+    async def _save(self) -> None:
+        due = self._clock() - self._saved_at > SAVE_S
+        if due and self._last is not None and self.number is not None:
+            self._saved_at = self._clock()
+            await self._sink.save(self._replica, self._blocks.dump(self._last))
+
+    def _changed(self) -> None:
+        self._sink.changed(self._replica, self._blocks)
+
     async def _catch_up(self) -> bool:
         """Apply what came after the last batch; begin anew where the replica no longer knows that.
 
@@ -123,7 +153,7 @@ class KvStream:
         last = self._last or _NOTHING
         async with aclosing(self._replayed(max(last.number, 0))) as batches:
             first = await anext(batches)
-            if last != _NOTHING and first != last:
+            if last != _NOTHING and first.mark != last:
                 self._last = None
                 self._blocks.start(complete=False)
                 return False
@@ -135,7 +165,7 @@ class KvStream:
                 newest = max(newest, batch)
         if whole or self._last != began:
             return whole
-        self._last = newest
+        self._last = newest.mark
         self._give_up("a batch of its events is lost")
         return True
 
@@ -157,9 +187,9 @@ class KvStream:
         return batch.number <= following
 
     def _apply(self, batch: "_Batch") -> None:
-        self._last = batch
+        self._last = batch.mark
         try:
-            for event in read_batch(batch.content) if batch != _NOTHING else ():
+            for event in read_batch(batch.content) if batch.number >= 0 else ():
                 self._blocks.apply(event)
         except (OverflowError, ValueError) as error:
             self._give_up(f"its events are not understood: {error}"[:_LONGEST_REASON])
@@ -178,7 +208,7 @@ class KvStream:
         with self._socket(zmq.DEALER, self._asked) as asked:
             asked.rcvtimeo = round(_ANSWER_S * 1000)
             await asked.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
-            while (batch := _Batch.of(await asked.recv_multipart())) != _NOTHING:
+            while (batch := _Batch.of(await asked.recv_multipart())).number >= 0:
                 yield batch
             yield batch
 
@@ -204,6 +234,11 @@ class _Batch(NamedTuple):
     number: int
     content: bytes
 
+    @property
+    def mark(self) -> Mark:
+        """What tells it from every other batch, of other processes, too."""
+        return Mark(self.number, blake2b(self.content, digest_size=16).digest())
+
     @classmethod
     def of(cls, frames: list[bytes]) -> "_Batch":
         """The last two frames; the topic is before them, and in an answer not in every version."""
@@ -211,5 +246,5 @@ class _Batch(NamedTuple):
         return cls(int.from_bytes(number, "big", signed=True), content)
 
 
-_NOTHING = _Batch(-1, b"")
+_NOTHING = _Batch(-1, b"").mark
 _GARBAGE = b"", b""

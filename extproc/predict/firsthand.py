@@ -134,7 +134,8 @@ def work_of(
     seconds: float,
     ttft: float | None,
 ) -> list[Work]:
-    """What a replica did for a request that it served alone.
+    """What a replica did for a request that it served alone, and as a fifth term how often it took
+    what a request takes outside the engine's steps.
 
     Args:
         prompt: tokens that were prefilled.

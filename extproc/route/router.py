@@ -1,7 +1,7 @@
 """One decision: the fleet as it is, a prediction for every candidate, a policy's choice."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.view import FleetView, most
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
+from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
 from extproc.route.holder import Holder
@@ -142,6 +143,13 @@ class Decision:
         first = self.choice.first
         return float(self.prediction.decode[first] / self.situation.view.stretch[first]) / later
 
+    def forget_token_ids(self) -> None:
+        """Those of a long prompt take 100 kB, and a decision is kept for long."""
+        prefix = self.profile.prefix
+        if len(prefix.ids):
+            known = replace(prefix, ids=NO_PREFIX.ids)
+            self.situation.profile = replace(self.profile, prefix=known)
+
     def forecast(self) -> Forecast:
         """What has to be remembered of it until the request ends."""
         return Forecast(
@@ -197,7 +205,7 @@ class Router:
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
-        held = fleet.held(profile.prefix, view)
+        held = fleet.held(profile.prefix, view, profile.model)
         prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
         adapter = fleet.adapter_times(profile.model, view)
         if adapter is not None:

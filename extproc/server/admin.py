@@ -58,7 +58,7 @@ def _fleet(pools: Iterable[Services]) -> Iterator[bytes]:
         | {
             "in_flight": one.fleet.in_flight_on(state.id),
             "pool": one.config.pool,
-            "blocks_known": one.fleet.blocks.known(state.id),
+            "known_blocks": one.fleet.blocks.count(state.id),
         }
         for one in pools
         for state in one.fleet.states

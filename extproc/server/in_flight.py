@@ -49,6 +49,7 @@ class InFlight:
         self._served_by = decision.replica
         self._ticket = services.fleet.dispatch(decision.replica, decision.profile, decision.cached)
         services.fleet.bind(decision.profile.session, decision.replica)
+        decision.forget_token_ids()
         self._forecast = decision.forecast()
         pool = services.config.pool
         self._outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
@@ -111,7 +112,7 @@ class InFlight:
         if upstream != self._served_by and upstream in services.fleet:
             # Envoy passed the choice over or tried it in vain.
             services.fleet.failed(self._served_by)
-            services.fleet.move(self._ticket, upstream)
+            services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)
             services.fleet.bind(self._forecast.profile.session, upstream)
             self._served_by = upstream
         self._outcome.served_by = self._served_by

@@ -40,9 +40,9 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
         for holders, key in kinds:
             tasks.create_task(tell_holders(StreamWriter(redis, key, MOST_HELD), holders))
             tasks.create_task(hear_holders(StreamReader(redis, key, Random()), holders))
+        prompts = prompts_key(config.pool)
         blocks = BlockReader(redis, config.pool, Random(), monotonic)
         tasks.create_task(hear_blocks(blocks, fleet))
-        prompts = prompts_key(config.pool)
         tasks.create_task(tell_prompts(StreamWriter(redis, prompts, MOST_KEPT), fleet))
         tasks.create_task(hear_prompts(StreamReader(redis, prompts, Random()), fleet))
 

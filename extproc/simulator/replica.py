@@ -163,9 +163,14 @@ class Replica:
         block_bytes = self.settings.block_size * tokens.BYTES_PER_TOKEN
         content = prompt + tokens.encode(text)
         hashes = chain_hashes(content, block_bytes, adapter.encode())
-        told = content if self.engine.events else b""
-        count = tokens.count(prompt)
-        return Sequence(self.live.next_id(), count, output_tokens, hashes, adapter, told)
+        return Sequence(
+            self.live.next_id(),
+            tokens.count(prompt),
+            output_tokens,
+            hashes,
+            adapter,
+            content if self.engine.events else b"",
+        )
 
     def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:
         """Most tokens a sequence may generate, by vLLM's rules."""

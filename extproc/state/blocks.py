@@ -20,7 +20,13 @@ from extproc.backoff import Backoff
 from extproc.clock import Clock
 from extproc.fleet.block_news import BlockNews, decode, is_up_to
 from extproc.state.connection import in_time
-from extproc.state.keys import blocks_channel, blocks_key, blocks_pattern, lease_key
+from extproc.state.keys import (
+    blocks_channel,
+    blocks_key,
+    blocks_pattern,
+    kv_stream_key,
+    lease_key,
+)
 from extproc.state.read import keys_like, messages_of
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
 
@@ -45,6 +51,12 @@ elseif redis.call('EXISTS', KEYS[2]) == 1 then
 end
 redis.call('PUBLISH', ARGV[3], ARGV[4] .. ARGV[5])
 return (not kept or (type(kept) == 'table' and kept.err)) and 0 or 1
+"""
+
+# KEYS: a lease, what is known of a stream. ARGV: the poller that must hold the lease, life in s,
+# what it knows.
+_SAVE = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[2]) end
 """
 
 Told = tuple[BlockNews, BlockNews | None]
@@ -95,6 +107,26 @@ class BlockWriter:
                 )
             kept = await pipe.execute()
         return {replica for replica, is_kept in zip(news, kept, strict=True) if not is_kept}
+
+    async def save(self, replica: str, data: bytes) -> None:
+        """Keep what a poller needs to go on from here.
+
+        Raises:
+            RedisError: Redis did not take it.
+        """
+        keys = lease_key(self._pool, replica), kv_stream_key(self._pool, replica)
+        async with in_time():
+            await self._redis.eval(_SAVE, 2, *keys, self._poller, LIFE_S, data)
+
+    async def load(self, replica: str) -> bytes:
+        """What was saved last, by whichever poller; empty: nothing.
+
+        Raises:
+            RedisError: Redis did not tell.
+        """
+        async with in_time():
+            data: Any = await self._redis.get(kv_stream_key(self._pool, replica))
+        return data or b""
 
 
 class BlockReader:

@@ -67,6 +67,11 @@ def blocks_key(pool: str, replica_id: str) -> str:
     return f"{{{pool}}}:blocks:{replica_id}"
 
 
+def kv_stream_key(pool: str, replica_id: str) -> str:
+    """Key of what the poller knows of a replica's KV events, for the next poller to go on from."""
+    return f"{{{pool}}}:kv-stream:{replica_id}"
+
+
 def blocks_pattern(pool: str) -> str:
     """Glob that matches the keys of the blocks of all the pool's replicas."""
     return blocks_key(pool, "*")

@@ -556,6 +556,12 @@ def test_a_configuration_is_told_where_one_is_given(
     assert told(*envoy)
 
 
+def test_names_of_models_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--route.models", "{l: [a, b], c: {l: 3, n: 1}}"]) == 0
+    told = capsys.readouterr().out
+    assert "models   l: served as a or b; c: 75.0% l, 25.0% n" in told
+
+
 def test_an_empty_file_is_no_envoy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "empty.yaml"
     path.touch()

@@ -83,6 +83,19 @@ def test_the_last_token_is_always_computed_and_salts_set_prompts_apart() -> None
     assert told.held(Prefix(NO_PREFIX.keys, 64.0, ids=IDS, salt="pepper")) == [0, 48, 0]
 
 
+def test_adapters_have_blocks_of_their_own() -> None:
+    told = Told()
+    told.tell(1, keys(20))
+    told.tell(2, [int(key) for key in token_keys(IDS, 16, seed_of("sql", ""))[:3]])
+    adapters = {"models": (MODEL, "sql"), "adapters": ("sql",), "max_loras": 1}
+    for number, news in told.numbers.items():
+        one = state(number, "llama-8b-a10", told.clock, kv_tokens=100_000, kv_news=news)
+        told.fleet.put(one.model_copy(update=adapters))
+    view = told.fleet.view("sql")
+    assert told.fleet.held(PREFIX, view, "sql").cached.tolist() == [0, 48]
+    assert told.fleet.held(PREFIX, view, MODEL).cached.tolist() == [320, 0]
+
+
 def test_what_was_sent_counts_until_the_replica_tells_otherwise_or_time_is_up() -> None:
     told = Told()
     profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)

@@ -72,6 +72,13 @@ def test_who_gave_the_last_answer_holds_it(prefixes: Prefixes) -> None:
     assert list(prefixes.held(following, ROWS).expected) == [230.0, 2 * UNIT, 0]
 
 
+def test_who_was_sent_a_turn_already_holds_all_of_it(prefixes: Prefixes) -> None:
+    for text, whole in (("ab", 77), ("abcd", 0)):
+        prefixes.enter(0, prompt(text, whole), ROOM)
+    again = prompt("abcd", asked=77, answered=3 * UNIT)
+    assert prefixes.held(again, ROWS).expected[0] == 4 * UNIT
+
+
 def test_it_holds_no_more_than_there_is_room_for(prefixes: Prefixes) -> None:
     """And forgets as it goes, whatever is sent."""
     random = Random(1)

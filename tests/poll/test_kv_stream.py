@@ -84,14 +84,23 @@ async def _bind(socket: zmq.asyncio.Socket, port: int) -> None:
 class Followed:
     """What a poller makes of it."""
 
-    def __init__(self, context: zmq.asyncio.Context, ports: tuple[int, int]) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, ports: tuple[int, int], kept: bytes = b""
+    ) -> None:
+        self.kept = kept
         target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
         self._blocks = KvBlocks(Random(1), monotonic)
-        self.stream = KvStream(context, target, ports, self._blocks, self._hear, monotonic)
+        self.stream = KvStream(context, target, ports, self._blocks, self, monotonic)
         self.held: set[int] = set()
         self._some = asyncio.Event()
 
-    def _hear(self) -> None:
+    async def load(self, replica: str) -> bytes:
+        return self.kept
+
+    async def save(self, replica: str, data: bytes) -> None:
+        self.kept = data
+
+    def changed(self, replica: str, blocks: KvBlocks) -> None:
         if told := self._blocks.news():
             if told[0].whole:
                 self.held.clear()
@@ -134,8 +143,10 @@ async def engine(context: zmq.asyncio.Context) -> AsyncIterator[Engine]:
 
 
 @asynccontextmanager
-async def following(context: zmq.asyncio.Context, engine: Engine) -> AsyncIterator[Followed]:
-    followed = Followed(context, engine._ports)
+async def following(
+    context: zmq.asyncio.Context, engine: Engine, kept: bytes = b""
+) -> AsyncIterator[Followed]:
+    followed = Followed(context, engine._ports, kept)
     task = asyncio.create_task(followed.stream.run())
     try:
         yield followed
@@ -210,6 +221,33 @@ async def test_what_the_replica_no_longer_keeps_is_not_made_up(
         await engine.tell(stored(0, [11]))
         await followed.holds(KEYS[0])
     assert len(logged.lines()) == 2
+
+
+async def test_the_next_poller_goes_on_from_what_the_last_one_knew(
+    context: zmq.asyncio.Context, engine: Engine
+) -> None:
+    await engine.tell(stored(0, [11]), stored(0, [11]))
+    await engine.tell(stored(1, [12], parent=11))
+    async with following(context, engine) as first:
+        await first.holds(*KEYS[:2])
+        await first.until(lambda: bool(first.kept))
+    await engine.tell(stored(2, [13], parent=12), removed(11))
+    del engine.kept[0]
+    async with following(context, engine, first.kept) as second:
+        await second.holds(*KEYS[:3])
+    del engine.kept[0]  # too late: what follows is not all there
+    async with following(context, engine, first.kept) as third:
+        await third.until(lambda: third.stream._problem is not None)
+        assert third.stream.number is None
+    await engine.stop()
+    await engine.start()
+    await engine.tell(stored(0, [21]))
+    await engine.tell(stored(1, [22], parent=21))
+    async with following(context, engine, first.kept) as fourth:  # of another process
+        await fourth.holds(*KEYS[:2])
+    for garbage in (b"x", first.kept[:-1], first.kept[:-9]):
+        async with following(context, engine, garbage) as fifth:
+            await fifth.holds(*KEYS[:2])
 
 
 async def test_a_batch_that_never_comes_is_not_waited_for(

@@ -26,8 +26,8 @@ class Told:
         self._heard = heard
         self._asked = asked
 
-    async def complete(self, ids: list[int], tokens: int = 1, model: str = "tiny") -> None:
-        body = {"model": model, "prompt": ids, "max_tokens": tokens, "ignore_eos": True}
+    async def complete(self, ids: list[int], tokens: int = 1) -> None:
+        body = {"model": "tiny", "prompt": ids, "max_tokens": tokens, "ignore_eos": True}
         async with self._client.post("/v1/completions", json=body) as response:
             assert response.status == 200
 
@@ -52,7 +52,6 @@ class Told:
 async def told() -> AsyncIterator[Told]:
     ports = (free_port(), free_port())
     settings = replace(SETTINGS, max_model_len=160, kv_tokens=160, kv_events_ports=ports)
-    settings = replace(settings, adapters=("law",))
     runner, port, _ = await start(Replica(settings), "127.0.0.1", 0)
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heard:
         heard.subscribe(b"")
@@ -67,16 +66,6 @@ async def told() -> AsyncIterator[Told]:
             async with ClientSession(f"http://127.0.0.1:{port}") as client:
                 yield Told(client, heard, asked)
     await runner.cleanup()
-
-
-async def test_blocks_of_an_adapter_are_others_and_say_whose(told: Told) -> None:
-    hashes = []
-    for model, adapter in (("tiny", None), ("law", "law")):
-        await told.complete(list(range(40)), model=model)
-        _, [stored] = await told.batch()
-        assert stored["lora_name"] == adapter
-        hashes += stored["block_hashes"]
-    assert len({*hashes}) == 4
 
 
 async def test_stored_blocks_say_what_is_in_them_and_before_them(told: Told) -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from extproc.fleet.block_news import NUMBERS, BlockNews
 from extproc.state import blocks as shared
 from extproc.state.blocks import LIFE_S, BlockReader, BlockWriter
 from extproc.state.connection import connect
-from extproc.state.keys import blocks_channel, blocks_key, lease_key
+from extproc.state.keys import blocks_channel, blocks_key, kv_stream_key, lease_key
 from tests.conftest import Logged, RedisServer
 from tests.fakes import replica
 from tests.state.servers import command, eventually
@@ -126,6 +127,20 @@ async def test_who_lost_the_lease_tells_nothing(
         await one.holds({1, 3})
 
 
+async def test_what_a_poller_knows_is_kept_for_the_next(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    async with connect(redis_server.url, "test") as redis:
+        mine, another = (BlockWriter(redis, "test", name) for name in ("mine", "another"))
+        assert await mine.load(replica(1)) == b""
+        await lease(redis_client)
+        await mine.save(replica(1), b"known")
+        await another.save(replica(1), b"what it knew when it had the lease")
+        assert await another.load(replica(1)) == b"known"
+        assert await mine.load(replica(2)) == b""
+    assert 0 < await redis_client.ttl(kv_stream_key("test", replica(1))) <= LIFE_S
+
+
 async def test_news_that_follow_nothing_are_told_whole_next(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
@@ -160,8 +175,7 @@ async def test_what_was_missed_on_the_way_is_read(
     async with poller(redis_server.url) as tell, router(redis_server.url) as one:
         await tell(whole(1, {1}), whole(1, {1}))
         await one.holds({1})
-        log = await redis_client.get(blocks_key("test", replica(1)))
-        assert isinstance(log, bytes)
+        log: Any = await redis_client.get(blocks_key("test", replica(1)))
         await redis_client.set(blocks_key("test", replica(1)), log + news(2, {2}).encode())
         await tell(news(3, {3}))
         await one.holds({1, 2, 3})
