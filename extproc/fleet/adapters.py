@@ -15,7 +15,9 @@ from extproc.fleet.view import FleetView, Floats
 
 LOAD_S = 0.1
 """Seconds that it takes to load an adapter, until a replica has shown it."""
-_LOADS_REMEMBERED = 15
+_REMEMBERED = 15
+"""Loads of a replica, and waits of the fleet."""
+_MOST_OVERRUN = 10.0
 _MEMORY = 60.0
 """Seconds without a request after which it is unlikely, by e to 1, that one for an adapter comes
 before others have driven it out."""
@@ -32,6 +34,9 @@ class AdapterTimes:
     wasted: Floats
     """Seconds that others lose: all that decode stand still while it is loaded, and what is dropped
     for it may have to be loaded again."""
+    overrun: float
+    """Times as long as for what came before it that a request waits: requests for the adapters in
+    the batch that come after it pass."""
 
 
 @dataclass(slots=True)
@@ -54,7 +59,7 @@ class _Row:
     """In use by what only polls saw."""
     load_s: float = LOAD_S
     """Seconds that a load should take: the median of the last ones."""
-    loads: deque[float] = field(default_factory=lambda: deque([LOAD_S], _LOADS_REMEMBERED))
+    loads: deque[float] = field(default_factory=lambda: deque([LOAD_S], _REMEMBERED))
 
     def touch(self, name: str, at: float) -> None:
         self.loaded[name] = max(self.loaded.get(name, at), at)
@@ -79,6 +84,9 @@ class Adapters:
         self._rows: dict[int, _Row] = {}
         self._names: set[str] = set()
         """Whatever is an adapter anywhere."""
+        self._overruns: deque[float] = deque([1.0], _REMEMBERED)
+        self._overrun = 1.0
+        """The median of the last ones."""
         self._tickets: dict[int, tuple[int, str]] = {}
         """Replica and adapter of this router's requests for adapters, by ticket."""
 
@@ -144,6 +152,11 @@ class Adapters:
             known.loads.append(max(seconds, 0.0))
             known.load_s = median(known.loads)
 
+    def waited(self, overrun: float) -> None:
+        """A request waited for a place so many times as long as for what had come before it."""
+        self._overruns.append(min(max(overrun, 1.0), _MOST_OVERRUN))
+        self._overrun = median(self._overruns)
+
     def __contains__(self, model: str) -> bool:
         """Whether it is an adapter, of any replica."""
         return model in self._names
@@ -157,13 +170,15 @@ class Adapters:
             typical: tokens that a sequence of which nothing is known is expected to generate still.
             now: seconds.
         """
-        found = AdapterTimes(*np.zeros((3, len(view))))
+        nothing = np.zeros((3, len(view)))
+        found = AdapterTimes(nothing[0], nothing[1], nothing[2], self._overrun)
         for place, row in enumerate(view.rows.tolist()):
             known = self._rows.get(row)
             if known is None or model not in known.names or not known.slots:
                 continue
             token = view.decode_step.item(place) / view.tokens_per_step.item(place)
-            wait = found.wait[place] = self._wait(row, known, model, token, typical)
+            wait = self._overrun * self._wait(row, known, model, token, typical)
+            found.wait[place] = wait
             if wait or (model not in known.loaded and model not in known.users()):
                 found.load[place] = known.load_s
                 lose = view.batch.item(place) + _asked_again(known, model, now)

@@ -352,6 +352,11 @@ class Fleet:
         if row is not None:
             self._adapters.took(row, seconds)
 
+    def adapter_waited(self, overrun: float) -> None:
+        """A request waited for a place of its adapter so many times as long as for what had come
+        before it."""
+        self._adapters.waited(overrun)
+
     def failed(self, replica: str) -> None:
         """A request sent there was answered with a 5xx, or had to be served by another."""
         self.eligibility.failed(replica)

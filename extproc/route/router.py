@@ -40,6 +40,8 @@ class Forecast:
     expected_hits: float
     hits_depth: int
     adapter_load: float
+    adapter_wait: float
+    adapter_overrun: float
     """All as in :class:`Decision`."""
 
 
@@ -116,12 +118,23 @@ class Decision:
         return float(self.prediction.completion[self.choice.first])
 
     @property
+    def adapter_wait(self) -> float:
+        """Seconds of that until there is a place in the batch for its LoRA adapter."""
+        adapter = self.situation.adapter
+        return 0.0 if adapter is None else adapter.wait.item(self.choice.first)
+
+    @property
+    def adapter_overrun(self) -> float:
+        """As in :class:`~extproc.fleet.adapters.AdapterTimes`."""
+        return 1.0 if self.situation.adapter is None else self.situation.adapter.overrun
+
+    @property
     def adapter_load(self) -> float:
         """Seconds of that to load its LoRA adapter, where it need not wait for others before."""
-        first, adapter = self.choice.first, self.situation.adapter
-        if adapter is None or adapter.wait[first]:
+        adapter = self.situation.adapter
+        if adapter is None or self.adapter_wait:
             return 0.0
-        return adapter.load.item(first)
+        return adapter.load.item(self.choice.first)
 
     @property
     def decode_time_per_token(self) -> float:
@@ -148,6 +161,8 @@ class Decision:
             self.expected_hits,
             int(self.situation.held.depths[self.choice.first]),
             self.adapter_load,
+            self.adapter_wait,
+            self.adapter_overrun,
         )
 
 
@@ -285,9 +300,13 @@ class Router:
         profile = forecast.profile
         if profile.sequences:
             self.fleet.lengths.observe(profile, tokens)
-        load = forecast.adapter_load
-        if load and ttft is not None and replica == forecast.replica:
-            self.fleet.adapter_loaded(replica, ttft - (forecast.predicted_ttft - load))
+        load, wait = forecast.adapter_load, forecast.adapter_wait
+        if ttft is not None and replica == forecast.replica:
+            later = ttft - forecast.predicted_ttft
+            if load:
+                self.fleet.adapter_loaded(replica, load + later)
+            if wait:
+                self.fleet.adapter_waited(forecast.adapter_overrun * (1.0 + later / wait))
         if alone is not None and profile.sequences <= 1 and not load:
             prompt = profile.prompt_tokens if prompt_tokens is None else prompt_tokens
             self.fleet.served_alone(replica, alone, Served(prompt, tokens, seconds, ttft))

@@ -133,8 +133,9 @@ class InFlight:
         services = self._services
         share = services.config.serve.stream_sample
         sampled = services.random.random() < share
-        teaches = self._forecast.adapter_load > 0.0 or services.fleet.teaches(self._ticket)
-        return sampled or (share > 0.0 and teaches)
+        forecast = self._forecast
+        teaches = forecast.adapter_load or forecast.adapter_wait
+        return sampled or (share > 0.0 and bool(teaches or services.fleet.teaches(self._ticket)))
 
     def _complete(self) -> bool:
         """Whether it is known to have been answered to the end.

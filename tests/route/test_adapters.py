@@ -185,6 +185,20 @@ def test_how_long_a_load_takes_is_learned_from_first_tokens() -> None:
     assert system.extra("a") == pytest.approx(0.7)
 
 
+def test_how_much_longer_places_are_held_by_those_that_come_after_is_learned() -> None:
+    system = System(1, max_loras=1)
+    system.send("a", 1, 300)
+    decision = system.decide("b")
+    wait = decision.adapter_wait
+    for _ in range(4):
+        ttft = decision.predicted_ttft + 2 * wait
+        system.router.learn(decision.forecast(), decision.replica, 50, ttft + 1.0, ttft)
+        decision = system.decide("b")
+        assert decision.adapter_wait <= 10 * wait
+    assert decision.adapter_wait > 2.5 * wait
+    assert system.decide(MODEL).predicted_ttft < 1.0
+
+
 def test_each_adapter_keeps_to_its_replica_and_plain_requests_to_none() -> None:
     system = System(2, max_loras=1)
     chosen: dict[str, Counter[str]] = {"a": Counter(), "b": Counter(), MODEL: Counter()}
