@@ -205,7 +205,8 @@ class Simulation:
         replica, chosen = served.replica, served.decision.replica
         if replica != chosen:
             self._tell(served, lambda node: node.answered(chosen, well=False))
-            self._tell(served, lambda node: node.moved(served.number, replica))
+            prefix = served.profile.prefix
+            self._tell(served, lambda node: node.moved(served.number, replica, prefix))
         self._tell(served, lambda node: node.answered(replica, well))
 
     def _tell(self, served: Served, news: News) -> None:

@@ -13,6 +13,7 @@ from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.state import ReplicaState
+from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router
 
@@ -34,9 +35,9 @@ class Node:
         )
         return self.fleet.teaches(self._tickets[number])
 
-    def moved(self, number: int, replica: str) -> None:
+    def moved(self, number: int, replica: str, prefix: Prefix) -> None:
         """It is served by another replica than it was sent to."""
-        self.fleet.move(self._tickets[number], replica)
+        self.fleet.move(self._tickets[number], replica, prefix)
 
     def first_token(self, number: int) -> None:
         """Its first token was seen."""

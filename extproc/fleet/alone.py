@@ -118,6 +118,7 @@ class Alone:
         share = cached / prompts if prompts > 0.0 else 0.0
         computed = max(served.prompt_tokens * (1.0 - share), 1.0)
         works = work_of(
+            served.prompt_tokens,
             computed,
             served.tokens,
             self._replicas.token_budget.item(row),

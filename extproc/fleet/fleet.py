@@ -165,6 +165,7 @@ class Fleet:
             if state.steps < self._replicas.polled_steps[row]:
                 restart(self._replicas, self._requests, row, state.steps)
                 self._prefixes.clear(row)
+                self.sent.emptied(state.id)
                 self._adapters.restarted(row)
             self._prefixes.polled(row, state)
             self._adapters.polled(row, state, asked_at)
@@ -276,9 +277,11 @@ class Fleet:
         if row is not None:
             self._progress.advance(self._clock())
             self._alone.moved(self._ledger.replica(ticket), ticket.number, row)
-            self._ledger.move(ticket, row)
+            cached = self._prefixes.held(prefix, np.array([row])).cached.item()
+            self._ledger.move(ticket, row, cached)
             self._adapters.moved(ticket.number, row, self._clock())
             self._enter(row, prefix)
+            self.sent.add(replica, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
         """Its first token was seen: its prompt is prefilled, and all that were queued before it."""
@@ -333,18 +336,21 @@ class Fleet:
         if row is not None:
             self._corrections.observe(row, predicted, actual, self._clock())
 
-    def reported(self, replica: str, expected: float, depth: int, tokens: float) -> None:
-        """A request there found ``tokens`` of its prompt cached.
+    def reported(
+        self, replica: str, expected: float, depth: int, prompt: float, tokens: float
+    ) -> None:
+        """A request there found ``tokens`` of its ``prompt`` tokens cached.
 
         Args:
             replica: ``ip:port``; one that is no member is passed over.
             expected: tokens that the replica should have held.
             depth: and how deep, both of :meth:`held`.
+            prompt: its tokens.
             tokens: as it said.
         """
         row = self._rows.get(replica)
         if row is not None and depth >= 0:
-            self._prefixes.reported(row, expected, depth, tokens)
+            self._prefixes.reported(row, expected, depth, prompt, tokens)
 
     def adapter_loaded(self, replica: str, seconds: float) -> None:
         """A request there, whose adapter was to be loaded, got its first token so much later."""
@@ -400,8 +406,12 @@ class Fleet:
         if router == self.router:
             return
         for replica, prefix in sent.read(prompts):
-            if (row := self._rows.get(replica)) is not None:
+            if (row := self._rows.get(replica)) is None:
+                continue
+            if prefix.tokens:
                 self._enter(row, prefix)
+            else:
+                self._prefixes.clear(row)
 
     def _enter(self, row: int, prefix: Prefix) -> None:
         if self._states[row].prefix_caching:

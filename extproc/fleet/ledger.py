@@ -73,8 +73,9 @@ class Ledger:
         """
         return int(self._requests.replica[self._row[ticket.number]])
 
-    def move(self, ticket: Ticket, replica: int) -> None:
-        """The request is on another replica than it was sent to."""
+    def move(self, ticket: Ticket, replica: int, cached: float) -> None:
+        """The request is on another replica than it was sent to, which has ``cached`` tokens of its
+        prompt."""
         requests, row = self._requests, self._row[ticket.number]
         if requests.replica[row] == replica:
             return
@@ -83,6 +84,8 @@ class Ledger:
         requests.replica[row] = replica
         requests.before[row] = inf
         requests.until[row] = 0.0
+        whole = requests.each.item(row) * max(requests.weight.item(row), 1.0)
+        requests.prompt[row] = max(whole - cached, min(whole, 1.0))
         requests.mark[row], requests.turn[row] = self._enqueue(
             replica, requests.prompt[row], requests.parts[row]
         )

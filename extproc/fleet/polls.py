@@ -118,11 +118,11 @@ def correct(
         replicas.beyond[row] = beyond
     replicas.polled_waiting[row] = state.waiting
     waiting = state.waiting - replicas.queued.item(row) - replicas.others_queued.item(row)
-    prompt = state.prompt_tokens / max(state.first_tokens, 1.0)
+    prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
     replicas.foreign_backlog[row] = min(max(waiting, 0.0), replicas.foreign.item(row)) * prompt
     replicas.polled_kv_usage[row] = state.kv_usage
     started = requests.before[then] < inf
-    own_kv = requests.prompt[then] + weight * requests.generated[then]
+    own_kv = weight * (requests.each[then] + requests.generated[then])
     used = state.kv_usage * replicas.kv_capacity[row]
     known_kv = float(own_kv @ started) + replicas.others_kv.item(row)
     replicas.kv_beyond[row] = used - known_kv

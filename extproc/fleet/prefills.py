@@ -2,6 +2,8 @@
 
 from math import inf
 
+import numpy as np
+
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import Replicas, Requests
 from extproc.fleet.view import Floats, Indices
@@ -115,7 +117,8 @@ def _settled(
     the end of each step what was there when it began."""
     budget = replicas.token_budget.item(row)
     step = replicas.decode_step.item(row) + replicas.c_prefill.item(row) * budget
-    arrived_at = requests.sent_at[order] + _TOKENIZED * requests.prompt[order]
+    prompts = requests.each[order] * np.maximum(requests.weight[order], 1.0)
+    arrived_at = requests.sent_at[order] + _TOKENIZED * prompts
     late = (arrived_at > asked_at - _UNDER_WAY - 2.0 * step).nonzero()[0]
     return int(late[0]) if len(late) else len(order)
 

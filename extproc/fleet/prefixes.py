@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import repeat
 from operator import ne
 
@@ -17,6 +17,7 @@ from extproc.request.prefix import Prefix
 _ENOUGH_TOKENS = 10_000.0
 """Prompt tokens that a replica counts before its hits are compared with what was expected: some of
 them were sent before the last comparison."""
+_PLACES_REMEMBERED = 1000
 
 
 @dataclass(slots=True)
@@ -39,16 +40,24 @@ class _Cache:
     """The keys it holds, the next to be evicted first; and ``entered`` when each was used last."""
     entered: int = 0
     """Keys, in all."""
+    unit: float = 0.0
+    """Tokens of a key, in the mean of what came of late."""
     room: int = 1
     """For so many keys."""
     sent: float = 0.0
     """Prompt tokens sent since the last comparison with what the replica counts."""
+    told: float = 0.0
+    """Of these, the ones of prompts whose answers told what was cached."""
     expected: Floats = field(default_factory=lambda: np.zeros(DEPTHS))
-    """Of these, tokens that were taken to be cached, by depth."""
-    reports: bool = False
-    """Whether its answers tell what was cached."""
+    """And the ones that were taken to be cached, by depth."""
     before: ReplicaState | None = None
     """What it counted at the last comparison."""
+
+    def fit(self, prefix: Prefix, capacity: float) -> None:
+        """Makes room for as many keys as ``capacity`` tokens are, of which more come."""
+        keys = len(prefix.keys)
+        self.unit += (prefix.unit - self.unit) * keys / (keys + min(self.entered, self.room))
+        self.room = max(int(capacity / self.unit), 1)
 
     def depth(self, key: int) -> int:
         since = self.entered - self.recent[key]
@@ -57,9 +66,9 @@ class _Cache:
 
 @lru_cache
 def _nothing(candidates: int) -> Held:
-    none = np.zeros(candidates)
-    none.flags.writeable = False
-    return Held(none, np.zeros(candidates, np.intp), none)
+    none, depths = np.zeros(candidates), np.zeros(candidates, np.intp)
+    none.flags.writeable = depths.flags.writeable = False
+    return Held(none, depths, none)
 
 
 class Prefixes:
@@ -77,6 +86,9 @@ class Prefixes:
         self._blocks = np.ones(0)
         """By row: tokens in a block; a replica finds whole ones."""
         self._belief = Belief()
+        self._rows = np.zeros(0, np.intp)
+        self._places: dict[int, Indices] = {}
+        """By holders: where they stand in ``_rows``, the last candidates that were asked about."""
 
     def clear(self, row: int) -> None:
         """The replica in that row holds nothing: it started anew, or is another one."""
@@ -90,74 +102,87 @@ class Prefixes:
 
     def enter(self, row: int, prefix: Prefix, capacity: float) -> None:
         """A prompt is sent to the replica in that row, whose KV cache holds ``capacity`` tokens."""
-        keys = prefix.keys.tolist()
-        if not keys:
-            return
-        cache, holders, bit = self._caches[row], self._holders, 1 << row
-        recent, room = cache.recent, max(int(capacity / prefix.unit), 1)
-        new = [key for key in keys if key not in recent]
+        keys, cache = prefix.keys.tolist(), self._caches[row]
         cache.sent += prefix.tokens
+        if not keys or prefix.unit <= 0.0:
+            return
+        recent, holders, bit = cache.recent, self._holders, 1 << row
+        new = [key for key in keys if key not in recent]
         if known := len(keys) - len(new):
             cache.expected[cache.depth(keys[known - 1])] += known * prefix.unit
         if prefix.whole:
             keys.append(prefix.whole)
             new.append(prefix.whole)
-        cache.room = room
+        cache.fit(prefix, capacity)
         cache.entered += len(new)
         keys.reverse()
         recent.update(dict.fromkeys(keys, cache.entered))
         deque(map(recent.move_to_end, keys), maxlen=0)
         for key in new:
             holders[key] = holders.get(key, 0) | bit
-        for _ in range(len(recent) - room):
+        for _ in range(len(recent) - cache.room):
             self._drop(recent.popitem(last=False)[0], bit)
 
     def held(self, prefix: Prefix, rows: Indices) -> Held:
         """What the replicas in these rows should hold of a prompt."""
         keys = prefix.keys.tolist()
-        masks = list(map(self._holders.get, keys, repeat(0)))
-        if not masks or not masks[0]:
+        masks = [*map(self._holders.get, keys, repeat(0)), 0]
+        end, mask = 0, masks[0]
+        if not mask:
             return _nothing(len(rows))
         expected, depths = np.zeros(len(rows)), np.zeros(len(rows), np.intp)
-        end = 0
-        while end < len(masks) and (mask := masks[end]):
-            end = bisect_left(masks, True, end, key=lambda other: ne(mask, other))
-            self._mark(expected, depths, rows, mask, keys[end - 1], end * prefix.unit)
+        while mask:
+            end = bisect_left(masks, True, end, key=partial(ne, mask))
+            last = self._find(mask & ~masks[end], rows)
+            expected[last] = end * prefix.unit
+            self._sound(depths, last, rows, keys[end - 1])
+            mask = masks[end]
         if answered := self._holders.get(prefix.asked, 0):
-            self._mark(expected, depths, rows, answered, prefix.asked, prefix.answered)
+            there = self._find(answered, rows)
+            expected[there] = np.maximum(expected[there], prefix.answered)
+            self._sound(depths, there, rows, prefix.asked)
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
         return Held(expected, depths, expected * self._belief.share(rows, depths))
 
-    def reported(self, row: int, expected: float, depth: int, tokens: float) -> None:
+    def reported(self, row: int, expected: float, depth: int, prompt: float, tokens: float) -> None:
         """The replica in that row said how many tokens of a prompt it had, where so many at that
         depth were expected."""
-        self._caches[row].reports = True
+        self._caches[row].told += prompt
         at_depth = np.zeros(DEPTHS)
         at_depth[depth] = expected
         self._belief.observe(row, at_depth, tokens)
 
     def polled(self, row: int, state: ReplicaState) -> None:
-        """What the replica in that row counts: of use where its answers tell nothing."""
+        """What the replica in that row counts: of use where its answers tell little."""
         cache = self._caches[row]
         self._blocks[row] = state.block_size
         before = cache.before = cache.before or state
         prompts = state.prompt_tokens - before.prompt_tokens
-        if cache.reports or prompts < _ENOUGH_TOKENS:
+        if prompts < _ENOUGH_TOKENS:
             return
-        hits = (state.cached_tokens - before.cached_tokens) / prompts
-        self._belief.observe(row, cache.expected, hits * cache.sent)
-        cache.before, cache.sent, cache.expected = state, 0.0, np.zeros(DEPTHS)
+        if cache.told < cache.sent / 2:
+            hits = (state.cached_tokens - before.cached_tokens) / prompts
+            self._belief.observe(row, cache.expected, hits * cache.sent)
+        cache.before, cache.sent, cache.told = state, 0.0, 0.0
+        cache.expected = np.zeros(DEPTHS)
 
-    def _mark(
-        self, expected: Floats, depths: Indices, rows: Indices, mask: int, key: int, tokens: float
-    ) -> None:
-        """The replicas in the mask hold so many tokens, up to that key."""
-        size = (max(mask.bit_length(), len(self._caches)) + 7) // 8
-        octets = np.frombuffer(mask.to_bytes(size, "little"), np.uint8)
-        there = np.unpackbits(octets, bitorder="little")[rows].nonzero()[0]
-        expected[there] = np.maximum(expected[there], tokens)
-        depths[there] = [self._caches[row].depth(key) for row in rows[there].tolist()]
+    def _find(self, mask: int, rows: Indices) -> Indices:
+        """Where the replicas in the mask stand among these rows."""
+        if rows is not self._rows or len(self._places) > _PLACES_REMEMBERED:
+            self._rows, self._places = rows, {}
+        there = self._places.get(mask)
+        if there is None:
+            octets = np.frombuffer(mask.to_bytes(len(self._caches) // 8 + 1, "little"), np.uint8)
+            there = np.unpackbits(octets, bitorder="little")[rows].nonzero()[0]
+            self._places[mask] = there
+        return there
+
+    def _sound(self, depths: Indices, there: Indices, rows: Indices, key: int) -> None:
+        """How deep a key is in the caches of those that are there: of use where depth matters."""
+        there = there[self._belief.doubted[rows[there]]]
+        if len(there):
+            depths[there] = [self._caches[row].depth(key) for row in rows[there].tolist()]
 
     def _drop(self, key: int, bit: int) -> None:
         left = self._holders[key] & ~bit

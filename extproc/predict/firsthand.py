@@ -128,6 +128,7 @@ class Firsthand:
 
 def work_of(
     prompt: float,
+    computed: float,
     tokens: float,
     budget: float,
     tokens_per_step: float,
@@ -138,7 +139,8 @@ def work_of(
     what a request takes outside the engine's steps.
 
     Args:
-        prompt: tokens that were prefilled.
+        prompt: tokens.
+        computed: of these, the ones that were prefilled.
         tokens: generated; 0: it was prefilled and no more.
         budget: prompt tokens of a step, at most.
         tokens_per_step: that a sequence gets.
@@ -146,7 +148,7 @@ def work_of(
         ttft: seconds to its first token; None where that was not seen.
     """
     later = max(tokens - 1.0, 0.0)
-    first = Work(ttft or seconds, (ceil(prompt / budget), prompt, 0.0, 0.0, 1.0))
+    first = Work(ttft or seconds, (ceil(computed / budget), computed, 0.0, 0.0, 1.0))
     steps = later / tokens_per_step
     rest = Work(seconds - (ttft or 0.0), (steps, 0.0, steps, steps * (prompt + later / 2), 0.0))
     if not later:

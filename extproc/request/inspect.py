@@ -100,7 +100,11 @@ def inspect(
         else NO_PREFIX,
     )
     if endpoint is Endpoint.RESPONSES:
-        return _of_responses(profile, fields, previous)
+        profile = _of_responses(profile, fields, previous)
+    if not profile.prefix.tokens:
+        # The replica counts its tokens as it does all.
+        unkeyed = replace(NO_PREFIX, tokens=float(profile.prompt_tokens))
+        profile = replace(profile, prefix=unkeyed)
     return profile
 
 
@@ -150,11 +154,11 @@ def _prefix(
     reading: Reading, exact: "ExactPrompt | None", tokens: int, model: str, salt: object
 ) -> Prefix:
     salt = salt if isinstance(salt, str) else ""
+    if reading.prompts > 1 or len(salt) > _LONGEST_NAME:
+        return NO_PREFIX
     seed = seed_of(model, salt)
     if exact:
         return replace(exact.prefix(seed), salt=salt)
-    if reading.prompts > 1:
-        return NO_PREFIX
     [(prompt, _)] = reading.pieces
     return replace(prompt.prefix(tokens, seed), salt=salt)
 

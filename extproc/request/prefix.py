@@ -43,7 +43,7 @@ class Prefix:
     unit: float
     """Tokens in a unit."""
     tokens: float
-    """Of all the prompt, the end that fills no unit included."""
+    """Of all the prompt, also of what fills no unit or is not known."""
     whole: int = 0
     """Key of the whole prompt; 0: not known."""
     asked: int = 0
@@ -95,7 +95,7 @@ def unit_keys(data: bytes, seed: int) -> Keys:
 
     A sum of products for each unit, and a polynomial over the units: in one pass of numpy, for a
     cryptographic hash takes ten times as long. Who finds two beginnings with the same key makes the
-    router err about one of his own requests.
+    router err about where they are cached, and of nothing else.
     """
     units = min(len(data) // UNIT_BYTES, _MOST_UNITS)
     words = np.frombuffer(data, "<u8", units * _WORDS).reshape(units, _WORDS)

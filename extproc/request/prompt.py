@@ -212,6 +212,7 @@ class Prompt:
 
     def _add_medium(self, kind: str, part: dict[str, object]) -> None:
         source = _source(kind, part)
+        known = source or _as_json(part)
         if kind in _IMAGES:
             self.images += 1
             tokens = _IMAGE_TOKENS
@@ -221,7 +222,7 @@ class Prompt:
             self.media += tokens
         if room := min(tokens * _BYTES_PER_TOKEN, self._media_room):
             self._media_room -= room
-            digest = f"{crc32(source.encode(errors='replace')):08x}"
+            digest = f"{crc32(known.encode(errors='replace')):08x}"
             self._rendered.append(digest.ljust(room))
 
 

@@ -155,10 +155,14 @@ class InFlight:
         outcome.output_tokens = usage.completion_tokens
         forecast = self._forecast
         outcome.cached_tokens = usage.cached_tokens
-        if usage.cached_tokens is not None and self._served_by == forecast.replica:
-            services.fleet.reported(
-                forecast.replica, forecast.expected_hits, forecast.hits_depth, usage.cached_tokens
-            )
+        expected = forecast.replica, forecast.expected_hits, forecast.hits_depth
+        if (
+            usage.cached_tokens is not None
+            and self._served_by == forecast.replica
+            and profile.sequences == 1
+        ):
+            prompt = usage.prompt_tokens or profile.prompt_tokens
+            services.fleet.reported(*expected, prompt, usage.cached_tokens)
         if usage.prompt_tokens and profile.prompt_bytes:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
         if usage.prompt_tokens and profile.images:

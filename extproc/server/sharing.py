@@ -121,6 +121,7 @@ async def hear_prompts(reader: StreamReader, fleet: Fleet) -> None:
                     if not warned:
                         logger.warning("skipped garbage in redis", extra={"error": str(error)})
                     warned = True
+            await asyncio.sleep(0)  # many may be there; requests come first
 
 
 async def _deliver(writer: StreamWriter, entries: Sequence[Fields]) -> None:

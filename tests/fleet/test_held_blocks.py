@@ -147,7 +147,7 @@ def test_reports_of_what_was_known_teach_no_estimate() -> None:
         held = told.fleet.held(
             Prefix(units, 64.0, 64.0 * len(units), ids=IDS), told.fleet.view(MODEL)
         )
-        told.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 0)
+        told.fleet.reported(replica(1), float(held.expected[0]), int(held.depths[0]), 321, 0)
     assert told.held(of_text) == before
 
 

@@ -1,5 +1,6 @@
 """What replicas should hold of a prompt, by what was sent there."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -9,7 +10,7 @@ from extproc.fleet import sent
 from extproc.fleet.prefixes import Prefixes
 from extproc.fleet.sent import SentPrompts
 from extproc.fleet.state import ReplicaState
-from extproc.request.prefix import UNIT_BYTES, Prefix, unit_keys
+from extproc.request.prefix import NO_PREFIX, UNIT_BYTES, Prefix, unit_keys
 
 ROWS = np.arange(3)
 UNIT = 64.0
@@ -108,10 +109,10 @@ def test_who_reports_less_than_expected_is_believed_less(prefixes: Prefixes) -> 
     assert believed(prefixes, "abcd" * 10) == 1
     held = prefixes.held(prompt("abcd" * 10), ROWS)
     for _ in range(20):
-        prefixes.reported(0, held.expected[0], int(held.depths[0]), 0.0)
+        prefixes.reported(0, held.expected[0], int(held.depths[0]), 2560, 0.0)
     assert believed(prefixes, "abcd" * 10) < 0.1
     for _ in range(60):
-        prefixes.reported(0, held.expected[0], int(held.depths[0]), held.expected[0])
+        prefixes.reported(0, held.expected[0], int(held.depths[0]), 2560, held.expected[0])
     assert believed(prefixes, "abcd" * 10) > 0.9
     prefixes.clear(0)
     prefixes.enter(0, prompt("abcd" * 10), ROOM)
@@ -124,13 +125,13 @@ def test_what_was_used_long_ago_is_believed_by_itself(prefixes: Prefixes) -> Non
     prefixes.enter(0, prompt("abcdefgh"), room)
     for letter in "ijklmnopqrst":
         prefixes.enter(0, prompt(letter * 2), room)
-    old, new = (prefixes.held(prompt(text), ROWS) for text in ("abcdefgh", "tt"))
-    assert old.depths[0] > new.depths[0] == 0
     for _ in range(50):
-        prefixes.reported(0, old.expected[0], int(old.depths[0]), 0.0)
-        prefixes.reported(0, new.expected[0], int(new.depths[0]), new.expected[0])
+        for text, found in (("abcdefgh", 0.0), ("tt", 1.0)):
+            held = prefixes.held(prompt(text), ROWS)
+            expected = float(held.expected[0])
+            prefixes.reported(0, expected, int(held.depths[0]), expected, found * expected)
     assert believed(prefixes, "abcdefgh") < 0.2
-    assert believed(prefixes, "tt") == 1
+    assert believed(prefixes, "tt") > 0.9
 
 
 def polled(prefixes: Prefixes, prompts: float, cached: float) -> None:
@@ -149,6 +150,67 @@ def test_where_answers_tell_nothing_the_counters_do(prefixes: Prefixes) -> None:
         prefixes.enter(0, prompt(text), ROOM)
         polled(prefixes, number * tokens, (number - 10) * tokens)
     assert believed(prefixes, text) > 0.9
+
+
+def test_one_answer_that_tells_does_not_silence_the_counters(prefixes: Prefixes) -> None:
+    """Responses tell always, chats only where the server was started for it."""
+    text, tokens = "abcd" * 8, 32 * UNIT
+    polled(prefixes, 0, 0)
+    prefixes.reported(0, 0, 0, 100, 0)
+    for number in range(1, 11):
+        prefixes.enter(0, prompt(text), ROOM)
+        polled(prefixes, number * tokens, 0)
+    assert believed(prefixes, text) < 0.2
+
+
+def test_prompts_of_which_nothing_is_known_do_not_count_as_misses(prefixes: Prefixes) -> None:
+    text, tokens = "abcd" * 8, 32 * UNIT
+    unknown = replace(NO_PREFIX, tokens=tokens)
+    polled(prefixes, 0, 0)
+    for number in range(1, 40):
+        prefixes.enter(0, prompt(text), ROOM)
+        prefixes.enter(0, unknown, ROOM)
+        polled(prefixes, 2 * number * tokens, (number - 1) * tokens)
+    assert believed(prefixes, text) > 0.9
+
+
+def test_who_found_more_than_expected_is_not_believed_blindly(prefixes: Prefixes) -> None:
+    prefixes.enter(0, prompt("abcd" * 10), ROOM)
+    for _ in range(10):
+        prefixes.reported(0, 64, 0, 100_000, 100_000)
+    for _ in range(8):
+        prefixes.reported(0, 2560, 0, 2560, 0)
+    assert believed(prefixes, "abcd" * 10) < 0.5
+
+
+def test_one_odd_prompt_does_not_empty_a_cache(prefixes: Prefixes) -> None:
+    """Of a prompt of empty messages a unit is 1,300 tokens."""
+    for number in range(20):
+        prefixes.enter(0, prompt(f"{number:04d}" * 5), 2000 * UNIT)
+    prefixes.enter(0, Prefix(unit_keys(b"?" * UNIT_BYTES, 1), 1300.0, 1300.0), 2000 * UNIT)
+    assert units(prefixes, "0003" * 5)[0] == 20
+
+
+def test_a_prompt_of_no_tokens_is_harmless(prefixes: Prefixes) -> None:
+    prefixes.enter(0, replace(prompt("ab"), unit=0.0, tokens=0.0), ROOM)
+    assert units(prefixes, "ab") == [0, 0, 0]
+
+
+def test_another_router_hears_of_one_that_started_anew() -> None:
+    told = SentPrompts()
+    told.emptied("10.0.0.1:8000")
+    [(replica, prefix)] = sent.read(told.take())
+    assert (replica, prefix.tokens, len(prefix.keys)) == ("10.0.0.1:8000", 0, 0)
+
+
+def test_what_waits_for_redis_is_told_a_batch_at_a_time() -> None:
+    told = SentPrompts()
+    for _ in range(250):
+        told.add("10.0.0.1:8000", prompt("ab"))
+    sizes = []
+    while batch := told.take():
+        sizes.append(len(sent.read(batch)))
+    assert sizes == [100, 100, 50]
 
 
 def test_another_router_hears_what_was_sent() -> None:

@@ -55,6 +55,8 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
                 "name": "one",
                 "profile": "llama-8b-a10",
                 "models": ("tiny", "adapter"),
+                "prefix_caching": True,
+                "kv_news": None,
                 "adapters": ("adapter",),
                 "max_loras": 0,
                 "adapters_in_use": (),

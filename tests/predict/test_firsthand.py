@@ -26,7 +26,7 @@ def serve(
         ttft = truth.frontend + truth.step_time(prompt, 0, 0)
         decode = sum(truth.step_time(0, 1, prompt + token) for token in range(1, tokens))
         told = None if random.random() < whole else ttft
-        seen.observe(work_of(prompt, tokens, 2048, 1.0, ttft + decode, told), now)
+        seen.observe(work_of(prompt, prompt, tokens, 2048, 1.0, ttft + decode, told), now)
     return now
 
 

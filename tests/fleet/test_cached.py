@@ -1,0 +1,104 @@
+"""The ledger where part of a prompt is in a replica's prefix cache."""
+
+import numpy as np
+import pytest
+
+from extproc.fleet.fleet import Fleet
+from extproc.predict.lengths import OutputLengths
+from extproc.request.prefix import NO_PREFIX, UNIT_BYTES, Prefix, prefix_of
+from extproc.request.profile import Endpoint, RequestProfile
+from tests.fakes import MODEL, ManualClock, replica, state
+
+TOKENS = 10_000
+CACHED = 9_000.0
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def fleet(clock: ManualClock) -> Fleet:
+    fleet = Fleet(OutputLengths(), clock, clock)
+    for number in (1, 2):
+        fleet.put(state(number, "llama-8b-h100", clock))
+    return fleet
+
+
+def request(prefix: Prefix = NO_PREFIX, tokens: int = TOKENS) -> RequestProfile:
+    return RequestProfile(Endpoint.CHAT, MODEL, tokens, 0, 1000, prefix=prefix)
+
+
+def prompt(letter: str, tokens: int = TOKENS) -> Prefix:
+    return prefix_of(letter.encode() * (tokens * UNIT_BYTES // 64), b"", b"", tokens, 1)
+
+
+@pytest.mark.parametrize("cached", [0.0, CACHED])
+def test_a_poll_finds_all_of_the_kv_tokens_that_are_known(
+    fleet: Fleet, clock: ManualClock, cached: float
+) -> None:
+    for _ in range(25):
+        fleet.first_token(fleet.dispatch(replica(1), request(), cached))
+    before = fleet.view(MODEL).kv_used[0]
+    clock.advance(0.2)
+    usage = 25 * TOKENS / 400_000
+    fleet.put(state(1, "llama-8b-h100", clock, running=25, kv_usage=usage, steps=1))
+    assert fleet.view(MODEL).kv_used[0] == pytest.approx(before, rel=0.02)
+
+
+def test_a_long_prompt_is_under_way_for_as_long_as_all_of_it_takes(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    """Its tokens are made before the engine has it, those that are cached, too."""
+    fleet.dispatch(replica(1), request(tokens=150_000), 90_000.0)
+    clock.advance(1.2)
+    fleet.put(state(1, "llama-8b-h100", clock))
+    assert fleet.view(MODEL).backlog[0] > 20_000
+
+
+def test_a_retried_request_has_to_be_prefilled_where_it_is_not_cached(fleet: Fleet) -> None:
+    prefix = prompt("a")
+    fleet.dispatch(replica(1), request(prefix))
+    ticket = fleet.dispatch(replica(1), request(prefix), CACHED)
+    fleet.move(ticket, replica(2), prefix)
+    assert fleet.view(MODEL).backlog[1] == TOKENS
+    held = fleet.held(prefix, fleet.view(MODEL)).expected
+    assert held[1] == pytest.approx(TOKENS, abs=64)
+
+
+def test_others_hear_where_a_retried_request_was_served(fleet: Fleet, clock: ManualClock) -> None:
+    other = Fleet(OutputLengths(), clock, clock)
+    for number in (1, 2):
+        other.put(state(number, "llama-8b-h100", clock))
+    prefix = prompt("a")
+    fleet.move(fleet.dispatch(replica(1), request(prefix)), replica(2), prefix)
+    other.hear_prompts(fleet.router, fleet.sent.take())
+    assert np.all(other.held(prefix, other.view(MODEL)).expected > 0)
+
+
+def test_what_was_sent_before_a_restart_is_not_there_for_a_router_that_starts(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    prefix = prompt("a")
+    fleet.put(state(1, "llama-8b-h100", clock, steps=100))
+    fleet.dispatch(replica(1), request(prefix))
+    told = [fleet.sent.take()]
+    clock.advance(1)
+    fleet.put(state(1, "llama-8b-h100", clock, steps=1))
+    told.append(fleet.sent.take())
+    other = Fleet(OutputLengths(), clock, clock)
+    other.put(state(1, "llama-8b-h100", clock, steps=1))
+    for batch in told:
+        other.hear_prompts(fleet.router, batch)
+    assert not other.held(prefix, other.view(MODEL)).expected.any()
+
+
+def test_prompts_of_others_that_wait_are_taken_to_be_cached_as_much_as_all(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    figures = {"waiting": 5, "prompt_tokens": 1e6, "cached_tokens": 9e5, "first_tokens": 100}
+    for _ in range(2):
+        clock.advance(0.2)
+        fleet.put(state(1, "llama-8b-h100", clock, steps=100, **figures))
+    assert fleet.view(MODEL).backlog[0] == 5 * 1000
