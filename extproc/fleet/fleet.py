@@ -72,7 +72,7 @@ class Fleet:
         self.sessions = Holders()
         self.sent = SentPrompts()
         self.known = asyncio.Event()
-        """Set when the replicas that Redis knows of were put in."""
+        """Set when the replicas that there were at the start were put in."""
         self._prefixes = Prefixes()
         self.blocks = HeldBlocks(clock)
         self._clock = clock

@@ -634,6 +634,16 @@ async def test_a_replica_that_does_not_tell_its_models_may_serve_any(
         await stream.end()
 
 
+async def test_while_not_all_replicas_are_known_no_model_is_unknown(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.known.clear()
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        assert set(destination(await stream.request_body(CHAT | {"model": "none"}))) <= MEMBERS
+        await stream.end()
+
+
 async def test_a_request_without_a_model_is_not_one_for_an_unknown_model(
     envoy: EnvoySide, services: Services
 ) -> None:
