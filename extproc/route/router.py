@@ -213,8 +213,7 @@ class Router:
         situation = Situation(profile, view, held, prediction, adapter)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
-        served = fleet.models_on(view.ids[choice.first])
-        model = fleet.names.known(profile.model, served) or fleet.names.served(profile.model)[0]
+        model = fleet.name_on(view.ids[choice.first], profile.model)
         return Decision(
             name,
             situation,
