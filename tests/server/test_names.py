@@ -148,7 +148,9 @@ async def test_a_name_that_only_the_router_knows_does_not_go_on_without_it(
         await stream.end()
 
 
-@pytest.mark.parametrize("other", [{"healthy": False}, {"models": ("other",)}])
+@pytest.mark.parametrize(
+    "other", [{"healthy": False}, {"models": ("other",)}, {"models": ("other",), "listed": False}]
+)
 async def test_a_draw_of_which_all_that_there_is_is_down_does_exist(
     envoy: EnvoySide, services: Services, other: dict[str, Any]
 ) -> None:
