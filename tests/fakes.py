@@ -47,6 +47,7 @@ def state(
             "name": f"r{number}",
             "profile": profile,
             "models": (MODEL,),
+            "listed": bool(figures.get("models", True)),
             "max_model_len": 65_536,
             "scraped_at": clock(),
         }

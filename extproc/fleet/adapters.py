@@ -1,7 +1,7 @@
 """LoRA adapters: which each replica has loaded, and what a request for one waits for there."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import exp, inf
@@ -161,18 +161,20 @@ class Adapters:
         """Whether it is an adapter, of any replica."""
         return model in self._names
 
-    def times(self, model: str, view: FleetView, typical: float, now: float) -> AdapterTimes:
+    def times(
+        self, models: Sequence[str], view: FleetView, typical: float, now: float
+    ) -> AdapterTimes:
         """What a request for an adapter meets on the candidates.
 
         Args:
-            model: what it asks for.
+            models: what each of them is asked for.
             view: the candidates.
             typical: tokens that a sequence of which nothing is known is expected to generate still.
             now: seconds.
         """
         nothing = np.zeros((3, len(view)))
         found = AdapterTimes(nothing[0], nothing[1], nothing[2], self._overrun)
-        for place, row in enumerate(view.rows.tolist()):
+        for place, (row, model) in enumerate(zip(view.rows.tolist(), models, strict=True)):
             known = self._rows.get(row)
             if known is None or model not in known.names or not known.slots:
                 continue

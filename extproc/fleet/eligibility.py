@@ -202,10 +202,11 @@ class Eligibility:
         return any(serving) and not all(serving)
 
     def unknown(self, model: str) -> bool:
-        """Whether all members, healthy or not, tell what they serve, and none this model."""
-        models = [member.state.models for member in self._members.values()]
-        known = self._names.known
-        return bool(models) and all(one and known(model, one) is None for one in models)
+        """Whether all members, healthy or not, told all they serve, and none this model."""
+        members = self._members.values()
+        return bool(members) and all(
+            member.state.listed and not self._serves(model, member) for member in members
+        )
 
     @property
     def doubtful(self) -> bool:

@@ -1,7 +1,7 @@
 """Every replica in memory: what polls said, what this router sent, and how far it has come."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from uuid import uuid4
@@ -72,7 +72,7 @@ class Fleet:
         self.sessions = Holders()
         self.sent = SentPrompts()
         self.known = asyncio.Event()
-        """Set when the replicas that Redis knows of were put in."""
+        """Set when the replicas that there were at the start were put in."""
         self._prefixes = Prefixes()
         self.blocks = HeldBlocks(clock)
         self._clock = clock
@@ -125,6 +125,11 @@ class Fleet:
         """Names of models that a replica serves; none where it does not tell, or is no member."""
         row = self._rows.get(replica)
         return () if row is None else self._states[row].models
+
+    def name_on(self, replica: str, model: str) -> str:
+        """The name by which a replica is asked for a model."""
+        known = self.names.known(model, self.models_on(replica))
+        return known or self.names.served(model)[0]
 
     @property
     def models(self) -> list[str]:
@@ -261,11 +266,11 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
-        adapter = profile.model if profile.model in self._adapters else ""
+        [adapter] = self._adapters_on([replica], profile.model)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
         self._alone.sent(row, ticket.number, profile, self._states[row])
-        self._adapters.sent(row, ticket.number, profile.model, now)
+        self._adapters.sent(row, ticket.number, adapter, now)
         return ticket
 
     def move(self, ticket: Ticket, replica: str, prefix: Prefix = NO_PREFIX) -> None:
@@ -488,9 +493,8 @@ class Fleet:
     def held(self, prefix: Prefix, view: FleetView, model: str = "") -> Held:
         """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
         or what they should by what was sent."""
-        adapter = model if model in self._adapters else ""
         held = self._prefixes.held(prefix, view.rows)
-        told = self.blocks.held(prefix, adapter, view.ids)
+        told = self.blocks.held(prefix, self._adapters_on(view.ids, model), view.ids)
         if told is None:
             return held
         estimated = np.isnan(told)
@@ -529,10 +533,19 @@ class Fleet:
     def adapter_times(self, model: str, view: FleetView) -> AdapterTimes | None:
         """What a request for a LoRA adapter meets on the candidates of a view; None where the model
         is none. Call :meth:`sequences` before."""
-        if model not in self._adapters:
+        adapters = self._adapters_on(view.ids, model)
+        if not any(adapters):
             return None
         typical = self.lengths.expected(0, _UNBOUNDED)
-        return self._adapters.times(model, view, typical, self._clock())
+        return self._adapters.times(adapters, view, typical, self._clock())
+
+    def _adapters_on(self, replicas: Sequence[str], model: str) -> list[str]:
+        """The LoRA adapter that each of these replicas is asked for; empty: none."""
+        adapters = self._adapters
+        if not any(name in adapters for name in self.names.served(model)):
+            return [""] * len(replicas)
+        names = (self.name_on(replica, model) for replica in replicas)
+        return [name if name in adapters else "" for name in names]
 
     def _find(self, model: str, among: frozenset[str] | None) -> _Candidates:
         if self.eligibility.changed():

@@ -104,23 +104,27 @@ class HeldBlocks:
             return None
         return len(one.keys) - len(one.sent)
 
-    def held(self, prefix: Prefix, adapter: str, replicas: Sequence[str]) -> Floats | None:
-        """Tokens of a prompt for an adapter, or for none, that each of these replicas holds; nan
-        where that is not known, and None where it is of no replica."""
+    def held(
+        self, prefix: Prefix, adapters: Sequence[str], replicas: Sequence[str]
+    ) -> Floats | None:
+        """Tokens of a prompt that each of these replicas holds, for the adapter it is asked for or,
+        where that is empty, for none; nan where that is not known, and None where it is of no
+        replica."""
         if not len(prefix.ids) or not self._replicas:
             return None
         places = [
-            (place, one)
+            (place, one, (one.block_size, adapters[place]))
             for place, one in enumerate(map(self._replicas.get, replicas))
             if one is not None and self._is_known(one)
         ]
         if not places:
             return None
         tokens = np.full(len(replicas), nan)
-        for size in {one.block_size for _, one in places}:
+        for kind in {kind for _, _, kind in places}:
+            size, adapter = kind
             runs = self._runs(_keys(prefix, adapter, size)) if size else []
-            for place, one in places:
-                if one.block_size == size:
+            for place, one, its_kind in places:
+                if its_kind == kind:
                     tokens[place] = size * _held_of(one.bit, runs)
         return tokens
 

@@ -25,6 +25,8 @@ class ReplicaState(BaseModel):
     """Whether that comes of its own work; until then it is its profile, put right by the others."""
     models: tuple[str, ...] = ()
     """Model names it serves, LoRA adapters included; empty: not known."""
+    listed: bool = False
+    """Whether these are all: it told them itself. Until it does, its figures name one."""
     adapters: tuple[str, ...] = ()
     """Those of them that are LoRA adapters."""
     max_loras: int = 0

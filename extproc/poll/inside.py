@@ -64,8 +64,13 @@ class BlocksIntoFleet:
 class Everything:
     """All replicas are this one poller's, and nobody knew them before."""
 
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
     async def tend(self, replicas: Collection[str]) -> Held:
-        """All of them."""
+        """All of them. The fleet knows them when each was scraped, or could not be."""
+        if replicas and all(replica in self._fleet for replica in replicas):
+            self._fleet.known.set()
         return Held(frozenset(replicas))
 
     async def release(self) -> None:
@@ -78,6 +83,6 @@ async def _nothing(_: Collection[str]) -> dict[str, ReplicaState]:
 
 async def poll_into(fleet: Fleet, config: Config, metrics: PollMetrics) -> None:
     """Scrape the configured replicas into ``fleet`` for ever."""
-    parts = IntoFleet(fleet), Everything(), _nothing, Random(), BlocksIntoFleet(fleet.blocks)
+    parts = IntoFleet(fleet), Everything(fleet), _nothing, Random(), BlocksIntoFleet(fleet.blocks)
     async with polling(config, metrics, *parts) as poller:
         await poller.run()

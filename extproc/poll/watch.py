@@ -207,6 +207,7 @@ class Watch:
             return {}
         return {
             "models": listed.names,
+            "listed": True,
             "adapters": listed.adapters,
             "max_model_len": listed.max_model_len,
         }
@@ -244,7 +245,7 @@ def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
 
 def _listed(known: ReplicaState | None) -> ModelList | None:
     """The models that a poller before was told of."""
-    if known is None:
+    if known is None or not known.listed:
         return None
     base = next((name for name in known.models if name not in known.adapters), None)
     return ModelList(

@@ -13,6 +13,9 @@ _TOKEN = re.compile(rb'"[^"]*+(?:"|\Z)|[\[\]{}]')
 _VALUE = re.compile(rb'\s*:\s*("[^"]*+")')
 _FIRST = re.compile(rb'\s*\{\s*"model"\s*:\s*("[^"\\]*+")')
 
+_AGAIN = (b'"model"', rb"\u006")
+"""How the key may be written once more: the escapes of its letters begin alike."""
+
 _DEPTH = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
 
 Span = tuple[int, int]
@@ -37,7 +40,9 @@ def rename(endpoint: Endpoint, body: bytes, asked: str, name: str) -> bytes:
 
 def _span(body: bytes, asked: str) -> Span | None:
     """Of the value of ``model``, with its quotes."""
-    if (first := _FIRST.match(body)) and from_json(first[1]) == asked:
+    first = _FIRST.match(body)
+    again = first and any(body.find(key, first.end()) >= 0 for key in _AGAIN)
+    if first and not again and from_json(first[1]) == asked:
         return first.span(1)
     part = readable(body)
     if len(part) < len(body):

@@ -213,8 +213,7 @@ class Router:
         situation = Situation(profile, view, held, prediction, adapter)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
-        served = fleet.models_on(view.ids[choice.first])
-        model = fleet.names.known(profile.model, served) or fleet.names.served(profile.model)[0]
+        model = fleet.name_on(view.ids[choice.first], profile.model)
         return Decision(
             name,
             situation,
@@ -233,8 +232,8 @@ class Router:
         """The model that a request is for; empty where neither it nor the fleet says which.
 
         Of several, one is drawn by their weights: of those that the replica serves that holds the
-        response it goes on from, or else of those that any replica does. For a session it is always
-        the same.
+        response it goes on from, or else of those that any replica does, now or when it is well
+        again. For a session it is always the same.
 
         Args:
             asked: the name in the request.
@@ -251,6 +250,7 @@ class Router:
         held = fleet.models_on(fleet.holder(previous_response) or "")
         served = [one for one in models if fleet.names.known(one, held)]
         served = served or [one for one in models if fleet.can_serve(one, among)]
+        served = served or [one for one in models if one in fleet.models]
         draws = random.Random(session) if session else self._random
         return fleet.names.draw(asked, served, draws)
 

@@ -316,8 +316,10 @@ class Exchange:
         return decision
 
     def _is_unknown(self, profile: RequestProfile, decision: Decision | None) -> bool:
-        """Whether the request names a model that no replica serves."""
+        """Whether the request names a model that no replica serves, as far as all are known."""
         fleet = self._services.fleet
+        if not fleet.known.is_set():
+            return False
         if decision is not None and decision.name in fleet.models_on(decision.replica):
             return False
         return profile.asked != "" and fleet.eligibility.unknown(profile.model)

@@ -53,8 +53,11 @@ async def test_a_model_whose_replicas_are_down_is_said_to_be_and_not_to_be_unkno
 async def test_a_model_that_nobody_serves_is_said_not_to_exist(
     client: Client, stack: Stack
 ) -> None:
+    async def all_listed() -> bool:
+        return (await client.chat(model="nobody's")).status == 404
+
+    await client.until(all_listed)
     answer = await client.chat(model="nobody's")
-    assert answer.status == 404
     assert "Retry-After" not in answer.headers
     error = json.loads(answer.body)["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", "model")

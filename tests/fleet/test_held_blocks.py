@@ -8,6 +8,7 @@ import pytest
 from extproc.fleet.block_news import NUMBERS, BlockNews, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.held_blocks import LATE_S
+from extproc.fleet.names import ModelNames
 from extproc.predict.lengths import OutputLengths
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of, token_keys
 from extproc.request.profile import Endpoint, RequestProfile
@@ -27,9 +28,9 @@ def keys(blocks: int, salt: str = "") -> list[int]:
 class Told:
     """Three replicas, the first two of which tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: ModelNames | None = None) -> None:
         self.clock = ManualClock()
-        self.fleet = Fleet(OutputLengths(), self.clock, self.clock)
+        self.fleet = Fleet(OutputLengths(), self.clock, self.clock, names)
         self.numbers = {1: FIRST, 2: FIRST + NUMBERS}
         self.poll()
         for number in self.numbers:
@@ -94,6 +95,22 @@ def test_adapters_have_blocks_of_their_own() -> None:
     view = told.fleet.view("sql")
     assert told.fleet.held(PREFIX, view, "sql").cached.tolist() == [0, 48]
     assert told.fleet.held(PREFIX, view, MODEL).cached.tolist() == [320, 0]
+
+
+def test_an_adapter_has_its_blocks_under_the_name_that_each_replica_knows() -> None:
+    told = Told(ModelNames({"sql": ("sql-1", "sql-2")}))
+    for number, news in list(told.numbers.items()):
+        name = f"sql-{number}"
+        told.tell(number, keys(20))
+        told.tell(number, [int(key) for key in token_keys(IDS, 16, seed_of(name, ""))[:number]])
+        one = state(number, "llama-8b-a10", told.clock, kv_tokens=100_000, kv_news=news + 2)
+        adapters = {"models": (MODEL, name), "adapters": (name,), "max_loras": 1}
+        told.fleet.put(one.model_copy(update=adapters))
+    view = told.fleet.view("sql")
+    assert told.fleet.held(PREFIX, view, "sql").cached.tolist() == [16, 32]
+    profile = RequestProfile(Endpoint.COMPLETIONS, "sql", 321, 0, 10, prefix=PREFIX)
+    told.fleet.dispatch(replica(2), profile)
+    assert told.fleet.held(PREFIX, view, "sql").cached.tolist() == [16, 320]
 
 
 def test_what_was_sent_counts_until_the_replica_tells_otherwise_or_time_is_up() -> None:

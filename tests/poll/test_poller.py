@@ -58,6 +58,7 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
                 "prefix_caching": True,
                 "kv_news": None,
                 "adapters": ("adapter",),
+                "listed": True,
                 "max_loras": 0,
                 "adapters_in_use": (),
                 "max_model_len": 4096,
@@ -108,6 +109,26 @@ async def test_a_restarted_poller_knows_what_the_one_before_it_learned(
             state = await seen.replica(replica, lambda state: state.running == 2)
             assert state.learned is not None
             assert state.learned.c0 == pytest.approx(learned.c0, rel=0.01)
+
+
+async def test_a_poller_knows_whether_the_one_before_it_read_the_list(
+    redis_server: RedisServer,
+) -> None:
+    async with serving() as secret, serving() as told:
+        secret.answers["/v1/models"] = text("", 401)
+        told.answers["/v1/models"] = hang
+        settings = config(redis_server, secret, told)
+        async with connect(settings.redis.url, settings.pool) as redis:
+            before = [
+                ReplicaState(id=secret.id, models=("tiny",)),
+                ReplicaState(id=told.id, models=("tiny", "adapter"), listed=True),
+            ]
+            await StateWriter(redis, settings.pool, ttl_s=10).put(before)
+        async with watching(settings) as seen:
+            state = await seen.replica(secret, lambda state: state.running == 2)
+            assert (state.models, state.listed) == (("tiny",), False)
+            state = await seen.replica(told, lambda state: state.running == 2)
+            assert (state.models, state.listed) == (("tiny", "adapter"), True)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +264,7 @@ async def test_a_replica_that_comes_back_as_another_model_and_does_not_tell(
         }
         state = await seen.replica(replica, healthy)
         assert (state.models, state.max_model_len) == (("large",), None)
+        assert not state.listed
 
 
 async def test_another_model_in_the_metrics_is_another_process(redis_server: RedisServer) -> None:
@@ -309,6 +331,7 @@ async def test_a_replica_that_keeps_its_models_secret(
         replica.answers["/v1/models"] = text("", 401)
         state = await seen.replica(replica, healthy)
         assert (state.models, state.max_model_len) == (("tiny",), None)  # the label in /metrics
+        assert not state.listed, "it may serve others, too"
         assert (await logged.line("replica does not tell its models"))["problem"] == (
             "/v1/models answered 401"
         )

@@ -12,15 +12,15 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from extproc.backoff import Backoff
 from extproc.config import Config
-from extproc.fleet.held_blocks import HeldBlocks
+from extproc.fleet.fleet import Fleet
 from extproc.fleet.state import ReplicaState
 from extproc.poll.app import polling
 from extproc.poll.inside import BlocksIntoFleet, Everything
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.publisher import Publisher
+from extproc.predict.lengths import OutputLengths
 from extproc.state.connection import Outage, connect
 from extproc.state.store import StateWriter
-from tests.fakes import ManualClock
 from tests.poll.replica import serving
 
 A, B, C = (ReplicaState(id=f"10.0.0.{number}:8000") for number in range(3))
@@ -133,7 +133,8 @@ async def test_a_replica_that_left_and_is_back_is_no_longer_to_be_removed(tmp_pa
         file.write_text(f"['{one.id}']")
         settings = Config.model_validate({"replicas_file": file, "poll": {"resolve_s": 0.02}})
         sink, metrics = Sink(one.id), PollMetrics(CollectorRegistry())
-        parts = sink, Everything(), nothing, Random(1), BlocksIntoFleet(HeldBlocks(ManualClock()))
+        fleet = Fleet(OutputLengths())
+        parts = sink, Everything(fleet), nothing, Random(1), BlocksIntoFleet(fleet.blocks)
         async with polling(settings, metrics, *parts) as poller:
             task = asyncio.create_task(poller.run())
             await sink.until("put")

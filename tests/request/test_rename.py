@@ -28,6 +28,8 @@ def renamed(body: bytes) -> bytes:
         (b'{"a":{"model":"m"},"b":["model",{"model":"m"}],"model":', b"}"),
         (b'{"a":"\\"model\\":\\"m\\"","b":"\\\\","model":', b',"c":"}"}'),
         (b'{"model":"other","a":"{[","model":', b"}"),  # of several the last counts
+        (b'{"model":"m","a":1,"model":', b"}"),
+        (b'{"model":"m","\\u006Dodel":', b"}"),
         (b'{"mod\\u0065l":', b"}"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 from extproc.fleet.adapters import LOAD_S
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.fleet.names import ModelNames
 from extproc.fleet.state import ReplicaState
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
@@ -90,6 +91,26 @@ def test_as_many_stay_loaded_as_a_batch_may_have_and_no_more() -> None:
     assert [system.extra(model) for model in ADAPTERS] == [0.0, 0.0, LOAD_S]
     system.serve("c", 1)
     assert [system.extra(model) for model in ADAPTERS] == [0.0, LOAD_S, 0.0]
+
+
+def test_an_adapter_is_loaded_under_the_name_that_each_replica_knows() -> None:
+    clock = ManualClock()
+    names = ModelNames({"sql": ("sql-1", "sql-2"), "latest": ("sql-2",)})
+    fleet = Fleet(OutputLengths(), clock, names=names)
+    for number in (1, 2):
+        name = f"sql-{number}"
+        served = {"models": (MODEL, name), "adapters": (name,)}
+        fleet.put(state(number, A10, clock, max_loras=1, **served))
+    router = Router(fleet, "completion", random.Random(1))
+
+    def loads(model: str) -> list[float]:
+        decision = router.decide(request(model))
+        assert decision is not None
+        return list(map(float, decision.prediction.adapter))
+
+    assert loads("sql") == [LOAD_S, LOAD_S]
+    fleet.release(fleet.dispatch(replica(2), request("sql")))
+    assert (loads("sql"), loads("latest"), loads("sql-1")) == ([LOAD_S, 0.0], [0.0], [LOAD_S])
 
 
 def test_a_replica_that_started_anew_has_none_loaded() -> None:

@@ -26,6 +26,7 @@ def services(config: Config) -> Services:
     clock = ManualClock(services.wall())
     for number in (1, 2):
         services.fleet.put(state(number, "llama-8b-a10", clock))
+    services.fleet.known.set()
     return services
 
 

@@ -1,16 +1,19 @@
 """A router that polls its replicas itself: no poller, no Redis."""
 
+import asyncio
 import sys
 from pathlib import Path
 
 import aiohttp
 import grpc
 import pytest
+from aiohttp import web
 
 from extproc.cli import main
 from extproc.demo.processes import Process, answers, free_port
-from tests.poll.replica import Replica, page, serving, text
+from tests.poll.replica import Replica, models, page, serving, text
 from tests.server.envoy_side import CHAT, EnvoySide, destination
+from tests.server.test_gateway import status_of
 from tests.state.servers import eventually
 
 pytestmark = pytest.mark.process
@@ -68,6 +71,47 @@ async def test_one_process_routes_to_replicas_that_come_and_go(
             await process.stop()
         assert process.returncode == 0
         assert "redis" not in log.read_text()
+
+
+async def test_no_model_is_unknown_before_each_replica_told_its_own(
+    tmp_path: Path, ports: tuple[int, int]
+) -> None:
+    admin = f"http://127.0.0.1:{ports[1]}"
+    async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
+        told = asyncio.Event()
+
+        async def slow(request: web.Request) -> web.StreamResponse:
+            await told.wait()
+            return await text(page(model="large"))(request)
+
+        two.answers |= {"/metrics": slow, "/v1/models": models("large")}
+
+        async def listed() -> bool:
+            async with session.get(f"{admin}/fleet") as response:
+                return "adapter" in await response.text()
+
+        argv = router(tmp_path, ports, one, two)
+        ready = answers(f"{admin}/healthz")
+        async with (
+            await Process.start("router", argv, log=tmp_path / "router.log", ready=ready),
+            grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
+        ):
+
+            async def asked(model: str) -> list[str] | int:
+                async with EnvoySide(channel).stream() as stream:
+                    await stream.request_headers()
+                    reply = await stream.request_body(CHAT | {"model": model})
+                    refused = reply.immediate_response is not None
+                    return status_of(reply) if refused else destination(reply)
+
+            async def unknown() -> bool:
+                return await asked("nobody's") == 404
+
+            await eventually(listed)
+            assert await asked("large") == [one.id, one.id]
+            told.set()
+            await eventually(unknown)
+            assert await asked("large") == [two.id, two.id]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,16 @@ NAMED = BODY.replace(b'"chat"', b'"llama"')
 @pytest.fixture
 def config() -> Config:
     return Config.model_validate(
-        {"route": {"models": {"chat": "llama", "any": ["a", "b"]}, "answer_asked_name": True}}
+        {
+            "route": {
+                "models": {
+                    "chat": "llama",
+                    "any": ["a", "b"],
+                    "canary": {"llama": 1, "next": 99},
+                },
+                "answer_asked_name": True,
+            }
+        }
     )
 
 
@@ -137,3 +146,19 @@ async def test_a_name_that_only_the_router_knows_does_not_go_on_without_it(
         await stream.request_headers()
         assert status_of(await stream.request_body(ASKED | {"model": model})) == 503
         await stream.end()
+
+
+@pytest.mark.parametrize(
+    "other", [{"healthy": False}, {"models": ("other",)}, {"models": ("other",), "listed": False}]
+)
+async def test_a_draw_of_which_all_that_there_is_is_down_does_exist(
+    envoy: EnvoySide, services: Services, other: dict[str, Any]
+) -> None:
+    clock = ManualClock(services.wall())
+    services.fleet.put(state(1, "llama-8b-a10", clock, healthy=False))
+    services.fleet.put(state(2, "llama-8b-a10", clock, **other))
+    for _ in range(10):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            assert status_of(await stream.request_body(ASKED | {"model": "canary"})) == 503
+            await stream.end()

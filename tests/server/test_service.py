@@ -622,10 +622,22 @@ async def test_a_model_that_no_replica_lists_does_not_exist(
     assert error["message"].endswith(" and 48 more.")
 
 
+@pytest.mark.parametrize("figures", [{"models": ()}, {"listed": False}])
 async def test_a_replica_that_does_not_tell_its_models_may_serve_any(
+    envoy: EnvoySide, services: Services, figures: dict[str, Any]
+) -> None:
+    """``/metrics`` names one; of adapters and further names ``/v1/models`` tells."""
+    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), **figures))
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        assert set(destination(await stream.request_body(CHAT | {"model": "none"}))) <= MEMBERS
+        await stream.end()
+
+
+async def test_while_not_all_replicas_are_known_no_model_is_unknown(
     envoy: EnvoySide, services: Services
 ) -> None:
-    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), models=()))
+    services.fleet.known.clear()
     async with envoy.stream() as stream:
         await stream.request_headers()
         assert set(destination(await stream.request_body(CHAT | {"model": "none"}))) <= MEMBERS
