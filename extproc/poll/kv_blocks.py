@@ -95,6 +95,7 @@ class KvBlocks:
         """Nothing is known to be held; what is ``complete`` holds nothing."""
         self._keys.clear()
         self._copies.clear()
+        self._changes.clear()
         self._block_size, self._group = 0, None
         self.complete = complete
         self._number += 1  # who heard all news until now does not know
@@ -130,6 +131,10 @@ class KvBlocks:
             OverflowError, ValueError: its tokens are none, or there are too many blocks.
         """
         match event:
+            case AllBlocksCleared():
+                self.start(complete=True)
+            case _ if not self.complete:
+                pass  # what it adds to is not known
             case BlockStored():
                 if event.medium in _GPU and event.kv_cache_spec_kind in _FULL:
                     self._store(event)
@@ -137,8 +142,6 @@ class KvBlocks:
                 if event.medium in _GPU and event.group_idx == self._group:
                     for hash_ in map(_number_of, event.block_hashes):
                         self._remove(hash_)
-            case AllBlocksCleared():
-                self.start(complete=True)
 
     def news(self) -> tuple[BlockNews, BlockNews | None] | None:
         """What was not told yet, and all that is held where that is due; None: there is neither."""

@@ -1,5 +1,6 @@
 """What is held, by events in both encodings: made by msgspec as vLLM's versions make them."""
 
+import tracemalloc
 from random import Random
 from typing import Any
 
@@ -179,6 +180,19 @@ def test_what_began_in_the_middle_is_not_told_before_the_cache_is_cleared() -> N
     assert told.held() == {KEYS[0]}
 
 
+def test_of_what_is_not_told_nothing_is_kept() -> None:
+    told = Told()
+    told.blocks.start(complete=False)
+    tracemalloc.start()
+    try:
+        for number in range(2_000):
+            told.hear(stored(0, [number]) | {"token_ids": [number] * 16}, removed(number))
+        now, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now < 50_000
+
+
 def test_a_kind_of_event_that_is_not_known_is_passed_over() -> None:
     told = Told()
     told.hear({"type": "BlockMoved", "to": "CPU"}, stored(0, [11]))
@@ -199,6 +213,7 @@ def test_a_kind_of_event_that_is_not_known_is_passed_over() -> None:
         msgspec.msgpack.encode([1.5, [[]]]),
         msgspec.msgpack.encode([1.5, [[["BlockStored"]]]]),
         msgspec.msgpack.encode([1.5, [{"type": []}]]),
+        b"\x91" * 5_000 + b"\xc0",
     ],
 )
 def test_garbage_is_refused(content: bytes) -> None:
