@@ -15,6 +15,7 @@ from extproc.demo.processes import free_port
 from extproc.poll import kv_stream
 from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream
 from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
@@ -309,6 +310,91 @@ async def test_frames_that_are_none_are_passed_over(
             await engine._pushes.send_multipart(frames)
         await engine.tell(stored(0, [11]))
         await followed.holds(KEYS[0])
+
+
+async def test_others_have_their_turns_between_many_batches(
+    context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_turn = most = 0
+    apply = KvBlocks.apply
+
+    def counted(blocks: KvBlocks, event: Event) -> None:
+        nonlocal in_a_turn, most
+        in_a_turn += 1
+        most = max(most, in_a_turn)
+        apply(blocks, event)
+
+    async def turns() -> None:
+        nonlocal in_a_turn
+        while True:
+            in_a_turn = 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(KvBlocks, "apply", counted)
+    turning = asyncio.create_task(turns())
+    async with following(context, engine) as followed:
+        await followed.holds()
+        for number in range(500):
+            of_its_own = {"token_ids": [number] * 16}
+            await engine.tell(stored(0, [number]) | of_its_own, pushed=False)
+        await followed.until(lambda: len(followed.held) == 500)
+    turning.cancel()
+    assert most <= 2
+
+
+async def test_what_is_too_large_is_not_taken(
+    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+) -> None:
+    async with following(context, engine) as followed:
+        await followed.holds()
+        engine.kept.append((bytes(8), bytes(2**26 + 1)))
+        await engine._pushes.send_multipart((b"kv@pod", *engine.kept[-1]))
+        line = await logged.line("replica's KV events do not tell its blocks")
+        assert "does not answer" in str(line["problem"])
+        engine.kept.clear()
+        await engine.tell(stored(0, [11]))
+        await followed.holds(KEYS[0])
+
+
+async def test_a_number_that_is_none_ends_nothing(
+    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+) -> None:
+    engine.kept.append(((2**70).to_bytes(9, "big"), as_maps([])))
+    async with following(context, engine) as followed:
+        await logged.line("replica's KV events do not tell its blocks")
+        replays = engine.replays
+        await followed.until(lambda: engine.replays > replays + 2)
+        engine.kept.clear()
+        await engine.tell(stored(0, [11]))
+        await followed.holds(KEYS[0])
+
+
+async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
+    context: zmq.asyncio.Context,
+    engine: Engine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures: asyncio.Queue[None] = asyncio.Queue()
+
+    def fail(*_: object) -> None:
+        failures.put_nowait(None)
+        raise RuntimeError("odd")
+
+    async with following(context, engine) as followed:
+        await followed.holds()
+        with monkeypatch.context() as broken:
+            broken.setattr(KvBlocks, "apply", fail)
+            await engine.tell(stored(0, [11]))
+            for _ in range(3):
+                await asyncio.wait_for(failures.get(), 10)
+            assert followed.stream.number is None
+        await followed.holds(KEYS[0])
+    assert [line.getMessage() for line in caplog.records] == [
+        "replica's KV events do not tell its blocks",
+        "replica's KV events tell its blocks again",
+    ]
+    assert vars(caplog.records[0])["problem"] == "RuntimeError: odd"
 
 
 async def test_one_replica_s_many_batches_are_all_had(
