@@ -105,9 +105,9 @@ end
 return refused
 """
 
-# KEYS: of each replica its lease, its state, its blocks and what is known of its KV events. ARGV: the
-# poller that removes it (empty: whoever has the lease), channel, messages. Whoever has the lease
-# meanwhile scrapes it.
+# KEYS: of each replica its lease, its state, its blocks and what is known of its KV events. ARGV:
+# the poller that removes it (empty: whoever has the lease), channel, messages. Whoever has the
+# lease meanwhile scrapes it.
 _REMOVE = """
 for i = 1, #KEYS / 4 do
   local holder = redis.call('GET', KEYS[4 * i - 3])
