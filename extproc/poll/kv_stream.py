@@ -4,8 +4,9 @@ again."""
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -28,6 +29,9 @@ _ANSWER_S = 2.0
 SAVE_S = 30.0
 """Seconds between two times that what is known is kept for another poller: the replica has to keep
 the events of so many for it, and vLLM keeps those of 10,000 steps."""
+_SAVE_AGAIN_S = 900.0
+"""Seconds after which it is kept again though nothing changed: what is kept does not live for
+ever."""
 _LARGEST_MESSAGE = 64 * 2**20
 """Bytes. A batch is of one step: a megabyte, where steps are large."""
 _MOST_WAITING = 1_000
@@ -46,8 +50,8 @@ class KvSink(Protocol):
     async def load(self, replica: str) -> bytes:
         """What was saved last of that replica, by whichever poller; empty: nothing is to be had."""
 
-    async def save(self, replica: str, data: bytes) -> None:
-        """Keep that for the next poller, where that is possible."""
+    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
+        """Keep what ``dump`` gives for the next poller, where there can be one."""
 
 
 class KvStream:
@@ -87,6 +91,8 @@ class KvStream:
         self._last: Mark | None = None
         """Of the last batch that was applied; ``_NOTHING`` where there was none yet, None where
         nobody has looked."""
+        self._saved: Mark | None = None
+        """Up to where what is known was saved."""
         self._saved_at = -math.inf
         self._problem: str | None = None
         """Why its blocks are not known; empty: they are; None: nobody has looked yet."""
@@ -99,8 +105,9 @@ class KvStream:
         return self._blocks.number if self._problem == "" and self._blocks.complete else None
 
     def tell_again(self) -> None:
-        """Have all that is held told, within a second."""
+        """Have all that is held told, within a second, and saved."""
         self._blocks.repeat()
+        self._saved_at = -math.inf
 
     async def run(self) -> NoReturn:
         """Follow it until cancelled."""
@@ -142,10 +149,11 @@ class KvStream:
         self._changed()
 
     async def _save(self) -> None:
-        due = self._clock() - self._saved_at > SAVE_S
+        since = self._clock() - self._saved_at
+        due = since > (_SAVE_AGAIN_S if self._last == self._saved else SAVE_S)
         if due and self._last is not None and self.number is not None:
-            self._saved_at = self._clock()
-            await self._sink.save(self._replica, self._blocks.dump(self._last))
+            self._saved, self._saved_at = self._last, self._clock()
+            await self._sink.save(self._replica, partial(self._blocks.dump, self._last))
 
     def _changed(self) -> None:
         self._sink.changed(self._replica, self._blocks)

@@ -171,6 +171,23 @@ def test_who_heard_of_a_process_that_is_gone_is_not_up_to_date_before_all_is_tol
     assert is_up_to(told.blocks.number, heard)
 
 
+def test_where_redis_keeps_nothing_all_is_told_ever_less_often_and_changes_at_once() -> None:
+    told = Told()
+    told.held()
+    for second in range(60):
+        told.blocks.not_kept()
+        told.clock.advance(1)
+        odd = second % 2
+        told.hear(removed(11) if odd else stored(0, [11]))
+        assert told.held() == ({KEYS[0]} if not odd else set())
+    assert 5 < told.wholes < 9
+    told.blocks.repeat()
+    told.clock.advance(1)
+    wholes = told.wholes
+    told.held()
+    assert told.wholes == wholes + 1
+
+
 def test_what_began_in_the_middle_is_not_told_before_the_cache_is_cleared() -> None:
     told = Told()
     told.blocks.start(complete=False)

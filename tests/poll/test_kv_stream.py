@@ -12,9 +12,11 @@ import zmq.asyncio
 
 from extproc.clock import monotonic
 from extproc.demo.processes import free_port
+from extproc.fleet.held_blocks import HeldBlocks
 from extproc.poll import kv_stream
 from extproc.poll.discovery import Target
-from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.inside import BlocksIntoFleet
+from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream
 from tests.conftest import Logged
@@ -89,6 +91,7 @@ class Followed:
         self, context: zmq.asyncio.Context, ports: tuple[int, int], kept: bytes = b""
     ) -> None:
         self.kept = kept
+        self.saves = 0
         target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
         self._blocks = KvBlocks(Random(1), monotonic)
         self.stream = KvStream(context, target, ports, self._blocks, self, monotonic)
@@ -98,8 +101,9 @@ class Followed:
     async def load(self, replica: str) -> bytes:
         return self.kept
 
-    async def save(self, replica: str, data: bytes) -> None:
-        self.kept = data
+    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
+        self.kept = dump()
+        self.saves += 1
 
     def changed(self, replica: str, blocks: KvBlocks) -> None:
         if told := self._blocks.news():
@@ -249,6 +253,49 @@ async def test_the_next_poller_goes_on_from_what_the_last_one_knew(
     for garbage in (b"x", first.kept[:-1], first.kept[:-9]):
         async with following(context, engine, garbage) as fifth:
             await fifth.holds(*KEYS[:2])
+
+
+async def test_what_has_not_changed_is_not_saved_again(
+    context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_stream, "SAVE_S", 0.0)
+    await engine.tell(stored(0, [11]))
+    async with following(context, engine) as followed:
+        await followed.until(lambda: followed.saves == 1)
+        await engine.tell(stored(1, [12], parent=11))
+        await followed.until(lambda: followed.saves == 2)
+        replays = engine.replays
+        await followed.until(lambda: engine.replays > replays + 2)
+        assert followed.saves == 2
+        followed.stream.tell_again()  # nobody may have it any more
+        await followed.until(lambda: followed.saves == 3)
+
+
+class Itself(BlocksIntoFleet):
+    """A router that polls."""
+
+    def __init__(self) -> None:
+        super().__init__(HeldBlocks(monotonic))
+        self.looks: asyncio.Queue[None] = asyncio.Queue()
+
+    def changed(self, replica: str, blocks: KvBlocks) -> None:
+        super().changed(replica, blocks)
+        self.looks.put_nowait(None)
+
+
+async def test_a_router_that_polls_itself_dumps_nothing(
+    context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps: list[Mark] = []
+    monkeypatch.setattr(KvBlocks, "dump", lambda _, mark: dumps.append(mark))
+    async with following(context, engine) as followed:
+        await followed.holds()
+        followed.stream._sink = router = Itself()
+        followed.stream.tell_again()
+        dumps.clear()
+        for _ in range(4):
+            await asyncio.wait_for(router.looks.get(), 10)
+    assert not dumps
 
 
 async def test_a_batch_that_never_comes_is_not_waited_for(
