@@ -18,6 +18,8 @@ LOAD_S = 0.1
 _REMEMBERED = 15
 """Loads of a replica, and waits of the fleet."""
 _MOST_OVERRUN = 10.0
+_MOST_SLOTS = 256
+"""Adapters in a batch, and in use, that are told apart; no server has as many."""
 _MEMORY = 60.0
 """Seconds without a request after which it is unlikely, by e to 1, that one for an adapter comes
 before others have driven it out."""
@@ -82,7 +84,7 @@ class Adapters:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self._rows: dict[int, _Row] = {}
-        self._names: set[str] = set()
+        self._names: frozenset[str] = frozenset()
         """Whatever is an adapter anywhere."""
         self._overruns: deque[float] = deque([1.0], _REMEMBERED)
         self._overrun = 1.0
@@ -95,9 +97,11 @@ class Adapters:
         if not state.adapters and row not in self._rows:
             return
         known = self._rows.setdefault(row, _Row())
-        known.names, known.slots = frozenset(state.adapters), state.max_loras
-        self._names |= known.names
-        used = state.adapters_in_use
+        known.slots = min(state.max_loras, _MOST_SLOTS)
+        if (names := frozenset(state.adapters)) != known.names:
+            known.names = names
+            self._name()
+        used = state.adapters_in_use[:_MOST_SLOTS]
         # Of one that this router used since the poll before, that request may be what was seen.
         known.beyond = tuple(
             name
@@ -118,7 +122,8 @@ class Adapters:
 
     def forget(self, row: int) -> None:
         """Another replica has that row from now on."""
-        self._rows.pop(row, None)
+        if self._rows.pop(row, None):
+            self._name()
 
     def sent(self, row: int, ticket: int, model: str, now: float) -> None:
         """A request was sent to the replica in that row."""
@@ -186,6 +191,9 @@ class Adapters:
                 lose = view.batch.item(place) + _asked_again(known, model, now)
                 found.wasted[place] = known.load_s * lose
         return found
+
+    def _name(self) -> None:
+        self._names = frozenset().union(*(known.names for known in self._rows.values()))
 
     def _wait(self, row: int, known: _Row, model: str, token: float, typical: float) -> float:
         """Seconds until the adapter has a slot."""

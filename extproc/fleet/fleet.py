@@ -192,8 +192,8 @@ class Fleet:
         self.blocks.forget(replica)
 
     def drop_silent(self, after: float) -> None:
-        """Removes replicas not heard of for ``after`` seconds in which others were, and routers
-        that are gone.
+        """Removes replicas not heard of for ``after`` seconds in which others were, routers that
+        are gone, and blocks of replicas that are none of the members.
 
         When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
         """
@@ -201,6 +201,8 @@ class Fleet:
             self._progress.changed()
         for name in self.eligibility.news.silent(after):
             self.remove(name)
+        if self.known.is_set():
+            self.blocks.keep(self)
 
     def _join(self, state: ReplicaState) -> int:
         """A row for a replica: the one it had, so that its requests are still on it; else one that

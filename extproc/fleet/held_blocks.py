@@ -1,13 +1,10 @@
 """Which KV blocks replicas hold, by their own word: what polls brought of vLLM's KV events."""
 
 import logging
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
+from itertools import groupby, repeat
 from math import inf, nan
-from operator import ne
 
 import numpy as np
 
@@ -54,19 +51,23 @@ class HeldBlocks:
         self._holders: dict[int, int] = {}
         """By key: the replicas that hold it, a bit each."""
 
-    def hear(self, replica: str, news: BlockNews) -> None:
-        """What a poller tells; news that do not follow the last ones are passed over."""
-        one = self._replica(replica)
+    def hear(self, replica: str, news: BlockNews) -> bool:
+        """What a poller tells; returns whether it could be made use of: news that do not follow the
+        last ones are passed over."""
         if news.whole:
+            one = self._replica(replica)
             stored = {*news.stored.tolist()}
             self._drop(one, one.keys - stored - one.sent.keys())
-            self._add(one, stored)
-        elif news.previous == one.number:
+            self._add(one, stored - one.keys)
+            _expect_no_more(one, stored)
+        elif (known := self._replicas.get(replica)) and news.previous == known.number:
+            one = known
             self._drop(one, news.removed.tolist())
             self._add(one, news.stored.tolist())
         else:
-            return
+            return False
         one.number, one.block_size = news.number, news.block_size
+        return True
 
     def polled(self, state: ReplicaState) -> None:
         """What a poll says of a replica, and so of its news."""
@@ -96,6 +97,11 @@ class HeldBlocks:
         one = self._replicas.pop(replica, None)
         if one is not None:
             self._drop(one, [*one.keys])
+
+    def keep(self, replicas: Container[str]) -> None:
+        """Forget all but these."""
+        for gone in [name for name in self._replicas if name not in replicas]:
+            self.forget(gone)
 
     def count(self, replica: str) -> int | None:
         """How many blocks it told that it holds; None where that is not known now."""
@@ -140,12 +146,14 @@ class HeldBlocks:
 
     def _runs(self, keys: Sequence[int]) -> list[tuple[int, int]]:
         """The replicas that hold the first blocks, and how many: each run holds more, and fewer
-        replicas do. Whoever holds a block holds all before it."""
-        masks = list(map(self._holders.get, keys, repeat(0)))
+        replicas do. One that is about to hold a block may have lost one before it."""
         runs: list[tuple[int, int]] = []
         end, all_before = 0, -1
-        while end < len(masks) and (all_before := all_before & (mask := masks[end])):
-            end = bisect_left(masks, True, end, key=partial(ne, mask))
+        for mask, same in groupby(map(self._holders.get, keys, repeat(0))):
+            all_before &= mask
+            if not all_before:
+                break
+            end += len([*same])
             runs.append((all_before, end))
         return runs
 
@@ -190,9 +198,8 @@ def _keys(prefix: Prefix, adapter: str, block_size: int) -> list[int]:
 
 
 def _expect_no_more(one: _Replica, keys: Iterable[int]) -> None:
-    if one.sent:
-        for key in keys:
-            one.sent.pop(key, None)
+    for key in one.sent.keys() & keys:
+        del one.sent[key]
 
 
 def _held_of(bit: int, runs: Sequence[tuple[int, int]]) -> int:

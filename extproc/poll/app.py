@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from functools import partial
 from random import Random
@@ -38,8 +38,6 @@ from extproc.state.members import MemberStore
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateReader, StateWriter
 
 log = logging.getLogger(__name__)
-
-TellBlocks = Callable[[str, KvBlocks], None]
 
 
 async def run_poller(config: Config) -> None:

@@ -1,6 +1,6 @@
 """The poller inside a router that is the only one: nothing is shared, so nothing needs Redis."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from random import Random
 
 from extproc.config import Config
@@ -33,11 +33,6 @@ class IntoFleet:
         """The replica left the pool."""
         self._fleet.remove(replica_id)
 
-    def tell(self, replica_id: str, blocks: KvBlocks) -> None:
-        """There may be news of a replica's KV blocks."""
-        if told := blocks.news():
-            self._fleet.blocks.hear(replica_id, told[0])
-
     async def run(self) -> None:
         """There is nothing to do later."""
 
@@ -57,7 +52,7 @@ class BlocksIntoFleet:
         """No other poller was there before."""
         return b""
 
-    async def save(self, replica: str, data: bytes) -> None:
+    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
         """No other poller comes."""
 
 

@@ -19,6 +19,8 @@ _WHOLE_EVERY_S = 900.0
 """Seconds after which all is told again, at the latest: what was told does not live for ever."""
 _REPEAT_S = 1.0
 """Seconds between telling all and telling all again: a Redis that is full takes nothing."""
+_REPEAT_MOST_S = 16.0
+"""The same, where Redis goes on taking nothing."""
 _FEW = 512
 """Keys that may be told before all are again, however few these are."""
 
@@ -79,6 +81,7 @@ class KvBlocks:
         """Not told yet: whether the block with that key is held now."""
         self._missed = True
         """Whether changes were lost on the way, or could not be put as such."""
+        self._repeat_s = _REPEAT_S
         self._told = 0
         """Keys told since all were, and the room of as many."""
         self._whole_at = -math.inf
@@ -95,6 +98,7 @@ class KvBlocks:
         """Nothing is known to be held; what is ``complete`` holds nothing."""
         self._keys.clear()
         self._copies.clear()
+        self._changes.clear()
         self._block_size, self._group = 0, None
         self.complete = complete
         self._number += 1  # who heard all news until now does not know
@@ -121,6 +125,11 @@ class KvBlocks:
 
     def repeat(self) -> None:
         """Somebody may have missed what was told: tell all, in a while."""
+        self._missed, self._repeat_s = True, _REPEAT_S
+
+    def not_kept(self) -> None:
+        """All who listen heard what was told, but Redis did not keep it: tell all, at longer and
+        longer intervals, and until then what changes."""
         self._missed = True
 
     def apply(self, event: Event) -> None:
@@ -130,6 +139,10 @@ class KvBlocks:
             OverflowError, ValueError: its tokens are none, or there are too many blocks.
         """
         match event:
+            case AllBlocksCleared():
+                self.start(complete=True)
+            case _ if not self.complete:
+                pass  # what it adds to is not known
             case BlockStored():
                 if event.medium in _GPU and event.kv_cache_spec_kind in _FULL:
                     self._store(event)
@@ -137,16 +150,15 @@ class KvBlocks:
                 if event.medium in _GPU and event.group_idx == self._group:
                     for hash_ in map(_number_of, event.block_hashes):
                         self._remove(hash_)
-            case AllBlocksCleared():
-                self.start(complete=True)
 
     def news(self) -> tuple[BlockNews, BlockNews | None] | None:
         """What was not told yet, and all that is held where that is due; None: there is neither."""
         since = self._clock() - self._whole_at
-        if not self.complete or (self._missed and since < _REPEAT_S):
+        if not self.complete:
             return None
+        repeat = self._missed and since >= self._repeat_s
         long_ago = since > _WHOLE_EVERY_S or self._told > max(len(self._keys), _FEW)
-        if not (self._changes or self._missed or long_ago):
+        if not (self._changes or repeat or long_ago):
             return None
         previous, self._number = self._number, self._number + 1
         stored = [key for key, held in self._changes.items() if held]
@@ -154,10 +166,13 @@ class KvBlocks:
         self._told += len(self._changes) + _KEYS_OF_A_HEADER
         self._changes.clear()
         changes = self._news(previous, stored, removed)
-        if not (self._missed or long_ago):
+        if not (repeat or long_ago):
             return changes, None
         whole = self._news(0, [*self._keys.values()], [])
         new = whole if self._missed else changes
+        if repeat:
+            longer = min(2 * self._repeat_s, _REPEAT_MOST_S)
+            self._repeat_s = longer if since < 2 * self._repeat_s else _REPEAT_S
         self._missed, self._told, self._whole_at = False, 0, self._clock()
         return new, whole
 

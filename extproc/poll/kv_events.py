@@ -57,7 +57,7 @@ def read_batch(data: bytes) -> Iterable[Event]:
     """
     try:
         return _USUAL.decode(data)[1]
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return _in_any_form(data)
 
 
@@ -68,7 +68,13 @@ def _in_any_form(data: bytes) -> Iterator[Event]:
             fields = event if isinstance(event, dict) else _named(event)
             if fields.get("type") in _KINDS:
                 yield msgspec.convert(fields, Event)
-    except (msgspec.MsgspecError, LookupError, TypeError, AttributeError) as error:
+    except (
+        msgspec.MsgspecError,
+        RecursionError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise ValueError(f"not a batch of KV events: {error}") from None
 
 

@@ -1,6 +1,7 @@
 """Brings news of KV blocks into Redis without making their streams wait for it."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 from redis.exceptions import RedisError
@@ -37,10 +38,10 @@ class KvPublisher:
         except (RedisError, OSError):
             return b""
 
-    async def save(self, replica: str, data: bytes) -> None:
+    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
         """Keep that for the next poller."""
         with suppress(RedisError, OSError):
-            await self._writer.save(replica, data)
+            await self._writer.save(replica, dump())
 
     async def run(self) -> None:
         """Tell until cancelled."""
@@ -52,10 +53,10 @@ class KvPublisher:
             told = {replica: blocks.news() for replica, blocks in changed.items()}
             news = {replica: new for replica, new in told.items() if new}
             try:
-                again = await self._writer.tell(news)
+                for replica in await self._writer.tell(news):
+                    changed[replica].not_kept()
                 self._backoff.reset()
             except (RedisError, OSError):
-                again = set(news)
+                for replica in news:
+                    changed[replica].repeat()
                 await asyncio.sleep(self._backoff.next())
-            for replica in again:
-                changed[replica].repeat()

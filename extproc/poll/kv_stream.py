@@ -4,8 +4,9 @@ again."""
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple, NoReturn, Protocol
 
@@ -28,7 +29,15 @@ _ANSWER_S = 2.0
 SAVE_S = 30.0
 """Seconds between two times that what is known is kept for another poller: the replica has to keep
 the events of so many for it, and vLLM keeps those of 10,000 steps."""
+_SAVE_AGAIN_S = 900.0
+"""Seconds after which it is kept again though nothing changed: what is kept does not live for
+ever."""
+_LARGEST_MESSAGE = 64 * 2**20
+"""Bytes. A batch is of one step: a megabyte, where steps are large."""
+_MOST_WAITING = 1_000
+"""Batches pushed that may wait to be taken; what is beyond is had by asking."""
 _LONGEST_REASON = 200
+_UNBOUNDED = 0
 _NUMBER_BYTES = 8
 
 
@@ -41,8 +50,8 @@ class KvSink(Protocol):
     async def load(self, replica: str) -> bytes:
         """What was saved last of that replica, by whichever poller; empty: nothing is to be had."""
 
-    async def save(self, replica: str, data: bytes) -> None:
-        """Keep that for the next poller, where that is possible."""
+    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
+        """Keep what ``dump`` gives for the next poller, where there can be one."""
 
 
 class KvStream:
@@ -82,6 +91,8 @@ class KvStream:
         self._last: Mark | None = None
         """Of the last batch that was applied; ``_NOTHING`` where there was none yet, None where
         nobody has looked."""
+        self._saved: Mark | None = None
+        """Up to where what is known was saved."""
         self._saved_at = -math.inf
         self._problem: str | None = None
         """Why its blocks are not known; empty: they are; None: nobody has looked yet."""
@@ -94,15 +105,16 @@ class KvStream:
         return self._blocks.number if self._problem == "" and self._blocks.complete else None
 
     def tell_again(self) -> None:
-        """Have all that is held told, within a second."""
+        """Have all that is held told, within a second, and saved."""
         self._blocks.repeat()
+        self._saved_at = -math.inf
 
     async def run(self) -> NoReturn:
         """Follow it until cancelled."""
         self._last = self._blocks.restore(await self._sink.load(self._replica))
         while True:
             try:
-                with self._socket(zmq.SUB, self._pushes) as pushed:
+                with self._socket(zmq.SUB, self._pushes, _MOST_WAITING) as pushed:
                     pushed.subscribe(b"")
                     while True:
                         await self._check()
@@ -110,6 +122,10 @@ class KvStream:
                         await self._follow(pushed, self._clock() + CHECK_S)
             except zmq.ZMQError as error:  # no file left to open, say
                 self._note(f"{error}")
+            except Exception as error:  # it is this replica's alone: the others go on
+                self._last = None
+                self._give_up(f"{type(error).__name__}: {error}"[:_LONGEST_REASON])
+                self._note(self._flaw, error)
             await asyncio.sleep(CHECK_S)
 
     async def _follow(self, pushed: zmq.asyncio.Socket, until: float) -> None:
@@ -133,10 +149,11 @@ class KvStream:
         self._changed()
 
     async def _save(self) -> None:
-        due = self._clock() - self._saved_at > SAVE_S
+        since = self._clock() - self._saved_at
+        due = since > (_SAVE_AGAIN_S if self._last == self._saved else SAVE_S)
         if due and self._last is not None and self.number is not None:
-            self._saved_at = self._clock()
-            await self._sink.save(self._replica, self._blocks.dump(self._last))
+            self._saved, self._saved_at = self._last, self._clock()
+            await self._sink.save(self._replica, partial(self._blocks.dump, self._last))
 
     def _changed(self) -> None:
         self._sink.changed(self._replica, self._blocks)
@@ -205,24 +222,26 @@ class KvStream:
         Raises:
             zmq.Again: no answer came in time.
         """
-        with self._socket(zmq.DEALER, self._asked) as asked:
+        with self._socket(zmq.DEALER, self._asked, _UNBOUNDED) as asked:
             asked.rcvtimeo = round(_ANSWER_S * 1000)
             await asked.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
             while (batch := _Batch.of(await asked.recv_multipart())).number >= 0:
                 yield batch
+                await asyncio.sleep(0)  # what is there already is had without a turn for others
             yield batch
 
-    def _socket(self, kind: int, address: str) -> zmq.asyncio.Socket:
+    def _socket(self, kind: int, address: str, most: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
-        socket.linger, socket.rcvhwm, socket.ipv6 = 0, 0, self._ipv6
+        socket.linger, socket.rcvhwm, socket.ipv6 = 0, most, self._ipv6
+        socket.maxmsgsize = _LARGEST_MESSAGE
         socket.connect(address)
         return socket
 
-    def _note(self, problem: str) -> None:
+    def _note(self, problem: str, error: Exception | None = None) -> None:
         """One line when its blocks are no longer known, and one when they are."""
         if problem and not self._problem:
             extra = {"replica": self._who, "problem": problem}
-            log.warning("replica's KV events do not tell its blocks", extra=extra)
+            log.warning("replica's KV events do not tell its blocks", extra=extra, exc_info=error)
         elif self._problem and not problem:
             log.warning("replica's KV events tell its blocks again", extra={"replica": self._who})
         self._problem = problem
@@ -243,6 +262,8 @@ class _Batch(NamedTuple):
     def of(cls, frames: list[bytes]) -> "_Batch":
         """The last two frames; the topic is before them, and in an answer not in every version."""
         number, content = frames[-2:] if len(frames) > 1 else _GARBAGE
+        if len(number) != _NUMBER_BYTES:
+            number, content = _GARBAGE
         return cls(int.from_bytes(number, "big", signed=True), content)
 
 

@@ -93,7 +93,8 @@ async def hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
     """Brings what replicas hold, by their own word, into the fleet, for ever."""
     async with aclosing(reader.news()) as news:
         async for replica, one in news:
-            fleet.blocks.hear(replica, one)
+            if not fleet.blocks.hear(replica, one):
+                reader.forget(replica)
             await asyncio.sleep(0)
 
 

@@ -38,8 +38,9 @@ _READ_AGAIN_S = 1.0
 """Between two readings of the same blocks, whatever is missing."""
 
 # KEYS: a lease, blocks. ARGV: the poller that must hold the lease, life in s, channel, message,
-# news, all that is held (empty: it is not due). Returns whether later news may be appended: they
-# may not where there is nothing to append to, or Redis is full; they are passed on all the same.
+# news (empty: they are all that is held), all that is held (empty: it is not due). Returns whether
+# later news may be appended: they may not where there is nothing to append to, or Redis is full;
+# they are passed on all the same.
 _TELL = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local kept
@@ -49,7 +50,7 @@ elseif redis.call('EXISTS', KEYS[2]) == 1 then
   kept = redis.pcall('APPEND', KEYS[2], ARGV[5])
   redis.call('EXPIRE', KEYS[2], ARGV[2])
 end
-redis.call('PUBLISH', ARGV[3], ARGV[4] .. ARGV[5])
+redis.call('PUBLISH', ARGV[3], ARGV[4] .. (ARGV[5] ~= '' and ARGV[5] or ARGV[6]))
 return (not kept or (type(kept) == 'table' and kept.err)) and 0 or 1
 """
 
@@ -103,7 +104,8 @@ class BlockWriter:
                     2,
                     *(lease_key(self._pool, replica), blocks_key(self._pool, replica)),
                     *(self._poller, LIFE_S, blocks_channel(self._pool), f"{replica}\n"),
-                    *(new.encode(), held.encode() if held else b""),
+                    b"" if new is held else new.encode(),
+                    held.encode() if held else b"",
                 )
             kept = await pipe.execute()
         return {replica for replica, is_kept in zip(news, kept, strict=True) if not is_kept}
@@ -155,6 +157,10 @@ class BlockReader:
                         yield one
             except (RedisError, OSError):
                 await asyncio.sleep(self._backoff.next())
+
+    def forget(self, replica: str) -> None:
+        """Its last news were of no use: have the next ones whole."""
+        self._numbers.pop(replica, None)
 
     async def _connected(self) -> AsyncGenerator[Heard]:
         channel = blocks_channel(self._pool)

@@ -5,7 +5,7 @@ A state is a value, not an event: the last one wins, and a lost one is repaired 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from random import Random
@@ -18,7 +18,14 @@ from redis.utils import str_if_bytes
 from extproc.backoff import Backoff
 from extproc.fleet.state import ReplicaState
 from extproc.state.connection import Outage, in_time
-from extproc.state.keys import changes_channel, lease_key, replica_key, replica_pattern
+from extproc.state.keys import (
+    blocks_key,
+    changes_channel,
+    kv_stream_key,
+    lease_key,
+    replica_key,
+    replica_pattern,
+)
 from extproc.state.read import keys_like, messages_of
 
 log = logging.getLogger(__name__)
@@ -98,13 +105,14 @@ end
 return refused
 """
 
-# KEYS: of each replica its lease and its state. ARGV: the poller that removes it (empty: whoever
-# has the lease), channel, messages. Whoever has the lease meanwhile scrapes it.
+# KEYS: of each replica its lease, its state, its blocks and what is known of its KV events. ARGV:
+# the poller that removes it (empty: whoever has the lease), channel, messages. Whoever has the
+# lease meanwhile scrapes it.
 _REMOVE = """
-for i = 1, #KEYS / 2 do
-  local holder = redis.call('GET', KEYS[2 * i - 1])
+for i = 1, #KEYS / 4 do
+  local holder = redis.call('GET', KEYS[4 * i - 3])
   if ARGV[1] == '' or not holder or holder == ARGV[1] then
-    redis.call('DEL', KEYS[2 * i])
+    redis.call('DEL', KEYS[4 * i - 2], KEYS[4 * i - 1], KEYS[4 * i])
     redis.call('PUBLISH', ARGV[2], ARGV[2 + i])
   end
 end
@@ -146,29 +154,29 @@ class StateWriter:
         """
         if not states:
             return
-        keys = self._keys([state.id for state in states])
+        keys = self._keys([state.id for state in states], lease_key, replica_key)
         values = [state.model_dump_json() for state in states]
         options = (self._poller, self._ttl_ms, changes_channel(self._pool))
         async with in_time():
             await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
 
     async def remove(self, replicas: Sequence[str]) -> None:
-        """Delete the states and announce it in one round trip; not of what another poller has.
+        """Delete what is known of them and announce it in one round trip; not of what another
+        poller has.
 
         Raises:
             RedisError: Redis did not take it.
         """
         if not replicas:
             return
-        keys = self._keys(replicas)
+        keys = self._keys(replicas, lease_key, replica_key, blocks_key, kv_stream_key)
         messages = [_Message(removed=one).model_dump_json(exclude_none=True) for one in replicas]
         options = (self._poller, changes_channel(self._pool))
         async with in_time():
             await self._redis.eval(_REMOVE, len(keys), *keys, *options, *messages)
 
-    def _keys(self, replicas: Sequence[str]) -> list[str]:
-        pool = self._pool
-        return [key(pool, replica) for replica in replicas for key in (lease_key, replica_key)]
+    def _keys(self, replicas: Sequence[str], *kinds: Callable[[str, str], str]) -> list[str]:
+        return [key(self._pool, replica) for replica in replicas for key in kinds]
 
 
 class StateReader:

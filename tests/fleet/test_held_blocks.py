@@ -49,14 +49,17 @@ class Told:
         removed: list[int] = [],  # noqa: B006
         whole: bool = False,
         lost: bool = False,
-    ) -> None:
+    ) -> bool:
         previous = 0 if whole else self.numbers[number]
         self.numbers[number] += 1
         arrays = (np.array(some, np.uint64) for some in (stored, removed))
         news = BlockNews(self.numbers[number], previous, 16, *arrays)
         [same] = decode(news.encode())
-        if not lost:
-            self.fleet.blocks.hear(replica(number), same)
+        return not lost and self.fleet.blocks.hear(replica(number), same)
+
+    def join(self, number: int) -> None:
+        news = self.numbers[number]
+        self.fleet.put(state(number, "llama-8b-a10", self.clock, kv_news=news))
 
     def held(self, prefix: Prefix = PREFIX) -> list[float]:
         view = self.fleet.view(MODEL)
@@ -175,6 +178,41 @@ def test_who_leaves_is_forgotten() -> None:
     told.tell(2, keys(1))
     told.poll()
     assert told.held() == [0, 16, 0]
+
+
+def test_blocks_of_no_member_are_forgotten_once_members_are_known() -> None:
+    told = Told()
+    for number in (5, 6):
+        told.numbers[number] = (20 + number) * NUMBERS
+        told.tell(number, keys(3), whole=True)
+    told.fleet.drop_silent(10)  # nobody said yet who the members are
+    told.join(5)
+    assert told.fleet.blocks.count(replica(5)) == 3
+    told.fleet.known.set()
+    told.fleet.drop_silent(10)
+    told.join(6)
+    assert told.fleet.blocks.count(replica(5)) == 3
+    assert told.fleet.blocks.count(replica(6)) is None
+
+
+def test_news_that_are_of_no_use_are_told_as_such() -> None:
+    told = Told()
+    told.numbers[5] = 20 * NUMBERS
+    assert not told.tell(5, keys(3))
+    assert told.tell(5, keys(3), whole=True)
+    assert told.tell(5, keys(4))
+    told.tell(5, keys(5), lost=True)
+    assert not told.tell(5, keys(6))
+
+
+def test_a_block_that_is_removed_ends_what_was_sent_behind_it() -> None:
+    told = Told()
+    told.tell(1, keys(10))
+    profile = RequestProfile(Endpoint.COMPLETIONS, MODEL, 321, 0, 10, prefix=PREFIX)
+    told.fleet.dispatch(replica(1), profile)
+    assert told.held() == [320, 0, 0]
+    told.tell(1, removed=[keys(20)[5]])
+    assert told.held() == [80, 0, 0]
 
 
 @pytest.mark.parametrize("data", [b"\1", b"\2" + bytes(35), b"\1" + bytes(27) + b"\1" + bytes(7)])

@@ -1,5 +1,6 @@
 """What is held, by events in both encodings: made by msgspec as vLLM's versions make them."""
 
+import tracemalloc
 from random import Random
 from typing import Any
 
@@ -170,6 +171,23 @@ def test_who_heard_of_a_process_that_is_gone_is_not_up_to_date_before_all_is_tol
     assert is_up_to(told.blocks.number, heard)
 
 
+def test_where_redis_keeps_nothing_all_is_told_ever_less_often_and_changes_at_once() -> None:
+    told = Told()
+    told.held()
+    for second in range(60):
+        told.blocks.not_kept()
+        told.clock.advance(1)
+        odd = second % 2
+        told.hear(removed(11) if odd else stored(0, [11]))
+        assert told.held() == ({KEYS[0]} if not odd else set())
+    assert 5 < told.wholes < 9
+    told.blocks.repeat()
+    told.clock.advance(1)
+    wholes = told.wholes
+    told.held()
+    assert told.wholes == wholes + 1
+
+
 def test_what_began_in_the_middle_is_not_told_before_the_cache_is_cleared() -> None:
     told = Told()
     told.blocks.start(complete=False)
@@ -177,6 +195,19 @@ def test_what_began_in_the_middle_is_not_told_before_the_cache_is_cleared() -> N
     assert told.blocks.news() is None
     told.hear(CLEARED, stored(0, [11]))
     assert told.held() == {KEYS[0]}
+
+
+def test_of_what_is_not_told_nothing_is_kept() -> None:
+    told = Told()
+    told.blocks.start(complete=False)
+    tracemalloc.start()
+    try:
+        for number in range(2_000):
+            told.hear(stored(0, [number]) | {"token_ids": [number] * 16}, removed(number))
+        now, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert now < 50_000
 
 
 def test_a_kind_of_event_that_is_not_known_is_passed_over() -> None:
@@ -199,6 +230,7 @@ def test_a_kind_of_event_that_is_not_known_is_passed_over() -> None:
         msgspec.msgpack.encode([1.5, [[]]]),
         msgspec.msgpack.encode([1.5, [[["BlockStored"]]]]),
         msgspec.msgpack.encode([1.5, [{"type": []}]]),
+        b"\x91" * 5_000 + b"\xc0",
     ],
 )
 def test_garbage_is_refused(content: bytes) -> None:

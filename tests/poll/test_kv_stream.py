@@ -12,9 +12,12 @@ import zmq.asyncio
 
 from extproc.clock import monotonic
 from extproc.demo.processes import free_port
+from extproc.fleet.held_blocks import HeldBlocks
 from extproc.poll import kv_stream
 from extproc.poll.discovery import Target
-from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.inside import BlocksIntoFleet
+from extproc.poll.kv_blocks import KvBlocks, Mark
+from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream
 from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
@@ -88,6 +91,7 @@ class Followed:
         self, context: zmq.asyncio.Context, ports: tuple[int, int], kept: bytes = b""
     ) -> None:
         self.kept = kept
+        self.saves = 0
         target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
         self._blocks = KvBlocks(Random(1), monotonic)
         self.stream = KvStream(context, target, ports, self._blocks, self, monotonic)
@@ -97,8 +101,9 @@ class Followed:
     async def load(self, replica: str) -> bytes:
         return self.kept
 
-    async def save(self, replica: str, data: bytes) -> None:
-        self.kept = data
+    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
+        self.kept = dump()
+        self.saves += 1
 
     def changed(self, replica: str, blocks: KvBlocks) -> None:
         if told := self._blocks.news():
@@ -250,6 +255,49 @@ async def test_the_next_poller_goes_on_from_what_the_last_one_knew(
             await fifth.holds(*KEYS[:2])
 
 
+async def test_what_has_not_changed_is_not_saved_again(
+    context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_stream, "SAVE_S", 0.0)
+    await engine.tell(stored(0, [11]))
+    async with following(context, engine) as followed:
+        await followed.until(lambda: followed.saves == 1)
+        await engine.tell(stored(1, [12], parent=11))
+        await followed.until(lambda: followed.saves == 2)
+        replays = engine.replays
+        await followed.until(lambda: engine.replays > replays + 2)
+        assert followed.saves == 2
+        followed.stream.tell_again()  # nobody may have it any more
+        await followed.until(lambda: followed.saves == 3)
+
+
+class Itself(BlocksIntoFleet):
+    """A router that polls."""
+
+    def __init__(self) -> None:
+        super().__init__(HeldBlocks(monotonic))
+        self.looks: asyncio.Queue[None] = asyncio.Queue()
+
+    def changed(self, replica: str, blocks: KvBlocks) -> None:
+        super().changed(replica, blocks)
+        self.looks.put_nowait(None)
+
+
+async def test_a_router_that_polls_itself_dumps_nothing(
+    context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dumps: list[Mark] = []
+    monkeypatch.setattr(KvBlocks, "dump", lambda _, mark: dumps.append(mark))
+    async with following(context, engine) as followed:
+        await followed.holds()
+        followed.stream._sink = router = Itself()
+        followed.stream.tell_again()
+        dumps.clear()
+        for _ in range(4):
+            await asyncio.wait_for(router.looks.get(), 10)
+    assert not dumps
+
+
 async def test_a_batch_that_never_comes_is_not_waited_for(
     context: zmq.asyncio.Context, engine: Engine, logged: Logged
 ) -> None:
@@ -309,6 +357,91 @@ async def test_frames_that_are_none_are_passed_over(
             await engine._pushes.send_multipart(frames)
         await engine.tell(stored(0, [11]))
         await followed.holds(KEYS[0])
+
+
+async def test_others_have_their_turns_between_many_batches(
+    context: zmq.asyncio.Context, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_a_turn = most = 0
+    apply = KvBlocks.apply
+
+    def counted(blocks: KvBlocks, event: Event) -> None:
+        nonlocal in_a_turn, most
+        in_a_turn += 1
+        most = max(most, in_a_turn)
+        apply(blocks, event)
+
+    async def turns() -> None:
+        nonlocal in_a_turn
+        while True:
+            in_a_turn = 0
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(KvBlocks, "apply", counted)
+    turning = asyncio.create_task(turns())
+    async with following(context, engine) as followed:
+        await followed.holds()
+        for number in range(500):
+            of_its_own = {"token_ids": [number] * 16}
+            await engine.tell(stored(0, [number]) | of_its_own, pushed=False)
+        await followed.until(lambda: len(followed.held) == 500)
+    turning.cancel()
+    assert most <= 2
+
+
+async def test_what_is_too_large_is_not_taken(
+    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+) -> None:
+    async with following(context, engine) as followed:
+        await followed.holds()
+        engine.kept.append((bytes(8), bytes(2**26 + 1)))
+        await engine._pushes.send_multipart((b"kv@pod", *engine.kept[-1]))
+        line = await logged.line("replica's KV events do not tell its blocks")
+        assert "does not answer" in str(line["problem"])
+        engine.kept.clear()
+        await engine.tell(stored(0, [11]))
+        await followed.holds(KEYS[0])
+
+
+async def test_a_number_that_is_none_ends_nothing(
+    context: zmq.asyncio.Context, engine: Engine, logged: Logged
+) -> None:
+    engine.kept.append(((2**70).to_bytes(9, "big"), as_maps([])))
+    async with following(context, engine) as followed:
+        await logged.line("replica's KV events do not tell its blocks")
+        replays = engine.replays
+        await followed.until(lambda: engine.replays > replays + 2)
+        engine.kept.clear()
+        await engine.tell(stored(0, [11]))
+        await followed.holds(KEYS[0])
+
+
+async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
+    context: zmq.asyncio.Context,
+    engine: Engine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures: asyncio.Queue[None] = asyncio.Queue()
+
+    def fail(*_: object) -> None:
+        failures.put_nowait(None)
+        raise RuntimeError("odd")
+
+    async with following(context, engine) as followed:
+        await followed.holds()
+        with monkeypatch.context() as broken:
+            broken.setattr(KvBlocks, "apply", fail)
+            await engine.tell(stored(0, [11]))
+            for _ in range(3):
+                await asyncio.wait_for(failures.get(), 10)
+            assert followed.stream.number is None
+        await followed.holds(KEYS[0])
+    assert [line.getMessage() for line in caplog.records] == [
+        "replica's KV events do not tell its blocks",
+        "replica's KV events tell its blocks again",
+    ]
+    assert vars(caplog.records[0])["problem"] == "RuntimeError: odd"
 
 
 async def test_one_replica_s_many_batches_are_all_had(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from extproc.fleet.adapters import LOAD_S
+from extproc.fleet.adapters import LOAD_S, AdapterTimes
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.names import ModelNames
@@ -262,3 +262,29 @@ def test_why_says_that_an_adapter_is_waited_for_or_loaded() -> None:
     assert "to load its adapter there would take 0.10 s longer" in system.decide("a", SHORT).why
     system.send("a", 1, 400)
     assert "until other adapters leave the batch" in system.decide("b").why
+
+
+def test_no_more_adapters_are_told_apart_than_a_batch_can_have() -> None:
+    system = System(1, max_loras=5_000)
+    names = tuple(f"adapter-{number}" for number in range(5_000))
+    many = {"models": (MODEL, *names), "adapters": names, "adapters_in_use": names}
+    system.fleet.put(system.state(1).model_copy(update=many))
+    assert system.extra(names[0]) == 0.0
+    assert system.extra(names[255]) == 0.0
+    assert system.extra(names[256]) > 0.0
+
+
+def test_a_name_that_no_replica_lists_any_more_is_no_adapter() -> None:
+    system = System(2, max_loras=2)
+    for number in (1, 2):
+        assert times(system, "c") is not None
+        fewer = {"models": (MODEL, "a", "b"), "adapters": ("a", "b")}
+        system.fleet.put(system.state(number).model_copy(update=fewer))
+    assert times(system, "c") is None
+    assert times(system, "a") is not None
+
+
+def times(system: System, model: str) -> AdapterTimes | None:
+    view = system.fleet.view(MODEL)
+    system.fleet.sequences(view)
+    return system.fleet.adapter_times(model, view)

@@ -16,6 +16,7 @@ from extproc.state import blocks as shared
 from extproc.state.blocks import LIFE_S, BlockReader, BlockWriter
 from extproc.state.connection import connect
 from extproc.state.keys import blocks_channel, blocks_key, kv_stream_key, lease_key
+from extproc.state.store import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import replica
 from tests.state.servers import command, eventually
@@ -40,6 +41,8 @@ def whole(number: int, stored: set[int]) -> BlockNews:
 class Router:
     """What a router makes of the news it hears."""
 
+    reader: BlockReader
+
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {}
         self.wholes = 0
@@ -62,8 +65,8 @@ class Router:
 async def router(url: str) -> AsyncIterator[Router]:
     one = Router()
     async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
-        reader = BlockReader(redis, "test", Random(1), monotonic)
-        following = tasks.create_task(one.follow(reader))
+        one.reader = BlockReader(redis, "test", Random(1), monotonic)
+        following = tasks.create_task(one.follow(one.reader))
         yield one
         following.cancel()
 
@@ -139,6 +142,50 @@ async def test_what_a_poller_knows_is_kept_for_the_next(
         assert await another.load(replica(1)) == b"known"
         assert await mine.load(replica(2)) == b""
     assert 0 < await redis_client.ttl(kv_stream_key("test", replica(1))) <= LIFE_S
+
+
+async def test_nothing_is_kept_of_a_replica_that_leaves(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await lease(redis_client)
+    keys = blocks_key("test", replica(1)), kv_stream_key("test", replica(1))
+    async with poller(redis_server.url) as tell, connect(redis_server.url, "test") as redis:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await tell(whole(1, {1}), whole(1, {1}), number=2)
+        await BlockWriter(redis, "test", "mine").save(replica(1), b"known")
+        assert await redis_client.exists(*keys) == 2
+        await StateWriter(redis, "test", 10, "another").remove([replica(1)])
+        assert await redis_client.exists(*keys) == 2
+        await StateWriter(redis, "test", 10, "mine").remove([replica(1)])
+    assert await redis_client.exists(*keys) == 0
+    assert await redis_client.exists(blocks_key("test", replica(2))) == 1
+
+
+async def test_all_that_is_held_is_sent_once(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await lease(redis_client)
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        many = whole(1, {*range(10_000)})
+        before: Any = await redis_client.info("stats")
+        assert await tell(many, many) == set()
+        await one.holds({*range(10_000)})
+        after: Any = await redis_client.info("stats")
+    assert after["total_net_input_bytes"] - before["total_net_input_bytes"] < 90_000
+
+
+async def test_who_could_not_use_the_last_news_gets_all_with_the_next(
+    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
+    await lease(redis_client)
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+        one.held.clear()
+        one.reader.forget(replica(1))
+        await tell(news(2, {2}))
+        await one.holds({1, 2})
 
 
 async def test_news_that_follow_nothing_are_told_whole_next(
