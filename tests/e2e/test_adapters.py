@@ -53,7 +53,7 @@ async def homes(client: Client) -> dict[str, str]:
         loads = [sorted(terms(decision).values()) for decision in decisions.values()]
         return all(here == 0.0 < there for here, there in loads) and len({*found.values()}) == 2
 
-    await client.until(settled, seconds=20)
+    await client.until(settled, seconds=60)
     return found
 
 
