@@ -1,46 +1,21 @@
 """Which prompts were sent where, told through a real Redis."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
-from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.observe.metrics import RouterMetrics
-from extproc.predict.lengths import OutputLengths
 from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.server.sharing import share
 from extproc.state.connection import connect
 from extproc.state.keys import prompts_key
 from tests.conftest import RedisServer
-from tests.fakes import MODEL, ManualClock, replica, state
+from tests.fakes import MODEL, replica
+from tests.state.routers import router
 from tests.state.servers import command, eventually
 from tests.state.test_bounds import ACL
 
 pytestmark = pytest.mark.process
-
-
-@asynccontextmanager
-async def router(url: str) -> AsyncIterator[Fleet]:
-    """A router's fleet of two replicas, shared with others through Redis."""
-    clock = ManualClock()
-    fleet = Fleet(OutputLengths(), clock, clock)
-    for number in (1, 2):
-        fleet.put(state(number, "llama-8b-a10", clock))
-    fleet.known.set()
-    config = Config.model_validate({"pool": "test", "redis": {"url": url}})
-    task = asyncio.create_task(share(config, fleet, RouterMetrics(CollectorRegistry())))
-    try:
-        yield fleet
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def prompt(letter: str, units: int) -> Prefix:

@@ -6,43 +6,23 @@ from contextlib import aclosing, asynccontextmanager
 from random import Random
 
 import pytest
-from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.utils import str_if_bytes
 
-from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.observe.metrics import RouterMetrics
-from extproc.predict.lengths import OutputLengths
 from extproc.server import sharing as shared
-from extproc.server.sharing import share
 from extproc.state.connection import connect
 from extproc.state.keys import responses_key
 from extproc.state.stream import StreamReader, StreamWriter
 from tests.conftest import RedisServer
-from tests.fakes import ManualClock, replica, state
+from tests.fakes import replica
+from tests.state.routers import router
 from tests.state.servers import command, eventually
 from tests.state.test_bounds import ACL
 
 pytestmark = pytest.mark.process
 
 Next = Callable[[], Awaitable[str]]
-
-
-@asynccontextmanager
-async def router(url: str) -> AsyncIterator[Fleet]:
-    """A router's fleet, shared with others through Redis."""
-    clock = ManualClock()
-    fleet = Fleet(OutputLengths(), clock, clock)
-    for number in (1, 2):
-        fleet.put(state(number, "llama-8b-a10", clock))
-    config = Config.model_validate({"pool": "test", "redis": {"url": url}})
-    task = asyncio.create_task(share(config, fleet, RouterMetrics(CollectorRegistry())))
-    try:
-        yield fleet
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def knows(fleet: Fleet, *names: str) -> None:
