@@ -1,7 +1,6 @@
 """The router among others: it tells what it has in flight, and hears what they have."""
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from random import Random
@@ -21,12 +20,11 @@ from extproc.state.blocks import BlockReader
 from extproc.state.connection import connect
 from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
 from extproc.state.keys import prompts_key, responses_key, sessions_key
+from extproc.state.read import Garbage
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
 from extproc.state.stream import Fields, StreamReader, StreamWriter
 
 _HELD_AT_ONCE = 100
-
-logger = logging.getLogger(__name__)
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
@@ -112,16 +110,14 @@ async def hear_prompts(reader: StreamReader, fleet: Fleet) -> None:
     There are some of the past, of replicas that have to be known by then.
     """
     await fleet.known.wait()
-    warned = False
+    garbage = Garbage()
     async with aclosing(reader.news()) as news:
         async for told in news:
             for router, prompts in told.items():
                 try:
                     fleet.hear_prompts(str_if_bytes(router), prompts)
                 except ValueError as error:
-                    if not warned:
-                        logger.warning("skipped garbage in redis", extra={"error": str(error)})
-                    warned = True
+                    garbage.skipped("prompts", error)
             await asyncio.sleep(0)  # many may be there; requests come first
 
 

@@ -5,7 +5,6 @@ away the reader of replica states logs; here it is only lived with.
 """
 
 import asyncio
-import logging
 import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
@@ -27,10 +26,8 @@ from extproc.state.keys import (
     kv_stream_key,
     lease_key,
 )
-from extproc.state.read import keys_like, messages_of
+from extproc.state.read import Garbage, keys_like, pushed
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
-
-log = logging.getLogger(__name__)
 
 LIFE_S = 3600
 """Of a replica's blocks in Redis, from the last news on."""
@@ -142,7 +139,7 @@ class BlockReader:
         self._numbers: dict[str, int] = {}
         """Of the last news of each replica."""
         self._read_at: dict[str, float] = {}
-        self._warned: set[str] = set()
+        self._garbage = Garbage()
 
     async def news(self) -> AsyncGenerator[Heard]:
         """Yield what Redis has of each replica, then all news, for ever; each follows the one
@@ -163,21 +160,17 @@ class BlockReader:
         self._numbers.pop(replica, None)
 
     async def _connected(self) -> AsyncGenerator[Heard]:
-        channel = blocks_channel(self._pool)
-        async with self._redis.pubsub() as pubsub, aclosing(messages_of(pubsub)) as messages:
-            async with in_time():
-                await pubsub.subscribe(channel)
-            async for message in messages:
-                if message["type"] == "subscribe":
-                    # Only now is nothing missed between what is there and the first push.
+        async with aclosing(pushed(self._redis, blocks_channel(self._pool))) as pushes:
+            async for data in pushes:
+                if data is None:
                     self._numbers.clear()
                     beginning = blocks_key(self._pool, "")
                     for key in await keys_like(self._redis, blocks_pattern(self._pool)):
                         for one in await self._read(str_if_bytes(key).removeprefix(beginning)):
                             yield one
                     self._backoff.reset()
-                elif message["type"] == "message":
-                    for one in await self._pushed(message["data"]):
+                else:
+                    for one in await self._pushed(data):
                         yield one
 
     async def _pushed(self, data: bytes) -> list[Heard]:
@@ -214,8 +207,5 @@ class BlockReader:
                 self._numbers[replica] = news.number
                 heard.append(Heard(replica, news))
         except ValueError as error:
-            if source not in self._warned:
-                self._warned.add(source)
-                extra = {"source": source, "error": str(error)}
-                log.warning("skipped garbage in redis", extra=extra)
+            self._garbage.skipped(source, error)
         return heard

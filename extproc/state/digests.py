@@ -4,7 +4,6 @@ Of Redis being away the reader of replica states logs; here it is only lived wit
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ from extproc.backoff import Backoff
 from extproc.fleet.digest import Digest, Kind, decode
 from extproc.state.connection import in_time
 from extproc.state.keys import digests_channel, router_key, router_pattern
-from extproc.state.read import keys_like, messages_of
+from extproc.state.read import Garbage, keys_like, pushed
 from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
-
-log = logging.getLogger(__name__)
 
 _LIFE_MS = 2000
 """Of a digest in Redis; a whole one comes every half second."""
@@ -83,7 +80,7 @@ class DigestReader:
         self._redis = redis
         self._pool = pool
         self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
-        self._warned: set[str] = set()
+        self._garbage = Garbage()
 
     async def news(self) -> AsyncGenerator[News]:
         """Yield what is in Redis, then every digest as it is pushed, for ever.
@@ -101,21 +98,16 @@ class DigestReader:
 
     async def _connected(self) -> AsyncGenerator[News]:
         channel = digests_channel(self._pool)
-        async with self._redis.pubsub() as pubsub, aclosing(messages_of(pubsub)) as messages:
-            async with in_time():
-                await pubsub.subscribe(channel)
-            async for message in messages:
-                if message["type"] == "subscribe":
-                    # Only now is nothing missed between what is there and the first push.
+        async with aclosing(pushed(self._redis, channel)) as pushes:
+            async for data in pushes:
+                if data is None:
                     found = await self._found()
                     self._backoff.reset()
                     yield Connected()
                     for one in found:
                         yield one
-                elif message["type"] == "message":
-                    digest = self._digest(channel, message["data"])
-                    if digest is not None:
-                        yield Heard(digest)
+                elif (digest := self._digest(channel, data)) is not None:
+                    yield Heard(digest)
 
     async def _found(self) -> list[Heard]:
         keys = sorted(map(str_if_bytes, await keys_like(self._redis, router_pattern(self._pool))))
@@ -132,12 +124,9 @@ class DigestReader:
         return found
 
     def _digest(self, source: str, data: bytes) -> Digest | None:
-        """None for garbage; one warning of each source, which may send it again and again."""
+        """None for garbage."""
         try:
             return decode(data)
         except ValueError as error:
-            if source not in self._warned:
-                self._warned.add(source)
-                extra = {"source": source, "error": str(error)}
-                log.warning("skipped garbage in redis", extra=extra)
+            self._garbage.skipped(source, error)
             return None

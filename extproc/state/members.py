@@ -11,6 +11,7 @@ from redis.utils import str_if_bytes
 from extproc.config import ReplicaSource
 from extproc.state.connection import in_time
 from extproc.state.keys import members_key
+from extproc.state.read import Garbage, what_is_wrong
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class MemberStore:
     def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis
         self.key = members_key(pool)
-        self._warned: set[str] = set()
+        self._garbage = Garbage()
 
     async def read(self) -> dict[str, Member]:
         """Everything asked for; what cannot be read is left out, with one line in the log.
@@ -94,11 +95,7 @@ class MemberStore:
         try:
             return Member.model_validate_json(value)
         except ValidationError as error:
-            name = str_if_bytes(key)
-            if name not in self._warned:
-                self._warned.add(name)
-                what = error.errors(include_url=False, include_input=False)[0]["msg"]
-                log.warning("skipped garbage in redis", extra={"source": name, "error": what})
+            self._garbage.skipped(str_if_bytes(key), what_is_wrong(error))
             return None
 
 

@@ -4,7 +4,6 @@ A state is a value, not an event: the last one wins, and a lost one is repaired 
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -26,9 +25,7 @@ from extproc.state.keys import (
     replica_key,
     replica_pattern,
 )
-from extproc.state.read import keys_like, messages_of
-
-log = logging.getLogger(__name__)
+from extproc.state.read import Garbage, keys_like, pushed, what_is_wrong
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 0.5
@@ -187,7 +184,7 @@ class StateReader:
         self._pool = pool
         self._outage = Outage(redis)
         self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
-        self._warned: set[str] = set()
+        self._garbage = Garbage()
 
     @property
     def lost(self) -> bool:
@@ -210,20 +207,15 @@ class StateReader:
                 await asyncio.sleep(self._backoff.next())
 
     async def _connected(self) -> AsyncGenerator[Change]:
-        channel = changes_channel(self._pool)
-        async with self._redis.pubsub() as pubsub, aclosing(messages_of(pubsub)) as messages:
-            async with in_time():
-                await pubsub.subscribe(channel)
-            async for message in messages:
-                if message["type"] == "subscribe":
-                    # Only now is nothing missed between the snapshot and the first push. The client
-                    # subscribes again by itself when it reconnects, hence again on each of these.
+        async with aclosing(pushed(self._redis, changes_channel(self._pool))) as pushes:
+            async for data in pushes:
+                if data is None:
                     snapshot = await self._read(list(await self._keys()))
                     self._backoff.reset()
                     self._outage.succeeded()
                     yield snapshot
-                elif message["type"] == "message":
-                    for change in self._changes(message["data"]):
+                else:
+                    for change in self._changes(data):
                         yield change
 
     async def states(self) -> tuple[ReplicaState, ...]:
@@ -275,20 +267,12 @@ class StateReader:
         try:
             return ReplicaState.model_validate_json(value)
         except ValidationError as error:
-            self._warn(str_if_bytes(key), error)
+            self._garbage.skipped(str_if_bytes(key), what_is_wrong(error))
             return None
 
     def _changes(self, data: bytes | str) -> Iterator[Change]:
         try:
             return _Message.model_validate_json(data).changes()
         except ValidationError as error:
-            self._warn(changes_channel(self._pool), error)
+            self._garbage.skipped(changes_channel(self._pool), what_is_wrong(error))
             return iter(())
-
-    def _warn(self, source: str, error: ValidationError) -> None:
-        """Warn once of each key or channel: what writes garbage once writes it again and again."""
-        if source in self._warned:
-            return
-        self._warned.add(source)
-        what = error.errors(include_url=False, include_input=False)[0]["msg"]
-        log.warning("skipped garbage in redis", extra={"source": source, "error": what})
