@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, repeat
+from itertools import groupby
 from math import inf, nan
 
 import numpy as np
 
 from extproc.clock import Clock
 from extproc.fleet.block_news import BlockNews, is_up_to
+from extproc.fleet.key_holders import KeyHolders
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.view import Floats
 from extproc.request.prefix import Prefix, seed_of, token_keys
@@ -48,8 +49,7 @@ class HeldBlocks:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._replicas: dict[str, _Replica] = {}
-        self._holders: dict[int, int] = {}
-        """By key: the replicas that hold it, a bit each."""
+        self._holders = KeyHolders()
 
     def hear(self, replica: str, news: BlockNews) -> bool:
         """What a poller tells; returns whether it could be made use of: news that do not follow the
@@ -149,7 +149,7 @@ class HeldBlocks:
         replicas do. One that is about to hold a block may have lost one before it."""
         runs: list[tuple[int, int]] = []
         end, all_before = 0, -1
-        for mask, same in groupby(map(self._holders.get, keys, repeat(0))):
+        for mask, same in groupby(self._holders.masks(keys)):
             all_before &= mask
             if not all_before:
                 break
@@ -169,22 +169,14 @@ class HeldBlocks:
         return self._clock() <= one.known_until
 
     def _add(self, one: _Replica, keys: Collection[int]) -> None:
-        holders, bit = self._holders, 1 << one.bit
         one.keys.update(keys)
-        for key in keys:
-            holders[key] = holders.get(key, 0) | bit
+        self._holders.add(keys, one.bit)
         _expect_no_more(one, keys)
 
     def _drop(self, one: _Replica, keys: Iterable[int]) -> None:
-        holders, others = self._holders, ~(1 << one.bit)
         gone = one.keys.intersection(keys)
         one.keys -= gone
-        for key in gone:
-            left = holders[key] & others
-            if left:
-                holders[key] = left
-            else:
-                del holders[key]
+        self._holders.drop(gone, one.bit)
         _expect_no_more(one, gone)
 
 

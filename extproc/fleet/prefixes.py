@@ -4,12 +4,12 @@ from bisect import bisect_left
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import repeat
 from operator import ne
 
 import numpy as np
 
 from extproc.fleet.belief import DEPTHS, Belief
+from extproc.fleet.key_holders import KeyHolders
 from extproc.fleet.state import ReplicaState
 from extproc.fleet.view import Floats, Indices
 from extproc.request.prefix import Prefix
@@ -80,8 +80,8 @@ class Prefixes:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[int, int] = {}
-        """By key: the rows that hold it, a bit each."""
+        self._holders = KeyHolders()
+        """A bit a row."""
         self._caches: list[_Cache] = []
         self._blocks = np.ones(0)
         """By row: tokens in a block; a replica finds whole ones."""
@@ -95,8 +95,7 @@ class Prefixes:
         if row == len(self._caches):
             self._caches.append(_Cache())
             self._blocks = np.append(self._blocks, 1.0)
-        for key in self._caches[row].recent:
-            self._drop(key, 1 << row)
+        self._holders.drop(self._caches[row].recent, row)
         self._caches[row] = _Cache()
         self._belief.reset(row)
 
@@ -106,7 +105,7 @@ class Prefixes:
         cache.sent += prefix.tokens
         if not keys or prefix.unit <= 0.0:
             return
-        recent, holders, bit = cache.recent, self._holders, 1 << row
+        recent = cache.recent
         new = [key for key in keys if key not in recent]
         if known := len(keys) - len(new):
             cache.expected[cache.depth(keys[known - 1])] += known * prefix.unit
@@ -118,15 +117,14 @@ class Prefixes:
         keys.reverse()
         recent.update(dict.fromkeys(keys, cache.entered))
         deque(map(recent.move_to_end, keys), maxlen=0)
-        for key in new:
-            holders[key] = holders.get(key, 0) | bit
-        for _ in range(len(recent) - cache.room):
-            self._drop(recent.popitem(last=False)[0], bit)
+        self._holders.add(new, row)
+        evicted = range(len(recent) - cache.room)
+        self._holders.drop([recent.popitem(last=False)[0] for _ in evicted], row)
 
     def held(self, prefix: Prefix, rows: Indices) -> Held:
         """What the replicas in these rows should hold of a prompt."""
         keys = prefix.keys.tolist()
-        masks = [*map(self._holders.get, keys, repeat(0)), 0]
+        masks = [*self._holders.masks(keys), 0]
         end, mask = 0, masks[0]
         if not mask:
             return _nothing(len(rows))
@@ -137,7 +135,7 @@ class Prefixes:
             expected[last] = end * prefix.unit
             self._sound(depths, last, rows, keys[end - 1])
             mask = masks[end]
-        if answered := self._holders.get(prefix.asked, 0):
+        if answered := self._holders.masks([prefix.asked])[0]:
             there = self._find(answered, rows)
             expected[there] = np.maximum(expected[there], prefix.answered)
             self._sound(depths, there, rows, prefix.asked)
@@ -183,10 +181,3 @@ class Prefixes:
         there = there[self._belief.doubted[rows[there]]]
         if len(there):
             depths[there] = [self._caches[row].depth(key) for row in rows[there].tolist()]
-
-    def _drop(self, key: int, bit: int) -> None:
-        left = self._holders[key] & ~bit
-        if left:
-            self._holders[key] = left
-        else:
-            del self._holders[key]

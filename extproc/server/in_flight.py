@@ -153,16 +153,13 @@ class InFlight:
         services, profile, outcome = self._services, self._forecast.profile, self._outcome
         outcome.prompt_tokens = usage.prompt_tokens
         outcome.output_tokens = usage.completion_tokens
-        forecast = self._forecast
         outcome.cached_tokens = usage.cached_tokens
-        expected = forecast.replica, forecast.expected_hits, forecast.hits_depth
-        if (
-            usage.cached_tokens is not None
-            and self._served_by == forecast.replica
-            and profile.sequences == 1
-        ):
+        forecast, cached = self._forecast, usage.cached_tokens
+        foreseen = self._served_by == forecast.replica and profile.sequences == 1
+        if cached is not None and foreseen:
+            expected, depth = forecast.expected_hits, forecast.hits_depth
             prompt = usage.prompt_tokens or profile.prompt_tokens
-            services.fleet.reported(*expected, prompt, usage.cached_tokens)
+            services.fleet.reported(forecast.replica, expected, depth, prompt, cached)
         if usage.prompt_tokens and profile.prompt_bytes:
             services.tokens.learn(profile.model, profile.prompt_bytes, usage.prompt_tokens)
         if usage.prompt_tokens and profile.images:
