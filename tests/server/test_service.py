@@ -38,6 +38,15 @@ def samples(metric: Collector) -> dict[tuple[str, ...], float]:
     return {tuple(sample.labels.values()): sample.value for sample in family.samples}
 
 
+async def sent_to(envoy: EnvoySide, body: dict[str, Any]) -> set[str]:
+    """The replicas that a request may be served by."""
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        replicas = set(destination(await stream.request_body(body)))
+        await stream.end()
+    return replicas
+
+
 async def test_a_request_is_routed_and_its_outcome_recorded(
     envoy: EnvoySide, services: Services
 ) -> None:
@@ -153,9 +162,7 @@ async def test_a_body_no_replica_could_serve_is_refused(
 async def test_a_request_without_a_model_is_for_the_only_one(
     envoy: EnvoySide, services: Services
 ) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        assert set(destination(await stream.request_body({"messages": []}))) == MEMBERS
+    assert await sent_to(envoy, {"messages": []}) == MEMBERS
     assert services.log.last(1)[0].decision.profile.model == "llama"
 
 
@@ -163,9 +170,7 @@ async def test_where_there_are_several_models_a_replica_may_judge_a_request_with
     envoy: EnvoySide, services: Services
 ) -> None:
     services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), models=("other",)))
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        assert set(destination(await stream.request_body({"messages": []}))) == MEMBERS
+    assert await sent_to(envoy, {"messages": []}) == MEMBERS
     assert services.log.last(1)[0].decision.profile.model == ""
 
 
@@ -628,20 +633,14 @@ async def test_a_replica_that_does_not_tell_its_models_may_serve_any(
 ) -> None:
     """``/metrics`` names one; of adapters and further names ``/v1/models`` tells."""
     services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), **figures))
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        assert set(destination(await stream.request_body(CHAT | {"model": "none"}))) <= MEMBERS
-        await stream.end()
+    assert await sent_to(envoy, CHAT | {"model": "none"}) <= MEMBERS
 
 
 async def test_while_not_all_replicas_are_known_no_model_is_unknown(
     envoy: EnvoySide, services: Services
 ) -> None:
     services.fleet.known.clear()
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        assert set(destination(await stream.request_body(CHAT | {"model": "none"}))) <= MEMBERS
-        await stream.end()
+    assert await sent_to(envoy, CHAT | {"model": "none"}) <= MEMBERS
 
 
 async def test_a_request_without_a_model_is_not_one_for_an_unknown_model(
