@@ -25,8 +25,8 @@ from benchmarks.clock import VirtualClock
 from extproc.config import RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
-from extproc.fleet.state import ReplicaState
 from extproc.predict.lengths import OutputLengths
+from extproc.replica_state import ReplicaState
 from extproc.request.fields import read
 from extproc.request.inspect import inspect
 from extproc.request.profile import Endpoint, RequestProfile

@@ -11,10 +11,10 @@ from benchmarks.clock import VirtualClock
 from benchmarks.machine import Machine
 from benchmarks.routers import News
 from extproc.fleet.prefixes import Held
-from extproc.fleet.state import ReplicaState
-from extproc.fleet.view import FleetView, Floats, Sequences, StepCosts
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
+from extproc.predict.inputs import FleetView, Floats, Sequences, StepCosts
+from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 from extproc.route.policy import Choice, Situation, lowest
 from extproc.route.router import Decision

@@ -5,11 +5,11 @@ from random import Random
 
 from benchmarks.machine import Machine
 from extproc.backoff import Backoff
-from extproc.fleet.state import ReplicaState
 from extproc.predict.calibration import Calibration
 from extproc.predict.step import StepModel
 from extproc.predict.typical import Typical
 from extproc.predict.windows import EngineCounts
+from extproc.replica_state import ReplicaState
 
 MODEL = "model"
 _MAX_MODEL_LEN = 131_072

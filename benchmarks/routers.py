@@ -12,7 +12,7 @@ from extproc.fleet.alone import Before
 from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
-from extproc.fleet.state import ReplicaState
+from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router

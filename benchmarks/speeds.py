@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from benchmarks.machine import Machine
-from extproc.fleet.view import FleetView
+from extproc.predict.inputs import FleetView
 from extproc.predict.step import StepModel
 
 _AFTER = 30.0

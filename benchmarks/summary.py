@@ -11,7 +11,7 @@ from benchmarks.discrete import Simulation
 from benchmarks.imbalance import imbalance
 from benchmarks.served import Failed, Served
 from benchmarks.trace import TracedRequest
-from extproc.fleet.view import Floats
+from extproc.predict.inputs import Floats
 
 Run = dict[str, Any]
 """One run's figures, in the form of the JSON report; times in seconds."""

@@ -52,7 +52,7 @@ def _of_a_replica(address: str) -> str:
 
 
 def _of_redis(url: str) -> str:
-    from extproc.state.connection import connect  # the client: only where one is configured
+    from extproc.store.connection import connect  # the client: only where one is configured
 
     connect(url, pool="")  # takes the URL apart and looks at its files, and no more
     return url

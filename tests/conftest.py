@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.demo.processes import Process, free_port, start_redis
-from extproc.state.connection import connect
+from extproc.store.connection import connect
 
 # Tests with gRPC threads start processes: gRPC's own handlers around a fork may abort the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

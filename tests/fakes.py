@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.state import ReplicaState
 from extproc.predict.lengths import OutputLengths
+from extproc.replica_state import ReplicaState
 from extproc.request.profile import Endpoint, RequestProfile
 
 MODEL = "llama"

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from extproc.fleet.state import ReplicaState
+from extproc.replica_state import ReplicaState
 from tests.fakes import ManualClock, state
 
 REPLICAS = 1000

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.fit.recording import Request
 from benchmarks.fit.replay import Timing
 from benchmarks.trace import TracedRequest
-from extproc.fleet.view import Floats
+from extproc.predict.inputs import Floats
 from extproc.predict.step import StepModel
 
 _LONE = (16, 64, 128, 256, 512, 1024, 2048) * 2

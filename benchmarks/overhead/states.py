@@ -7,9 +7,9 @@ from time import monotonic, time
 
 import uvloop
 
-from extproc.fleet.state import ReplicaState
-from extproc.state.connection import connect
-from extproc.state.store import StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import connect
+from extproc.store.replicas import StateWriter
 
 POOL = "overhead"
 _INTERVAL_S = 0.2

@@ -25,7 +25,7 @@ from redis.asyncio import Redis
 
 from benchmarks.scale.router import RouterFigures
 from extproc.demo.processes import Process, free_port, start_redis
-from extproc.state.connection import connect
+from extproc.store.connection import connect
 
 _POOL = "scale"
 _POLL_S = 0.5

@@ -8,10 +8,10 @@ import sys
 import time
 from random import Random
 
-from extproc.fleet.state import ReplicaState
 from extproc.predict.step import StepModel
-from extproc.state.connection import connect
-from extproc.state.store import StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import connect
+from extproc.store.replicas import StateWriter
 
 MODEL = "model"
 PROFILE = "llama-8b-h100"

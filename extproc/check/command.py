@@ -19,7 +19,7 @@ from extproc.check.workers import workers_are_listed
 from extproc.config import Config, ModelTargets, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.server import certificates
-from extproc.state.connection import address, connect
+from extproc.store.connection import address, connect
 from extproc.yaml_file import read_yaml
 
 _NO_ENVOY = (

@@ -9,9 +9,10 @@ from statistics import median
 
 import numpy as np
 
-from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import Requests
-from extproc.fleet.view import FleetView, Floats
+from extproc.predict.adapter import AdapterTimes
+from extproc.predict.inputs import FleetView
+from extproc.replica_state import ReplicaState
 
 LOAD_S = 0.1
 """Seconds that it takes to load an adapter, until a replica has shown it."""
@@ -23,22 +24,6 @@ _MOST_SLOTS = 256
 _MEMORY = 60.0
 """Seconds without a request after which it is unlikely, by e to 1, that one for an adapter comes
 before others have driven it out."""
-
-
-@dataclass(slots=True)
-class AdapterTimes:
-    """What a request for an adapter meets, one entry of each array a candidate of a view."""
-
-    wait: Floats
-    """Seconds until the batch has a place for the adapter."""
-    load: Floats
-    """Seconds to load it."""
-    wasted: Floats
-    """Seconds that others lose: all that decode stand still while it is loaded, and what is dropped
-    for it may have to be loaded again."""
-    overrun: float
-    """Times as long as for what came before it that a request waits: requests for the adapters in
-    the batch that come after it pass."""
 
 
 @dataclass(slots=True)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import Replicas
 from extproc.predict.firsthand import Firsthand, work_of
 from extproc.predict.hardware import profile_or_default
 from extproc.predict.step import StepModel
+from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 
 _MOST_KEPT = 32

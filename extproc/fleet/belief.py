@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from extproc.fleet.view import Floats, Indices
+from extproc.predict.inputs import Floats, Indices
 
 DEPTHS = 4
 """Parts of a cache that are told apart, from what was used last to what is evicted next."""

@@ -8,7 +8,7 @@ from math import isfinite
 
 import numpy as np
 
-from extproc.fleet.view import Floats, Indices
+from extproc.predict.inputs import Floats, Indices
 
 FIGURES = (
     *("requests", "queued", "joining", "backlog", "decoding", "kv"),

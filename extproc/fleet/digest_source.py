@@ -15,10 +15,10 @@ from extproc.fleet.digest import (
     Kind,
 )
 from extproc.fleet.progress import Progress
-from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import Replicas, Requests
-from extproc.fleet.view import Floats, Indices
 from extproc.predict.correction import Corrections
+from extproc.predict.inputs import Floats, Indices
+from extproc.replica_state import ReplicaState
 
 _SOON = EVERY_S / 2
 """Seconds: what is due before the next time it is asked is due."""

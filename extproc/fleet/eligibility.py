@@ -8,7 +8,7 @@ from math import inf
 from extproc.clock import Clock
 from extproc.fleet.names import ModelNames
 from extproc.fleet.news import SILENT_AFTER_S, News
-from extproc.fleet.state import ReplicaState
+from extproc.replica_state import ReplicaState
 
 _STUCK_S = 10.0
 """Seconds in which nothing moves in an engine with work: longer than any step."""

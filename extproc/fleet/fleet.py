@@ -10,7 +10,7 @@ import numpy as np
 
 from extproc.clock import Clock, monotonic, wall
 from extproc.fleet import sent
-from extproc.fleet.adapters import Adapters, AdapterTimes
+from extproc.fleet.adapters import Adapters
 from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
@@ -25,11 +25,12 @@ from extproc.fleet.polls import correct, restart, set_hardware
 from extproc.fleet.prefixes import Held, Prefixes
 from extproc.fleet.progress import Progress
 from extproc.fleet.sent import SentPrompts
-from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
-from extproc.fleet.view import Excluded, FleetView, Indices, Sequences, StepCosts
+from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
+from extproc.predict.inputs import Excluded, FleetView, Indices, Sequences, StepCosts
 from extproc.predict.lengths import OutputLengths
+from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 

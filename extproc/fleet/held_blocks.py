@@ -11,8 +11,8 @@ import numpy as np
 from extproc.clock import Clock
 from extproc.fleet.block_news import BlockNews, is_up_to
 from extproc.fleet.key_holders import KeyHolders
-from extproc.fleet.state import ReplicaState
-from extproc.fleet.view import Floats
+from extproc.predict.inputs import Floats
+from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix, seed_of, token_keys
 
 log = logging.getLogger(__name__)

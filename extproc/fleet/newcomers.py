@@ -4,7 +4,7 @@ from collections.abc import Container
 
 import numpy as np
 
-from extproc.fleet.view import FleetView
+from extproc.predict.inputs import FleetView
 
 
 def favour_idle(view: FleetView, newcomers: Container[str]) -> None:

@@ -15,7 +15,7 @@ from extproc.fleet.digest import (
     Kind,
 )
 from extproc.fleet.tables import Replicas
-from extproc.fleet.view import Floats, Indices
+from extproc.predict.inputs import Floats, Indices
 
 STALE_S = 0.1
 """Seconds: of simulated routers that share later than this, those that share nothing do better."""

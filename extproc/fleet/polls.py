@@ -4,11 +4,11 @@ from math import inf
 
 from extproc.fleet.news import SILENT_AFTER_S
 from extproc.fleet.prefills import correct_prefills
-from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import COSTS, Replicas, Requests
-from extproc.fleet.view import Indices
 from extproc.predict.hardware import profile_or_default
+from extproc.predict.inputs import Indices
 from extproc.predict.step import StepModel
+from extproc.replica_state import ReplicaState
 
 _SHORTEST_STEP = 1e-4
 """Seconds: no engine steps faster, whatever was learned of one that was always busy."""

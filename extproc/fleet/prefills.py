@@ -4,9 +4,9 @@ from math import inf
 
 import numpy as np
 
-from extproc.fleet.state import ReplicaState
 from extproc.fleet.tables import Replicas, Requests
-from extproc.fleet.view import Floats, Indices
+from extproc.predict.inputs import Floats, Indices
+from extproc.replica_state import ReplicaState
 
 _UNDER_WAY = 0.1
 """Seconds until a request that was sent reaches the engine: it is parsed and tokenized first."""

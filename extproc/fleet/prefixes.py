@@ -10,8 +10,8 @@ import numpy as np
 
 from extproc.fleet.belief import DEPTHS, Belief
 from extproc.fleet.key_holders import KeyHolders
-from extproc.fleet.state import ReplicaState
-from extproc.fleet.view import Floats, Indices
+from extproc.predict.inputs import Floats, Indices
+from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix
 
 _ENOUGH_TOKENS = 10_000.0

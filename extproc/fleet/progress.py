@@ -7,7 +7,7 @@ import numpy as np
 from extproc.fleet.others import Others
 from extproc.fleet.polls import fade
 from extproc.fleet.tables import Replicas, Requests, count
-from extproc.fleet.view import Floats, Indices
+from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 
 _TICK = 0.005

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.fleet.view import Floats, Indices
+from extproc.predict.inputs import Floats, Indices
 
 _FIRST_CAPACITY = 16
 _LENGTHS_REMEMBERED = 64

@@ -4,7 +4,7 @@ from math import inf
 
 from extproc.fleet.digest import FIGURES
 from extproc.fleet.table import Table
-from extproc.fleet.view import Floats, Indices
+from extproc.predict.inputs import Floats, Indices
 
 COSTS = ("c0", "c_prefill", "c_batch", "c_kv", "c_att", "frontend")
 """Coefficients of the step-time model."""

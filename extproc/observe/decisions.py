@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from extproc.fleet.view import Floats
+from extproc.predict.inputs import Floats
 from extproc.route.router import Decision
 
 

@@ -16,7 +16,6 @@ from redis.exceptions import RedisError
 from extproc.backoff import Backoff
 from extproc.clock import monotonic, wall
 from extproc.config import Config
-from extproc.fleet.state import ReplicaState
 from extproc.observe.admin import serve_admin
 from extproc.poll.discovery import Discovery, Target
 from extproc.poll.health import Health
@@ -30,12 +29,13 @@ from extproc.poll.publisher import Publisher
 from extproc.poll.scrape import open_session
 from extproc.poll.watch import Watch
 from extproc.predict.typical import Typical
+from extproc.replica_state import ReplicaState
 from extproc.signals import until_signalled
-from extproc.state.blocks import BlockWriter
-from extproc.state.connection import Outage, connect
-from extproc.state.leases import Leases
-from extproc.state.members import MemberStore
-from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateReader, StateWriter
+from extproc.store.blocks import BlockWriter
+from extproc.store.connection import Outage, connect
+from extproc.store.leases import Leases
+from extproc.store.members import MemberStore
+from extproc.store.replicas import RECONNECT_FIRST_S, RECONNECT_MOST_S, StateReader, StateWriter
 
 log = logging.getLogger(__name__)
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from extproc.clock import Clock
-from extproc.state.connection import Outage
-from extproc.state.leases import Leases
+from extproc.store.connection import Outage
+from extproc.store.leases import Leases
 
 _STUCK_S = 10.0
 """Seconds without a round of all replicas: five times as long as one takes whose every question to

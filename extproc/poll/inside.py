@@ -6,11 +6,11 @@ from random import Random
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.held_blocks import HeldBlocks
-from extproc.fleet.state import ReplicaState
 from extproc.poll.app import polling
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.metrics import PollMetrics
-from extproc.state.leases import Held
+from extproc.replica_state import ReplicaState
+from extproc.store.leases import Held
 
 
 class IntoFleet:

@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 
 from extproc.backoff import Backoff
 from extproc.poll.kv_blocks import KvBlocks
-from extproc.state.blocks import BlockWriter
+from extproc.store.blocks import BlockWriter
 
 _GATHER_S = 0.02
 """Seconds to wait for more to tell: a round trip costs as much as thousands of keys."""

@@ -9,8 +9,8 @@ from redis.exceptions import RedisError, ResponseError
 
 from extproc.clock import Clock
 from extproc.config import ReplicaSource
-from extproc.fleet.state import ReplicaState
-from extproc.state.members import Member, Members, MemberStore
+from extproc.replica_state import ReplicaState
+from extproc.store.members import Member, Members, MemberStore
 
 log = logging.getLogger(__name__)
 

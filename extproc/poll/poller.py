@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from extproc.fleet.state import ReplicaState
 from extproc.poll.discovery import Discovery, Target
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.watch import Watch
-from extproc.state.leases import TEND_S, Held
+from extproc.replica_state import ReplicaState
+from extproc.store.leases import TEND_S, Held
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Sink(Protocol):
 
 
 class Shares(Protocol):
-    """Says which of a pool's replicas are this poller's: :class:`~extproc.state.leases.Leases`."""
+    """Says which of a pool's replicas are this poller's: :class:`~extproc.store.leases.Leases`."""
 
     async def tend(self, replicas: Collection[str]) -> Held:
         """The part of these replicas that is this poller's until the next call."""

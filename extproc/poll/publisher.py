@@ -5,9 +5,9 @@ import asyncio
 from redis.exceptions import RedisError
 
 from extproc.backoff import Backoff
-from extproc.fleet.state import ReplicaState
-from extproc.state.connection import Outage
-from extproc.state.store import StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import Outage
+from extproc.store.replicas import StateWriter
 
 _GATHER_S = 0.02
 """Seconds to wait for more to write: a round trip costs as much as ten states."""

@@ -12,7 +12,6 @@ import aiohttp
 from extproc.backoff import Backoff
 from extproc.clock import Clock
 from extproc.config import PollSettings
-from extproc.fleet.state import ReplicaState
 from extproc.poll.counts import engine_counts
 from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
@@ -24,6 +23,7 @@ from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import hardware_profile
 from extproc.predict.step import StepModel
 from extproc.predict.typical import Typical
+from extproc.replica_state import ReplicaState
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,27 @@
 """What the LoRA adapter that a request is for adds to its prediction."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from extproc.fleet.adapters import AdapterTimes
-from extproc.fleet.view import least
 from extproc.predict.completion import Prediction
+from extproc.predict.inputs import Floats, least
+
+
+@dataclass(slots=True)
+class AdapterTimes:
+    """What a request for an adapter meets, one entry of each array a candidate of a view."""
+
+    wait: Floats
+    """Seconds until the batch has a place for the adapter."""
+    load: Floats
+    """Seconds to load it."""
+    wasted: Floats
+    """Seconds that others lose: all that decode stand still while it is loaded, and what is dropped
+    for it may have to be loaded again."""
+    overrun: float
+    """Times as long as for what came before it that a request waits: requests for the adapters in
+    the batch that come after it pass."""
 
 
 def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:

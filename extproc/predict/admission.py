@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from extproc.fleet.view import FleetView, Floats, Indices, Sequences, least, most
+from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
 
 
 def admission(

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from extproc.fleet.view import FleetView, Floats, Sequences, least, most
 from extproc.predict.admission import admission
+from extproc.predict.inputs import FleetView, Floats, Sequences, least, most
 from extproc.request.profile import RequestProfile
 
 

@@ -4,7 +4,7 @@ from math import exp, inf
 
 import numpy as np
 
-from extproc.fleet.view import Floats
+from extproc.predict.inputs import Floats
 
 _MEMORY = 30.0
 """Seconds in which what was seen loses two thirds of its weight."""

@@ -5,7 +5,7 @@ from operator import mul
 
 import numpy as np
 
-from extproc.fleet.view import Floats
+from extproc.predict.inputs import Floats
 from extproc.predict.step import StepModel
 from extproc.predict.windows import Terms, Work
 

@@ -10,7 +10,7 @@ from extproc.config import ReplicaSource
 from extproc.poll.discovery import one_family
 from extproc.poll.resolve import resolve_host
 from extproc.replicas.pool import Pool, Replica, ReplicaError
-from extproc.state.members import Member, Wish
+from extproc.store.members import Member, Wish
 
 _RESOLVE_S = 5.0
 

@@ -16,7 +16,7 @@ from extproc.replicas.change import add, drain, remove
 from extproc.replicas.pool import Pool, Replica, ReplicaError
 from extproc.replicas.show import as_json, as_table
 from extproc.replicas.wait import left, until_empty
-from extproc.state.connection import address, connect
+from extproc.store.connection import address, connect
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

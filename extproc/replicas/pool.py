@@ -5,10 +5,10 @@ from random import Random
 
 from redis.asyncio import Redis
 
-from extproc.fleet.state import ReplicaState
+from extproc.replica_state import ReplicaState
 from extproc.settings import nearest
-from extproc.state.members import Member, MemberStore
-from extproc.state.store import StateReader
+from extproc.store.members import Member, MemberStore
+from extproc.store.replicas import StateReader
 
 
 class ReplicaError(Exception):

@@ -3,7 +3,7 @@
 import asyncio
 
 from extproc.clock import Clock
-from extproc.fleet.state import ReplicaState
+from extproc.replica_state import ReplicaState
 from extproc.replicas.pool import Pool, Replica, ReplicaError
 
 _LOOK_EVERY = 0.1

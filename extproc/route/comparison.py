@@ -6,7 +6,7 @@ from math import inf
 
 import numpy as np
 
-from extproc.fleet.view import Floats
+from extproc.predict.inputs import Floats
 from extproc.route.policy import Choice, Situation, near_lowest
 
 _NOTABLE = 0.1

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from extproc.fleet.view import Floats
+from extproc.predict.inputs import Floats
 from extproc.route.policy import Choice, Situation, lowest
 
 

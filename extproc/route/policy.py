@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from extproc.fleet.adapters import AdapterTimes
 from extproc.fleet.prefixes import Held
-from extproc.fleet.view import FleetView, Floats, Indices, least
+from extproc.predict.adapter import AdapterTimes
 from extproc.predict.completion import Prediction
+from extproc.predict.inputs import FleetView, Floats, Indices, least
 from extproc.request.profile import RequestProfile
 
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from extproc.fleet.alone import Before, Served
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.view import FleetView, most
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
+from extproc.predict.inputs import FleetView, most
 from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
@@ -125,7 +125,7 @@ class Decision:
 
     @property
     def adapter_overrun(self) -> float:
-        """As in :class:`~extproc.fleet.adapters.AdapterTimes`."""
+        """As in :class:`~extproc.predict.adapter.AdapterTimes`."""
         return 1.0 if self.situation.adapter is None else self.situation.adapter.overrun
 
     @property

@@ -3,7 +3,7 @@
 import random
 from math import inf
 
-from extproc.fleet.view import least
+from extproc.predict.inputs import least
 from extproc.route.comparison import seconds
 from extproc.route.policy import Choice, Policy, Situation
 

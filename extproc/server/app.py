@@ -28,8 +28,8 @@ from extproc.server.admin import admin_routes, readiness
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from extproc.server.sharing import share
-from extproc.state.connection import connect
-from extproc.state.store import Change, Put, Removed, Snapshot, StateReader
+from extproc.store.connection import connect
+from extproc.store.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
-from extproc.fleet.view import least
+from extproc.predict.inputs import least
 from extproc.request.answer import AnswerNamer
 from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pydantic_core import to_json
 
 from extproc.fleet.names import ModelNames
-from extproc.fleet.state import ReplicaState
+from extproc.replica_state import ReplicaState
 
 
 def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) -> bytes:

@@ -16,13 +16,13 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.holders import MOST_HELD, Holders
 from extproc.fleet.sent import MOST_KEPT
 from extproc.observe.metrics import RouterMetrics
-from extproc.state.blocks import BlockReader
-from extproc.state.connection import connect
-from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.state.keys import prompts_key, responses_key, sessions_key
-from extproc.state.read import Garbage
-from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
-from extproc.state.stream import Fields, StreamReader, StreamWriter
+from extproc.store.blocks import BlockReader
+from extproc.store.connection import connect
+from extproc.store.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
+from extproc.store.keys import prompts_key, responses_key, sessions_key
+from extproc.store.read import Garbage
+from extproc.store.replicas import RECONNECT_FIRST_S, RECONNECT_MOST_S
+from extproc.store.stream import Fields, StreamReader, StreamWriter
 
 _HELD_AT_ONCE = 100
 

@@ -8,8 +8,8 @@ from random import Random
 
 from extproc.config import Config
 from extproc.signals import until_signalled
-from extproc.state.connection import connect
-from extproc.state.store import StateReader
+from extproc.store.connection import connect
+from extproc.store.replicas import StateReader
 from extproc.xds.catalog import ENDPOINTS, Catalog
 from extproc.xds.endpoints import load_assignment
 from extproc.xds.envoy_file import Resources, WatchedEnvoyFile

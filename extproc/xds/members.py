@@ -6,8 +6,8 @@ from envoy_data_plane.envoy.config.core.v3 import HealthStatus
 
 from extproc.clock import Clock, monotonic
 from extproc.fleet.news import News
-from extproc.fleet.state import ReplicaState
-from extproc.state.store import Change, Put, Removed, Snapshot
+from extproc.replica_state import ReplicaState
+from extproc.store.replicas import Change, Put, Removed, Snapshot
 
 
 @dataclass(frozen=True, slots=True, order=True)

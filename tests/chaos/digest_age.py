@@ -27,12 +27,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.clock import wall
 from extproc.demo.processes import Process, answers, free_port, start_redis
-from extproc.fleet.state import ReplicaState
+from extproc.replica_state import ReplicaState
 from extproc.server import messages
 from extproc.server.proto import ext_proc_pb2 as pb
 from extproc.server.service import SERVICE
-from extproc.state.connection import connect
-from extproc.state.store import StateWriter
+from extproc.store.connection import connect
+from extproc.store.replicas import StateWriter
 
 MOST_P99_S = 0.03
 _POOL = "digest-age"

@@ -6,7 +6,7 @@ import pytest
 from extproc import settings
 from extproc.config import Config
 from extproc.settings import ConfigError, load
-from extproc.state.connection import address, connect
+from extproc.store.connection import address, connect
 
 
 def write(tmp_path: Path, text: str) -> Path:

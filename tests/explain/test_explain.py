@@ -16,8 +16,8 @@ from extproc.cli import main
 from extproc.config import Config
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import free_port
-from extproc.fleet.view import Excluded
 from extproc.observe.admin import serve_admin
+from extproc.predict.inputs import Excluded
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision
 from extproc.server.admin import admin_routes

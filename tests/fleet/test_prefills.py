@@ -9,8 +9,8 @@ import pytest
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
-from extproc.fleet.state import ReplicaState
 from extproc.predict.hardware import hardware_profile
+from extproc.replica_state import ReplicaState
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state

@@ -9,7 +9,7 @@ import pytest
 from extproc.fleet import sent
 from extproc.fleet.prefixes import Prefixes
 from extproc.fleet.sent import SentPrompts
-from extproc.fleet.state import ReplicaState
+from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, UNIT_BYTES, Prefix, unit_keys
 
 ROWS = np.arange(3)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from extproc.fleet.view import Excluded
 from extproc.observe.decisions import DecisionLog
+from extproc.predict.inputs import Excluded
 from extproc.route.completion import Completion
 from extproc.route.policies import POLICIES
 from extproc.route.policy import Choice, Situation

@@ -10,10 +10,10 @@ import pytest
 
 from extproc.config import Config
 from extproc.demo.processes import free_port
-from extproc.fleet.state import ReplicaState
 from extproc.poll.app import run_poller
-from extproc.state.connection import connect
-from extproc.state.store import Put, Removed, Snapshot, StateReader
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import connect
+from extproc.store.replicas import Put, Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
 from tests.poll.replica import Replica
 

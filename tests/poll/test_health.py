@@ -5,13 +5,13 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.poll.health import Health
-from extproc.state.connection import Outage
-from extproc.state.leases import Leases
+from extproc.store.connection import Outage
+from extproc.store.leases import Leases
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling
 from tests.poll.replica import serving
-from tests.state.servers import eventually
+from tests.store.servers import eventually
 
 pytestmark = pytest.mark.process
 

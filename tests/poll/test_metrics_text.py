@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.fleet.state import ReplicaState
 from extproc.poll.metrics_text import EngineFigures, MetricsError, read_metrics
+from extproc.replica_state import ReplicaState
 
 DATA = Path(__file__).parent.parent / "data" / "vllm"
 

@@ -15,12 +15,12 @@ from aiohttp import web
 
 from extproc.cli import main
 from extproc.demo.processes import answers
-from extproc.fleet.state import ReplicaState
 from extproc.poll.app import run_poller
 from extproc.poll.metrics_text import EngineFigures, read_metrics
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
-from extproc.state.connection import connect
-from extproc.state.store import Put, StateReader, StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import connect
+from extproc.store.replicas import Put, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.poll.polling import PATIENT, config, healthy, polling, unhealthy, watching
 from tests.poll.replica import (

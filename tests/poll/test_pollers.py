@@ -15,11 +15,11 @@ from redis.utils import str_if_bytes
 
 from extproc.config import Config
 from extproc.demo.processes import Process, free_port
-from extproc.fleet.state import ReplicaState
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
-from extproc.state.connection import connect
-from extproc.state.keys import lease_key
-from extproc.state.store import StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import connect
+from extproc.store.keys import lease_key
+from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.poll.polling import PATIENT, Seen, config, polling, watching
 from tests.poll.replica import Handler, Replica, page, serving, text

@@ -13,14 +13,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from extproc.backoff import Backoff
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.state import ReplicaState
 from extproc.poll.app import polling
 from extproc.poll.inside import BlocksIntoFleet, Everything
 from extproc.poll.metrics import PollMetrics
 from extproc.poll.publisher import Publisher
 from extproc.predict.lengths import OutputLengths
-from extproc.state.connection import Outage, connect
-from extproc.state.store import StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import Outage, connect
+from extproc.store.replicas import StateWriter
 from tests.poll.replica import serving
 
 A, B, C = (ReplicaState(id=f"10.0.0.{number}:8000") for number in range(3))

@@ -12,14 +12,14 @@ from extproc.cli import main
 from extproc.poll.members import Membership
 from extproc.replicas.pool import Pool
 from extproc.replicas.wait import until_empty
-from extproc.state.connection import connect
-from extproc.state.keys import replica_key
-from extproc.state.members import Member, MemberStore
+from extproc.store.connection import connect
+from extproc.store.keys import replica_key
+from extproc.store.members import Member, MemberStore
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling, watching
 from tests.poll.replica import Replica, page, serving, text
-from tests.state.servers import command
+from tests.store.servers import command
 
 pytestmark = pytest.mark.process
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from extproc.fleet.adapters import LOAD_S, AdapterTimes
+from extproc.fleet.adapters import LOAD_S
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.names import ModelNames
-from extproc.fleet.state import ReplicaState
+from extproc.predict.adapter import AdapterTimes
 from extproc.predict.lengths import OutputLengths
+from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router
 from tests.fakes import MODEL, ManualClock, chat, replica, state

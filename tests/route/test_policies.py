@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.view import Floats
+from extproc.predict.inputs import Floats
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.route.policies import POLICIES

@@ -12,7 +12,7 @@ from extproc.observe.admin import serve_admin
 from extproc.server.admin import admin_routes
 from extproc.server.app import apply
 from extproc.server.services import Services
-from extproc.state.store import Snapshot
+from extproc.store.replicas import Snapshot
 from tests.fakes import chat
 from tests.large import A_FEW_MS, REPLICAS, longest_piece, thousand
 

@@ -10,15 +10,15 @@ from redis.asyncio import Redis
 from extproc.clock import wall
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.state import ReplicaState
 from extproc.predict.lengths import OutputLengths
+from extproc.replica_state import ReplicaState
 from extproc.server.app import follow_state
-from extproc.state.connection import connect
-from extproc.state.store import StateWriter
+from extproc.store.connection import connect
+from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, state
 from tests.large import A_FEW_MS, longest_piece, thousand
-from tests.state.servers import eventually
+from tests.store.servers import eventually
 
 pytestmark = pytest.mark.process
 

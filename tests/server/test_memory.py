@@ -14,7 +14,7 @@ from extproc.demo.processes import Process, answers, free_port
 from tests.poll.replica import Replica, models, page, serving, text
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 from tests.server.test_gateway import status_of
-from tests.state.servers import eventually
+from tests.store.servers import eventually
 
 pytestmark = pytest.mark.process
 

@@ -11,12 +11,12 @@ import grpc
 import pytest
 
 from extproc.demo.processes import Process, answers, free_port
-from extproc.state.connection import connect
-from extproc.state.store import StateWriter
+from extproc.store.connection import connect
+from extproc.store.replicas import StateWriter
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, ManualClock, state
 from tests.server.envoy_side import CHAT, EnvoySide
-from tests.state.servers import eventually
+from tests.store.servers import eventually
 
 pytestmark = pytest.mark.process
 

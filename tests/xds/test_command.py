@@ -13,8 +13,8 @@ from redis.asyncio import Redis
 
 from extproc.cli import main
 from extproc.demo.processes import Process, free_port, listening
-from extproc.fleet.state import ReplicaState
-from extproc.state.store import StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.replicas import StateWriter
 from extproc.xds.catalog import CLUSTERS, ENDPOINTS, LISTENERS
 from extproc.xds.server import ADS
 from tests.conftest import RedisServer

@@ -13,8 +13,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
 from extproc.demo.processes import free_port
-from extproc.fleet.state import ReplicaState
-from extproc.state.store import StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.replicas import StateWriter
 from tests.conftest import RedisServer
 from tests.e2e.client import until
 from tests.xds import test_envoy

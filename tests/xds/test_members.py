@@ -3,8 +3,8 @@
 from envoy_data_plane.envoy.config.core.v3 import HealthStatus
 from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 
-from extproc.fleet.state import ReplicaState
-from extproc.state.store import Put, Removed, Snapshot
+from extproc.replica_state import ReplicaState
+from extproc.store.replicas import Put, Removed, Snapshot
 from extproc.xds.endpoints import load_assignment
 from extproc.xds.members import Member, Members
 from tests.fakes import ManualClock

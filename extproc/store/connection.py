@@ -10,11 +10,11 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from extproc.state.cluster import Owner
-from extproc.state.located import Fixed, Locate, LocatedConnection, LocatedTlsConnection
-from extproc.state.sentinel import Primary
-from extproc.state.tls import check_files
-from extproc.state.url import parse
+from extproc.store.cluster import Owner
+from extproc.store.located import Fixed, Locate, LocatedConnection, LocatedTlsConnection
+from extproc.store.sentinel import Primary
+from extproc.store.tls import check_files
+from extproc.store.url import parse
 
 log = logging.getLogger(__name__)
 

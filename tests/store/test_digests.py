@@ -16,12 +16,12 @@ from extproc.fleet.fleet import Fleet
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.server.sharing import share
-from extproc.state.connection import connect
-from extproc.state.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.state.keys import digests_channel, router_key
+from extproc.store.connection import connect
+from extproc.store.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
+from extproc.store.keys import digests_channel, router_key
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, replica, state
-from tests.state.servers import command
+from tests.store.servers import command
 
 pytestmark = pytest.mark.process
 

@@ -11,14 +11,14 @@ from redis.utils import str_if_bytes
 
 from extproc.fleet.fleet import Fleet
 from extproc.server import sharing as shared
-from extproc.state.connection import connect
-from extproc.state.keys import responses_key
-from extproc.state.stream import StreamReader, StreamWriter
+from extproc.store.connection import connect
+from extproc.store.keys import responses_key
+from extproc.store.stream import StreamReader, StreamWriter
 from tests.conftest import RedisServer
 from tests.fakes import replica
-from tests.state.routers import router
-from tests.state.servers import command, eventually
-from tests.state.test_bounds import ACL
+from tests.store.routers import router
+from tests.store.servers import command, eventually
+from tests.store.test_bounds import ACL
 
 pytestmark = pytest.mark.process
 

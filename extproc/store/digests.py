@@ -15,10 +15,10 @@ from redis.utils import str_if_bytes
 
 from extproc.backoff import Backoff
 from extproc.fleet.digest import Digest, Kind, decode
-from extproc.state.connection import in_time
-from extproc.state.keys import digests_channel, router_key, router_pattern
-from extproc.state.read import Garbage, keys_like, pushed
-from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
+from extproc.store.connection import in_time
+from extproc.store.keys import digests_channel, router_key, router_pattern
+from extproc.store.read import Garbage, keys_like, pushed
+from extproc.store.replicas import RECONNECT_FIRST_S, RECONNECT_MOST_S
 
 _LIFE_MS = 2000
 """Of a digest in Redis; a whole one comes every half second."""

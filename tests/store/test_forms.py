@@ -13,12 +13,12 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from extproc.demo.processes import free_port
-from extproc.fleet.state import ReplicaState
-from extproc.state.connection import connect
-from extproc.state.store import Put, Snapshot, StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import connect
+from extproc.store.replicas import Put, Snapshot, StateWriter
 from tests.certificates import NEW_KEY, openssl
 from tests.conftest import Logged, RedisServer
-from tests.state.servers import (
+from tests.store.servers import (
     HOST,
     Watched,
     behind_tls,
@@ -30,7 +30,7 @@ from tests.state.servers import (
     start,
     watched,
 )
-from tests.state.test_store import A, B, Next, reading, until
+from tests.store.test_store import A, B, Next, reading, until
 
 pytestmark = pytest.mark.process
 

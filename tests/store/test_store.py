@@ -11,10 +11,10 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from extproc.fleet.state import ReplicaState
-from extproc.state.connection import connect
-from extproc.state.keys import changes_channel, lease_key, replica_key
-from extproc.state.store import Change, Put, Removed, Snapshot, StateReader, StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import connect
+from extproc.store.keys import changes_channel, lease_key, replica_key
+from extproc.store.replicas import Change, Put, Removed, Snapshot, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer
 
 pytestmark = pytest.mark.process

@@ -14,8 +14,8 @@ from redis.asyncio import Redis
 from extproc.backoff import Backoff
 from extproc.demo.processes import Process, free_port, listening, redis_binary
 from extproc.poll.publisher import Publisher
-from extproc.state.connection import Outage, connect
-from extproc.state.store import StateWriter
+from extproc.store.connection import Outage, connect
+from extproc.store.replicas import StateWriter
 
 HOST = "127.0.0.1"
 

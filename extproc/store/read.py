@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from extproc.state.connection import TIMEOUT_S, in_time
+from extproc.store.connection import TIMEOUT_S, in_time
 
 log = logging.getLogger(__name__)
 

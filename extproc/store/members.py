@@ -9,9 +9,9 @@ from redis.asyncio import Redis
 from redis.utils import str_if_bytes
 
 from extproc.config import ReplicaSource
-from extproc.state.connection import in_time
-from extproc.state.keys import members_key
-from extproc.state.read import Garbage, what_is_wrong
+from extproc.store.connection import in_time
+from extproc.store.keys import members_key
+from extproc.store.read import Garbage, what_is_wrong
 
 log = logging.getLogger(__name__)
 

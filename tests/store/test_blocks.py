@@ -12,15 +12,15 @@ from redis.asyncio import Redis
 
 from extproc.clock import monotonic
 from extproc.fleet.block_news import NUMBERS, BlockNews
-from extproc.state import blocks as shared
-from extproc.state.blocks import LIFE_S, BlockReader, BlockWriter
-from extproc.state.connection import connect
-from extproc.state.keys import blocks_channel, blocks_key, kv_stream_key, lease_key
-from extproc.state.store import StateWriter
+from extproc.store import blocks as shared
+from extproc.store.blocks import LIFE_S, BlockReader, BlockWriter
+from extproc.store.connection import connect
+from extproc.store.keys import blocks_channel, blocks_key, kv_stream_key, lease_key
+from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import replica
-from tests.state.servers import command, eventually
-from tests.state.test_bounds import ACL
+from tests.store.servers import command, eventually
+from tests.store.test_bounds import ACL
 
 pytestmark = pytest.mark.process
 

@@ -3,7 +3,7 @@
 import ssl
 from pathlib import Path
 
-from extproc.state.url import Options
+from extproc.store.url import Options
 
 
 def check_files(options: Options) -> None:

@@ -8,11 +8,11 @@ import pytest
 from redis.asyncio import Redis
 from redis.utils import str_if_bytes
 
-from extproc.fleet.state import ReplicaState
-from extproc.state.connection import Outage, connect
-from extproc.state.keys import lease_key, pollers_key, replica_key
-from extproc.state.leases import LIFE_S, Held, Leases
-from extproc.state.store import StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import Outage, connect
+from extproc.store.keys import lease_key, pollers_key, replica_key
+from extproc.store.leases import LIFE_S, Held, Leases
+from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 

@@ -7,8 +7,8 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from extproc.clock import Clock
-from extproc.state.connection import Outage, in_time
-from extproc.state.keys import lease_key, pollers_key
+from extproc.store.connection import Outage, in_time
+from extproc.store.keys import lease_key, pollers_key
 
 LIFE_S = 1.2
 """Seconds a lease lives without being renewed. With ``TEND_S`` and a scrape on top of it, the

@@ -18,16 +18,16 @@ from redis.utils import str_if_bytes
 from extproc.backoff import Backoff
 from extproc.clock import Clock
 from extproc.fleet.block_news import BlockNews, decode, is_up_to
-from extproc.state.connection import in_time
-from extproc.state.keys import (
+from extproc.store.connection import in_time
+from extproc.store.keys import (
     blocks_channel,
     blocks_key,
     blocks_pattern,
     kv_stream_key,
     lease_key,
 )
-from extproc.state.read import Garbage, keys_like, pushed
-from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
+from extproc.store.read import Garbage, keys_like, pushed
+from extproc.store.replicas import RECONNECT_FIRST_S, RECONNECT_MOST_S
 
 LIFE_S = 3600
 """Of a replica's blocks in Redis, from the last news on."""

@@ -4,13 +4,13 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from extproc.fleet.state import ReplicaState
-from extproc.state.connection import connect
-from extproc.state.store import Change, Put, Removed, Snapshot, StateWriter
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import connect
+from extproc.store.replicas import Change, Put, Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer
-from tests.state.servers import command, publishing
-from tests.state.test_forms import share_through
-from tests.state.test_store import BACK, LOST, A, B, Next, reading, until
+from tests.store.servers import command, publishing
+from tests.store.test_forms import share_through
+from tests.store.test_store import BACK, LOST, A, B, Next, reading, until
 
 pytestmark = pytest.mark.process
 

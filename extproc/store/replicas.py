@@ -15,9 +15,9 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.backoff import Backoff
-from extproc.fleet.state import ReplicaState
-from extproc.state.connection import Outage, in_time
-from extproc.state.keys import (
+from extproc.replica_state import ReplicaState
+from extproc.store.connection import Outage, in_time
+from extproc.store.keys import (
     blocks_key,
     changes_channel,
     kv_stream_key,
@@ -25,7 +25,7 @@ from extproc.state.keys import (
     replica_key,
     replica_pattern,
 )
-from extproc.state.read import Garbage, keys_like, pushed, what_is_wrong
+from extproc.store.read import Garbage, keys_like, pushed, what_is_wrong
 
 RECONNECT_FIRST_S = 0.05
 RECONNECT_MOST_S = 0.5

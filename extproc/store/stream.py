@@ -14,8 +14,8 @@ from redis.typing import EncodableT, FieldT
 from redis.utils import str_if_bytes
 
 from extproc.backoff import Backoff
-from extproc.state.connection import TIMEOUT_S, in_time
-from extproc.state.store import RECONNECT_FIRST_S, RECONNECT_MOST_S
+from extproc.store.connection import TIMEOUT_S, in_time
+from extproc.store.replicas import RECONNECT_FIRST_S, RECONNECT_MOST_S
 
 _PAGE = 100
 """Entries read at a time: some 5 ms, in which a router does nothing else."""

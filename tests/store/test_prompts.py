@@ -7,13 +7,13 @@ from redis.asyncio import Redis
 from extproc.fleet.fleet import Fleet
 from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.state.connection import connect
-from extproc.state.keys import prompts_key
+from extproc.store.connection import connect
+from extproc.store.keys import prompts_key
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, replica
-from tests.state.routers import router
-from tests.state.servers import command, eventually
-from tests.state.test_bounds import ACL
+from tests.store.routers import router
+from tests.store.servers import command, eventually
+from tests.store.test_bounds import ACL
 
 pytestmark = pytest.mark.process
 
