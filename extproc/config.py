@@ -14,8 +14,8 @@ from pydantic import (
 )
 
 from extproc.address import shift_port, split_address
-from extproc.fleet.news import SILENT_AFTER_S
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
+from extproc.replica_state import SILENT_AFTER_S
 
 
 class Section(BaseModel):
