@@ -92,7 +92,7 @@ def test_what_is_no_digest_is_refused() -> None:
     assert digest is not None
     data = digest.encode()
     with pytest.raises(ValueError, match="version"):
-        decode(bytes([data[0] + 1]) + data[1:])
+        decode(data[:1] + bytes([data[1] + 1]) + data[2:])
     with pytest.raises(ValueError, match="figures"):
         decode(replace(digest, figures=digest.figures * np.nan).encode())
     with pytest.raises(ValueError, match="figures"):
