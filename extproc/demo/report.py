@@ -122,7 +122,7 @@ class Report:
         for policy, run in (("the default policy", self.run), ("round_robin", self.round_robin)):
             sent = len(run.answers)
             if run.ok < sent:
-                problem = next(answer.problem for answer in run.answers if not answer.ok)
+                problem = next(answer.account for answer in run.answers if not answer.ok)
                 return f"under {policy}, {sent - run.ok} of {sent} requests failed: {problem}"
             if run.fallback:
                 return f"under {policy}, Envoy's fallback served {run.fallback} of {sent} requests"
