@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.compare.contenders import Contender, Prediction
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.compare.validity import between, hits, load_since, validity, watching
+from benchmarks.compare.validity import between, hits, validity, watching
 from benchmarks.imbalance import Stay, imbalance
 from extproc.clock import wall
 from extproc.demo.processes import Process, ProcessError
@@ -81,7 +81,6 @@ async def play(
         "complaints": complaints,
         "summary": summary,
         "requests": requests,
-        "load": load_since(looks, start_s),
         "late": arriving[-1].late,
     }
 

@@ -37,8 +37,6 @@ class Look:
     at_s: float
     """By the clock."""
     cpu: Ticks
-    load: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """``running`` and ``waiting`` by replica."""
     prompt_tokens: float = 0.0
     """Of all replicas, until then."""
     cached_tokens: float = 0.0
@@ -90,11 +88,6 @@ def between(looks: Looks, start_s: float, end_s: float) -> list[Look]:
     return list(looks[max(before - 1, 0) : until + 1])
 
 
-def load_since(looks: Looks, start_s: float) -> list[dict[str, Any]]:
-    """The load from then on, in seconds since."""
-    return [{"at_s": one.at_s - start_s, **one.load} for one in looks if one.at_s >= start_s]
-
-
 def hits(looks: Looks) -> float:
     """Share of the prompt tokens that replicas found in their prefix caches."""
     first, last = looks[0], looks[-1]
@@ -123,14 +116,12 @@ async def watching(servers: Servers, clock: Clock) -> AsyncIterator[list[Look]]:
 
 async def _look(servers: Servers, clock: Clock) -> Look:
     at_s, cpu = clock(), ticks()
-    pages = {name: await _figures(address) for name, address in servers.items()}
-    figures = {name: page for name, page in pages.items() if page}
+    figures = [page for address in servers.values() if (page := await _figures(address))]
     return Look(
         at_s,
         cpu,
-        {name: {"running": one.running, "waiting": one.waiting} for name, one in figures.items()},
-        sum(one.prompt_tokens for one in figures.values()),
-        sum(one.cached_tokens for one in figures.values()),
+        sum(one.prompt_tokens for one in figures),
+        sum(one.cached_tokens for one in figures),
         await lateness(servers),
     )
 

@@ -18,7 +18,7 @@ from benchmarks.compare.envoy import EnvoyAlone
 from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, trouble
 from benchmarks.compare.play import Traffic, work
-from benchmarks.compare.validity import Look, between, hits, load_since, ticks, validity
+from benchmarks.compare.validity import Look, between, hits, ticks, validity
 from benchmarks.pages import get_text
 from extproc.demo.processes import ProcessError
 
@@ -54,7 +54,6 @@ def run(name: str, repeat: int, seconds: float, **more: Any) -> dict[str, Any]:
         "validity": machine,
         "complaints": [],
         "requests": [],
-        "load": [],
         **more,
     }
 
@@ -222,14 +221,6 @@ def test_hits_are_those_of_the_turn() -> None:
     ]
     assert hits(seen) == 0.5
     assert hits(seen[:1]) == 0.0
-
-
-def test_load_is_told_from_the_clients_first_second_on() -> None:
-    seen = [
-        Look(99.0, (0, 0, 0), {"a": {"running": 1}}),
-        Look(101.5, (0, 0, 0), {"a": {"running": 2}}),
-    ]
-    assert load_since(seen, 100.0) == [{"at_s": 1.5, "a": {"running": 2}}]
 
 
 def test_cpu_time_is_the_kernels(tmp_path: Path) -> None:
@@ -418,7 +409,6 @@ def test_quick_on_a_mixed_fleet(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(each == sent[0] for each in sent), "the same requests and answers for all"
     for one in runs.values():
         assert one["summary"]["answered"] == one["summary"]["requests"]
-        assert one["load"], "replicas were looked at"
         assert 0 <= one["summary"]["hits"] < 1
         assert one["summary"]["imbalance"] >= 1
         assert one["late"].keys() == {"h100-0", "h100-1", "a10-0", "a10-1"}
