@@ -6,8 +6,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import Stack
 from tests.e2e.client import Client
+from tests.e2e.stack import Stack
 
 SETTINGS = {"serve": {"stream_sample": 1.0, "drain_s": 5.0}}
 

@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from extproc.cli import main
 from extproc.demo.processes import Process, answers, free_port
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client, until
+from tests.e2e.stack import Stack, XdsStack
 from tests.e2e.test_failures import more, traffic
-from tests.e2e.xds_stack import XdsStack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
