@@ -157,9 +157,9 @@ class Exchange:
         services, path = self._services, headers.get(":path", "")
         services.metrics.requests.add("passed")
         listed = headers.get(":method") == "GET" and lists_models(path)
-        if listed and services.config.route.models and (states := services.fleet.states):
-            created = int(services.wall())
-            return messages.answer(200, model_list(services.fleet.names, states, created))
+        if listed and services.config.route.models and (members := services.fleet.members):
+            listing = model_list(members.names, members, int(services.wall()))
+            return messages.answer(200, listing)
         holder = services.fleet.holder(stored_response_of(path))
         if holder is not None and (self._subset is None or holder in self._subset):
             leave_body = phase == "request_headers" and self.has_fallback
@@ -239,10 +239,10 @@ class Exchange:
         """
         router, route = self._services.router, self._services.config.route
         if route.listed_models_only and self._is_unknown(profile, decision):
-            raise NoModel(profile.asked, router.fleet.models)
+            raise NoModel(profile.asked, router.fleet.members.models)
         if decision is None:
             apart = router.fleet.eligibility.only_some_serve(profile.model)
-            served = router.fleet.names.served(profile.model)
+            served = router.fleet.members.names.served(profile.model)
             apart |= profile.asked != "" and served != (profile.asked,)
             if apart or self._subset is not None or not self.has_fallback:
                 raise NoReplica(NONE_READY)
@@ -257,7 +257,7 @@ class Exchange:
         fleet = self._services.fleet
         if not fleet.known.is_set():
             return False
-        if decision is not None and decision.name in fleet.models_on(decision.replica):
+        if decision is not None and decision.name in fleet.members.models_on(decision.replica):
             return False
         return profile.asked != "" and fleet.eligibility.unknown(profile.model)
 
@@ -271,8 +271,8 @@ class Exchange:
     def _destination(self, decision: Decision) -> str:
         if not self._services.config.serve.second_choice:
             return decision.replica
-        second = decision.second
-        if second is None and decision.name and not self._services.fleet.all_serve(decision.name):
+        second, members = decision.second, self._services.fleet.members
+        if second is None and decision.name and not members.all_serve(decision.name):
             second = decision.replica  # for Envoy's fallback policy would try it on any
         return decision.replica if second is None else f"{decision.replica},{second}"
 

@@ -61,7 +61,7 @@ class HeadersFirst(Exchange):
         """The only model there is, where the body is too large to be looked at."""
         if (asked.length or 0) <= LARGE_BODY or self._services.config.route.models:
             return None
-        return self._services.fleet.only_model
+        return self._services.fleet.members.only_model
 
     def _by_length(self, asked: Asked, model: str) -> bytes:
         services = self._services
