@@ -42,7 +42,7 @@ _RETRY_POLICY = (
     "retriable_status_codes: [500, 502, 503], num_retries: 1}"
 )
 _DEFAULT_BUFFER = 1024 * 1024
-_LONG_MESSAGE = timedelta(seconds=1)
+_LONG_MESSAGE = timedelta(seconds=2)
 _SHORT_ROUTE = timedelta(minutes=10)
 _SHORT_WAIT = timedelta(minutes=1)
 _WHOLE_BODY = (
@@ -98,7 +98,8 @@ def _filters(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
     return file.filters
 
 
-def _bodies_first(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+def bodies_first(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+    """Filters that send the body alone before a request leaves."""
     return [part for part in file.filters if _is_body_first(part)]
 
 
@@ -237,7 +238,7 @@ def requests_wait(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, _bodies_first)
+@_rule(Level.ERROR, bodies_first)
 def headers_are_told(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router hears with the body what it has to know of the headers."""
     missing = [name for name in _HEADERS if name not in part.message.request_attributes]
@@ -250,7 +251,7 @@ def headers_are_told(part: Part[ExternalProcessor], file: EnvoyFile) -> str | No
     )
 
 
-@_rule(Level.ERROR, _bodies_first)
+@_rule(Level.ERROR, bodies_first)
 def metadata_is_followed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router's answer to a body has an effect: the replicas' cluster reads metadata."""
     if not file.reads_header:
@@ -366,13 +367,13 @@ def fails_open(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
 
 @_rule(Level.WARNING, _filters)
 def waits_briefly(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
-    """A router that hangs holds a request for a moment only (Envoy's default is 0.2 s)."""
+    """A router that hangs holds no request for long."""
     timeout = part.message.message_timeout
     if timeout is None or timeout <= _LONG_MESSAGE:
         return None
     return (
         f"message_timeout is {timeout.total_seconds():g} s: a router that hangs holds every "
-        "request that long. Write message_timeout: 0.2s"
+        "request that long. Write message_timeout: 2s"
     )
 
 

@@ -14,7 +14,7 @@ The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from extproc.predict.inputs import least
@@ -124,11 +124,7 @@ class Exchange:
     @property
     def _headers(self) -> frozenset[str]:
         """Those of a request that matter: to read all takes twice as long."""
-        config = self._services.config
-        route, cookies = config.route, "cookie" if config.route.session_cookie else None
-        return _headers_read(
-            route.policy_header, config.request.tenant_header, route.session_header, cookies
-        )
+        return _with_own(self._services.config.headers)
 
     def _asked(self, headers: Mapping[str, str]) -> Asked | None:
         """None: what makes no replica compute."""
@@ -324,9 +320,9 @@ class BodyFirst(Exchange):
         return [self._route("request_body", asked, b"", partial=True)[0]]
 
 
-@lru_cache(maxsize=16)
-def _headers_read(*configured: str | None) -> frozenset[str]:
-    return _REQUEST_HEADERS | {name.lower() for name in configured if name}
+@cache
+def _with_own(named: frozenset[str]) -> frozenset[str]:
+    return _REQUEST_HEADERS | named
 
 
 def refuse(error: Refusal) -> bytes:

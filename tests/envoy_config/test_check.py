@@ -14,7 +14,7 @@ from extproc.check.finding import Finding, Level
 from extproc.check.judge import check_envoy
 from extproc.check.rules import RULES
 from extproc.cli import main
-from extproc.config import ServeSettings
+from extproc.config import Config, ServeSettings
 from extproc.yaml_file import read_yaml
 
 ENVOY = Path(__file__).parents[2] / "envoy"
@@ -348,6 +348,24 @@ def test_other_ways_to_have_it_right_are_right(change: Breakage) -> None:
 def test_a_file_without_the_filter_says_so_and_no_more() -> None:
     (finding,) = broken(lambda b: b.filters.pop(0))
     assert (finding.rule, finding.level) == ("has_ext_proc", Level.ERROR)
+
+
+def test_headers_that_settings_name_must_be_told() -> None:
+    named = Config.model_validate(
+        {
+            "route": {"allow_policy_header": True, "session_cookie": "sid"},
+            "request": {"tenant_header": "X-Tenant"},
+        }
+    ).headers
+    file = Bootstrap()
+    (finding,) = [one for one in check_envoy(file.tree, headers=named) if one.level is not Level.OK]
+    assert (finding.rule, finding.level) == ("named_headers_are_told", Level.ERROR)
+    lacking = ["request.headers['cookie']", "request.headers['x-tenant']"]
+    assert finding.text.endswith("Add " + ", ".join(lacking))  # the policy's is there
+    file.ext_proc["request_attributes"] += lacking
+    assert {one.level for one in check_envoy(file.tree, headers=named)} == {Level.OK}
+    file.headers_first()
+    assert {one.level for one in check_envoy(file.tree, headers=named)} == {Level.OK}
 
 
 @pytest.mark.parametrize("tree", [None, [], {}, [1, 2], {"a": 1}, "text", [{"name": "x"}]])
