@@ -39,7 +39,7 @@ _DIGITS = 15
 NONE_READY = "no replica is ready to serve this request"
 _RETRY_AFTER_S = 1
 _REQUEST_HEADERS = frozenset(
-    {":path", ":method", "x-request-id", "content-length", "content-encoding"}
+    {":path", ":method", "x-request-id", "content-length", "content-encoding", messages.UNSEEN}
 )
 
 
@@ -314,6 +314,7 @@ class BodyFirst(Exchange):
         asked = self._asked(headers)
         if asked is None or self._in_flight is not None:
             return [self._pass_on("request_body", headers)]
+        self._unseen = messages.UNSEEN in headers
         if asked.readable:
             return [self._route_body(asked, message)]
         asked = asked._replace(length=len(message.body))
