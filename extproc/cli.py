@@ -87,7 +87,7 @@ def _load_poll() -> tuple[_Add, _Run]:
 
 def _load_xds() -> tuple[_Add, _Run]:
     _keep_grpc_quiet()
-    from extproc.xds.app import run_xds
+    from extproc.xds.control_plane import run_xds
 
     return _service("xds", run_xds)
 

@@ -9,14 +9,11 @@ from pathlib import Path
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 
 from extproc import settings
-from extproc.check.envoy_file import EnvoyFile
-from extproc.check.finding import Finding, Level
+from extproc.check.envoy_file import EnvoyFile, is_of_envoy_gateway
 from extproc.check.rules import RULES
-from extproc.check.schema import problems
-from extproc.check.transport import transport_fits
-from extproc.check.tree import is_of_envoy_gateway
-from extproc.check.workers import workers_are_listed
+from extproc.check.serving import rules_for
 from extproc.config import Config, ModelTargets, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
+from extproc.envoy.finding import Finding, Level
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.server import certificates
 from extproc.store.connection import address, connect
@@ -105,10 +102,10 @@ def check_envoy(tree: object, serve: ServeSettings = _SERVE) -> list[Finding]:
         serve: how each router is configured.
     """
     file = EnvoyFile(tree)
-    found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
-    if not file.nodes and is_of_envoy_gateway(tree):
+    found = [*file.findings]
+    if not file and is_of_envoy_gateway(tree):
         found.append(Finding("is_envoy", Level.WARNING, "", _OF_ENVOY_GATEWAY))
-    elif not file.nodes:
+    elif not file:
         found.append(Finding("is_envoy", Level.ERROR, "", _NO_ENVOY))
     elif not file.has(ExternalProcessor) and file.takes_listeners:
         found.append(Finding("has_ext_proc", Level.WARNING, "", _LISTENERS_ELSEWHERE))
@@ -116,9 +113,8 @@ def check_envoy(tree: object, serve: ServeSettings = _SERVE) -> list[Finding]:
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
     elif not any(problem.level is Level.ERROR for problem in found):
         # The rules judge a file that Envoy would take.
-        found += [finding for rule in RULES for finding in rule.apply(file)]
-        found += workers_are_listed(file, serve.workers)
-        found += transport_fits(file, serve)
+        rules = [*RULES, *rules_for(serve)]
+        found += [finding for rule in rules for finding in rule.apply(file)]
     order = list(Level)
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))
 

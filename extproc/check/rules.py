@@ -20,16 +20,12 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions
 
-from extproc.check.envoy_file import EnvoyFile, Part, clusters_of, router_cluster
-from extproc.check.finding import Finding, Level
-from extproc.check.ways import (
-    DESTINATION,
-    NAMESPACE,
-    follows_header,
-    is_destination,
-    reads_header,
-    reads_metadata,
-)
+from extproc.check.envoy_file import EnvoyFile, clusters_of, router_cluster
+from extproc.envoy.choice import follows_header, is_destination, reads_header, reads_metadata
+from extproc.envoy.file import Part
+from extproc.envoy.finding import Finding, Level
+from extproc.server.messages import DESTINATION
+from extproc.server.messages import METADATA_NAMESPACE as NAMESPACE
 
 _ATTRIBUTES = ("upstream.address", "response.code", "response.flags")
 _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}

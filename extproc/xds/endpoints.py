@@ -1,10 +1,11 @@
-"""A pool's replicas as the resource that EDS serves."""
+"""A pool's replicas as EDS serves them: which Envoy is to know, and how they are."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from betterproto2 import encode_varint
-from envoy_data_plane.envoy.config.core.v3 import Address, Metadata, SocketAddress
+from envoy_data_plane.envoy.config.core.v3 import Address, HealthStatus, Metadata, SocketAddress
 from envoy_data_plane.envoy.config.endpoint.v3 import (
     ClusterLoadAssignment,
     Endpoint,
@@ -13,12 +14,86 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
 from envoy_data_plane.google.protobuf import Struct
 
 from extproc.address import split_address
+from extproc.clock import Clock, monotonic
+from extproc.fleet.news import News
+from extproc.replica_state import ReplicaState
 from extproc.server.messages import DESTINATION, METADATA_NAMESPACE
-from extproc.xds.members import Member
+from extproc.store.replicas import Change, Put, Removed, Snapshot
 
 _LENGTH_DELIMITED = 2
 _ENDPOINTS = 2  # field of ClusterLoadAssignment
 _LB_ENDPOINTS = 2  # field of LocalityLbEndpoints
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """One replica as Envoy is told of it."""
+
+    id: str
+    """``ip:port``."""
+    health: HealthStatus
+
+
+class Members:
+    """A pool's replicas, by the rules that routers have for their fleets."""
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._health: dict[str, HealthStatus] = {}
+        self._news = News(clock())
+        self._known = False
+
+    @property
+    def current(self) -> tuple[Member, ...] | None:
+        """All of them, by address; None before the first was heard of.
+
+        A Redis that was just started holds none yet: Envoy is to keep those it has.
+        """
+        if not self._known:
+            return None
+        return tuple(Member(id_, health) for id_, health in sorted(self._health.items()))
+
+    def apply(self, change: Change) -> bool:
+        """Take in what pollers wrote; returns whether Envoy is to hear of it."""
+        match change:
+            case Snapshot(states):
+                # What is missing in it is dropped only when it stays silent.
+                return True in [self._put(state) for state in states]
+            case Put(state):
+                return self._put(state)
+            case Removed(replica):
+                return self._remove(replica)
+
+    def drop_silent(self, after: float) -> list[str]:
+        """Removes replicas not heard of for ``after`` seconds in which others were; returns them.
+
+        When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
+        """
+        silent = self._news.silent(after)
+        for id_ in silent:
+            self._remove(id_)
+        return silent
+
+    def _put(self, state: ReplicaState) -> bool:
+        self._news.heard(state.id, self._clock())
+        before, health = self._health.get(state.id), _health(state)
+        self._health[state.id] = health
+        self._known = True
+        return health != before
+
+    def _remove(self, replica: str) -> bool:
+        self._news.forget(replica)
+        return self._health.pop(replica, None) is not None
+
+
+def _health(state: ReplicaState) -> HealthStatus:
+    """The fallback policy chooses only among the healthy; the router's header reaches all.
+
+    So a draining replica gets nothing new, unless the router finds no other that could serve.
+    """
+    if state.draining:
+        return HealthStatus.DRAINING
+    return HealthStatus.HEALTHY if state.healthy else HealthStatus.UNHEALTHY
 
 
 def load_assignment(name: str, members: Iterable[Member]) -> bytes:

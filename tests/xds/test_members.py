@@ -5,8 +5,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 
 from extproc.replica_state import ReplicaState
 from extproc.store.replicas import Put, Removed, Snapshot
-from extproc.xds.endpoints import load_assignment
-from extproc.xds.members import Member, Members
+from extproc.xds.endpoints import Member, Members, load_assignment
 from tests.fakes import ManualClock
 
 A, B = ReplicaState(id="10.0.0.1:8000"), ReplicaState(id="[::1]:8000")

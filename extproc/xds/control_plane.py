@@ -10,10 +10,10 @@ from extproc.config import Config
 from extproc.signals import until_signalled
 from extproc.store.connection import connect
 from extproc.store.replicas import StateReader
+from extproc.watched_file import WatchedFile
 from extproc.xds.catalog import ENDPOINTS, Catalog
-from extproc.xds.endpoints import load_assignment
-from extproc.xds.envoy_file import Resources, WatchedEnvoyFile
-from extproc.xds.members import Members
+from extproc.xds.endpoints import Members, load_assignment
+from extproc.xds.envoy_file import Resources, watched
 from extproc.xds.server import XdsServer
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ async def run_xds(config: Config) -> None:
     pools = {one.pool: Members() for one in configs}
     catalog.replace(ENDPOINTS, dict.fromkeys(pools))
     path = config.xds.envoy_file
-    file = None if path is None else WatchedEnvoyFile(path, config.pool)
+    file = None if path is None else watched(path, config.pool)
     if file is not None:
         _serve_file(file.read(), catalog)
     server = XdsServer(catalog, config.xds)
@@ -125,8 +125,9 @@ def _serve_file(resources: Resources, catalog: Catalog) -> None:
         catalog.replace(type_url, named)
 
 
-async def _follow_file(file: WatchedEnvoyFile, catalog: Catalog) -> None:
+async def _follow_file(file: WatchedFile[Resources], catalog: Catalog) -> None:
     while True:
         await asyncio.sleep(_LOOK_EVERY)
         if (resources := file.news()) is not None:
+            logger.info("envoy file is read again")
             _serve_file(resources, catalog)
