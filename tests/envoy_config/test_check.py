@@ -400,7 +400,7 @@ def test_a_typed_struct_is_looked_into() -> None:
             **struct,
         }
 
-    (finding,) = broken(break_it)
+    finding, *_ = broken(break_it)
     assert (finding.rule, finding.level) == ("fails_open", Level.ERROR)
 
 
