@@ -80,7 +80,7 @@ def _load_serve() -> tuple[_Add, _Run]:
 
 
 def _load_poll() -> tuple[_Add, _Run]:
-    from extproc.poll.app import run_poller
+    from extproc.poll.into_redis import run_poller
 
     return _service("poll", run_poller)
 

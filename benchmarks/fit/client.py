@@ -12,7 +12,6 @@ import aiohttp
 
 from benchmarks.fit.recording import Request, Run
 from benchmarks.trace import TracedRequest
-from extproc.poll.counts import engine_counts
 from extproc.poll.scrape import open_session, scrape
 from extproc.predict.windows import EngineCounts
 
@@ -159,4 +158,4 @@ async def _polls(server: str) -> AsyncIterator[list[EngineCounts]]:
 
 async def _poll(session: aiohttp.ClientSession, server: str) -> EngineCounts:
     figures = await scrape(session, server, health=False)
-    return engine_counts(figures, time.monotonic())
+    return figures.counts(time.monotonic())

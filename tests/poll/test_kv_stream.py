@@ -15,7 +15,7 @@ from extproc.demo.processes import free_port
 from extproc.fleet.held_blocks import HeldBlocks
 from extproc.poll import kv_stream
 from extproc.poll.discovery import Target
-from extproc.poll.inside import BlocksIntoFleet
+from extproc.poll.into_fleet import BlocksIntoFleet
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream

@@ -13,10 +13,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from extproc.backoff import Backoff
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.poll.app import polling
-from extproc.poll.inside import BlocksIntoFleet, Everything
-from extproc.poll.metrics import PollMetrics
+from extproc.poll.into_fleet import BlocksIntoFleet, StatesIntoFleet
+from extproc.poll.poller import Poller
 from extproc.poll.publisher import Publisher
+from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import Outage, connect
@@ -95,24 +95,18 @@ class Sink:
         self._wanted = wanted
         self._noted: asyncio.Queue[str] = asyncio.Queue()
 
-    def _note(self, what: str, replica_id: str) -> None:
-        if replica_id == self._wanted:
+    def _note(self, what: str, replica: str) -> None:
+        if replica == self._wanted:
             self._noted.put_nowait(what)
 
     def put(self, state: ReplicaState) -> None:
         self._note("put", state.id)
 
-    def put_again(self, replica_id: str) -> None:
-        self._note("put", replica_id)
+    def forget(self, replica: str) -> None:
+        self._note("forget", replica)
 
-    def forget(self, replica_id: str) -> None:
-        self._note("forget", replica_id)
-
-    def remove(self, replica_id: str) -> None:
-        self._note("remove", replica_id)
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
+    def remove(self, replica: str) -> None:
+        self._note("remove", replica)
 
     async def until(self, what: str) -> list[str]:
         """What was noted up to this."""
@@ -134,13 +128,13 @@ async def test_a_replica_that_left_and_is_back_is_no_longer_to_be_removed(tmp_pa
         settings = Config.model_validate({"replicas_file": file, "poll": {"resolve_s": 0.02}})
         sink, metrics = Sink(one.id), PollMetrics(CollectorRegistry())
         fleet = Fleet(OutputLengths())
-        parts = sink, Everything(fleet), nothing, Random(1), BlocksIntoFleet(fleet.blocks)
-        async with polling(settings, metrics, *parts) as poller:
-            task = asyncio.create_task(poller.run())
-            await sink.until("put")
-            file.write_text("[]")
-            await sink.until("remove")
-            file.write_text(f"['{one.id}'] ")
-            assert "forget" in await sink.until("put")
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        shares, blocks = StatesIntoFleet(fleet), BlocksIntoFleet(fleet.blocks)
+        poller = Poller(settings, metrics, sink, shares, nothing, Random(1), blocks)
+        task = asyncio.create_task(poller.run())
+        await sink.until("put")
+        file.write_text("[]")
+        await sink.until("remove")
+        file.write_text(f"['{one.id}'] ")
+        assert "forget" in await sink.until("put")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -6,35 +6,34 @@ from random import Random
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.held_blocks import HeldBlocks
-from extproc.poll.app import polling
+from extproc.poll.discovery import names_replicas
 from extproc.poll.kv_blocks import KvBlocks
-from extproc.poll.metrics import PollMetrics
+from extproc.poll.poller import Poller
+from extproc.poll.scrape_metrics import PollMetrics
 from extproc.replica_state import ReplicaState
 from extproc.store.leases import Held
 
 
-class IntoFleet:
-    """Takes what the watches see straight into the router's fleet."""
+class StatesIntoFleet:
+    """Takes what is seen of replicas straight into the router's fleet: they are all this one
+    poller's."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+        self.put = fleet.put
+        self.remove = fleet.remove
 
-    def put(self, state: ReplicaState) -> None:
-        """The fleet knows it at once."""
-        self._fleet.put(state)
-
-    def put_again(self, replica_id: str) -> None:
-        """A fleet forgets nothing."""
-
-    def forget(self, replica_id: str) -> None:
+    def forget(self, replica: str) -> None:
         """No other poller takes anything."""
 
-    def remove(self, replica_id: str) -> None:
-        """The replica left the pool."""
-        self._fleet.remove(replica_id)
+    async def tend(self, replicas: Collection[str]) -> Held:
+        """All of them. The fleet knows them when each was scraped, or could not be."""
+        if replicas and all(replica in self._fleet for replica in replicas):
+            self._fleet.known.set()
+        return Held(frozenset(replicas))
 
-    async def run(self) -> None:
-        """There is nothing to do later."""
+    async def release(self) -> None:
+        """There is nobody to take them."""
 
 
 class BlocksIntoFleet:
@@ -56,20 +55,14 @@ class BlocksIntoFleet:
         """No other poller comes."""
 
 
-class Everything:
-    """All replicas are this one poller's, and nobody knew them before."""
+def check_some(config: Config) -> None:
+    """Look whether there is anything to poll.
 
-    def __init__(self, fleet: Fleet) -> None:
-        self._fleet = fleet
-
-    async def tend(self, replicas: Collection[str]) -> Held:
-        """All of them. The fleet knows them when each was scraped, or could not be."""
-        if replicas and all(replica in self._fleet for replica in replicas):
-            self._fleet.known.set()
-        return Held(frozenset(replicas))
-
-    async def release(self) -> None:
-        """There is nobody to take them."""
+    Raises:
+        ValueError: the configuration names no replicas.
+    """
+    if not names_replicas(config):
+        raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
 
 
 async def _nothing(_: Collection[str]) -> dict[str, ReplicaState]:
@@ -78,6 +71,5 @@ async def _nothing(_: Collection[str]) -> dict[str, ReplicaState]:
 
 async def poll_into(fleet: Fleet, config: Config, metrics: PollMetrics) -> None:
     """Scrape the configured replicas into ``fleet`` for ever."""
-    parts = IntoFleet(fleet), Everything(fleet), _nothing, Random(), BlocksIntoFleet(fleet.blocks)
-    async with polling(config, metrics, *parts) as poller:
-        await poller.run()
+    states, blocks = StatesIntoFleet(fleet), BlocksIntoFleet(fleet.blocks)
+    await Poller(config, metrics, states, states, _nothing, Random(), blocks).run()

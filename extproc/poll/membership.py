@@ -10,7 +10,7 @@ from redis.exceptions import RedisError, ResponseError
 from extproc.clock import Clock
 from extproc.config import ReplicaSource
 from extproc.replica_state import ReplicaState
-from extproc.store.members import Member, Members, MemberStore
+from extproc.store.desired import Desired, DesiredStore
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Membership:
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, Desired] = {}
         self._named: set[str] | None = None
         """What the sources name; None: nobody has looked yet."""
         self._void_since: dict[str, float] = {}
@@ -60,13 +60,13 @@ class Membership:
                 await self._changed.wait()
         self._changed.clear()
 
-    async def follow(self, store: MemberStore, clock: Clock) -> None:
+    async def follow(self, store: DesiredStore, clock: Clock) -> None:
         """Follows what is in Redis until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_S)
             await self.look(store, clock())
 
-    async def look(self, store: MemberStore, now: float) -> None:
+    async def look(self, store: DesiredStore, now: float) -> None:
         """Reads what is in Redis, where it answers, and fills one that came back empty again."""
         try:
             await self._sync(store, now)
@@ -86,7 +86,7 @@ class Membership:
             log.warning("redis refuses the key no longer", extra={"key": key})
         self._refused = bool(refused)
 
-    async def _sync(self, store: MemberStore, now: float) -> None:
+    async def _sync(self, store: DesiredStore, now: float) -> None:
         members = await store.read()
         known = {**self._members, **members}
         old = self._over(known, now)
@@ -95,21 +95,21 @@ class Membership:
         if old & members.keys():
             await store.forget(old & members.keys())
         if lost:
-            await store.restore(lost)
+            await store.write(lost, only_new=True)
         self._take({key: member for key, member in known.items() if key not in old})
 
-    def _take(self, members: Members) -> None:
+    def _take(self, members: dict[str, Desired]) -> None:
         if members != self._members:
-            self._members = dict(members)
+            self._members = members
             self._changed.set()
 
-    def _over(self, members: Members, now: float) -> set[str]:
+    def _over(self, members: dict[str, Desired], now: float) -> set[str]:
         """Which have changed nothing for long."""
         void = {key for key, member in members.items() if self._is_void(key, member)}
         self._void_since = {key: self._void_since.get(key, now) for key in void}
         return {key for key, since in self._void_since.items() if now - since > _REMEMBERED_S}
 
-    def _is_void(self, key: str, member: Member) -> bool:
+    def _is_void(self, key: str, member: Desired) -> bool:
         if self._named is None or (member.source and member.wish != "remove"):
             return False
         return member.wish == "serve" or key not in self._named
