@@ -87,7 +87,7 @@ class Poller:
         membership: Membership | None = None,
     ) -> None:
         self._settings = config.poll
-        self._metrics = metrics.of(config.pool)
+        self._metrics = metrics
         self._sink = sink
         self._shares = shares
         self._known = known
@@ -103,8 +103,8 @@ class Poller:
         self._typical = Typical()
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, _Polled] = {}
-        self._metrics.replicas.set_function(lambda: len(self._polled))
-        self._metrics.healthy.set_function(
+        metrics.replicas.labels(config.pool).set_function(lambda: len(self._polled))
+        metrics.healthy.labels(config.pool).set_function(
             lambda: sum(polled.replica.healthy for polled in self._polled.values())
         )
 

@@ -46,6 +46,11 @@ class Catalog:
             for watcher in self._watchers:
                 watcher.set()
 
+    def replace_all(self, resources: Mapping[str, Mapping[str, bytes]]) -> None:
+        """The same for several types."""
+        for type_url, named in resources.items():
+            self.replace(type_url, named)
+
     def names(self, type_url: str) -> Collection[str]:
         """Of a type, also those that are not known yet."""
         return self._resources.get(type_url, {}).keys()

@@ -47,7 +47,7 @@ async def run_xds(config: Config) -> None:
     path = config.xds.envoy_file
     file = None if path is None else watched(path, config.pool)
     if file is not None:
-        _serve_file(file.read(), catalog)
+        catalog.replace_all(file.read())
     server = XdsServer(catalog, config.xds)
     async with AsyncExitStack() as stack:
         port = await server.start(config.xds.listen)
@@ -58,8 +58,7 @@ async def run_xds(config: Config) -> None:
             readers[one.pool] = StateReader(redis, one.pool, Random())
         parts = [
             *(_follow(reader, pools[pool], changed) for pool, reader in readers.items()),
-            *([] if file is None else [_follow_file(file, catalog)]),
-            _drop_silent(pools, config.poll.ttl_s, changed),
+            _look(pools, config.poll.ttl_s, changed, file, catalog),
             _serve_endpoints(pools, catalog, changed),
             _tell_health(readers.values(), server),
         ]
@@ -93,7 +92,14 @@ async def _tell_health(readers: Collection[StateReader], server: XdsServer) -> N
             server.send_away()
 
 
-async def _drop_silent(pools: Mapping[str, Members], ttl_s: float, changed: asyncio.Event) -> None:
+async def _look(
+    pools: Mapping[str, Members],
+    ttl_s: float,
+    changed: asyncio.Event,
+    file: WatchedFile[Resources] | None,
+    catalog: Catalog,
+) -> None:
+    """Looks for silent replicas and at the Envoy file, for ever."""
     while True:
         await asyncio.sleep(_LOOK_EVERY)
         for pool, members in pools.items():
@@ -101,6 +107,9 @@ async def _drop_silent(pools: Mapping[str, Members], ttl_s: float, changed: asyn
                 extra = {"replicas": ", ".join(silent), "pool": pool}
                 logger.info("replicas left: nothing was heard of them", extra=extra)
                 changed.set()
+        if file is not None and (resources := file.news()) is not None:
+            logger.info("envoy file is read again")
+            catalog.replace_all(resources)
 
 
 async def _serve_endpoints(
@@ -118,16 +127,3 @@ async def _serve_endpoints(
                 for pool, members in lists.items()
             },
         )
-
-
-def _serve_file(resources: Resources, catalog: Catalog) -> None:
-    for type_url, named in resources.items():
-        catalog.replace(type_url, named)
-
-
-async def _follow_file(file: WatchedFile[Resources], catalog: Catalog) -> None:
-    while True:
-        await asyncio.sleep(_LOOK_EVERY)
-        if (resources := file.news()) is not None:
-            logger.info("envoy file is read again")
-            _serve_file(resources, catalog)
