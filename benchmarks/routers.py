@@ -8,10 +8,10 @@ from random import Random
 from typing import Protocol
 
 from benchmarks.clock import VirtualClock
-from extproc.fleet.alone import Before
 from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.fleet.lone_requests import Baseline
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
@@ -25,7 +25,7 @@ class Node:
         self.fleet = fleet
         self.router = Router(fleet, policy, random)
         self._tickets: dict[int, Ticket] = {}
-        self._ended: tuple[int, Before | None] = 0, None
+        self._ended: tuple[int, Baseline | None] = 0, None
         """The last one that did, and what was before it if it was alone."""
 
     def sent(self, number: int, decision: Decision) -> bool:
@@ -65,9 +65,9 @@ class Node:
     def answered(self, replica: str, well: bool) -> None:
         """Response headers came from a replica, or none and an error."""
         if well:
-            self.fleet.answered(replica)
+            self.fleet.eligibility.answered(replica)
         else:
-            self.fleet.failed(replica)
+            self.fleet.eligibility.failed(replica)
 
 
 News = Callable[[Node], object]

@@ -58,7 +58,7 @@ class Fleet(Protocol):
 
 
 class Simulated:
-    """Processes of ``extproc replica``, started anew for each run."""
+    """Processes of ``extproc simulate``, started anew for each run."""
 
     model = "llama-8b"
 
@@ -85,7 +85,7 @@ class Simulated:
             async def start(name: str) -> None:
                 log = directory / f"{name}.log"
                 ready = answers(f"http://127.0.0.1:{ports[name]}/health")
-                argv = [sys.executable, "-m", "extproc", "replica", "--model", self.model]
+                argv = [sys.executable, "-m", "extproc", "simulate", "--model", self.model]
                 argv += ["--port", str(ports[name]), "--profile", self._true[name]]
                 argv += self._drafts[name]
                 process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
@@ -144,7 +144,7 @@ class RealVllm:
 
 
 def _drafts(group: ReplicaGroup) -> list[str]:
-    """What tells ``extproc replica`` to decode speculatively."""
+    """What tells ``extproc simulate`` to decode speculatively."""
     if not group.draft_tokens:
         return []
     return ["--draft-tokens", str(group.draft_tokens), "--acceptance", str(group.acceptance)]

@@ -12,6 +12,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from extproc.backoff import Backoff
+from extproc.redis_url import parse
 from extproc.store.keys import Keys
 from extproc.store.location import (
     LocatedConnection,
@@ -20,8 +21,6 @@ from extproc.store.location import (
     Server,
     SlotOwner,
 )
-from extproc.store.tls import check_files
-from extproc.store.url import parse
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +53,6 @@ def connect(url: str, pool: str) -> Redis:
     parsed = parse(url)
     options = dict(parsed.options) | _ONCE
     login = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    if parsed.tls:
-        check_files(options)
     match parsed.form:
         case "unix":
             return Redis(unix_socket_path=parsed.path, **options)

@@ -9,7 +9,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
 from extproc.address import join_address
-from extproc.store.url import Node, RedisUrl
+from extproc.redis_url import Node, RedisUrl
 
 
 class Server:

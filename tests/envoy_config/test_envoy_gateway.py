@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.check.command import check_envoy
+from extproc.check.judge import check_envoy
 from extproc.envoy.finding import Level
 from tests.envoy_gateway import bootstrap
 

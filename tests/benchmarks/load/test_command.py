@@ -88,7 +88,7 @@ def test_pictures_that_cannot_be_drawn(capsys: pytest.CaptureFixture[str], tmp_p
 
 @pytest.fixture
 def replica() -> Iterator[str]:
-    command = [sys.executable, "-m", "extproc", "replica", "--port", "0", "--speed", "20"]
+    command = [sys.executable, "-m", "extproc", "simulate", "--port", "0", "--speed", "20"]
     with Popen(command, stdout=PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]
