@@ -185,7 +185,8 @@ class Parts:
         try:
             return make()
         except ValidationError as error:
-            return self._problem(path, "; ".join(detail["msg"] for detail in error.errors()))
+            said = (detail["msg"].removeprefix("Value error, ") for detail in error.errors())
+            return self._problem(path, "; ".join(said))
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             return self._problem(path, str(error))
 

@@ -52,10 +52,6 @@ class Discovery:
         self._hosts: dict[str, Host] = {}
         self._membership = membership or Membership()
 
-    async def wait(self, seconds: float) -> None:
-        """Returns when it is time to look again: after so many seconds, at a command at once."""
-        await self._membership.wait(seconds)
-
     async def targets(self) -> tuple[Target, ...]:
         """Return the replicas as of now; an address named twice counts once, the first."""
         if self._file and (listed := self._file.news()) is not None:

@@ -10,6 +10,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     ClusterLoadAssignment,
     Endpoint,
     LbEndpoint,
+    LocalityLbEndpoints,
 )
 from envoy_data_plane.google.protobuf import Struct
 
@@ -20,9 +21,8 @@ from extproc.replica_state import ReplicaState
 from extproc.server.messages import DESTINATION, METADATA_NAMESPACE
 from extproc.store.replicas import Change, Put, Removed, Snapshot
 
-_LENGTH_DELIMITED = 2
-_ENDPOINTS = 2  # field of ClusterLoadAssignment
-_LB_ENDPOINTS = 2  # field of LocalityLbEndpoints
+_ENDPOINTS = bytes([2 << 3 | 2])
+"""Tag of that field of ClusterLoadAssignment, of which the length follows."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,10 +100,11 @@ def load_assignment(name: str, members: Iterable[Member]) -> bytes:
     """An encoded ``ClusterLoadAssignment``.
 
     To encode a member takes a millisecond, and few of a thousand change at a time. So each is
-    encoded once, and they are put together as protobuf's wire format has it.
+    encoded once; in protobuf's wire format messages one after another are one that has all.
     """
-    locality = b"".join(_field(_LB_ENDPOINTS, _encoded(member)) for member in members)
-    return bytes(ClusterLoadAssignment(cluster_name=name)) + _field(_ENDPOINTS, locality)
+    locality = b"".join(map(_encoded, members))
+    head = bytes(ClusterLoadAssignment(cluster_name=name))
+    return head + _ENDPOINTS + encode_varint(len(locality)) + locality
 
 
 @lru_cache(maxsize=16_384)
@@ -112,14 +113,9 @@ def _encoded(member: Member) -> bytes:
     address = Address(socket_address=SocketAddress(address=host, port_value=port))
     # For clusters that choose by metadata: each member is a subset of its own.
     own = Struct.from_dict({DESTINATION: member.id})
-    return bytes(
-        LbEndpoint(
-            endpoint=Endpoint(address=address),
-            health_status=member.health,
-            metadata=Metadata(filter_metadata={METADATA_NAMESPACE: own}),
-        )
+    endpoint = LbEndpoint(
+        endpoint=Endpoint(address=address),
+        health_status=member.health,
+        metadata=Metadata(filter_metadata={METADATA_NAMESPACE: own}),
     )
-
-
-def _field(number: int, value: bytes) -> bytes:
-    return encode_varint(number << 3 | _LENGTH_DELIMITED) + encode_varint(len(value)) + value
+    return bytes(LocalityLbEndpoints(lb_endpoints=[endpoint]))

@@ -369,7 +369,8 @@ MISSPELT: list[tuple[str, str, Breakage]] = [
     ("http_filters[3]", "null", lambda b: b.filters.append(None)),
     ("response_attributes", "string", lambda b: b.ext_proc.update(response_attributes=[None])),
     ("failure_mode_allow", "boolean", lambda b: b.ext_proc.update(failure_mode_allow="perhaps")),
-    ("routes[0].route", "cluster, cluster_header", lambda b: b.route.update(cluster_header="x-a")),
+    ("routes[0].route", "cluster_specifier has more than one value",
+     lambda b: b.route.update(cluster_header="x-a")),
 ]  # fmt: skip
 
 
