@@ -78,7 +78,7 @@ class Run:
         """Why it did not show what it should, under a policy of that name; empty when it did."""
         sent = len(self.answers)
         if self.ok < sent:
-            problem = next(answer.problem for answer in self.answers if not answer.ok)
+            problem = next(answer.account for answer in self.answers if not answer.ok)
             return f"under {policy}, {sent - self.ok} of {sent} requests failed: {problem}"
         if self.fallback:
             return f"under {policy}, Envoy's fallback served {self.fallback} of {sent} requests"

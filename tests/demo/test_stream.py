@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks.load.stream import read
+from extproc.demo.stream import read
 
 ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
 USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
@@ -22,7 +22,7 @@ def event(value: object) -> bytes:
 def test_the_first_token_is_not_the_role_and_the_last_is_not_the_usage() -> None:
     chunks = [event(ROLE), chat("a"), chat("b"), chat("c"), event(USAGE), DONE]
     found = read(chunks, [1.0, 2.0, 3.0, 5.0, 6.0, 7.0])
-    assert (found.first_at, found.gaps_s, found.problem) == (2.0, [1.0, 2.0], None)
+    assert (found.first_at, found.gaps_s, found.problem) == (2.0, [1.0, 2.0], "")
     assert found.usage == {"prompt_tokens": 3, "completion_tokens": 2}
 
 
@@ -38,7 +38,7 @@ def test_events_cut_anywhere(size: int) -> None:
     chunks = [whole[at : at + size] for at in range(0, len(whole), size)]
     found = read(chunks, [float(at) for at in range(len(chunks))])
     assert found.first_at == (len(event(ROLE) + chat("a")) - 3) // size
-    assert found.problem is None
+    assert found.problem == ""
     assert found.usage["completion_tokens"] == 2
 
 
@@ -54,7 +54,7 @@ def test_completions_reasoning_and_tool_calls_are_tokens_too() -> None:
 def test_lines_that_end_as_on_windows() -> None:
     chunks = [one.replace(b"\n", b"\r\n") for one in (chat("a"), chat("b"), DONE)]
     found = read(chunks, [1.0, 2.0, 3.0])
-    assert (found.first_at, found.gaps_s, found.problem) == (1.0, [1.0], None)
+    assert (found.first_at, found.gaps_s, found.problem) == (1.0, [1.0], "")
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_lines_that_end_as_on_windows() -> None:
         ([event({"choices": ["a"]}), DONE], "not a completion"),
         ([event({"choices": [{"delta": "a"}]}), DONE], "not a completion"),
         ([b"<html>\n</html>\n", DONE], "not a completion"),
-        ([event(USAGE), DONE], None),
-        ([chat('it says "error"'), DONE], None),
-        ([event({"error": None, "choices": [{"text": "a"}]}), DONE], None),
+        ([event(USAGE), DONE], ""),
+        ([chat('it says "error"'), DONE], ""),
+        ([event({"error": None, "choices": [{"text": "a"}]}), DONE], ""),
     ],
 )
-def test_what_went_wrong(chunks: list[bytes], problem: str | None) -> None:
+def test_what_went_wrong(chunks: list[bytes], problem: str) -> None:
     assert read(chunks, [float(at) for at in range(len(chunks))]).problem == problem

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from benchmarks import trace
 from benchmarks.load.plan import Planned, plan
 from benchmarks.load.prompts import Counting, prompt
-from benchmarks.load.target import Target, ask
+from benchmarks.load.target import PATHS, Target, ask
 from benchmarks.trace import ID_TOKENS, TracedRequest
 
-TRACES = Path(__file__).parents[3] / "benchmarks" / "traces"
+TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
 SIMULATED = Target("simulated", None, {"chat": Counting(8), "completions": Counting()})
 
 
@@ -36,7 +36,7 @@ async def token_ids(session: ClientSession, url: str, body: dict[str, Any]) -> l
 
 async def test_a_simulated_replica_counts_what_the_trace_says(replica_url: str) -> None:
     async with ClientSession() as session:
-        target = await ask(session, replica_url, ["chat", "completions"], None, "a")
+        target = await ask(replica_url, ["chat", "completions"], None, "a")
         assert (target.model, target.context) == ("simulated", 131_072)
         for name in ("azure-2023-conv", "azure-2023-code", "mooncake-synthetic"):
             planned = some(name, 20, target)
@@ -78,7 +78,7 @@ async def test_a_prefix_is_found_in_the_cache(replica_url: str) -> None:
     async with ClientSession() as session:
         for one in (first, second):
             body = one.body(target, "a")
-            async with session.post(f"{replica_url}{one.path}", json=body) as response:
+            async with session.post(f"{replica_url}{PATHS[one.endpoint]}", json=body) as response:
                 assert response.status == 200
         async with session.get(f"{replica_url}/metrics") as response:
             page = await response.text()
@@ -115,9 +115,9 @@ async def test_a_server_with_another_tokenizer() -> None:
 
     app = web.Application()
     app.add_routes([web.post("/v1/{path:.*}", answer)])
-    async with TestServer(app) as server, ClientSession() as session:
+    async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
-        target = await ask(session, url, ["chat", "completions"], "named", "a")
+        target = await ask(url, ["chat", "completions"], "named", "a")
     assert target.context is None
     assert target.counting["completions"].per_word > 1.3
     planned = some("azure-2023-conv", 100, target)

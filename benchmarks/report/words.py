@@ -1,18 +1,9 @@
-"""What came out, in sentences."""
+"""What came out, in sentences, and figures as people read them."""
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.report.figures import (
-    METRICS,
-    Beside,
-    Contender,
-    Metric,
-    beside_best,
-    rivals,
-    spread,
-)
+from benchmarks.report.figures import HEADLINES, Beside, Contender, beside_best, rivals, spread
 from benchmarks.report.results import Overhead, Results
-from benchmarks.report.units import ratio, ratios, seconds
 
 _TOLD = (
     "Warning: requests told how long their answers would be (max_tokens with ignore_eos), which "
@@ -22,14 +13,14 @@ _TOLD = (
 
 def outcome(results: Results, contenders: Sequence[Contender]) -> list[str]:
     """Where the contender that matters wins and where it loses; what failed."""
-    told = [_TOLD] if results.about.get("known_lengths") else []
-    said = comparison(results, contenders)
-    return said + told + _failures(contenders) + _warnings(results)
-
-
-def comparison(results: Results, contenders: Sequence[Contender]) -> list[str]:
-    """The contender that matters beside the best of the others, and which turns are in doubt."""
-    return list(_comparison(results, contenders))
+    said = list(comparison(results, contenders))
+    if results.about.get("known_lengths"):
+        said.append(_TOLD)
+    failed = [f"{one.name} {one.failed:,} of {one.counted:,}" for one in contenders if one.failed]
+    if failed:
+        said.append(f"Failed requests: {', '.join(failed)}. Figures are of those answered.")
+    warnings = ((run.name, text) for run in results.runs for text in run.warnings)
+    return said + [f"Warning, {name}: {text}" for name, text in dict.fromkeys(warnings)]
 
 
 def added(overhead: Overhead) -> list[str]:
@@ -47,11 +38,12 @@ def added(overhead: Overhead) -> list[str]:
     ]
 
 
-def _comparison(results: Results, contenders: Sequence[Contender]) -> Iterator[str]:
+def comparison(results: Results, contenders: Sequence[Contender]) -> Iterator[str]:
+    """The contender that matters beside the best of the others, and which turns are in doubt."""
     subject, others = rivals(contenders, results.ours)
     if subject is None:
         yield f"{results.ours[0]} has no run: nothing is compared."
-    elif not any(spread(subject, metric) for metric in METRICS):
+    elif not any(subject.figures.values()):
         yield f"{subject.name}: no request was answered."
     else:
         yield from _about(subject, others)
@@ -66,24 +58,19 @@ def of_turns(one: Contender) -> str:
 
 
 def _about(subject: Contender, others: Sequence[Contender]) -> Iterator[str]:
-    headlines = [one for one in METRICS if one.headline]
-    compared = [beside_best(subject, others, metric) for metric in headlines]
-    for metric, beside in zip(headlines, compared, strict=True):
+    compared = [beside_best(subject, others, metric) for metric in HEADLINES]
+    for metric, beside in zip(HEADLINES, compared, strict=True):
         its = spread(subject, metric)
         if beside is not None:
-            yield _beside(subject, metric, beside)
+            yield (
+                f"{metric.name}: {subject.name} is {ratio(beside.ratio.median)} the best other "
+                f"({', '.join(beside.names)}), {_verdict(beside)}. "
+                f"{seconds(beside.mine.median)} against {seconds(beside.best.median)}."
+            )
         elif its is not None:
             yield f"{metric.name}: {seconds(its.median)}."
     if others and not any(compared):
         yield f"Nothing is compared: in no turn are both {subject.name} and another without doubt."
-
-
-def _beside(subject: Contender, metric: Metric, beside: Beside) -> str:
-    return (
-        f"{metric.name}: {subject.name} is {ratio(beside.ratio.median)} the best other "
-        f"({', '.join(beside.names)}), {_verdict(beside)}. "
-        f"{seconds(beside.mine.median)} against {seconds(beside.best.median)}."
-    )
 
 
 def _verdict(beside: Beside) -> str:
@@ -97,13 +84,34 @@ def _verdict(beside: Beside) -> str:
     return f"{'better' if beside.better else 'worse'} in all {turns} turns{where}"
 
 
-def _failures(contenders: Sequence[Contender]) -> list[str]:
-    failed = [f"{one.name} {one.failed:,} of {one.counted:,}" for one in contenders if one.failed]
-    if not failed:
-        return []
-    return [f"Failed requests: {', '.join(failed)}. Figures are of those answered."]
+# -- units ----------------------------------------------------------------------------------
 
 
-def _warnings(results: Results) -> list[str]:
-    every = [(run.run.name, text) for run in results.runs for text in run.summary.warnings]
-    return [f"Warning, {name}: {text}" for name, text in dict.fromkeys(every)]
+def seconds(value: float) -> str:
+    """Three digits, in the unit that suits: ``7.2 ms``, ``412 ms``, ``6.61 s``."""
+    return f"{_digits(1000 * value)} ms" if value < 0.9995 else f"{_digits(value)} s"
+
+
+def between(least: float, most: float) -> str:
+    """A range, with its unit once: ``6.15 – 7.02 s``; nothing where it is none."""
+    scale, unit = (1000, "ms") if most < 0.9995 else (1, "s")
+    return _range(_digits(scale * least), _digits(scale * most), f" {unit}")
+
+
+def ratio(value: float) -> str:
+    """``0.45×``."""
+    return f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
+
+
+def ratios(least: float, most: float) -> str:
+    """A range of ratios: ``0.45 – 0.52×``; nothing where it is none."""
+    return _range(ratio(least)[:-1], ratio(most)[:-1], "×")
+
+
+def _range(least: str, most: str, unit: str) -> str:
+    return "" if least == most else f"{least} – {most}{unit}"
+
+
+def _digits(value: float) -> str:
+    places = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{places}f}"

@@ -1,6 +1,7 @@
-"""The command: what it says, writes and ends with."""
+"""benchmarks.load: the command, its figures, and the warnings that they are not to be trusted."""
 
 import json
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,39 +12,106 @@ from urllib.request import urlopen
 import pytest
 
 from benchmarks import trace
+from benchmarks.limits import allow_many_connections
 from benchmarks.load.__main__ import main
+from benchmarks.load.plan import Planned
+from benchmarks.load.summary import Effort, record, summary, table
+from benchmarks.trace import TracedRequest
+from extproc.demo.traffic import Answer, Client
+from tests.benchmarks.conftest import complaint_of
 
-TRACE = Path(__file__).parents[3] / "benchmarks" / "traces" / "azure-2023-conv.jsonl.gz"
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "azure-2023-conv.jsonl.gz"
+IDLE = Effort(0.1, 0.1)
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """The line that says what is wrong; of two options alike the last one counts."""
-    given = ["--url", "http://127.0.0.1:9", "--trace", str(TRACE), *map(str, arguments)]
-    with pytest.raises(SystemExit) as ended:
-        sys.exit(main(given))
-    output = capsys.readouterr()
-    assert (ended.value.code, output.out) == (2, "")
-    return output.err.splitlines()[-1]
+def answer(number: int, late_s: float = 0.0, generated: int = 10, problem: str = "") -> Answer:
+    """After a second."""
+    return Answer(
+        str(number),
+        ttft_s=0.1 * number,
+        completion_s=1.0,
+        problem=problem,
+        late_s=late_s,
+        replica="a" if number % 2 else "b",
+        usage={"prompt_tokens": 100, "completion_tokens": generated},
+    )
+
+
+def summed(*answers: Answer, effort: Effort = IDLE, left_out: int = 0) -> dict[str, Any]:
+    """Of a run that took five seconds."""
+    client = Client("http://nowhere")
+    client.answers = {one.request_id: one for one in answers}
+    traced = TracedRequest(0.0, 100, 10, None)
+    records = [record(Planned(1, traced, "chat", True, None, False), one) for one in answers]
+    return summary(records, client, effort, 5.0, left_out)
+
+
+def test_figures_are_of_whole_answers() -> None:
+    answers = [answer(n, problem="connect" if n in (1, 3) else "") for n in range(5)]
+    answers[0].gaps_s.extend([0.25, 0.5])
+    answers[1].gaps_s.append(9.0)
+    figures = summed(*answers, left_out=7)
+    assert (figures["requests"], figures["answered"], figures["failed"]) == (5, 3, 2)
+    assert figures["errors"] == {"connect": 2}
+    assert figures["ttft_s"]["mean"] == pytest.approx(0.2)
+    assert figures["gap_s"]["mean"] == pytest.approx(0.375)
+    assert figures["requests_per_s"] == pytest.approx(3 / 5)
+    assert figures["output_tokens_per_s"] == pytest.approx(30 / 5)
+    assert figures["prompt_tokens"] == {"planned": 300, "counted": 300}
+    replicas = figures["replicas"]
+    assert {name: (one["requests"], one["failed"]) for name, one in replicas.items()} == {
+        "a": (2, 2),
+        "b": (3, 0),
+    }
+    assert replicas["a"]["ttft_s"] is None
+    assert figures["warnings"] == []
+    text = table(figures)
+    assert "3 of 5 requests answered" in text
+    assert "failed: 2 × connect" in text
+    assert "no room for them: 7" in text
+
+
+def test_nothing_was_answered() -> None:
+    figures = summed(answer(1, problem="timeout"))
+    assert figures["ttft_s"] is figures["completion_s"] is figures["gap_s"] is None
+    assert "0 of 1 requests answered" in table(figures)
 
 
 @pytest.mark.parametrize(
-    ("option", "values"),
+    ("answers", "effort", "warning"),
     [
-        ("--speed", ("0", "-1", "inf", "nan", "fast")),
-        ("--duration", ("0", "nan")),
-        ("--from", ("-1", "inf", "nan")),
-        ("--stream-share", ("-0.1", "1.1", "nan", "half")),
-        ("--requests", ("0", "1.5")),
-        ("--timeout", ("0", "inf")),
-        ("--context", ("0", "-1")),
-        ("--url", ("127.0.0.1:8080", "ftp://a", "http://", "", "http://a:99999")),
+        ([answer(1), answer(2, late_s=0.5)], IDLE, "ms late at p99"),
+        ([answer(1)], Effort(1.0, 0.95), "95% of a core"),
+        ([answer(1, generated=16)], IDLE, "output tokens are 160% of the trace's"),
     ],
 )
-def test_a_value_that_makes_no_sense(
-    capsys: pytest.CaptureFixture[str], option: str, values: tuple[str, ...]
+def test_what_makes_figures_worthless_is_said(
+    answers: list[Answer], effort: Effort, warning: str
 ) -> None:
-    for value in values:
-        assert f"argument {option}: {value!r} is not" in complaint(capsys, f"{option}={value}")
+    figures = summed(*answers, effort=effort)
+    (said,) = figures["warnings"]
+    assert warning in said
+    assert f"WARNING: {said}" in table(figures)
+
+
+@pytest.mark.parametrize("few", [256, 20_000, resource.RLIM_INFINITY])
+def test_connections_where_files_have_no_limit(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS has it: the hard limit is infinite, and asking for that many is an error."""
+    asked = []
+
+    def set_limit(_: int, limits: tuple[int, int]) -> None:
+        asked.append(limits[0])
+        if limits[0] == resource.RLIM_INFINITY:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr("resource.getrlimit", lambda _: (few, resource.RLIM_INFINITY))
+    monkeypatch.setattr("resource.setrlimit", set_limit)
+    allow_many_connections()
+    assert asked == {256: [10_240], 20_000: [20_000]}.get(few, [])
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
+    return complaint_of(main, capsys, "--url", "http://127.0.0.1:9", "--trace", TRACE, *given)
 
 
 def test_an_endpoint_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,24 +134,10 @@ def test_a_time_in_which_nothing_arrives(
     assert "from 10 s on" in complaint(capsys, "--trace", trace, "--from", "10")
 
 
-def test_a_report_that_cannot_be_written(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "nowhere" / "report.json"
-    assert str(path) in complaint(capsys, "--json", path)
-
-
 def test_nobody_answers(capsys: pytest.CaptureFixture[str], unused_tcp_port: int) -> None:
     url = f"http://127.0.0.1:{unused_tcp_port}"
     line = complaint(capsys, "--url", url)
     assert line.startswith(f"load: {url} cannot be reached: ")
-
-
-def test_pictures_that_cannot_be_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "file"
-    file.touch()
-    assert str(file) in complaint(capsys, "--report", file)
 
 
 @pytest.fixture
