@@ -51,19 +51,15 @@ class EnvoyFile(Parts):
     @property
     def has_all_clusters(self) -> bool:
         """Whether it is a whole bootstrap that takes no clusters from a control plane."""
-        return self.has(Bootstrap) and not any(
-            one.cds_config or one.cds_resources_locator for one in self._dynamic
-        )
+        dynamic = [part.message for part in self.all(BootstrapDynamicResources)]
+        elsewhere = any(one.cds_config or one.cds_resources_locator for one in dynamic)
+        return self.has(Bootstrap) and not elsewhere
 
     @property
     def takes_listeners(self) -> bool:
         """Whether it is a bootstrap that takes listeners from a control plane."""
-        return any(one.lds_config or one.lds_resources_locator for one in self._dynamic)
-
-    @property
-    def _dynamic(self) -> list[BootstrapDynamicResources]:
-        resources = [part.message.dynamic_resources for part in self.all(Bootstrap)]
-        return [one for one in resources if one is not None]
+        dynamic = [part.message for part in self.all(BootstrapDynamicResources)]
+        return any(one.lds_config or one.lds_resources_locator for one in dynamic)
 
     @property
     def cluster_names(self) -> set[str]:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
+from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint
 
 from extproc.check.envoy_file import EnvoyFile
 from extproc.check.rules import Rule
@@ -33,10 +34,10 @@ def rules_for(serve: ServeSettings) -> list[Rule]:
     def listing(file: EnvoyFile) -> list[Part[Cluster]]:
         """Clusters that list their members, where a router is several processes."""
         clusters = file.router_clusters if serve.workers > 1 else []
-        return [part for part in clusters if _ports(part.message)]
+        return [part for part in clusters if _ports(part, file)]
 
     def lists_workers(part: Part[Cluster], file: EnvoyFile) -> str | None:
-        ports = min(_ports(part.message), key=len)
+        ports = min(_ports(part, file), key=len)
         if len(ports) >= serve.workers:
             return None
         first, name = min(ports), part.message.name
@@ -61,13 +62,11 @@ def rules_for(serve: ServeSettings) -> list[Rule]:
     ]
 
 
-def _ports(cluster: Cluster) -> list[set[int]]:
+def _ports(cluster: Part[Cluster], file: EnvoyFile) -> list[set[int]]:
     """The ports listed for each host."""
     ports: defaultdict[str, set[int]] = defaultdict(set)
-    groups = cluster.load_assignment.endpoints if cluster.load_assignment else []
-    for member in (one.endpoint for group in groups for one in group.lb_endpoints):
-        address = member.address.socket_address if member and member.address else None
-        if address:
+    for member in (part.message for part in file.all(Endpoint, within=cluster)):
+        if member.address and (address := member.address.socket_address):
             ports[address.address].add(address.port_value or 0)
     return [*ports.values()]
 

@@ -85,26 +85,16 @@ async def scrape(
     Raises:
         ScrapeError: either failed.
     """
-    page = await (_metrics_of_healthy(session, replica) if health else _metrics(session, replica))
+    paths = ("/metrics", "/health") if health else ("/metrics",)
+    asked = [asyncio.ensure_future(_get(session, replica, path)) for path in paths]
     try:
+        page, *_ = await asyncio.gather(*asked)
         return read_metrics(page)
     except MetricsError as error:
         raise ScrapeError(str(error)) from None
-
-
-async def _metrics(session: aiohttp.ClientSession, replica: str) -> bytes:
-    return await _get(session, replica, "/metrics")
-
-
-async def _metrics_of_healthy(session: aiohttp.ClientSession, replica: str) -> bytes:
-    health = asyncio.create_task(_get(session, replica, "/health"))
-    metrics = asyncio.create_task(_metrics(session, replica))
-    try:
-        _, page = await asyncio.gather(health, metrics)
-        return page
     finally:
-        health.cancel()
-        metrics.cancel()
+        for one in asked:
+            one.cancel()
 
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
