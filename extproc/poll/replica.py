@@ -16,7 +16,7 @@ from extproc.config import PollSettings
 from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
-from extproc.poll.models import Models
+from extproc.poll.model_list import Models
 from extproc.poll.scrape import ScrapeError, UnreachableError, read_models, scrape
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.calibration import Calibration

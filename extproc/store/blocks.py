@@ -50,7 +50,7 @@ Told = tuple[BlockNews, BlockNews | None]
 """What is new, and all that is held where that is due."""
 
 
-class Heard(NamedTuple):
+class NewsOfReplica(NamedTuple):
     """News of one replica."""
 
     replica: str
@@ -108,7 +108,7 @@ class BlockWriter:
         return data or b""
 
 
-class BlockReader(Follower[Heard]):
+class BlockReader(Follower[NewsOfReplica]):
     """Hears of blocks."""
 
     def __init__(self, redis: Redis, pool: str, random: Random, clock: Clock) -> None:
@@ -118,7 +118,7 @@ class BlockReader(Follower[Heard]):
         """Of the last news of each replica."""
         self._read_at: dict[str, float] = {}
 
-    def news(self) -> AsyncGenerator[Heard]:
+    def news(self) -> AsyncGenerator[NewsOfReplica]:
         """What Redis has of each replica, then all news, for ever; each follows the one before of
         the same replica, or is whole.
 
@@ -130,14 +130,14 @@ class BlockReader(Follower[Heard]):
         """Its last news were of no use: have the next ones whole."""
         self._numbers.pop(replica, None)
 
-    async def _found(self) -> AsyncIterator[Heard]:
+    async def _found(self) -> AsyncIterator[NewsOfReplica]:
         self._numbers.clear()
         beginning = self._keys.blocks
         for key in await keys_after(self._redis, beginning):
             for one in await self._read(key.removeprefix(beginning)):
                 yield one
 
-    async def _pushed(self, data: bytes) -> list[Heard]:
+    async def _pushed(self, data: bytes) -> list[NewsOfReplica]:
         """News that were pushed; where some before them were missed, all that Redis has."""
         name, _, encoded = data.partition(b"\n")
         replica = str_if_bytes(name)
@@ -147,7 +147,7 @@ class BlockReader(Follower[Heard]):
         since = self._clock() - self._read_at.get(replica, -math.inf)
         return await self._read(replica) if since >= _READ_AGAIN_S else []
 
-    async def _read(self, replica: str) -> list[Heard]:
+    async def _read(self, replica: str) -> list[NewsOfReplica]:
         """All that Redis has of a replica."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
@@ -158,7 +158,7 @@ class BlockReader(Follower[Heard]):
             return []
         return self._following(replica, key, data or b"") or []
 
-    def _following(self, replica: str, source: str, data: bytes) -> list[Heard] | None:
+    def _following(self, replica: str, source: str, data: bytes) -> list[NewsOfReplica] | None:
         """The news among these that were not heard yet; None where some before them are missing."""
         heard = []
         try:
@@ -169,7 +169,7 @@ class BlockReader(Follower[Heard]):
                 if not news.whole and news.previous != known:
                     return None
                 self._numbers[replica] = news.number
-                heard.append(Heard(replica, news))
+                heard.append(NewsOfReplica(replica, news))
         except ValueError as error:
             self._garbage.skipped(source, error)
         return heard

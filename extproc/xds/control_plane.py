@@ -12,8 +12,8 @@ from extproc.store.connection import connect
 from extproc.store.replicas import StateReader
 from extproc.watched_file import WatchedFile
 from extproc.xds.catalog import ENDPOINTS, Catalog
-from extproc.xds.endpoints import Members, load_assignment
-from extproc.xds.envoy_file import Resources, watched
+from extproc.xds.endpoints import PoolMembers, load_assignment
+from extproc.xds.resources import Resources, watched
 from extproc.xds.server import XdsServer
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def run_xds(config: Config) -> None:
         )
     catalog, changed = Catalog(), asyncio.Event()
     configs = config.each_pool
-    pools = {one.pool: Members() for one in configs}
+    pools = {one.pool: PoolMembers() for one in configs}
     catalog.replace(ENDPOINTS, dict.fromkeys(pools))
     path = config.xds.envoy_file
     file = None if path is None else watched(path, config.pool)
@@ -66,7 +66,7 @@ async def run_xds(config: Config) -> None:
         await until_signalled(*parts)
 
 
-async def _follow(reader: StateReader, members: Members, changed: asyncio.Event) -> None:
+async def _follow(reader: StateReader, members: PoolMembers, changed: asyncio.Event) -> None:
     """Brings every change that pollers write to a pool into its members, for ever."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
@@ -93,7 +93,7 @@ async def _tell_health(readers: Collection[StateReader], server: XdsServer) -> N
 
 
 async def _look(
-    pools: Mapping[str, Members],
+    pools: Mapping[str, PoolMembers],
     ttl_s: float,
     changed: asyncio.Event,
     file: WatchedFile[Resources] | None,
@@ -113,7 +113,7 @@ async def _look(
 
 
 async def _serve_endpoints(
-    pools: Mapping[str, Members], catalog: Catalog, changed: asyncio.Event
+    pools: Mapping[str, PoolMembers], catalog: Catalog, changed: asyncio.Event
 ) -> None:
     while True:
         await changed.wait()

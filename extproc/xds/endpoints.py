@@ -34,7 +34,7 @@ class Member:
     health: HealthStatus
 
 
-class Members:
+class PoolMembers:
     """A pool's replicas, by the rules that routers have for their fleets."""
 
     def __init__(self, clock: Clock = monotonic) -> None:

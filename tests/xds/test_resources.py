@@ -14,7 +14,7 @@ from envoy_data_plane.envoy.config.route.v3 import RouteConfiguration
 
 from extproc.config import Config
 from extproc.xds.catalog import CLUSTERS, LISTENERS, ROUTES
-from extproc.xds.envoy_file import resources, watched
+from extproc.xds.resources import resources, watched
 from extproc.yaml_file import read_yaml
 from tests.conftest import Logged, too_many_open_files
 
