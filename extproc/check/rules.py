@@ -317,9 +317,9 @@ def the_end_is_heard(part: Part[ExternalProcessor], file: EnvoyFile) -> str | No
 @_rule(Level.ERROR, _filters)
 def response_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router hears of every response, or of a sample of which it is told."""
-    sent = [one for one in file.filters if not _skips_responses(one)]
+    sent = [one for one in file.filters if not skips_responses(one)]
     sampled = sent and expression_of(UNSEEN) in part.message.request_attributes
-    if sampled or not _skips_responses(part):
+    if sampled or not skips_responses(part):
         return None
     return (
         "response_header_mode is SKIP: the router never learns which replica answered, or how. "
@@ -613,7 +613,8 @@ def _is_body_first(part: Part[ExternalProcessor]) -> bool:
     return _mode(part).request_header_mode is ProcessingModeHeaderSendMode.SKIP
 
 
-def _skips_responses(part: Part[ExternalProcessor]) -> bool:
+def skips_responses(part: Part[ExternalProcessor]) -> bool:
+    """Whether Envoy does not tell the router of responses."""
     return _mode(part).response_header_mode is ProcessingModeHeaderSendMode.SKIP
 
 

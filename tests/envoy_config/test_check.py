@@ -361,22 +361,32 @@ def test_a_file_without_the_filter_says_so_and_no_more() -> None:
     assert (finding.rule, finding.level) == ("has_ext_proc", Level.ERROR)
 
 
+def test_names_in_answers_need_every_answer() -> None:
+    named = Config.model_validate({"route": {"answer_asked_name": True}})
+    file = Bootstrap().untold()
+    (finding,) = [one for one in check_envoy(file.tree, named) if one.level is not Level.OK]
+    assert (finding.rule, finding.level) == ("every_answer_is_shown", Level.ERROR)
+    assert "local_ratelimit" in finding.text
+    del file.routes[0]
+    assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
+
+
 def test_headers_that_settings_name_must_be_told() -> None:
     named = Config.model_validate(
         {
             "route": {"allow_policy_header": True, "session_cookie": "sid"},
             "request": {"tenant_header": "X-Tenant"},
         }
-    ).headers
+    )
     file = Bootstrap()
-    (finding,) = [one for one in check_envoy(file.tree, headers=named) if one.level is not Level.OK]
+    (finding,) = [one for one in check_envoy(file.tree, named) if one.level is not Level.OK]
     assert (finding.rule, finding.level) == ("named_headers_are_told", Level.ERROR)
     lacking = ["request.headers['cookie']", "request.headers['x-tenant']"]
     assert finding.text.endswith("Add " + ", ".join(lacking))  # the policy's is there
     file.ext_proc["request_attributes"] += lacking
-    assert {one.level for one in check_envoy(file.tree, headers=named)} == {Level.OK}
+    assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
     file.headers_first()
-    assert {one.level for one in check_envoy(file.tree, headers=named)} == {Level.OK}
+    assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
 
 
 @pytest.mark.parametrize("tree", [None, [], {}, [1, 2], {"a": 1}, "text", [{"name": "x"}]])
@@ -521,7 +531,7 @@ def test_workers_that_envoy_does_not_know_are_named() -> None:
     two_hosts = routers(("a", 1), ("b", 1), ("a", 2))
     (finding,) = (
         one
-        for one in check_envoy(two_hosts.tree, ServeSettings(workers=2))
+        for one in check_envoy(two_hosts.tree, Config(serve=ServeSettings(workers=2)))
         if one.level is not Level.OK
     )
     assert finding.level is Level.WARNING
@@ -541,7 +551,7 @@ def test_workers_that_envoy_does_not_know_are_named() -> None:
 def test_workers_that_envoy_knows_are_fine(
     bootstrap: Bootstrap, workers: int, judged: bool
 ) -> None:
-    findings = check_envoy(bootstrap.tree, ServeSettings(workers=workers))
+    findings = check_envoy(bootstrap.tree, Config(serve=ServeSettings(workers=workers)))
     assert {finding.level for finding in findings} == {Level.OK}
     assert any(finding.rule == "workers_are_listed" for finding in findings) is judged
 
@@ -557,7 +567,7 @@ def test_tls_of_one_side_alone_is_told(envoys: bool, routers: bool) -> None:
             "typed_config": {"@type": kind, "sni": "router"},
         }
     files = {"tls_cert": Path("tls.crt"), "tls_key": Path("tls.key")} if routers else {}
-    findings = check_envoy(bootstrap.tree, ServeSettings(**files))
+    findings = check_envoy(bootstrap.tree, Config(serve=ServeSettings(**files)))
     told = [(one.level, one.text) for one in findings if one.rule == "transport_fits"]
     if envoys != routers:
         ((level, text),) = told
