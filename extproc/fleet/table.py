@@ -1,6 +1,8 @@
 """A table of numbers that grows: one row a thing, one named column a quantity."""
 
-from typing import Any, Self
+from collections.abc import Iterable
+from inspect import get_annotations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,8 @@ class Table:
     """
 
     def __init__(self) -> None:
-        kinds = type(self).__annotations__.items()
+        classes = [get_annotations(one) for one in reversed(type(self).__mro__)]
+        kinds = [kind for named in classes for kind in named.items()]
         self._names = [
             [name for name, kind in kinds if kind is Floats],
             [name for name, kind in kinds if kind is Indices],
@@ -65,16 +68,11 @@ class Table:
         """The first so many columns of ``Floats``, as the rows of one array."""
         return self._floats[:columns, : self._length]
 
-    def copy(self, columns: int, rows: Indices | None = None) -> Self:
-        """Another one, of the first so many columns of ``Floats``; of these rows alone, if given.
-
-        It is there to be read, by the names of its columns.
-        """
+    def copy(self, columns: int, rows: Indices | None = None) -> Iterable[tuple[str, Floats]]:
+        """Names and figures of the first so many columns; of these rows alone, if given."""
         floats = self._floats[:columns, : self._length]
         floats = floats.copy() if rows is None else floats.take(rows, axis=1)
-        table = object.__new__(type(self))
-        table.__dict__.update(zip(self._names[0], floats, strict=False))
-        return table
+        return zip(self._names[0], floats, strict=False)
 
     def _resize(self, length: int) -> None:
         self._length = length

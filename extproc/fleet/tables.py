@@ -4,39 +4,15 @@ from math import inf
 
 from extproc.fleet.digest import FIGURES
 from extproc.fleet.table import Table
-from extproc.predict.inputs import Floats, Indices
+from extproc.predict.inputs import Columns, Floats, Indices
 
 COSTS = ("c0", "c_prefill", "c_batch", "c_kv", "c_att", "frontend")
 """Coefficients of the step-time model."""
 
 
-class Replicas(Table):
+class Replicas(Columns, Table):
     """A row a replica."""
 
-    requests: Floats  # in this router's ledger
-    queued: Floats  # of these, without a token yet
-    enqueued: Floats  # prompt tokens sent, in all
-    prefilled: Floats  # of these, prefilled
-    foreign: Floats  # sequences that two polls in a row saw and no router told of
-    foreign_backlog: Floats  # prompt tokens of those of them that the replica has not admitted
-    polled_waiting: Floats  # requests in the replica's queue
-    polled_kv_usage: Floats  # fraction of its KV cache in use, as it says
-    batch: Floats  # sequences decoding
-    kv_used: Floats  # KV tokens of the sequences decoding
-    kv_capacity: Floats
-    token_budget: Floats
-    max_num_seqs: Floats
-    longest_prompt: Floats  # tokens that its context and its KV cache can hold
-    decode_step: Floats  # seconds of a step that only decodes
-    tokens_per_step: Floats  # that a sequence gets; more than one where they are drafted
-    stretch: Floats  # actual ÷ predicted decode time
-    c0: Floats
-    c_prefill: Floats
-    c_batch: Floats
-    c_kv: Floats
-    c_att: Floats
-    frontend: Floats
-    # A view is made of those above.
     steps: Floats  # engine steps, as the replica counts them
     polled_steps: Floats  # the last count a poll gave
     chunk: Floats  # prompt tokens in the prefill step in progress
@@ -65,10 +41,6 @@ class Replicas(Table):
     def others(self) -> Floats:
         """The columns of other routers, as the rows of one array."""
         return self._floats[-len(FIGURES) :, : self._length]
-
-
-IN_VIEW = [*Replicas.__annotations__].index("steps")
-"""Columns of replicas that a view is made of: the first ones."""
 
 
 class Requests(Table):
