@@ -228,6 +228,15 @@ class Fleet:
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
+    def generated(self, ticket: Ticket) -> float:
+        """Tokens that each of its sequences has by now, by the steps that its replica counts.
+
+        Raises:
+            KeyError: it was released.
+        """
+        self._progress.advance(self._clock())
+        return self._ledger.generated(ticket)
+
     def release(self, ticket: Ticket, prefilled: bool = True) -> Baseline | None:
         """Takes it out of the ledger; a second release of the same ticket does nothing.
 

@@ -28,6 +28,7 @@ from extproc.server.admin import admin_routes, readiness
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from extproc.server.sharing import share
+from extproc.server.watch import Reader
 from extproc.store.connection import connect
 from extproc.store.replicas import Change, Put, Removed, Snapshot, StateReader
 
@@ -57,6 +58,11 @@ async def run_router(
     registry = CollectorRegistry()
     services = build(config, registry)
     services.metrics.worker.set(worker)
+    if config.serve.stream_sample is not None:
+        logger.warning(
+            "serve.stream_sample is deprecated: set serve.chunks_per_s instead",
+            extra={"chunks_per_s": config.serve.chunk_budget},
+        )
     others = {one.pool: services.of_pool(one) for one in config.each_pool[1:]}
     pools = (services, *others.values())
     stopping = asyncio.Event()
@@ -111,6 +117,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         clock=monotonic,
         wall=wall,
         random=generator,
+        reader=Reader(config.serve.chunk_budget),
     )
 
 

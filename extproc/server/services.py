@@ -12,7 +12,7 @@ from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
 from extproc.server.room import Room
-from extproc.server.watch import Watch
+from extproc.server.watch import Reader, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Services:
     clock: Clock
     wall: Clock
     random: random.Random
+    reader: Reader
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
 

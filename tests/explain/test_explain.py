@@ -327,7 +327,7 @@ async def test_the_router_of_the_configuration_is_asked(
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", router)
     assert await explain() == ["no decisions yet"]
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", "nowhere")
-    (line,) = await explain(status=1)
+    (line,) = await explain(status=2)
     assert "serve.admin" in line
 
 
