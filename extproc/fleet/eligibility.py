@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from extproc.clock import Clock
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.fleet.silence import Silence
 from extproc.predict.inputs import Excluded, FleetView, Floats, Indices
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState

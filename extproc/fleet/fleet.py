@@ -17,8 +17,7 @@ from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.lone_requests import Baseline, LoneRequests
-from extproc.fleet.members import Members
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import Members, ModelNames
 from extproc.fleet.peers import Peers
 from extproc.fleet.prefixes import Held, Prefixes
 from extproc.fleet.progress import Progress

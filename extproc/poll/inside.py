@@ -23,7 +23,7 @@ class IntoFleet:
         """The fleet knows it at once."""
         self._fleet.put(state)
 
-    def put_again(self, replica_id: str) -> None:
+    def republish(self, replica_id: str) -> None:
         """A fleet forgets nothing."""
 
     def forget(self, replica_id: str) -> None:

@@ -32,7 +32,7 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._named: set[str] | None = None
         """What the sources name; None: nobody has looked yet."""
-        self._void_since: dict[str, float] = {}
+        self._obsolete_since: dict[str, float] = {}
         """From when on a command has changed nothing."""
         self._changed = asyncio.Event()
         self._refused = False
@@ -91,7 +91,9 @@ class Membership:
         known = {**self._members, **members}
         old = self._over(known, now)
         # What changes nothing is not restored: another poller, which found so first, forgot it.
-        lost = {key: known[key] for key in known.keys() - members.keys() - self._void_since.keys()}
+        lost = {
+            key: known[key] for key in known.keys() - members.keys() - self._obsolete_since.keys()
+        }
         if old & members.keys():
             await store.forget(old & members.keys())
         if lost:
@@ -105,11 +107,11 @@ class Membership:
 
     def _over(self, members: Members, now: float) -> set[str]:
         """Which have changed nothing for long."""
-        void = {key for key, member in members.items() if self._is_void(key, member)}
-        self._void_since = {key: self._void_since.get(key, now) for key in void}
-        return {key for key, since in self._void_since.items() if now - since > _REMEMBERED_S}
+        obsolete = {key for key, member in members.items() if self._is_obsolete(key, member)}
+        self._obsolete_since = {key: self._obsolete_since.get(key, now) for key in obsolete}
+        return {key for key, since in self._obsolete_since.items() if now - since > _REMEMBERED_S}
 
-    def _is_void(self, key: str, member: Member) -> bool:
+    def _is_obsolete(self, key: str, member: Member) -> bool:
         if self._named is None or (member.source and member.wish != "remove"):
             return False
         return member.wish == "serve" or key not in self._named

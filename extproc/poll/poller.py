@@ -24,7 +24,7 @@ class Sink(Protocol):
     def put(self, state: ReplicaState) -> None:
         """A replica's newest state."""
 
-    def put_again(self, replica_id: str) -> None:
+    def republish(self, replica_id: str) -> None:
         """Nobody may know the newest state any more."""
 
     def forget(self, replica_id: str) -> None:
@@ -113,7 +113,7 @@ class Poller:
             self._stop(replica)
             self._sink.forget(replica)
         for replica in held.reclaimed:
-            self._sink.put_again(replica)
+            self._sink.republish(replica)
             self._watched[replica].watch.tell_again()
         new = held.replicas - self._watched.keys()
         known = await self._known(new) if new else {}

@@ -38,7 +38,7 @@ class Publisher:
         self._leaving.discard(state.id)
         self._some.set()
 
-    def put_again(self, replica_id: str) -> None:
+    def republish(self, replica_id: str) -> None:
         """Have the newest state written once more, if there is one."""
         if replica_id in self._current:
             self.put(self._current[replica_id])

@@ -102,7 +102,7 @@ class Sink:
     def put(self, state: ReplicaState) -> None:
         self._note("put", state.id)
 
-    def put_again(self, replica_id: str) -> None:
+    def republish(self, replica_id: str) -> None:
         self._note("put", replica_id)
 
     def forget(self, replica_id: str) -> None:
