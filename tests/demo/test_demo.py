@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 pytestmark = [
     pytest.mark.process,
     pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc"),
@@ -53,7 +55,7 @@ def running(pids: set[int]) -> set[int]:
 
 async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
     assert process.stdout is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         async for line in process.stdout:
             if words in line.decode():
                 return line.decode()

@@ -13,6 +13,7 @@ from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
 from tests.e2e.test_workers import routed
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -73,7 +74,7 @@ async def known(client: Client, answer: Answer) -> None:
             assert asked.decisions == []
         return True
 
-    await client.until(held)
+    await until(held)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -145,6 +146,6 @@ async def test_a_replica_that_is_gone_is_not_waited_for(client: Client, stack: S
     async def left_out() -> bool:
         return not (await client.replica(holder))["healthy"]
 
-    await client.until(left_out)
+    await until(left_out)
     answer = await respond(client, previous_response_id=id_of(last))
     assert answer.status == 404

@@ -12,6 +12,7 @@ from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
 from tests.e2e.test_membership import replicas
 from tests.e2e.test_workers import routed
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -49,7 +50,7 @@ async def stays(client: Client, headers: dict[str, str]) -> str:
         served[:] = [server_of(await client.chat(headers=headers)) for _ in range(TIMES)]
         return len(set(served)) == 1
 
-    await client.until(so)
+    await until(so)
     return served[0]
 
 
@@ -111,7 +112,7 @@ async def test_a_session_leaves_a_replica_that_drains_and_one_that_died(
     async def drains() -> bool:
         return bool((await client.replica(stack.name_of(home)))["draining"])
 
-    await client.until(drains)
+    await until(drains)
     second = await stays(client, named)
     assert second != home
     assert await replicas(stack, "add", home) == 0
@@ -120,5 +121,5 @@ async def test_a_session_leaves_a_replica_that_drains_and_one_that_died(
     async def left_out() -> bool:
         return not (await client.replica(stack.name_of(second)))["healthy"]
 
-    await client.until(left_out)
+    await until(left_out)
     assert await stays(client, named) != second

@@ -14,6 +14,7 @@ from extproc.demo.stack import MODEL
 from tests.children import worker_pid
 from tests.e2e.client import CHAT, MESSAGES
 from tests.e2e.stack import Stack
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -61,9 +62,7 @@ async def traffic(stack: Stack, session: aiohttp.ClientSession) -> AsyncIterator
 async def more(statuses: list[int], count: int) -> None:
     """Returns when that many more requests were answered."""
     wanted = len(statuses) + count
-    async with asyncio.timeout(30):
-        while len(statuses) < wanted:  # noqa: ASYNC110 - nothing signals an answer
-            await asyncio.sleep(0.02)
+    await until(lambda: len(statuses) >= wanted)
 
 
 async def routed(session: aiohttp.ClientSession, admin: str) -> float:
@@ -95,7 +94,7 @@ async def test_a_worker_killed_under_load_costs_no_request_and_is_used_again(
         await more(statuses, 20)
         os.kill(worker_pid(stack.process("router").pid, 2), signal.SIGKILL)
 
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 await more(statuses, 10)
                 try:

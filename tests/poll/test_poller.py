@@ -35,6 +35,7 @@ from tests.poll.replica import (
     serving,
     text,
 )
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -415,7 +416,7 @@ async def test_every_pool_of_the_configuration_is_polled(redis_server: RedisServ
         settings = config(redis_server, one, pools={"second": {"replicas": [two.id]}})
         async with watching(settings) as seen:
             await seen.until(lambda states: set(states) == {one.id})
-            async with connect(redis_server.url, "default") as redis, asyncio.timeout(10):
+            async with connect(redis_server.url, "default") as redis, asyncio.timeout(PATIENCE_S):
                 while len(await redis.keys("*:replica:*")) < 2:  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
                 keys = await redis.keys("*:replica:*")
@@ -443,7 +444,7 @@ async def test_a_signal_stops_the_poller_and_leaves_its_states(
     async with serving() as replica, connect(redis_server.url, "default") as redis:
         settings = config(redis_server, replica)
         task = asyncio.create_task(run_poller(settings))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             async for change in StateReader(redis, settings.pool, Random(1)).changes():
                 if isinstance(change, Put):
                     break

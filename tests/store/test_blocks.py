@@ -19,8 +19,9 @@ from extproc.store.keys import blocks_channel, blocks_key, kv_stream_key, lease_
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import replica
-from tests.store.servers import command, eventually
+from tests.store.servers import command
 from tests.store.test_bounds import ACL
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -58,7 +59,7 @@ class Router:
         async def same() -> bool:
             return self.held.get(replica(number)) == keys
 
-        await eventually(same)
+        await until(same)
 
 
 @asynccontextmanager

@@ -24,13 +24,13 @@ from tests.store.servers import (
     behind_tls,
     cluster,
     command,
-    eventually,
     publishing,
     replication_is,
     start,
     watched,
 )
 from tests.store.test_store import A, B, Next, reading, until
+from tests.waiting import until as eventually
 
 pytestmark = pytest.mark.process
 
