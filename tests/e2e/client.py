@@ -101,12 +101,13 @@ class Client:
 
     async def metric(self, name: str) -> float:
         """The router's, summed over its workers."""
-        total = 0.0
-        for admin in self._stack.worker_admins():
-            async with self._session.get(f"{admin}/metrics") as page:
-                found = re.search(rf"^{re.escape(name)} (\S+)$", await page.text(), re.M)
-                total += float(found[1]) if found else 0.0
-        return total
+        return sum([await self.metric_of(admin, name) for admin in self._stack.worker_admins()])
+
+    async def metric_of(self, admin: str, name: str) -> float:
+        """One worker's."""
+        async with self._session.get(f"{admin}/metrics") as page:
+            found = re.search(rf"^{re.escape(name)} (\S+)$", await page.text(), re.M)
+        return float(found[1]) if found else 0.0
 
     async def simulate(self, name: str, **door: Any) -> None:
         """Makes a simulated replica slow, hung or failing."""
