@@ -45,7 +45,7 @@ class Example(Stack):
     """The stack behind another Envoy file."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        serve = {"stream_sample": 1.0, "drain_s": 5.0} | EXAMPLES[name]
+        serve = {"chunks_per_s": 1e6, "drain_s": 5.0} | EXAMPLES[name]
         super().__init__(directory, REPLICAS, settings={"serve": serve})
         self.name = name
 
@@ -65,7 +65,7 @@ class XdsExample(XdsStack):
 
     def __init__(self, name: str, directory: Path) -> None:
         file, _, whole = name.partition(" of ")
-        serve = {"stream_sample": 1.0, "drain_s": 5.0} | EXAMPLES.get(whole, {})
+        serve = {"chunks_per_s": 1e6, "drain_s": 5.0} | EXAMPLES.get(whole, {})
         super().__init__(directory, REPLICAS, {"serve": serve}, file, whole or "xds")
 
 
@@ -73,7 +73,7 @@ class MadeExample(Stack):
     """The stack behind what Envoy Gateway or Istio makes of our file for it."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        super().__init__(directory, REPLICAS, {"serve": {"stream_sample": 1.0, "drain_s": 5.0}})
+        super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6, "drain_s": 5.0}})
         self.name = name
 
     async def start(self, name: str) -> None:

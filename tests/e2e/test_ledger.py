@@ -19,7 +19,7 @@ from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
-UNREAD = {"serve": {"stream_sample": 0.0}}
+UNREAD = {"serve": {"chunks_per_s": 0.0}}
 """No answer's chunks are read: nothing but the stream says that it goes on."""
 LOOKED_AT_PER_S = 100
 REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)

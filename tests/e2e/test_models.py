@@ -23,7 +23,7 @@ REPLICAS = (
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     directory = tmp_path_factory.mktemp("models")
-    async with Stack(directory, REPLICAS, {"serve": {"stream_sample": 1.0}}) as running:
+    async with Stack(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}}) as running:
         yield running
 
 

@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "policy": "round_robin",
         "seed": 1,
     },
-    "serve": {"stream_sample": 1.0, "drain_s": 1.0},
+    "serve": {"chunks_per_s": 1e6, "drain_s": 1.0},
 }
 ENVOYS = ("envoy", "partial", "endpoint_picker")
 """Bodies in one piece, as much of them as Envoy holds, and in full duplex."""
@@ -170,7 +170,7 @@ class Restoring(Named):
     def _configuration(self) -> dict[str, Any]:
         config = super()._configuration()
         config["route"] = {**config["route"], "answer_asked_name": True}
-        config["serve"] = {**config["serve"], "stream_sample": 0.0}
+        config["serve"] = {**config["serve"], "chunks_per_s": 0.0}
         return config
 
 

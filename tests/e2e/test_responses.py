@@ -21,7 +21,7 @@ RESPONSES = "/v1/responses"
 REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(4))
 SETTINGS: dict[str, dict[str, object]] = {
     "route": {"policy": "round_robin", "allow_policy_header": True},
-    "serve": {"stream_sample": 0.0, "drain_s": 1.0},
+    "serve": {"chunks_per_s": 0.0, "drain_s": 1.0},
 }
 TIMES = 6
 """By chance it is the right one of four replicas so often in one of 4,096 cases."""

@@ -122,7 +122,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watc
     directory: Path = tmp_path_factory.mktemp("hedging")
     timeout = aiohttp.ClientTimeout(total=60)
     async with (
-        Hedging(directory, REPLICAS, {"serve": {"stream_sample": 1.0}}) as stack,
+        Hedging(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}}) as stack,
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         yield Watched(stack, Client(stack, session), session)

@@ -35,7 +35,7 @@ class Doubled(Stack):
     """The same Envoy listens on a second port too, where it asks no router."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        super().__init__(directory, REPLICAS, {"serve": {"stream_sample": 1.0}})
+        super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})
         self.name = name
         self.ports = {**self.ports, "alone": free_port()}
 

@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "session_cookie": "sid",
         "session_cost_s": 0.5,
     },
-    "serve": {"stream_sample": 0.0, "drain_s": 1.0},
+    "serve": {"chunks_per_s": 0.0, "drain_s": 1.0},
 }
 TIMES = 6
 """By chance it is the right one of four replicas so often in one of 4,096 cases."""

@@ -119,7 +119,7 @@ async def envoy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Envoy
 async def new_replica(stack: Stack) -> AsyncIterator[None]:
     """One that nothing in the configuration names."""
     port = stack.ports["new"]
-    argv = [sys.executable, "-m", "extproc", "replica", "--port", str(port), "--model", MODEL]
+    argv = [sys.executable, "-m", "extproc", "simulate", "--port", str(port), "--model", MODEL]
     log = stack.directory / "new.log"
     ready = answers(f"http://127.0.0.1:{port}/health")
     async with await Process.start("new", argv, log=log, ready=ready):
