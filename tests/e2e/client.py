@@ -109,6 +109,10 @@ class Client:
             found = re.search(rf"^{re.escape(name)} (\S+)$", await page.text(), re.M)
         return float(found[1]) if found else 0.0
 
+    async def routed(self, admin: str) -> float:
+        """How many requests a router, or one of its workers, has routed."""
+        return await self.metric_of(admin, 'extproc_requests_total{result="routed"}')
+
     async def simulate(self, name: str, **door: Any) -> None:
         """Makes a simulated replica slow, hung or failing."""
         await self.post(f"http://{self._stack.address(name)}/simulate", door)

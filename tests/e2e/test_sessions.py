@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -11,7 +10,6 @@ from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
 from tests.e2e.test_membership import replicas
-from tests.e2e.test_workers import routed
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -58,12 +56,11 @@ async def stays(client: Client, headers: dict[str, str]) -> str:
 async def test_a_session_stays_where_it_is(
     client: Client, stack: Stack, named: dict[str, str]
 ) -> None:
-    async with aiohttp.ClientSession() as session:
-        admins = [stack.admin(router) for router in stack.routers]
-        before = [await routed(session, admin) for admin in admins]
-        home = await stays(client, named)
-        again = [await client.chat(headers=named) for _ in range(TIMES)]
-        after = [await routed(session, admin) for admin in admins]
+    admins = [stack.admin(router) for router in stack.routers]
+    before = [await client.routed(admin) for admin in admins]
+    home = await stays(client, named)
+    again = [await client.chat(headers=named) for _ in range(TIMES)]
+    after = [await client.routed(admin) for admin in admins]
     assert {server_of(answer) for answer in again} == {home}
     assert all(now > then for now, then in zip(after, before, strict=True))
 

@@ -26,13 +26,8 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         yield running
 
 
-async def routed(client: Client, admin: str) -> float:
-    """How many requests a worker has routed."""
-    return await client.metric_of(admin, 'extproc_requests_total{result="routed"}')
-
-
 async def shares(stack: Stack, client: Client) -> list[float]:
-    return [await routed(client, admin) for admin in stack.worker_admins()]
+    return [await client.routed(admin) for admin in stack.worker_admins()]
 
 
 async def test_each_worker_gets_a_fair_share(stack: Stack, client: Client) -> None:
@@ -50,7 +45,7 @@ async def test_a_worker_killed_under_load_costs_no_request_and_is_used_again(
 ) -> None:
     async def used() -> bool:
         with suppress(aiohttp.ClientConnectionError):
-            return await routed(client, stack.worker_admins()[2]) > 5
+            return await client.routed(stack.worker_admins()[2]) > 5
         return False
 
     async with traffic(client, per_second=40) as answers:
