@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 OUTLIER = "outlier_detection.ejections"
 FAST = PROFILES["llama-8b-h100"].step
+IN_TURN = {"x-extproc-policy": "round_robin"}
 
 
 @asynccontextmanager
@@ -188,7 +189,7 @@ async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast
 ) -> None:
     await client.simulate("fast-2", fail=500)
     began = monotonic()
-    turns = [await client.chat(headers={"x-extproc-policy": "round_robin"}) for _ in range(8)]
+    turns = [await client.chat(headers=IN_TURN) for _ in range(8)]
     answers = turns + [await client.chat() for _ in range(32)]
     tries = int(log2(monotonic() - began + 1.0))  # after pauses of 1, 2, 4, … s
     assert {answer.status for answer in answers} == {200}
@@ -197,7 +198,7 @@ async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast
     await client.simulate("fast-2", fail=0)
 
     async def back() -> bool:
-        answer = await client.chat()
+        answer = await client.chat(headers=IN_TURN)
         return bool(answer.decision["replica_name"] == "fast-2" and answer.status == 200)
 
     await until(back)
@@ -235,10 +236,13 @@ async def test_a_throttled_replica_is_seen_and_avoided(client: Client, stack: St
         learned = (await client.replica("fast-1"))["learned"]
         return bool(learned and learned["c0"] > 4 * FAST.c0)
 
+    async def avoided() -> bool:
+        answers = [await client.chat(tokens=20) for _ in range(10)]
+        return {answer.decision["replica_name"] for answer in answers} == {"fast-2"}
+
     try:
         await until(seen)
-        answers = [await client.chat(tokens=20) for _ in range(5)]
+        await until(avoided)
     finally:
         ended.set()
         await asyncio.gather(*loads)
-    assert {answer.decision["replica_name"] for answer in answers} == {"fast-2"}
