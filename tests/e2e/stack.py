@@ -23,8 +23,8 @@ class Stack(stack.Stack):
 
 
 def patient(envoy_file: str) -> str:
-    """The same, with three seconds for every message to the router and every health check."""
-    return re.sub(r"\b(message_timeout|timeout): 0\.\d+s", r"\1: 3s", envoy_file)
+    """The same, with four seconds for every message to the router and every check of its health."""
+    return re.sub(r"(?<= message_timeout: )2s|(?<= timeout: )0\.5s", "4s", envoy_file)
 
 
 class XdsStack(Stack):

@@ -213,6 +213,7 @@ def sentinel_url(servers: Watched, before: str = "") -> str:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process makes both ends of TLS: on a busy machine that takes more than a second."""
     monkeypatch.setattr(connection, "TIMEOUT_S", 10.0)
+    monkeypatch.setitem(connection._ONCE, "socket_connect_timeout", 10.0)
 
 
 @pytest.fixture
