@@ -13,8 +13,7 @@ from benchmarks.fleet import FleetEvent, FleetFile
 from benchmarks.machine import Machine
 from benchmarks.oracle import Oracle
 from benchmarks.polling import MODEL, Watch, poll_interval
-from benchmarks.routers import Deciding, News, Node, Routers
-from benchmarks.served import Failed, Served
+from benchmarks.routers import Deciding, Node, Routers
 from benchmarks.speeds import Speeds
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.fleet.fleet import Fleet
@@ -22,11 +21,9 @@ from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
 from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.route.router import Router
+from extproc.route.router import Decision
 from extproc.simulator.blocks import trace_hashes
-from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
-from extproc.simulator.speculation import Speculation
 from extproc.simulator.steps import Outcome
 
 KNOWN = ("lengths", "coefficients")
@@ -36,6 +33,50 @@ STREAM_SAMPLE = 0.1
 """Share of streams whose chunks the router reads, as configured by default."""
 _LONGEST_DRAIN = 7200.0
 """Seconds after the last request in which all must have ended."""
+
+
+@dataclass(slots=True)
+class Served:
+    """A request that was sent to a replica."""
+
+    number: int
+    traced: TracedRequest
+    decision: Decision
+    watched: bool
+    """Whether the router reads the response's chunks."""
+    replica: str
+    """Where it is, after a retry."""
+    sequence: Sequence
+    answered: bool = False
+    """Whether response headers came: from then on there is no retry."""
+    retried: bool = False
+    first_token: float | None = None
+    finished: float | None = None
+    """When it was complete; None while it is not, or where it failed."""
+
+    @property
+    def profile(self) -> RequestProfile:
+        return self.decision.profile
+
+    @property
+    def ttft(self) -> float:
+        assert self.first_token is not None
+        return self.first_token - self.traced.at
+
+    @property
+    def completion(self) -> float:
+        assert self.finished is not None
+        return self.finished - self.traced.at
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request that got no whole answer."""
+
+    traced: TracedRequest
+    replica: str
+    """Where it was last; empty where none was known to work."""
+    at: float
 
 
 @dataclass
@@ -63,7 +104,7 @@ class Simulation:
         self._random = Random(self.seed)
         self._poll_s = self.poll_interval or poll_interval(self.policy)
         self.machines = {
-            name: Machine(name, profile, self._speculation(name))
+            name: Machine(name, profile, self.fleet_file.group(name), self.seed)
             for name, profile in self.fleet_file.members.items()
         }
         self.nodes: list[Node] = []
@@ -79,7 +120,8 @@ class Simulation:
             self._deciding = Routers(self.nodes, self.share_lag, self.clock, Random(self.seed))
         self._events = sorted(self.fleet_file.events, key=lambda event: event.at, reverse=True)
         self._poll_at = 0.0
-        self._speeds = Speeds()
+        self.speeds = Speeds()
+        """What was learned of replicas whose speed changed."""
         self._sent = 0
         self._open: dict[int, Served] = {}
         self.failed: list[Failed] = []
@@ -89,21 +131,6 @@ class Simulation:
     def fleet(self) -> Fleet:
         """The first router's."""
         return self.nodes[0].fleet
-
-    @property
-    def router(self) -> Router:
-        """The first one's decisions."""
-        return self.nodes[0].router
-
-    @property
-    def engines(self) -> dict[str, Engine]:
-        """Every replica's engine, by name."""
-        return {name: machine.engine for name, machine in self.machines.items()}
-
-    @property
-    def speeds(self) -> Speeds:
-        """What was learned of replicas whose speed changed."""
-        return self._speeds
 
     def run(self, trace: PySequence[TracedRequest]) -> Iterator[Served]:
         """Plays the trace; yields every request that was answered when it has finished."""
@@ -155,7 +182,7 @@ class Simulation:
         def sent(node: Node) -> None:
             served.watched |= node.sent(number, decision)
 
-        self._tell(served, sent)
+        self._deciding.tell(served.number, sent)
         self._send(served)
 
     def _sequence(self, number: int, traced: TracedRequest) -> Sequence:
@@ -193,7 +220,7 @@ class Simulation:
         if not served.answered:
             self._answer(served, well=False)
         seen = served.watched and served.profile.stream and served.first_token is not None
-        self._tell(served, lambda node: node.ended(served.number, prefilled=seen))
+        self._deciding.tell(served.number, lambda node: node.ended(served.number, prefilled=seen))
         del self._open[served.number]
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
@@ -204,13 +231,12 @@ class Simulation:
         served.answered = True
         replica, chosen = served.replica, served.decision.replica
         if replica != chosen:
-            self._tell(served, lambda node: node.answered(chosen, well=False))
+            self._deciding.tell(served.number, lambda node: node.answered(chosen, well=False))
             prefix = served.profile.prefix
-            self._tell(served, lambda node: node.moved(served.number, replica, prefix))
-        self._tell(served, lambda node: node.answered(replica, well))
-
-    def _tell(self, served: Served, news: News) -> None:
-        self._deciding.tell(served.number, news)
+            self._deciding.tell(
+                served.number, lambda node: node.moved(served.number, replica, prefix)
+            )
+        self._deciding.tell(served.number, lambda node: node.answered(replica, well))
 
     def _give_up_on_hung(self) -> None:
         """The last requests wait for replicas that never come back."""
@@ -224,7 +250,7 @@ class Simulation:
         machine = self.machines[event.replica]
         machine.happen(event, self.clock())
         if event.slow is not None and self.nodes:
-            self._speeds.changed(machine, event.slow, self.clock())
+            self.speeds.changed(machine, event.slow, self.clock())
         if event.do == "down":
             for served in list(self._open.values()):
                 if served.replica == machine.name:
@@ -256,12 +282,14 @@ class Simulation:
         if served.profile.stream:
             self._answer(served, well=True)
             if served.watched:
-                self._tell(served, lambda node: node.first_token(served.number))
+                self._deciding.tell(served.number, lambda node: node.first_token(served.number))
 
     def _finish(self, served: Served) -> None:
         served.finished = self.clock()
         self._answer(served, well=True)
-        self._tell(served, lambda node: node.ended(served.number, prefilled=served.watched))
+        self._deciding.tell(
+            served.number, lambda node: node.ended(served.number, prefilled=served.watched)
+        )
         if served.watched:
             generated = served.sequence.output_tokens
             seen = served.ttft if served.profile.stream else None
@@ -275,16 +303,13 @@ class Simulation:
             state = watch.poll(now)
             if state is not None:
                 self._deciding.publish(state)
-        if now >= self._speeds.due:
-            self._speeds.compare(now, self.fleet.view(MODEL))
+        if now >= self.speeds.due:
+            self.speeds.compare(now, self.fleet.view(MODEL))
         self._poll_at += self._poll_s
 
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)
         return Node(Fleet(OutputLengths(), self.clock, self.clock), self.policy, random)
-
-    def _speculation(self, name: str) -> Speculation | None:
-        return self.fleet_file.group(name).speculation(Random(f"{self.seed} {name}"))
 
     def _watch(self, machine: Machine, typical: Typical) -> Watch:
         known = "coefficients" in self.know

@@ -9,12 +9,11 @@ import numpy as np
 
 from benchmarks.clock import VirtualClock
 from benchmarks.machine import Machine
-from benchmarks.routers import News
+from benchmarks.routers import Deciding
 from extproc.fleet.prefixes import Held
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
 from extproc.predict.inputs import FleetView, Floats, Sequences, StepCosts
-from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 from extproc.route.policy import Choice, Situation, lowest
 from extproc.route.router import Decision
@@ -45,7 +44,7 @@ class Weighed:
         return f"finishes in {situation.prediction.completion[choice.first]:.2f} s"
 
 
-class Oracle:
+class Oracle(Deciding):
     """Sees every engine as it is at the moment of the decision, and every length."""
 
     def __init__(
@@ -82,9 +81,6 @@ class Oracle:
         choice = self._policy.choose(situation, self._random)
         return Decision("oracle", situation, choice, self._policy, output, retry=choice.second)
 
-    def tell(self, number: int, news: News) -> None:
-        """Nothing it does not know."""
-
     def learn(
         self,
         number: int,
@@ -99,12 +95,6 @@ class Oracle:
             predicted = decision.decode_time_per_token * (tokens - 1)
             actual = max(took - decision.predicted_ttft, 0.0)
             self._corrections.observe(self._rows[replica], predicted, actual, self._clock())
-
-    def publish(self, state: ReplicaState) -> None:
-        """Nothing it does not know."""
-
-    def deliver(self, until: float) -> None:
-        """Nothing is under way."""
 
     def _with_step_ends(self, prediction: Prediction, machines: Items[Machine]) -> Prediction:
         """The prediction with the true rest of each step in progress."""

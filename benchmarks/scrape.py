@@ -12,14 +12,12 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 
-import aiohttp
-
+from benchmarks.pages import get_text
 from extproc.demo.processes import Process, answers, free_port, listening, start_redis
 from extproc.poll.metrics_text import read_metrics
 
@@ -30,24 +28,14 @@ _MOVING = {
     b"generation_tokens_total": 200,
 }
 """Counters, and what a second adds to them."""
+_ACCOUNT = (
+    "process_cpu_seconds_total",
+    'extproc_poll_scrapes_total{result="ok"}',
+    'extproc_poll_replicas_healthy{pool="default"}',
+)
 _READS = 2000
 _WARM_UP_S = 3.0
 _MODELS = b'{"data":[{"id":"tiny","max_model_len":4096}]}'
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What the poller took."""
-
-    page_bytes: int
-    page_us: float
-    """Microseconds of CPU to read one page."""
-    replicas: int
-    scrapes_per_s: float
-    core: float
-    """CPU seconds per second, of the whole poller."""
-    scrape_us: float
-    """The same per scrape: HTTP, page, calibration, JSON and Redis."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,18 +50,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(_serve(args.serve))
         return 0
     cost = asyncio.run(measure(args.replicas, args.interval, args.seconds))
-    print(f"a page of {cost.page_bytes / 1000:.0f} kB: {cost.page_us:.0f} µs of CPU to read")
+    print("a page of {page_bytes} bytes: {page_us:.0f} µs of CPU to read".format(**cost))
     print(
-        f"{cost.replicas} replicas, {cost.scrapes_per_s:.0f} scrapes/s: {cost.core:.1%} of a core, "
-        f"{cost.scrape_us:.0f} µs a scrape"
+        "{replicas} replicas, {scrapes_per_s:.0f} scrapes/s: {core:.1%} of a core, "
+        "{scrape_us:.0f} µs a scrape".format(**cost)
     )
     if args.json:
-        args.json.write_text(json.dumps(asdict(cost), indent=2) + "\n")
+        args.json.write_text(json.dumps(cost, indent=2) + "\n")
     return 0
 
 
-async def measure(replicas: int, interval_s: float, seconds: float) -> Cost:
-    """Runs the poller against the server and reads its own account of CPU time."""
+async def measure(replicas: int, interval_s: float, seconds: float) -> dict[str, float]:
+    """Runs the poller against the server and reads its own account of CPU time.
+
+    ``page_us``: CPU to read one page; ``core``: CPU seconds a second of the whole poller, and
+    ``scrape_us`` the same for each scrape: HTTP, page, calibration, JSON and Redis.
+    """
     page = PAGE.read_bytes()
     port, admin = free_port(), free_port()
     with TemporaryDirectory() as directory:
@@ -86,14 +78,7 @@ async def measure(replicas: int, interval_s: float, seconds: float) -> Cost:
             "poll": {"interval_s": interval_s, "admin": f"127.0.0.1:{admin}"},
         }
         (work / "extproc.yaml").write_text(json.dumps(config))
-        poll: list[str | Path] = [
-            sys.executable,
-            "-m",
-            "extproc",
-            "poll",
-            "--config",
-            work / "extproc.yaml",
-        ]
+        poll = [sys.executable, "-m", "extproc", "poll", "--config", str(work / "extproc.yaml")]
         ready = answers(f"http://127.0.0.1:{admin}/healthz")
         async with (
             await start_redis(work / "redis", redis_port),
@@ -104,38 +89,24 @@ async def measure(replicas: int, interval_s: float, seconds: float) -> Cost:
             before, began = await _account(admin), perf_counter()
             await asyncio.sleep(seconds)
             after, took = await _account(admin), perf_counter() - began
-    cpu, scrapes = after.cpu_s - before.cpu_s, after.scrapes - before.scrapes
-    if after.healthy < replicas:
-        raise SystemExit(f"only {after.healthy:.0f} of {replicas} replicas were scraped well")
-    return Cost(
-        page_bytes=len(page),
-        page_us=_page_us(page),
-        replicas=replicas,
-        scrapes_per_s=scrapes / took,
-        core=cpu / took,
-        scrape_us=cpu / scrapes * 1e6,
-    )
+    cpu, scrapes = after[0] - before[0], after[1] - before[1]
+    if after[2] < replicas:
+        raise SystemExit(f"only {after[2]:.0f} of {replicas} replicas were scraped well")
+    return {
+        "page_bytes": len(page),
+        "page_us": _page_us(page),
+        "replicas": replicas,
+        "scrapes_per_s": scrapes / took,
+        "core": cpu / took,
+        "scrape_us": cpu / scrapes * 1e6,
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class _Account:
-    cpu_s: float
-    scrapes: float
-    healthy: float
-
-
-async def _account(admin: int) -> _Account:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://127.0.0.1:{admin}/metrics") as response,
-    ):
-        lines = (await response.text()).splitlines()
-    values = dict(line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
-    return _Account(
-        float(values["process_cpu_seconds_total"]),
-        float(values['extproc_poll_scrapes_total{result="ok"}']),
-        float(values['extproc_poll_replicas_healthy{pool="default"}']),
-    )
+async def _account(admin: int) -> list[float]:
+    """CPU seconds, scrapes and healthy replicas of the poller."""
+    page = await get_text(f"http://127.0.0.1:{admin}/metrics")
+    values = dict(line.rsplit(maxsplit=1) for line in page.splitlines() if line[0] != "#")
+    return [float(values[name]) for name in _ACCOUNT]
 
 
 def _page_us(page: bytes) -> float:

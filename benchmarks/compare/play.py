@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.contenders import Contender, Prediction
-from benchmarks.compare.fleets import Fleet, Servers
+from benchmarks.compare.contenders import Contender
+from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.validity import between, hits, validity, watching
 from benchmarks.imbalance import Stay, imbalance
 from extproc.clock import wall
@@ -63,9 +63,9 @@ async def play(
         async with watching(servers, wall) as looks:
             result = await _load(front.url, fleet, traffic.arguments(repeat), directory)
         complaints = [*work(result["requests"]), *await front.complaints(result["requests"])]
-        predictions = await front.predictions()
+        decided = {one["request_id"]: one for one in await front.decisions()}
     names = {address: name for name, address in servers.items()}
-    requests = [_seen(one, predictions.get(one["request_id"]), names) for one in result["requests"]]
+    requests = [_seen(one, decided.get(one["request_id"], {}), names) for one in result["requests"]]
     answered = [one for one in requests if one["error"] is None]
     summary = result["summary"]
     summary["hits"] = hits(looks)
@@ -99,14 +99,14 @@ async def _load(
     return found
 
 
-def _seen(request: dict[str, Any], prediction: Prediction | None, names: Servers) -> dict[str, Any]:
+def _seen(
+    request: dict[str, Any], decision: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, Any]:
     """With what was predicted, and the replica's name in place of its address."""
-    replica = request["replica"]
-    if prediction is not None:
-        replica = replica or prediction.replica
-        request["predicted_ttft_s"] = prediction.ttft_s
-        request["predicted_completion_s"] = prediction.completion_s
-    return request | {"replica": names.get(replica, replica)}
+    replica: Any = request["replica"] or decision.get("replica")
+    predicted = ("predicted_ttft_s", "predicted_completion_s")
+    told = {name: decision.get(name) for name in predicted}
+    return request | told | {"replica": names.get(replica, replica)}
 
 
 def _stay(request: Mapping[str, Any]) -> Stay:

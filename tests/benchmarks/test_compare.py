@@ -14,12 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare.contenders import Front
-from benchmarks.compare.envoy import EnvoyAlone
+from benchmarks.compare.envoy import EnvoyAlone, weights
 from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, trouble
 from benchmarks.compare.play import Traffic, work
 from benchmarks.compare.validity import Look, between, hits, ticks, validity
-from benchmarks.pages import get_text
 from extproc.demo.processes import ProcessError
 
 FLEETS = Path("benchmarks/fleets")
@@ -357,22 +356,9 @@ async def test_an_envoy_that_does_not_say_what_it_did_is_complained_of(
     assert "Envoy does not say what it did" in complaint
 
 
-@pytest.mark.process
-async def test_weights_are_in_proportion_to_speed(
-    tmp_path: Path, unused_tcp_port_factory: Any
-) -> None:
+def test_weights_are_in_proportion_to_speed() -> None:
     simulated = Fleet(fleet.read(FLEETS / "live-mixed.yaml"))
-    servers = {name: f"127.0.0.1:{unused_tcp_port_factory()}" for name in simulated.speeds}
-    envoy = EnvoyAlone("least_request_weighted")
-    async with envoy.running(simulated, servers, tmp_path, 0) as front:
-        page = await get_text(f"{front.admin}/clusters")
-    weights = {
-        name: int(line.rpartition("::")[2])
-        for line in page.splitlines()
-        for name, address in servers.items()
-        if f"::{address}::weight::" in line
-    }
-    assert weights == {"h100-0": 100, "h100-1": 100, "a10-0": 22, "a10-1": 22}
+    assert weights(simulated, dict.fromkeys(simulated.speeds, "")) == [100, 100, 22, 22]
 
 
 SHORT = [

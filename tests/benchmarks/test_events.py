@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from benchmarks import fleet
-from benchmarks.discrete import Simulation
+from benchmarks.discrete import Served, Simulation
 from benchmarks.fleet import FleetFile
-from benchmarks.served import Served
 from benchmarks.trace import TracedRequest
 
 FLEETS = Path(__file__).parents[2] / "benchmarks" / "fleets"
@@ -98,7 +97,7 @@ def test_a_replica_that_comes_back_is_used_again_and_starts_from_zero() -> None:
     simulation, served = play(two(*events), every(1, 80))
     assert on(served, 31, 40) == {"a-1"}
     assert on(served, 45) == {"a-0", "a-1"}
-    counted = simulation.engines["a-0"].counters.generated_tokens
+    counted = simulation.machines["a-0"].engine.counters.generated_tokens
     assert 0 < counted < sum(one.traced.output_tokens for one in served if one.replica == "a-0")
 
 
