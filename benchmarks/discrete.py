@@ -14,6 +14,7 @@ from benchmarks.machine import Machine
 from benchmarks.oracle import Oracle
 from benchmarks.polling import MODEL, Watch, poll_interval
 from benchmarks.routers import Deciding, Node, Routers
+from benchmarks.served import Failed, Served
 from benchmarks.speeds import Speeds
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.fleet.fleet import Fleet
@@ -21,7 +22,6 @@ from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
 from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.route.router import Decision
 from extproc.simulator.blocks import trace_hashes
 from extproc.simulator.sequence import Sequence
 from extproc.simulator.steps import Outcome
@@ -29,54 +29,8 @@ from extproc.simulator.steps import Outcome
 KNOWN = ("lengths", "coefficients")
 STREAMED = 0.5
 """Share of requests that are streamed."""
-STREAM_SAMPLE = 0.1
-"""Share of streams whose chunks the router reads, as configured by default."""
 _LONGEST_DRAIN = 7200.0
 """Seconds after the last request in which all must have ended."""
-
-
-@dataclass(slots=True)
-class Served:
-    """A request that was sent to a replica."""
-
-    number: int
-    traced: TracedRequest
-    decision: Decision
-    watched: bool
-    """Whether the router reads the response's chunks."""
-    replica: str
-    """Where it is, after a retry."""
-    sequence: Sequence
-    answered: bool = False
-    """Whether response headers came: from then on there is no retry."""
-    retried: bool = False
-    first_token: float | None = None
-    finished: float | None = None
-    """When it was complete; None while it is not, or where it failed."""
-
-    @property
-    def profile(self) -> RequestProfile:
-        return self.decision.profile
-
-    @property
-    def ttft(self) -> float:
-        assert self.first_token is not None
-        return self.first_token - self.traced.at
-
-    @property
-    def completion(self) -> float:
-        assert self.finished is not None
-        return self.finished - self.traced.at
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A request that got no whole answer."""
-
-    traced: TracedRequest
-    replica: str
-    """Where it was last; empty where none was known to work."""
-    at: float
 
 
 @dataclass
@@ -159,7 +113,6 @@ class Simulation:
     def _arrive(self, traced: TracedRequest) -> None:
         number = self._sent = self._sent + 1
         streamed = self._random.random() < STREAMED
-        watched = not streamed or self._random.random() < STREAM_SAMPLE
         known = "lengths" in self.know
         profile = RequestProfile(
             Endpoint.CHAT,
@@ -176,7 +129,7 @@ class Simulation:
         if decision is None:
             self.failed.append(Failed(traced, "", self.clock()))
             return
-        served = Served(number, traced, decision, watched, decision.replica, sequence)
+        served = Served(number, traced, decision, not streamed, decision.replica, sequence)
         self._open[number] = served
 
         def sent(node: Node) -> None:
@@ -220,7 +173,7 @@ class Simulation:
         if not served.answered:
             self._answer(served, well=False)
         seen = served.watched and served.profile.stream and served.first_token is not None
-        self._deciding.tell(served.number, lambda node: node.ended(served.number, prefilled=seen))
+        self._deciding.tell(served.number, lambda node: node.ended(served, prefilled=seen))
         del self._open[served.number]
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
@@ -288,14 +241,9 @@ class Simulation:
         served.finished = self.clock()
         self._answer(served, well=True)
         self._deciding.tell(
-            served.number, lambda node: node.ended(served.number, prefilled=served.watched)
+            served.number, lambda node: node.ended(served, prefilled=served.watched)
         )
-        if served.watched:
-            generated = served.sequence.output_tokens
-            seen = served.ttft if served.profile.stream else None
-            self._deciding.learn(
-                served.number, served.decision, served.replica, generated, served.completion, seen
-            )
+        self._deciding.learn(served)
 
     def _poll(self) -> None:
         now = self.clock()
@@ -309,7 +257,7 @@ class Simulation:
 
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)
-        return Node(Fleet(OutputLengths(), self.clock, self.clock), self.policy, random)
+        return Node(Fleet(OutputLengths(), self.clock, self.clock), self.policy, random, self.clock)
 
     def _watch(self, machine: Machine, typical: Typical) -> Watch:
         known = "coefficients" in self.know

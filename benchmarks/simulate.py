@@ -18,9 +18,10 @@ from typing import Any
 
 from benchmarks import arguments, fleet, trace
 from benchmarks.about import about
-from benchmarks.discrete import KNOWN, Served, Simulation
+from benchmarks.discrete import KNOWN, Simulation
 from benchmarks.oracle import WEIGHTS
 from benchmarks.progress import progress
+from benchmarks.served import Served
 from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary
 from extproc.route.policies import POLICIES
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.discrete import Failed, Served, Simulation
+from benchmarks.discrete import Simulation
 from benchmarks.distribution import FIGURES, distribution, rank_correlation
 from benchmarks.imbalance import imbalance
+from benchmarks.served import Failed, Served
 from benchmarks.trace import TracedRequest
 
 Run = dict[str, Any]

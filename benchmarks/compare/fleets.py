@@ -20,7 +20,7 @@ Servers = Mapping[str, str]
 
 
 class Fleet:
-    """Processes of ``extproc replica``, as a fleet file describes them."""
+    """Processes of ``extproc simulate``, as a fleet file describes them."""
 
     model = "llama-8b"
 
@@ -57,7 +57,7 @@ class Fleet:
             async def start(name: str) -> None:
                 log = directory / f"{name}.log"
                 ready = answers(f"http://127.0.0.1:{ports[name]}/health")
-                argv = [sys.executable, "-m", "extproc", "replica", "--model", self.model]
+                argv = [sys.executable, "-m", "extproc", "simulate", "--model", self.model]
                 argv += ["--port", str(ports[name]), *self._options[name]]
                 process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
                 await running.enter_async_context(process)
@@ -79,7 +79,7 @@ async def lateness(servers: Servers) -> dict[str, Any]:
 
 
 def _drafts(group: ReplicaGroup) -> list[str]:
-    """What tells ``extproc replica`` to decode speculatively."""
+    """What tells ``extproc simulate`` to decode speculatively."""
     if not group.draft_tokens:
         return []
     return ["--draft-tokens", str(group.draft_tokens), "--acceptance", str(group.acceptance)]

@@ -44,7 +44,7 @@ async def route(
         asyncio.create_task(share(config, services.fleet, services.metrics)),
     ]
     async with asyncio.timeout(_READY_S):
-        while len(services.fleet.states) < replicas:  # noqa: ASYNC110 - another process
+        while len(services.fleet.members) < replicas:  # noqa: ASYNC110 - another process
             await asyncio.sleep(_LOOK_EVERY_S)
     made: list[float] = []
     if rate:
@@ -53,7 +53,7 @@ async def route(
     cpu, began, ages, late = _cpu(), time.monotonic(), [], []
     before, heard = len(made), _heard(registry)
     while (now := time.monotonic()) - began < seconds:
-        ages += [time.time() - state.scraped_at for state in services.fleet.states]
+        ages += [time.time() - state.scraped_at for state in services.fleet.members]
         await asyncio.sleep(_LOOK_EVERY_S)
         late.append(time.monotonic() - now - _LOOK_EVERY_S)
     took = time.monotonic() - began
@@ -61,7 +61,7 @@ async def route(
     for task in tasks:
         task.cancel()
     return {
-        "replicas": len(services.fleet.states),
+        "replicas": len(services.fleet.members),
         "cpu": (_cpu() - cpu) / took,
         "decisions": round((len(made) - before) / took),
         "age_p50_s": float(np.quantile(ages, 0.5)),

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from benchmarks import fleet
-from benchmarks.discrete import Served, Simulation
+from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile
+from benchmarks.served import Served
 from benchmarks.trace import TracedRequest
 
 FLEETS = Path(__file__).parents[2] / "benchmarks" / "fleets"

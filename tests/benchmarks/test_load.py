@@ -142,7 +142,7 @@ def test_nobody_answers(capsys: pytest.CaptureFixture[str], unused_tcp_port: int
 
 @pytest.fixture
 def replica() -> Iterator[str]:
-    command = [sys.executable, "-m", "extproc", "replica", "--port", "0", "--speed", "20"]
+    command = [sys.executable, "-m", "extproc", "simulate", "--port", "0", "--speed", "20"]
     with Popen(command, stdout=PIPE, text=True) as process:
         assert process.stdout is not None
         yield process.stdout.readline().split()[-1]

@@ -175,7 +175,7 @@ async def test_the_whole_measurement_on_simulated_servers(tmp_path: Path) -> Non
     started = [
         await Process.start(
             name,
-            [sys.executable, "-m", "extproc", "replica", "--port", str(port), "--model", "m"],
+            [sys.executable, "-m", "extproc", "simulate", "--port", str(port), "--model", "m"],
             log=tmp_path / f"{name}.log",
             ready=answers(f"http://127.0.0.1:{port}/health"),
         )

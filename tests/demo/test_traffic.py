@@ -177,7 +177,7 @@ async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{port}"
 
     async def start() -> Process:
-        argv = [sys.executable, "-m", "extproc", "replica", "--port", str(port), "--model", "m"]
+        argv = [sys.executable, "-m", "extproc", "simulate", "--port", str(port), "--model", "m"]
         ready = answers(f"{url}/health")
         return await Process.start("replica", argv, log=tmp_path / "replica.log", ready=ready)
 

@@ -12,13 +12,14 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from extproc.request.large import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
-UNREAD = {"serve": {"stream_sample": 0.0}}
+UNREAD = {"serve": {"chunks_per_s": 0.0}}
 """No answer's chunks are read: nothing but the stream says that it goes on."""
 LOOKED_AT_PER_S = 100
 REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)

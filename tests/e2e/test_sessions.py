@@ -7,8 +7,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
+from tests.e2e.stack import Stack
 from tests.e2e.test_membership import replicas
 from tests.e2e.test_workers import routed
 
@@ -22,7 +23,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "session_cookie": "sid",
         "session_cost_s": 0.5,
     },
-    "serve": {"stream_sample": 0.0, "drain_s": 1.0},
+    "serve": {"chunks_per_s": 0.0, "drain_s": 1.0},
 }
 TIMES = 6
 """By chance it is the right one of four replicas so often in one of 4,096 cases."""

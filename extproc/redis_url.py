@@ -2,8 +2,10 @@
 
 import difflib
 import re
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
@@ -48,7 +50,8 @@ def parse(url: str) -> RedisUrl:
     """Take a URL apart.
 
     Raises:
-        ValueError: it is none. The message holds nothing of what may be secret.
+        ValueError: it is none, or names TLS files that cannot be used. The message holds nothing of
+            what may be secret.
     """
     parts = _PARTS.fullmatch(url)
     scheme = parts and _SCHEME.fullmatch(parts["scheme"].lower())
@@ -62,6 +65,8 @@ def parse(url: str) -> RedisUrl:
     path, database = _path(form, unquote(parts["path"]))
     options = _login(login) | ({"db": database} if database else {})
     options |= dict(_option(name, text, form, tls) for name, text in given)
+    if tls:
+        _check_files(options)
     return RedisUrl(form, tls, path, nodes, options)
 
 
@@ -137,6 +142,36 @@ def _requirement(text: str) -> str:
     if text not in ("required", "optional", "none"):
         raise ValueError("required, optional or none")
     return text
+
+
+def _check_files(options: Options) -> None:
+    """Looks whether the files of TLS can be used, while somebody is there to be told."""
+    for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
+        if name in options:
+            _check_readable(name, Path(options[name]))
+    authority, certificate, key = map(options.get, ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
+    if key and not certificate:
+        raise ValueError("ssl_keyfile is given without ssl_certfile, the certificate of that key")
+    context = ssl.create_default_context()
+    try:
+        if authority:
+            context.load_verify_locations(authority)
+    except ssl.SSLError:
+        raise ValueError(f"ssl_ca_certs: {authority} holds no certificate (PEM)") from None
+    try:
+        if certificate:  # with a password, though a wrong one: else it would ask on the terminal
+            context.load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        files = f"{certificate} and {key or certificate}"
+        reason = error.reason or "a key with a password cannot be used"
+        raise ValueError(f"ssl_certfile and ssl_keyfile: {files}: {reason}") from None
+
+
+def _check_readable(name: str, path: Path) -> None:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ValueError(f"{name}: {path}: {error.strerror}") from None
 
 
 _OPTIONS: dict[str, Callable[[str], object]] = {

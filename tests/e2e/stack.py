@@ -1,14 +1,30 @@
-"""A stack whose Envoy takes its replicas from ``extproc xds``."""
+"""The demo's stack, for tests: its Envoy is patient, and may have a control plane."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from extproc.demo import stack
 from extproc.demo.processes import Check, free_port, listening
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.demo.stack import SimulatedReplica
 
 ENVOY = Path(__file__).parents[2] / "envoy"
+
+
+class Stack(stack.Stack):
+    """Its Envoy waits for the router as long as a busy machine may take, which is not tested."""
+
+    def _write_configurations(self) -> None:
+        super()._write_configurations()
+        file = self.directory / "envoy.yaml"
+        file.write_text(patient(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def patient(envoy_file: str) -> str:
+    """The same, with three seconds for every message to the router and every health check."""
+    return re.sub(r"\b(message_timeout|timeout): 0\.\d+s", r"\1: 3s", envoy_file)
 
 
 class XdsStack(Stack):
@@ -63,4 +79,4 @@ def on_ports(stack: Stack, name: str) -> str:
             port = stack.ports[process]
             text = text.replace(f"port_value: {number}}}", f"port_value: {port}}}")
             text = text.replace(f"127.0.0.1:{number}", stack.address(process))
-    return text
+    return patient(text)

@@ -1,4 +1,4 @@
-"""What other routers have in flight, by their digests, moved forward in between."""
+"""What peers, the other routers, have in flight, by their digests, moved forward in between."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ DEAD_S = 1.5
 
 
 @dataclass(slots=True)
-class _Router:
+class _Peer:
     """What was heard of one."""
 
     place: int
@@ -51,8 +51,8 @@ class _Router:
     sequences: Floats
 
 
-class Others:
-    """Other routers' load: sums per replica in the table, and sequences.
+class Peers:
+    """Peers' load: sums per replica in the table, and sequences.
 
     It counts while its news is fresh. The age of news is the time since it arrived, and what the
     router's own digests take to come back to it: so clocks of two machines are never compared.
@@ -67,7 +67,7 @@ class Others:
         self._rows = rows
         self._clock = clock
         self._wall = wall
-        self._routers: dict[str, _Router] = {}
+        self._peers: dict[str, _Peer] = {}
         self._load = np.zeros((len(FIGURES), 0, 0))
         self._lag = 0.0
         self._cut_off_since = inf
@@ -78,16 +78,16 @@ class Others:
         self.news_age: float | None = None
         """Seconds since the newest news was sent, at the last look; None where there are no others.
         Of those with requests in flight, if any: the rest speak less often."""
-        self.alone = False
+        self.stale = False
         """Whether there are others and the news is too old to count, at the last look."""
 
     def __len__(self) -> int:
-        return len(self._routers)
+        return len(self._peers)
 
     @property
     def expected(self) -> bool:
         """Whether there are others, or were when nothing could be heard any more."""
-        return bool(self._routers) or self._cut_off_since < inf
+        return bool(self._peers) or self._cut_off_since < inf
 
     # -- what is heard ----------------------------------------------------------------------
 
@@ -100,29 +100,29 @@ class Others:
         if digest.router == self._own:
             self._lag = max(self._wall() - age - digest.sent_at, 0.0)
             return
-        router = self._routers.get(digest.router)
-        if router is not None and digest.number <= router.number:
+        peer = self._peers.get(digest.router)
+        if peer is not None and digest.number <= peer.number:
             return
         if digest.kind is Kind.FAREWELL:
             self._forget(digest.router)
             return
-        newcomer = router is None
-        if router is None:
-            router = self._join(digest.router)
-        router.number, router.heard_at = digest.number, now
-        self._dead_at = min(one.heard_at for one in self._routers.values()) + DEAD_S
+        first = peer is None
+        if peer is None:
+            peer = self._join(digest.router)
+        peer.number, peer.heard_at = digest.number, now
+        self._dead_at = min(one.heard_at for one in self._peers.values()) + DEAD_S
         if digest.replicas or digest.kind is Kind.WHOLE:
-            before = self._load[:, router.place].copy()
-            self._take(router, digest)
-            self._lengthen_steps(before, router)
+            before = self._load[:, peer.place].copy()
+            self._take(peer, digest)
+            self._lengthen_steps(before, peer)
             self._add_up()
-            if newcomer and self.counted:
-                self._explain(self._load[:, router.place])
+            if first and self.counted:
+                self._explain(self._load[:, peer.place])
 
     def cut_off(self) -> None:
         """Nothing can be heard any more; until :meth:`hear` is called for again, others that were
         there are taken to be there still."""
-        if self._routers and self._cut_off_since == inf:
+        if self._peers and self._cut_off_since == inf:
             self._cut_off_since = self._clock()
 
     def connected(self) -> None:
@@ -134,30 +134,30 @@ class Others:
 
         Returns whether the sums are others than before.
         """
-        if not self._routers and self._cut_off_since == inf:
-            self.news_age, self.alone = None, False
+        if not self._peers and self._cut_off_since == inf:
+            self.news_age, self.stale = None, False
             return False
-        known, counted = len(self._routers), self.counted
+        known, counted = len(self._peers), self.counted
         if now > self._dead_at:
-            for name, router in list(self._routers.items()):
-                if now - router.heard_at > DEAD_S:
+            for name, peer in list(self._peers.items()):
+                if now - peer.heard_at > DEAD_S:
                     self._forget(name)
         age, patience = self._news(now)
-        self.news_age, self.alone = age, age is not None and age > patience
-        fresh = bool(self._routers) and not self.alone
+        self.news_age, self.stale = age, age is not None and age > patience
+        fresh = bool(self._peers) and not self.stale
         if fresh != self.counted:
             self.counted = fresh
             self._add_up()
             if fresh:
                 self._explain(self._load.sum(axis=1))
-        return (known, counted) != (len(self._routers), self.counted)
+        return (known, counted) != (len(self._peers), self.counted)
 
     def _news(self, now: float) -> tuple[float | None, float]:
         """The age of the newest news, and what it may be; of those with requests, if any."""
-        if not self._routers:
+        if not self._peers:
             return None if self._cut_off_since == inf else now - self._cut_off_since, 0.0
-        busy = [router.heard_at for router in self._routers.values() if router.busy]
-        newest = max(busy or (router.heard_at for router in self._routers.values()))
+        busy = [peer.heard_at for peer in self._peers.values() if peer.busy]
+        newest = max(busy or (peer.heard_at for peer in self._peers.values()))
         patience = STALE_S if busy else STALE_S + WHOLE_EVERY_S
         if self._lag > STALE_S:
             patience = STALE_S
@@ -183,11 +183,11 @@ class Others:
     def beside(self, on: Indices, figures: Floats) -> tuple[Indices, Floats]:
         """The others' sequences, moved forward, beside these."""
         if self._beside is None:
-            routers = self._routers.values()
+            peers = self._peers.values()
             self._beside = (
-                np.concatenate([router.on for router in routers]),
-                np.concatenate([router.since for router in routers]),
-                np.hstack([router.sequences for router in routers]),
+                np.concatenate([peer.on for peer in peers]),
+                np.concatenate([peer.since for peer in peers]),
+                np.hstack([peer.sequences for peer in peers]),
             )
         theirs, since, sequences = self._beside
         made = np.maximum(self._replicas.steps[theirs] - since, 0.0)
@@ -207,37 +207,37 @@ class Others:
         missing = len(self._replicas) - self._load.shape[2]
         self._load = np.pad(self._load, ((0, 0), (0, 0), (0, missing)))
         self._load[:, :, row] = 0.0
-        for router in self._routers.values():
-            self._drop(router, router.on == row)
+        for peer in self._peers.values():
+            self._drop(peer, peer.on == row)
         self._add_up()
 
-    def _join(self, name: str) -> _Router:
-        place = len(self._routers)
+    def _join(self, name: str) -> _Peer:
+        place = len(self._peers)
         self._load = np.concatenate(
             [self._load, np.zeros((len(FIGURES), 1, len(self._replicas)))], axis=1
         )
         nowhere = np.zeros(0, np.intp), np.zeros(0), np.zeros((PER_SEQUENCE, 0))
-        router = self._routers[name] = _Router(place, 0, 0.0, False, *nowhere)
+        peer = self._peers[name] = _Peer(place, 0, 0.0, False, *nowhere)
         self._beside = None
         if place == 0:
             self.counted = True
-        return router
+        return peer
 
     def _forget(self, name: str) -> None:
-        gone = self._routers.pop(name, None)
+        gone = self._peers.pop(name, None)
         if gone is None:
             return
         self._load = np.delete(self._load, gone.place, axis=1)
-        for router in self._routers.values():
-            router.place -= router.place > gone.place
-        self.counted = self.counted and bool(self._routers)
-        self._dead_at = min((r.heard_at for r in self._routers.values()), default=inf) + DEAD_S
+        for peer in self._peers.values():
+            peer.place -= peer.place > gone.place
+        self.counted = self.counted and bool(self._peers)
+        self._dead_at = min((r.heard_at for r in self._peers.values()), default=inf) + DEAD_S
         self._beside = None
         self._add_up()
 
-    def _take(self, router: _Router, digest: Digest) -> None:
+    def _take(self, peer: _Peer, digest: Digest) -> None:
         """The digest's figures in place of those before, for the replicas it is about."""
-        load = self._load[:, router.place]
+        load = self._load[:, peer.place]
         rows = np.array([self._rows.get(name, -1) for name in digest.replicas], dtype=np.intp)
         known = (rows >= 0).nonzero()[0]
         about = np.zeros(len(self._replicas), dtype=bool)
@@ -246,24 +246,24 @@ class Others:
             about[:] = True
         load[:, about] = 0.0
         load[:, rows[known]] = digest.figures[:, known]
-        router.busy = bool(load[_REQUESTS].any())
-        self._drop(router, about[router.on])
+        peer.busy = bool(load[_REQUESTS].any())
+        self._drop(peer, about[peer.on])
         on = rows[digest.on]
         here = (on >= 0).nonzero()[0]
-        router.on = np.concatenate([router.on, on[here]])
-        router.since = np.concatenate([router.since, self._replicas.steps[on[here]]])
-        router.sequences = np.hstack([router.sequences, digest.sequences[:, here]])
+        peer.on = np.concatenate([peer.on, on[here]])
+        peer.since = np.concatenate([peer.since, self._replicas.steps[on[here]]])
+        peer.sequences = np.hstack([peer.sequences, digest.sequences[:, here]])
 
-    def _drop(self, router: _Router, gone: Indices) -> None:
+    def _drop(self, peer: _Peer, gone: Indices) -> None:
         keep = ~gone
-        router.on, router.since = router.on[keep], router.since[keep]
-        router.sequences = router.sequences[:, keep]
+        peer.on, peer.since = peer.on[keep], peer.since[keep]
+        peer.sequences = peer.sequences[:, keep]
         self._beside = None
 
-    def _lengthen_steps(self, before: Floats, router: _Router) -> None:
+    def _lengthen_steps(self, before: Floats, peer: _Peer) -> None:
         """Where prompts were added, the step in progress is as long as they make it."""
         replicas, load = self._replicas, self._load
-        longer = (load[_BACKLOG, router.place] > before[_BACKLOG] + 1.0).nonzero()[0]
+        longer = (load[_BACKLOG, peer.place] > before[_BACKLOG] + 1.0).nonzero()[0]
         own = replicas.enqueued[longer] - replicas.prefilled[longer]
         backlog = own + load[_BACKLOG][:, longer].sum(axis=0)
         replicas.chunk[longer] = np.clip(backlog, 1.0, replicas.token_budget[longer])

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from extproc.demo.access_log import Access
 from extproc.demo.journal import Decision, Entry, Journal, ReplicaNow
+from extproc.demo.screen import Screen
 from extproc.demo.stack import Stack
-from extproc.demo.table import Screen
 
 WHY = (
     "fast-2 finishes it in 0.62 s, fast-1 in 0.61 s: as good as equal, and here the first token "

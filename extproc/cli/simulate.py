@@ -1,58 +1,62 @@
-"""``extproc replica``: a simulated vLLM replica."""
+"""``extproc simulate``: a simulated vLLM replica."""
 
 import argparse
-import asyncio
 import logging
-import signal
-import sys
 
 import uvloop
 
 from extproc.address import join_address
+from extproc.cli.arguments import above_zero, number, whole
+from extproc.cli.errors import CommandError, UsageError
 from extproc.predict.hardware import PROFILES
+from extproc.signals import until_signalled
 from extproc.simulator.replica import Replica, ReplicaSettings
 from extproc.simulator.server import start
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT = ReplicaSettings()
+_COUNT = whole(1)
+_PORT = whole(0, 65535)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of the command."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
-        "--port", type=_port, default=8000, help="port to listen on; 0 picks a free one"
+        "--port", type=_PORT, default=8000, help="port to listen on; 0 picks a free one"
     )
     parser.add_argument("--model", default=_DEFAULT.model, help="model name it serves")
     parser.add_argument(
         "--profile", default=_DEFAULT.profile, choices=PROFILES, help="hardware it simulates"
     )
     parser.add_argument(
-        "--speed", type=_positive_float, default=1.0, help="times as fast as the profile"
+        "--speed", type=above_zero, default=1.0, help="times as fast as the profile"
     )
-    parser.add_argument("--kv-tokens", type=_positive, help="KV cache, in tokens [profile's]")
-    parser.add_argument("--max-num-seqs", type=_positive, help="sequences in a step [profile's]")
-    parser.add_argument("--max-model-len", type=_positive, help="context length, in tokens")
+    parser.add_argument("--kv-tokens", type=_COUNT, help="KV cache, in tokens [profile's]")
+    parser.add_argument("--max-num-seqs", type=_COUNT, help="sequences in a step [profile's]")
+    parser.add_argument("--max-model-len", type=_COUNT, help="context length, in tokens")
     parser.add_argument(
-        "--block-size", type=_positive, default=_DEFAULT.block_size, help="tokens in a KV block"
+        "--block-size", type=_COUNT, default=_DEFAULT.block_size, help="tokens in a KV block"
     )
     parser.add_argument(
         "--output-median",
-        type=_positive,
+        type=_COUNT,
         default=_DEFAULT.output_median,
         help="median output length, in tokens",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of output lengths and drafts")
+    parser.add_argument(
+        "--seed", type=whole(0), default=0, help="seed of output lengths and drafts"
+    )
     parser.add_argument(
         "--draft-tokens",
-        type=_positive,
+        type=_COUNT,
         default=_DEFAULT.draft_tokens,
         help="decode speculatively: tokens drafted for a sequence in each step",
     )
     parser.add_argument(
         "--acceptance",
-        type=float,
+        type=number,
         default=_DEFAULT.acceptance,
         help="probability that a drafted token is accepted, 0 to 1",
     )
@@ -60,11 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lora-modules", nargs="+", default=[], metavar="NAME", help="LoRA adapters of the model"
     )
     parser.add_argument(
-        "--max-loras", type=_positive, default=_DEFAULT.max_loras, help="adapters in a batch"
+        "--max-loras", type=_COUNT, default=_DEFAULT.max_loras, help="adapters in a batch"
     )
     parser.add_argument(
         "--lora-load-seconds",
-        type=_positive_float,
+        type=above_zero,
         default=_DEFAULT.adapter_load_s,
         help="what it takes to load an adapter",
     )
@@ -81,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-events-ports",
-        type=_port,
+        type=_PORT,
         nargs=2,
         metavar=("PORT", "REPLAY_PORT"),
         help="tell of KV blocks over ZMQ, as vLLM does with --kv-events-config",
@@ -89,11 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or SIGINT.
+    """Serves until SIGTERM or SIGINT.
 
-    Returns:
-        The exit status: 2 where the flags contradict each other, 1 where the address is taken or
-        the engine fails.
+    Raises:
+        CommandError: the address is taken, the engine failed, or the options contradict each other.
     """
     settings = ReplicaSettings(
         model=args.model,
@@ -117,47 +120,23 @@ def run(args: argparse.Namespace) -> int:
     try:
         replica = Replica(settings)
     except ValueError as error:
-        print(f"extproc replica: {error}", file=sys.stderr)
-        return 2
+        raise UsageError(error) from None
     try:
-        return uvloop.run(_serve(replica, args.host, args.port))
-    except OSError as error:
-        address = join_address(args.host, args.port)
-        print(f"extproc replica: cannot listen on {address}: {error}", file=sys.stderr)
-        return 1
-
-
-async def _serve(replica: Replica, host: str, port: int) -> int:
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    runner, port, engine = await start(replica, host, port)
-    engine.add_done_callback(lambda _: stopping.set())
-    print(f"replica ready on http://{join_address(host, port)}", flush=True)
-    await stopping.wait()
-    failure = engine.exception() if engine.done() else None
-    if failure:
+        uvloop.run(until_signalled(_serve(replica, args.host, args.port)))
+    except ExceptionGroup as group:
+        (failure,) = group.exceptions
+        if isinstance(failure, OSError):
+            address = join_address(args.host, args.port)
+            raise CommandError(f"cannot listen on {address}: {failure}") from None
         logger.critical("the engine failed: the replica ends", exc_info=failure)
-    await runner.cleanup()
-    return 1 if failure else 0
+        return CommandError.status
+    return 0
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
-
-
-def _positive_float(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be a number above 0")
-    return value
-
-
-def _port(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= 65535:
-        raise argparse.ArgumentTypeError("must be between 0 and 65535")
-    return value
+async def _serve(replica: Replica, host: str, port: int) -> None:
+    serving = await start(replica, host, port)
+    print(f"replica ready on http://{join_address(host, serving.port)}", flush=True)
+    try:
+        await serving.engine
+    finally:
+        await serving.runner.cleanup()

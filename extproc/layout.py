@@ -33,11 +33,11 @@ def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]
     ]
 
 
-def paragraph(text: str, indent: int, first: str = "") -> list[str]:
+def paragraph(text: str, indent: int, first: str = "", width: int = WIDTH) -> list[str]:
     """Wrapped text, indented; ``first`` stands before its first line."""
     return textwrap.wrap(
         text,
-        WIDTH,
+        width,
         initial_indent=first.ljust(indent),
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
