@@ -12,6 +12,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -120,30 +121,6 @@ def _page_us(page: bytes) -> float:
     return median(batches) * 1e6
 
 
-class _Replicas(asyncio.Protocol):
-    """A replica on whatever address it is asked, at the least cost to the machine it shares."""
-
-    def __init__(self, pages: "_Pages") -> None:
-        self._pages = pages
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        path = data.split(maxsplit=2)[1]
-        assert self._transport is not None
-        if path == b"/metrics":
-            page = self._pages.next()  # in one chunk, as vLLM's server sends it
-            chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(page), page)
-            self._transport.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk)
-        else:
-            body = _MODELS if path == b"/v1/models" else b""
-            head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
-            self._transport.write(head + body)
-
-
 class _Pages:
     """The sample page, its counters moving on."""
 
@@ -164,11 +141,24 @@ class _Pages:
 
 
 async def _serve(port: int) -> None:
+    """A replica on whatever address it is asked."""
     pages = _Pages(PAGE.read_bytes())
-    server = await asyncio.get_running_loop().create_server(
-        lambda: _Replicas(pages), "0.0.0.0", port
-    )
-    await server.serve_forever()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                path = (await reader.readuntil(b"\r\n\r\n")).split(maxsplit=2)[1]
+                if path == b"/metrics":  # in one chunk, as vLLM's server sends it
+                    page = pages.next()
+                    head = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(page)
+                    writer.write(b"HTTP/1.1 200 OK\r\n" + head + page + b"\r\n0\r\n\r\n")
+                else:
+                    body = _MODELS if path == b"/v1/models" else b""
+                    head = b"Content-Length: %d\r\n\r\n" % len(body)
+                    writer.write(b"HTTP/1.1 200 OK\r\n" + head + body)
+
+    async with await asyncio.start_server(answer, "0.0.0.0", port) as server:
+        await server.serve_forever()
 
 
 if __name__ == "__main__":

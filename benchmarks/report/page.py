@@ -226,8 +226,8 @@ def _metric(one: Contender, every: Sequence[Contender], metric: Metric) -> str:
 def _costs(one: Setup, alone: Setup) -> Iterator[str]:
     yield _cell(one.name)
     for name in ("p50_ms", "p95_ms", "p99_ms"):
-        value = getattr(one.rate, name)
-        more = value - getattr(alone.rate, name)
+        value = getattr(one, name)
+        more = value - getattr(alone, name)
         yield _cell(f"{value:.2f}", [] if one is alone else [f"+{more:.2f}"])
     yield _cell(f"{one.requests_per_s:,.0f}")
     yield _cell(f"{one.failed:,}")

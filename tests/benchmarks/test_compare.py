@@ -2,6 +2,7 @@
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -17,7 +18,7 @@ from benchmarks.compare.contenders import Front
 from benchmarks.compare.envoy import EnvoyAlone, weights
 from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, trouble
-from benchmarks.compare.play import Traffic, work
+from benchmarks.compare.play import part, work
 from benchmarks.compare.validity import Look, between, hits, ticks, validity
 from extproc.demo.processes import ProcessError
 
@@ -126,9 +127,10 @@ def test_nobody_is_told_which_cards_of_the_mixed_fleet_are_fast() -> None:
 
 
 def test_each_repeat_sends_the_next_part_of_the_trace() -> None:
-    traffic = Traffic((Path("a"), Path("b")), 4.0, 30.0, 16.0, 0.5, 7)
+    asked = {"speed": 4.0, "skip": 30.0, "duration": 16.0, "stream_share": 0.5, "seed": 7}
+    args = Namespace(trace=[Path("a"), Path("b")], **asked)
     first, third = (
-        dict(zip(words[::2], words[1::2], strict=True)) for words in map(traffic.arguments, (0, 2))
+        dict(zip(words[::2], words[1::2], strict=True)) for words in (part(args, 0), part(args, 2))
     )
     assert first["--trace"] == "a,b"
     assert (first["--from"], first["--duration"], first["--seed"]) == ("30.0", "16.0", "7")
