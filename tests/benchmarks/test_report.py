@@ -14,7 +14,7 @@ from PIL import Image  # comes with matplotlib
 
 from benchmarks import report
 from benchmarks.report.__main__ import main
-from benchmarks.report.page import content, html
+from benchmarks.report.page import html
 from benchmarks.report.pictures import in_flight, share_within
 from benchmarks.report.results import Request, Run, read
 from benchmarks.report.words import between, ratio, seconds
@@ -74,7 +74,7 @@ def written(results: Json, folder: Path) -> Page:
 
 def told(results: Json) -> Page:
     """The page without its pictures: faster."""
-    return Page(html(content(read(results)), {}))
+    return Page(html(read(results), {}))
 
 
 @pytest.fixture(scope="module")
@@ -263,11 +263,11 @@ def test_all_requests_failed(tmp_path: Path) -> None:
     assert {path.stem for path in tmp_path.glob("*.png")} == {"load"}
 
 
-def test_one_of_two_contenders_failed_altogether(tmp_path: Path) -> None:
+def test_one_of_two_contenders_failed_altogether() -> None:
     dead = run("dead", 1, requests=3)
     for one in dead["requests"]:
         one |= {"error": "connect", "completion_s": None}
-    page = written(compared(run("alive", 1), dead), tmp_path)
+    page = told(compared(run("alive", 1), dead))
     assert page.row("dead")[1:5] == ["3", "1", "3", "–"]
     assert "Failed requests: dead 3 of 3." in page.said[-1]
 
