@@ -1,9 +1,12 @@
 """What there is to say about an Envoy file."""
 
+from collections.abc import Set
+
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 
 from extproc.check.envoy_file import EnvoyFile
 from extproc.check.finding import Finding, Level
+from extproc.check.headers import named_headers_are_told
 from extproc.check.rules import RULES
 from extproc.check.schema import problems
 from extproc.check.transport import transport_fits
@@ -29,12 +32,15 @@ _OF_ENVOY_GATEWAY = (
 _SERVE = ServeSettings()
 
 
-def check_envoy(tree: object, serve: ServeSettings = _SERVE) -> list[Finding]:
+def check_envoy(
+    tree: object, serve: ServeSettings = _SERVE, headers: Set[str] = frozenset()
+) -> list[Finding]:
     """What there is to say about an Envoy file, worst first.
 
     Args:
         tree: what is in it, as :func:`extproc.yaml_file.read_yaml` returns it.
         serve: how each router is configured.
+        headers: of requests that its settings name, in lower case.
     """
     file = EnvoyFile(tree)
     found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
@@ -51,5 +57,6 @@ def check_envoy(tree: object, serve: ServeSettings = _SERVE) -> list[Finding]:
         found += [finding for rule in RULES for finding in rule.apply(file)]
         found += workers_are_listed(file, serve.workers)
         found += transport_fits(file, serve)
+        found += named_headers_are_told(file, headers)
     order = list(Level)
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))
