@@ -70,9 +70,13 @@ class EnvoyAlone:
             yield Front(f"http://127.0.0.1:{ports['envoy']}", complaints)
 
     def _bootstrap(self, ports: Mapping[str, int], fleet: Fleet, servers: Servers) -> str:
-        addresses = list(servers.values())
-        front = {"listen_port": ports["envoy"], "admin_port": ports["admin"]}
-        bootstrap = yaml.safe_load(render(**front, router_ports=[], replica_addresses=addresses))
+        rendered = render(
+            listen_port=ports["envoy"],
+            admin_port=ports["admin"],
+            router_ports=[],
+            replica_addresses=list(servers.values()),
+        )
+        bootstrap = yaml.safe_load(rendered)
         resources = bootstrap["static_resources"]
         (replicas,) = (one for one in resources["clusters"] if one["name"] == "replicas")
         replicas["load_balancing_policy"] = _balancing(self._policy)
