@@ -86,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--in-flight", type=int, default=5000, metavar="N", help="requests held for memory's sake"
     )
+    parser.add_argument(
+        "--stream", type=int, default=0, metavar="TOKENS", help="measure streamed answers instead"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="a page and a picture there: needs matplotlib"

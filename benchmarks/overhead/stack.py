@@ -31,6 +31,8 @@ class Setup:
     router: str
     """``none``: Envoy alone; ``proceed``: an ext_proc server that does nothing; ``extproc``."""
     replicas: int
+    tokens: int = 0
+    """Of an answer, each of them a chunk; 0: an Envoy answers in place of all replicas, in one."""
 
     @property
     def name(self) -> str:
@@ -130,8 +132,12 @@ async def running(
             process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
             return await stack.enter_async_context(process)
 
+        answering: Sequence[str | Path] = _envoy(upstream)
+        if setup.tokens:
+            port, tokens = str(ports["upstream"]), str(setup.tokens)
+            answering = _python("benchmarks.overhead.upstream", port, tokens)
         with _on(cores.others):
-            await start("upstream", _envoy(upstream), listening(ports["upstream"]))
+            await start("upstream", answering, listening(ports["upstream"]))
         router = None
         if setup.router == "proceed":
             with _on(cores.router):
