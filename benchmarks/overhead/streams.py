@@ -1,6 +1,6 @@
 """What a streamed answer costs the router, beside one of a single chunk."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,7 +9,9 @@ from benchmarks.overhead.client import Report
 from benchmarks.overhead.stack import Cores, Setup, Stack, running
 from benchmarks.overhead.upstream import EVERY_S
 
-_WARM_UP_S = 5.0
+RATES = 100, 200
+"""Requests a second."""
+WARM_UP_S = 5.0
 _HEADER = (
     f"{'':<24}{'tokens':>8}{'sent/s':>8}{'requests/s':>12}{'router CPU':>12}{'µs/request':>12}"
 )
@@ -42,21 +44,24 @@ class Streamed:
 
 
 async def measure_streams(
-    sizes: Sequence[int], rates: Sequence[int], seconds: float, tokens: int, cores: Cores
-) -> AsyncIterator[Streamed]:
+    sizes: Sequence[int], rates: Sequence[int], seconds: float, tokens: int
+) -> list[Streamed]:
     """Measures each size of fleet and each rate with answers of one chunk and of so many tokens,
     and prints its line."""
-    print(f"\nanswers that are streamed, a token every {1000 * EVERY_S:.0f} ms\n")
+    cores = Cores.of_this_machine()
+    print(cores)
+    print(f"answers that are streamed, a token every {1000 * EVERY_S:.0f} ms\n")
     print(_HEADER)
+    measured: list[Streamed] = []
     for size in sizes:
         for length in (1, tokens):
             setup = Setup("extproc", size, length)
             with TemporaryDirectory() as directory:
                 async with running(setup, Path(directory), cores, 0.0) as stack:
                     for rate in rates:
-                        measured = await _measure(stack, setup, rate, seconds)
-                        print(measured.line(), flush=True)
-                        yield measured
+                        measured.append(await _measure(stack, setup, rate, seconds))
+                        print(measured[-1].line(), flush=True)
+    return measured
 
 
 async def _measure(stack: Stack, setup: Setup, rate: int, seconds: float) -> Streamed:
@@ -64,7 +69,7 @@ async def _measure(stack: Stack, setup: Setup, rate: int, seconds: float) -> Str
         count = max(round(rate * seconds), 2)
         return await stack.load("--rate", str(rate), "--requests", str(count))
 
-    await load(_WARM_UP_S)
+    await load(WARM_UP_S)
     begun = stack.cpu_s()
     report = await load(seconds)
     return Streamed(setup.name, setup.tokens, rate, report, stack.cpu_s() - begun)
