@@ -58,7 +58,7 @@ class Oracle:
         self._random = Random(seed)
         self._corrections = Corrections(clock())
         self._rows = {name: row for row, name in enumerate(machines)}
-        self._corrections.reset(len(machines) - 1)
+        self._corrections.clear(len(machines) - 1)
         self._stretch = np.ones(len(machines))
 
     def decide(self, number: int, profile: RequestProfile, prefix: Items[int]) -> Decision | None:

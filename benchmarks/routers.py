@@ -11,10 +11,10 @@ from benchmarks.clock import VirtualClock
 from benchmarks.served import Served
 from extproc.clock import Clock
 from extproc.config import ServeSettings
-from extproc.fleet.alone import Before
 from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.fleet.lone_requests import Baseline
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
@@ -31,7 +31,7 @@ class Node:
         self._reader = Reader(ServeSettings().chunks_per_s)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
-        self._ended: tuple[int, float, Before | None] = 0, 0.0, None
+        self._ended: tuple[int, float, Baseline | None] = 0, 0.0, None
         """The last one that did, its tokens by the ledger, and what was before it if it was
         alone."""
 
@@ -77,9 +77,9 @@ class Node:
     def answered(self, replica: str, well: bool) -> None:
         """Response headers came from a replica, or none and an error."""
         if well:
-            self.fleet.answered(replica)
+            self.fleet.eligibility.answered(replica)
         else:
-            self.fleet.failed(replica)
+            self.fleet.eligibility.failed(replica)
 
 
 News = Callable[[Node], object]

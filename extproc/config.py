@@ -14,8 +14,9 @@ from pydantic import (
 )
 
 from extproc.address import shift_port, split_address
-from extproc.fleet.news import SILENT_AFTER_S
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
+from extproc.redis_url import parse
+from extproc.replica_state import SILENT_AFTER_S
 
 
 class Section(BaseModel):
@@ -34,14 +35,6 @@ def _known_profile(name: str) -> str:
     return name
 
 
-def _known_policy(name: str) -> str:
-    from extproc.route.policies import POLICIES  # numpy and the rest: only where one is configured
-    from extproc.route.policy import find_policy
-
-    find_policy(name, POLICIES)
-    return name
-
-
 def _host_and_port(address: str) -> str:
     split_address(address)
     return address
@@ -52,9 +45,7 @@ def _of_a_replica(address: str) -> str:
 
 
 def _of_redis(url: str) -> str:
-    from extproc.store.connection import connect  # the client: only where one is configured
-
-    connect(url, pool="")  # takes the URL apart and looks at its files, and no more
+    parse(url)
     return url
 
 
@@ -205,10 +196,23 @@ ModelTargets = Annotated[
 ]
 
 
+PolicyName = Literal[
+    "completion",
+    "least_request",
+    "round_robin",
+    "random",
+    "power_of_two",
+    "least_kv",
+    "queue_kv",
+    "lmetric",
+    "cache_aware",
+]
+
+
 class RouteSettings(Section):
     """How a replica is chosen."""
 
-    policy: str = "completion"
+    policy: PolicyName = "completion"
     """Name of the policy that chooses."""
     policy_header: str = Field(default="x-extproc-policy", pattern=r"^[a-z0-9_-]+$")
     """Request header that names another policy for one request."""
@@ -235,8 +239,6 @@ class RouteSettings(Section):
     they are asked for (vLLM's LoRA resolvers)."""
     seed: int | None = None
     """Seed of the generator that breaks ties; None: from the system."""
-
-    _policy_exists = field_validator("policy")(_known_policy)
 
     @property
     def keeps_sessions(self) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from extproc.fleet.alone import Before, Served
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.lone_requests import Baseline, Served
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.inputs import FleetView, most
@@ -213,7 +213,7 @@ class Router:
         situation = Situation(profile, view, held, prediction, adapter)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
-        model = fleet.name_on(view.ids[choice.first], profile.model)
+        model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(
             name,
             situation,
@@ -222,8 +222,8 @@ class Router:
             p90,
             model,
             self._retry(situation, choice, model),
-            fleet.others.news_age,
-            fleet.others.alone,
+            fleet.peers.news_age,
+            fleet.peers.stale,
         )
 
     def model(
@@ -243,23 +243,23 @@ class Router:
         """
         fleet = self.fleet
         if not asked:
-            return fleet.only_model or ""
-        models = fleet.names.models(asked)
+            return fleet.members.only_model or ""
+        models = fleet.members.names.models(asked)
         if len(models) == 1:
             return models[0]
-        held = fleet.models_on(fleet.holder(previous_response) or "")
-        served = [one for one in models if fleet.names.known(one, held)]
-        served = served or [one for one in models if fleet.can_serve(one, among)]
-        served = served or [one for one in models if one in fleet.models]
+        held = fleet.members.models_on(fleet.holder(previous_response) or "")
+        served = [one for one in models if fleet.members.names.known(one, held)]
+        served = served or [one for one in models if fleet.eligibility.can_serve(one, among)]
+        served = served or [one for one in models if one in fleet.members.models]
         draws = random.Random(session) if session else self._random
-        return fleet.names.draw(asked, served, draws)
+        return fleet.members.names.draw(asked, served, draws)
 
     def _retry(self, situation: Situation, choice: Choice, name: str) -> int | None:
         """The next best replica of those that know the model by the name that is sent."""
         fleet, model = self.fleet, situation.profile.model
-        if fleet.names.served(model) == (model,):
+        if fleet.members.names.served(model) == (model,):
             return choice.second
-        alike = [name in fleet.models_on(one) for one in situation.view.ids]
+        alike = [name in fleet.members.models_on(one) for one in situation.view.ids]
         return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
 
     def _policy(self, profile: RequestProfile, view: FleetView, asked: str) -> tuple[str, Policy]:
@@ -283,7 +283,7 @@ class Router:
         tokens: float,
         seconds: float,
         ttft: float | None = None,
-        alone: Before | None = None,
+        alone: Baseline | None = None,
         prompt_tokens: int | None = None,
         reported: bool = True,
     ) -> None:
@@ -310,13 +310,13 @@ class Router:
         if ttft is not None and replica == forecast.replica:
             later = ttft - forecast.predicted_ttft
             if load:
-                self.fleet.adapter_loaded(replica, load + later)
+                self.fleet.adapters.took(replica, load + later)
             if wait:
-                self.fleet.adapter_waited(forecast.adapter_overrun * (1.0 + later / wait))
+                self.fleet.adapters.waited(forecast.adapter_overrun * (1.0 + later / wait))
         if alone is not None and profile.sequences <= 1 and not load:
             if reported:
                 prompt = profile.prompt_tokens if prompt_tokens is None else prompt_tokens
-                self.fleet.served_alone(replica, alone, Served(prompt, tokens, seconds, ttft))
+                self.fleet.lone.served(replica, alone, Served(prompt, tokens, seconds, ttft))
             return
         if ttft is None and forecast.predicted_ttft <= _SMALL * seconds:
             ttft = forecast.predicted_ttft

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from extproc.clock import monotonic, wall
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.names import ModelNames
+from extproc.fleet.model_names import ModelNames
 from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
@@ -170,17 +170,18 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
     while True:
         for one in pools:
             one.fleet.drop_silent(one.config.poll.ttl_s)
-        states = [state for fleet in fleets for state in fleet.states]
+        states = [state for fleet in fleets for state in fleet.members]
         metrics.decisions.keep("replica", {state.id for state in states})
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
         metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
-        metrics.other_routers.set(max(len(fleet.others) for fleet in fleets))
+        metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
         # Of a pool that never had a replica there is no news.
-        oldest = min((fleet.heard_at for fleet in fleets if fleet.states), default=None)
-        metrics.state_age.set(clock() - (fleets[0].heard_at if oldest is None else oldest))
+        heard = [fleet for fleet in fleets if fleet.members] or fleets[:1]
+        oldest = min(fleet.eligibility.silence.heard_at for fleet in heard)
+        metrics.state_age.set(clock() - oldest)
         await asyncio.sleep(_HOUSEKEEPING_EVERY)
 
 

@@ -156,7 +156,7 @@ class Exchange:
         if readable and self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
             if (self._content_length or 0) <= LARGE_BODY or route.models:
                 return [self._wait_for_body()]
-            self._large_for = self._services.fleet.only_model
+            self._large_for = self._services.fleet.members.only_model
             if self._large_for is None:
                 return [self._wait_for_body()]
         # The headers leave before the body is seen, so its length must do.
@@ -180,10 +180,12 @@ class Exchange:
         services = self._services
         services.metrics.requests.add("passed")
         if services.config.route.models and method == "GET" and lists_models(path):
-            states = services.fleet.states
+            states = services.fleet.members
             if states:
                 created = int(services.wall())
-                return messages.answer(200, model_list(services.fleet.names, states, created))
+                return messages.answer(
+                    200, model_list(services.fleet.members.names, states, created)
+                )
         holder = services.fleet.holder(stored_response_of(path))
         if holder is not None and (self._subset is None or holder in self._subset):
             return self._send_to("request_headers", holder, leave_body=not self._gateway)
@@ -301,10 +303,10 @@ class Exchange:
         router, route = self._services.router, self._services.config.route
         decision = router.decide(profile, self._policy, self._subset)
         if route.listed_models_only and self._is_unknown(profile, decision):
-            raise NoModel(profile.asked, router.fleet.models)
+            raise NoModel(profile.asked, router.fleet.members.models)
         if decision is None:
             apart = router.fleet.eligibility.only_some_serve(profile.model)
-            served = router.fleet.names.served(profile.model)
+            served = router.fleet.members.names.served(profile.model)
             apart |= profile.asked != "" and served != (profile.asked,)
             if self._gateway or self._subset is not None or apart:
                 raise NoReplica(_NONE_READY)
@@ -320,7 +322,7 @@ class Exchange:
         fleet = self._services.fleet
         if not fleet.known.is_set():
             return False
-        if decision is not None and decision.name in fleet.models_on(decision.replica):
+        if decision is not None and decision.name in fleet.members.models_on(decision.replica):
             return False
         return profile.asked != "" and fleet.eligibility.unknown(profile.model)
 
@@ -337,7 +339,11 @@ class Exchange:
         if not self._services.config.serve.second_choice:
             return decision.replica
         second = decision.second
-        if second is None and decision.name and not self._services.fleet.all_serve(decision.name):
+        if (
+            second is None
+            and decision.name
+            and not self._services.fleet.members.all_serve(decision.name)
+        ):
             second = decision.replica  # for Envoy's fallback policy would try it on any
         return decision.replica if second is None else f"{decision.replica},{second}"
 

@@ -1,6 +1,6 @@
 """A request that was sent to a replica, until its response has ended."""
 
-from extproc.fleet.alone import Before
+from extproc.fleet.lone_requests import Baseline
 from extproc.request.response_id import ResponseIdReader
 from extproc.request.usage import PRELUDE, Usage, UsageReader
 from extproc.route.router import Decision
@@ -50,7 +50,7 @@ class InFlight:
         self._sent_at = services.clock()
         self._served_by = decision.replica
         self._ticket = services.fleet.dispatch(decision.replica, decision.profile, decision.cached)
-        services.fleet.bind(decision.profile.session, decision.replica)
+        services.fleet.sessions.saw(decision.profile.session, decision.replica)
         decision.forget_token_ids()
         self._forecast = decision.forecast()
         self._foreseen = decision.prediction.output_tokens * decision.profile.sequences
@@ -130,19 +130,19 @@ class InFlight:
         """Which replica it was in the end, and whether it failed."""
         services = self._services
         # An address that is no member's, a tunnel's or a sidecar's, tells nothing.
-        if upstream != self._served_by and upstream in services.fleet:
+        if upstream != self._served_by and upstream in services.fleet.members:
             # Envoy passed the choice over or tried it in vain.
-            services.fleet.failed(self._served_by)
+            services.fleet.eligibility.failed(self._served_by)
             services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)
-            services.fleet.bind(self._forecast.profile.session, upstream)
+            services.fleet.sessions.saw(self._forecast.profile.session, upstream)
             self._served_by = upstream
         self._outcome.served_by = self._served_by
         self._outcome.status = self._status
         services.metrics.responses.add(f"{(self._status or 0) // 100}xx")
         if self._status is not None and self._status >= 500:
-            services.fleet.failed(self._served_by)
+            services.fleet.eligibility.failed(self._served_by)
         else:
-            services.fleet.answered(self._served_by)
+            services.fleet.eligibility.answered(self._served_by)
 
     def _worth_reading(self, content_type: str) -> bool:
         """Every whole response, for it is one message, those whose id is needed, and of the streams
@@ -163,7 +163,7 @@ class InFlight:
         loads = forecast.adapter_load > 0.0 or forecast.adapter_wait > 0.0
         return loads or self._services.fleet.teaches(self._ticket)
 
-    def _learn(self, usage: Usage, seconds: float, alone: Before | None) -> None:
+    def _learn(self, usage: Usage, seconds: float, alone: Baseline | None) -> None:
         """From the usage a response reported, ``seconds`` after the decision."""
         services, profile, outcome = self._services, self._forecast.profile, self._outcome
         outcome.prompt_tokens = usage.prompt_tokens

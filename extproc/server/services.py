@@ -38,7 +38,7 @@ class Services:
 
     def of_pool(self, config: Config) -> "Services":
         """The same for a pool of its own, with an empty fleet."""
-        fleet = Fleet(OutputLengths(), names=self.fleet.names)
+        fleet = Fleet(OutputLengths(), names=self.fleet.members.names)
         route = config.route
         router = Router(fleet, route.policy, self.random, route.session_cost_s)
         return replace(self, config=config, router=router, watch=Watch())

@@ -6,8 +6,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import Stack
 from tests.e2e.client import Client
+from tests.e2e.stack import Stack
 
 SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 5.0}}
 

@@ -14,10 +14,10 @@ import pytest_asyncio
 import yaml
 
 from extproc.demo.processes import answers
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from tests import envoy_gateway, istio
 from tests.e2e.client import CHAT, MESSAGES, Client, until
-from tests.e2e.xds_stack import ENVOY, XdsStack, on_ports
+from tests.e2e.stack import ENVOY, Stack, XdsStack, on_ports
 from tests.envoy_config.test_envoy import around_the_fragment
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

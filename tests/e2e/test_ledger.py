@@ -12,9 +12,10 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from extproc.request.large import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

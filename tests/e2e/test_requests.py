@@ -10,8 +10,9 @@ import aiohttp
 import openai
 import pytest
 
-from extproc.demo.stack import FLEET, MODEL, Stack
+from extproc.demo.stack import FLEET, MODEL
 from tests.e2e.client import CHAT, MESSAGES, Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -188,10 +190,13 @@ async def test_the_ledger_holds_it_where_it_is_served(system: Watched) -> None:
 
 
 async def test_a_request_whose_replica_refuses_connections(system: Watched) -> None:
+    poller = system.stack.process("poller")
+    poller.signal(signal.SIGSTOP)  # or it might tell first
     await system.stack.kill("one")
     try:
         answer = await system.counts_once(lambda: system.client.chat(tokens=3))
     finally:
+        poller.signal(signal.SIGCONT)
         await system.stack.start("one")
     assert system.way(answer) == ("one", "two")
     await system.forgiven()

@@ -7,8 +7,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
+from tests.e2e.stack import Stack
 from tests.e2e.test_membership import replicas
 from tests.e2e.test_workers import routed
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 
-from extproc.check.command import check_envoy
 from extproc.check.envoy_file import EnvoyFile
 from extproc.check.finding import Finding, Level
+from extproc.check.judge import check_envoy
 from extproc.check.rules import RULES
 from extproc.cli import main
 from extproc.config import ServeSettings
@@ -577,18 +577,18 @@ def test_a_file_that_is_no_yaml_is_one_line(
     path.write_bytes(text.encode("latin-1"))
     assert main(["check", "--envoy", str(path)]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error    {path}: not YAML: ")
+    assert line.startswith(f"extproc check: {path}: not YAML: ")
 
 
 def test_a_wrong_configuration_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--poll.interval_s", "-1"]) == 1
-    assert capsys.readouterr().err.startswith("error    flag --poll.interval_s: ")
+    assert main(["check", "--poll.interval_s", "-1"]) == 2
+    assert capsys.readouterr().err.startswith("extproc check: --poll.interval_s: ")
 
 
 def test_a_tokenizer_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--request.tokenizers", "{llama: /no/such/tokenizer.json}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error    request.tokenizers: ")
+    assert line.startswith("extproc check: request.tokenizers: ")
     assert "/no/such/tokenizer.json" in line
 
 
