@@ -1,5 +1,6 @@
 """The fleet at one moment, as policies see it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,6 +94,9 @@ class FleetView:
     """Actual ÷ predicted decode time, as of late."""
     excluded: tuple[Excluded, ...] = ()
     """Replicas of the pool that could not serve it now."""
+    adapters: Sequence[str] = ()
+    """The LoRA adapter that each is asked for, empty for a model that is none; no entries where the
+    model is an adapter nowhere."""
 
     @property
     def kv_usage(self) -> Floats:

@@ -10,6 +10,8 @@ def positive_int(value: object) -> int | None:
     """``value`` as an integer; None where it is not one, or not above zero."""
     if value is None:
         return None
+    if type(value) is int:  # as nearly always
+        return value if value > 0 else None
     try:
         number: int = _INTEGER.validate_python(value)
     except ValidationError:
@@ -19,7 +21,9 @@ def positive_int(value: object) -> int | None:
 
 def flag(value: object) -> bool:
     """``value`` as a boolean; False where it is not one."""
+    if value is None or isinstance(value, bool):
+        return value is True
     try:
-        return value is not None and _BOOLEAN.validate_python(value) is True
+        return _BOOLEAN.validate_python(value) is True
     except ValidationError:
         return False
