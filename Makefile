@@ -16,7 +16,7 @@ demo: venv
 	@$(BIN)/extproc demo $(ARGS)
 
 test: venv check
-	$(BIN)/pytest -q -m "" $(ARGS)
+	$(BIN)/pytest -q -m "" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: venv
 	$(BIN)/python -m tests.chaos $(ARGS)

@@ -1,8 +1,54 @@
-"""What command lines have in common: values that argparse refuses where they make no sense."""
+"""What command lines have in common: shared options, and values that make sense."""
 
 import argparse
+import json
+from collections.abc import Mapping
 from math import inf, nan
 from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+
+def command(module: str, doc: str | None, **more: Any) -> argparse.ArgumentParser:
+    """The parser of ``python -m benchmarks.MODULE``; its help is the module's docstring."""
+    shown = argparse.RawDescriptionHelpFormatter
+    prog = f"python -m benchmarks.{module}"
+    return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=shown, **more)
+
+
+def add_part(parser: argparse.ArgumentParser, start: str, requests: bool = True) -> None:
+    """Which part of a trace; ``start`` is the option that leaves out its beginning."""
+    add = parser.add_argument
+    add("--speed", type=positive, default=1.0, metavar="X", help="times as fast as the trace")
+    out = "leave out what arrives in the first S seconds; time counts from there"
+    add(start, dest="skip", type=time, default=0.0, metavar="S", help=out)
+    add("--duration", type=positive, default=inf, metavar="S", help="only the first S seconds")
+    if requests:
+        add("--requests", type=count, metavar="N", help="only the first N")
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Where results go."""
+    add = parser.add_argument
+    add("--json", type=Path, metavar="FILE", help="write all figures and every request")
+    add("--report", type=Path, metavar="DIR", help="write a page with pictures: needs matplotlib")
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raises OSError or ValueError now, not after minutes, where a result could not be written."""
+    if args.json:
+        args.json.open("a").close()
+    if args.report:
+        report.writable(args.report)
+
+
+def keep(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    """Writes a result where it was asked for."""
+    if args.json:
+        args.json.write_text(json.dumps(result) + "\n")
+    if args.report:
+        print(report.write(result, args.report))
 
 
 def paths(text: str) -> list[Path]:

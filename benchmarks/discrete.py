@@ -32,8 +32,6 @@ from extproc.simulator.steps import Outcome
 KNOWN = ("lengths", "coefficients")
 STREAMED = 0.5
 """Share of requests that are streamed."""
-STREAM_SAMPLE = 0.1
-"""Share of streams whose chunks the router reads, as configured by default."""
 _LONGEST_DRAIN = 7200.0
 """Seconds after the last request in which all must have ended."""
 
@@ -132,7 +130,6 @@ class Simulation:
     def _arrive(self, traced: TracedRequest) -> None:
         number = self._sent = self._sent + 1
         streamed = self._random.random() < STREAMED
-        watched = not streamed or self._random.random() < STREAM_SAMPLE
         known = "lengths" in self.know
         profile = RequestProfile(
             Endpoint.CHAT,
@@ -149,7 +146,7 @@ class Simulation:
         if decision is None:
             self.failed.append(Failed(traced, "", self.clock()))
             return
-        served = Served(number, traced, decision, watched, decision.replica, sequence)
+        served = Served(number, traced, decision, not streamed, decision.replica, sequence)
         self._open[number] = served
 
         def sent(node: Node) -> None:
@@ -193,7 +190,7 @@ class Simulation:
         if not served.answered:
             self._answer(served, well=False)
         seen = served.watched and served.profile.stream and served.first_token is not None
-        self._tell(served, lambda node: node.ended(served.number, prefilled=seen))
+        self._tell(served, lambda node: node.ended(served, prefilled=seen))
         del self._open[served.number]
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
@@ -261,13 +258,8 @@ class Simulation:
     def _finish(self, served: Served) -> None:
         served.finished = self.clock()
         self._answer(served, well=True)
-        self._tell(served, lambda node: node.ended(served.number, prefilled=served.watched))
-        if served.watched:
-            generated = served.sequence.output_tokens
-            seen = served.ttft if served.profile.stream else None
-            self._deciding.learn(
-                served.number, served.decision, served.replica, generated, served.completion, seen
-            )
+        self._tell(served, lambda node: node.ended(served, prefilled=served.watched))
+        self._deciding.learn(served)
 
     def _poll(self) -> None:
         now = self.clock()
@@ -281,7 +273,7 @@ class Simulation:
 
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)
-        return Node(Fleet(OutputLengths(), self.clock, self.clock), self.policy, random)
+        return Node(Fleet(OutputLengths(), self.clock, self.clock), self.policy, random, self.clock)
 
     def _speculation(self, name: str) -> Speculation | None:
         return self.fleet_file.group(name).speculation(Random(f"{self.seed} {name}"))

@@ -10,6 +10,7 @@ import numpy as np
 from benchmarks.clock import VirtualClock
 from benchmarks.machine import Machine
 from benchmarks.routers import News
+from benchmarks.served import Served
 from extproc.fleet.prefixes import Held
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
@@ -57,7 +58,7 @@ class Oracle:
         self._random = Random(seed)
         self._corrections = Corrections(clock())
         self._rows = {name: row for row, name in enumerate(machines)}
-        self._corrections.reset(len(machines) - 1)
+        self._corrections.clear(len(machines) - 1)
         self._stretch = np.ones(len(machines))
 
     def decide(self, number: int, profile: RequestProfile, prefix: Items[int]) -> Decision | None:
@@ -85,20 +86,13 @@ class Oracle:
     def tell(self, number: int, news: News) -> None:
         """Nothing it does not know."""
 
-    def learn(
-        self,
-        number: int,
-        decision: Decision,
-        replica: str,
-        tokens: int,
-        took: float,
-        ttft: float | None,
-    ) -> None:
+    def learn(self, served: Served) -> None:
         """How much longer requests decode for those that come after them."""
-        if replica == decision.replica:
-            predicted = decision.decode_time_per_token * (tokens - 1)
-            actual = max(took - decision.predicted_ttft, 0.0)
-            self._corrections.observe(self._rows[replica], predicted, actual, self._clock())
+        decision = served.decision
+        if served.replica == decision.replica:
+            predicted = decision.decode_time_per_token * (served.sequence.output_tokens - 1)
+            actual = max(served.completion - decision.predicted_ttft, 0.0)
+            self._corrections.observe(self._rows[served.replica], predicted, actual, self._clock())
 
     def publish(self, state: ReplicaState) -> None:
         """Nothing it does not know."""

@@ -20,3 +20,12 @@ async def get_text(url: str) -> str:
 async def get_json(url: str) -> Any:
     """The JSON at a URL; None where there is none."""
     return json.loads(await get_text(url) or "null")
+
+
+async def decisions(admin: str, after: int = 0) -> list[dict[str, Any]]:
+    """The records of a router's decisions that it still has, from a number on."""
+    records: list[dict[str, Any]] = []
+    while page := await get_json(f"{admin}/decisions?after={after}"):
+        records += page
+        after = page[-1]["number"]
+    return records

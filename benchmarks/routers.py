@@ -8,32 +8,40 @@ from random import Random
 from typing import Protocol
 
 from benchmarks.clock import VirtualClock
-from extproc.fleet.alone import Before
+from benchmarks.served import Served
+from extproc.clock import Clock
+from extproc.config import ServeSettings
 from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.fleet.lone_requests import Baseline
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router
+from extproc.server.watch import Reader
 
 
 class Node:
     """One router: its decisions, and what it hears of requests, by their number."""
 
-    def __init__(self, fleet: Fleet, policy: str, random: Random) -> None:
+    def __init__(self, fleet: Fleet, policy: str, random: Random, clock: Clock) -> None:
         self.fleet = fleet
         self.router = Router(fleet, policy, random)
+        self._reader = Reader(ServeSettings().chunks_per_s)
+        self._clock = clock
         self._tickets: dict[int, Ticket] = {}
-        self._ended: tuple[int, Before | None] = 0, None
-        """The last one that did, and what was before it if it was alone."""
+        self._ended: tuple[int, float, Baseline | None] = 0, 0.0, None
+        """The last one that did, its tokens by the ledger, and what was before it if it was
+        alone."""
 
     def sent(self, number: int, decision: Decision) -> bool:
-        """A request was sent; returns whether it teaches its replica's speed."""
-        self._tickets[number] = self.fleet.dispatch(
-            decision.replica, decision.profile, decision.cached
-        )
-        return self.fleet.teaches(self._tickets[number])
+        """A request was sent; returns whether its answer is read, if that is streamed."""
+        ticket = self.fleet.dispatch(decision.replica, decision.profile, decision.cached)
+        self._tickets[number] = ticket
+        profile = decision.profile
+        chunks, teaches = decision.prediction.output_tokens, self.fleet.teaches(ticket)
+        return profile.stream and self._reader.reads(self._clock(), chunks, teaches)
 
     def moved(self, number: int, replica: str, prefix: Prefix) -> None:
         """It is served by another replica than it was sent to."""
@@ -43,31 +51,35 @@ class Node:
         """Its first token was seen."""
         self.fleet.first_token(self._tickets[number])
 
-    def ended(self, number: int, prefilled: bool) -> None:
+    def ended(self, served: Served, prefilled: bool) -> None:
         """Its stream is over."""
-        self._ended = number, self.fleet.release(self._tickets.pop(number), prefilled)
+        if served.watched and served.profile.stream:
+            expected = served.decision.prediction.output_tokens
+            self._reader.came(served.sequence.output_tokens, expected)
+        ticket = self._tickets.pop(served.number)
+        generated = self.fleet.generated(ticket)
+        self._ended = served.number, generated, self.fleet.release(ticket, prefilled)
 
-    def learn(
-        self,
-        number: int,
-        decision: Decision,
-        replica: str,
-        tokens: int,
-        took: float,
-        ttft: float | None,
-    ) -> None:
-        """It has just ended, and its response said how many tokens it had."""
-        ended, alone = self._ended
-        assert ended == number
-        forecast = decision.forecast()
-        self.router.learn(forecast, replica, tokens, took, ttft, alone)
+    def learn(self, served: Served) -> None:
+        """It has just ended."""
+        number, generated, alone = self._ended
+        assert number == served.number
+        self.router.learn(
+            served.decision.forecast(),
+            served.replica,
+            served.sequence.output_tokens if served.watched else generated,
+            served.completion,
+            served.ttft if served.watched and served.profile.stream else None,
+            alone,
+            reported=served.watched,
+        )
 
     def answered(self, replica: str, well: bool) -> None:
         """Response headers came from a replica, or none and an error."""
         if well:
-            self.fleet.answered(replica)
+            self.fleet.eligibility.answered(replica)
         else:
-            self.fleet.failed(replica)
+            self.fleet.eligibility.failed(replica)
 
 
 News = Callable[[Node], object]
@@ -89,16 +101,8 @@ class Deciding(Protocol):
         """Tells the router of a request."""
         ...
 
-    def learn(
-        self,
-        number: int,
-        decision: Decision,
-        replica: str,
-        tokens: int,
-        took: float,
-        ttft: float | None,
-    ) -> None:
-        """A response said how many tokens it had, ``took`` seconds after the decision."""
+    def learn(self, served: Served) -> None:
+        """A request has just ended."""
         ...
 
     def publish(self, state: ReplicaState) -> None:
@@ -137,17 +141,9 @@ class Routers:
         """Tells the router of a request at once."""
         news(self._owner[number])
 
-    def learn(
-        self,
-        number: int,
-        decision: Decision,
-        replica: str,
-        tokens: int,
-        took: float,
-        ttft: float | None,
-    ) -> None:
+    def learn(self, served: Served) -> None:
         """Its own router learns from it."""
-        self._owner[number].learn(number, decision, replica, tokens, took, ttft)
+        self._owner[served.number].learn(served)
 
     def publish(self, state: ReplicaState) -> None:
         """Reaches every router at once."""

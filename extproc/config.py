@@ -1,5 +1,6 @@
 """Every setting, in one model. ``extproc/settings.py`` fills it from file, environment, flags."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,8 +15,9 @@ from pydantic import (
 )
 
 from extproc.address import shift_port, split_address
-from extproc.fleet.news import SILENT_AFTER_S
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
+from extproc.redis_url import parse
+from extproc.replica_state import SILENT_AFTER_S
 
 
 class Section(BaseModel):
@@ -34,14 +36,6 @@ def _known_profile(name: str) -> str:
     return name
 
 
-def _known_policy(name: str) -> str:
-    from extproc.route.policies import POLICIES  # numpy and the rest: only where one is configured
-    from extproc.route.policy import find_policy
-
-    find_policy(name, POLICIES)
-    return name
-
-
 def _host_and_port(address: str) -> str:
     split_address(address)
     return address
@@ -52,9 +46,7 @@ def _of_a_replica(address: str) -> str:
 
 
 def _of_redis(url: str) -> str:
-    from extproc.store.connection import connect  # the client: only where one is configured
-
-    connect(url, pool="")  # takes the URL apart and looks at its files, and no more
+    parse(url)
     return url
 
 
@@ -138,6 +130,10 @@ class TlsFiles(Section):
         return self
 
 
+_MOST_CHUNKS = 1e6
+"""A second: more than there are."""
+
+
 class ServeSettings(TlsFiles):
     """The ext_proc server."""
 
@@ -158,13 +154,23 @@ class ServeSettings(TlsFiles):
     second_choice: bool = True
     """Name a second replica after the first, for retries: a list, as only Envoy's override_host
     policy takes it."""
-    stream_sample: float = Field(default=0.1, ge=0, le=1)
-    """Of the streamed responses it looks at, the share whose chunks the router reads, for token
-    timing and usage; of those that replicas store (Responses API) it reads all."""
+    chunks_per_s: float = Field(default=50.0, ge=0, le=_MOST_CHUNKS)
+    """Chunks of streamed responses that the router reads a second, on average, for token timing and
+    usage; those of responses that replicas store (Responses API) it reads beside them, all."""
+    stream_sample: float | None = Field(default=None, ge=0, le=1)
+    """Deprecated: the share of streamed responses that were read. 0 is taken for ``chunks_per_s``
+    0, and 1 for reading all; any other has no effect."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
 
     _addresses = field_validator("listen", "admin")(_host_and_port)
+
+    @property
+    def chunk_budget(self) -> float:
+        """``chunks_per_s``, or what ``stream_sample`` means."""
+        if self.stream_sample == 0.0:
+            return 0.0
+        return _MOST_CHUNKS if self.stream_sample == 1.0 else self.chunks_per_s
 
     @field_validator("workers")
     @classmethod
@@ -191,10 +197,23 @@ ModelTargets = Annotated[
 ]
 
 
+PolicyName = Literal[
+    "completion",
+    "least_request",
+    "round_robin",
+    "random",
+    "power_of_two",
+    "least_kv",
+    "queue_kv",
+    "lmetric",
+    "cache_aware",
+]
+
+
 class RouteSettings(Section):
     """How a replica is chosen."""
 
-    policy: str = "completion"
+    policy: PolicyName = "completion"
     """Name of the policy that chooses."""
     policy_header: str = Field(default="x-extproc-policy", pattern=r"^[a-z0-9_-]+$")
     """Request header that names another policy for one request."""
@@ -221,8 +240,6 @@ class RouteSettings(Section):
     they are asked for (vLLM's LoRA resolvers)."""
     seed: int | None = None
     """Seed of the generator that breaks ties; None: from the system."""
-
-    _policy_exists = field_validator("policy")(_known_policy)
 
     @property
     def keeps_sessions(self) -> bool:
@@ -398,6 +415,18 @@ class Config(PoolReplicas):
                 "do: with state 'memory' there can be one. Set the one to 'redis' or the other to 1"
             )
         return self
+
+    @cached_property
+    def headers(self) -> frozenset[str]:
+        """Request headers that settings name, in lower case."""
+        route = self.route
+        named = [
+            route.policy_header if route.allow_policy_header else None,
+            route.session_header,
+            "cookie" if route.session_cookie else None,
+            self.request.tenant_header,
+        ]
+        return frozenset(name.lower() for name in named if name)
 
     @property
     def each_pool(self) -> "tuple[Config, ...]":

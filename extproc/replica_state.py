@@ -4,6 +4,10 @@ from pydantic import BaseModel, ConfigDict
 
 from extproc.predict.step import StepModel
 
+SILENT_AFTER_S = 5.0
+"""Seconds without news: polls of a replica that answers are closer, late ones too, for
+``poll.timeout_s`` is bounded by it."""
+
 
 class ReplicaState(BaseModel):
     """One replica at the time of one scrape. Engines of a data-parallel server are summed.

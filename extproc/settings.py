@@ -5,10 +5,8 @@ Precedence, low to high: file, environment (``EXTPROC_POLL__INTERVAL_S``), flags
 neither reports unknown variables with our prefix nor says which source a wrong value came from.
 """
 
-import argparse
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from extproc.config import Config, ReplicaSource
+from extproc.nearest import nearest
 from extproc.yaml_file import parse_yaml, read_yaml
 
 ENV_PREFIX = "EXTPROC_"
@@ -46,7 +45,7 @@ def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = N
     """The configuration these sources make together.
 
     Args:
-        flags: key → text, for example ``{"poll.interval_s": "0.5"}``; see :func:`flags_of`.
+        flags: key → text, for example ``{"poll.interval_s": "0.5"}``.
         env: the environment; variables without the prefix are left alone, empty ones are unset.
         file: YAML file; by default the one ``EXTPROC_CONFIG`` names, if any.
 
@@ -70,38 +69,6 @@ def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = N
     if problems:
         raise ConfigError(problems)
     return config
-
-
-def add_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> None:
-    """Adds ``--config`` and a flag for every key that begins so, grouped by section."""
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help=f"YAML file (or the variable {ENV_FILE})"
-    )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for key, field in LEAVES.items():
-        if not key.startswith(prefix):
-            continue
-        section = key.rpartition(".")[0]
-        if section not in groups:
-            groups[section] = parser.add_argument_group(*_section_help(section))
-        groups[section].add_argument(
-            f"--{key}",
-            dest=key,
-            default=argparse.SUPPRESS,
-            metavar="VALUE",
-            help=_field_help(field).replace("%", "%%"),
-        )
-
-
-def flags_of(args: argparse.Namespace) -> dict[str, str]:
-    """The configuration keys among parsed arguments."""
-    return {key: text for key, text in vars(args).items() if key in LEAVES}
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"``, or nothing where no known word is near."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -154,7 +121,7 @@ def _from_env(env: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
 
 def _from_flags(flags: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
     for key, text in flags.items():
-        yield key, _Value(_parsed(key, text, f"flag --{key}"), f"flag --{key}")
+        yield key, _Value(_parsed(key, text, f"--{key}"), f"--{key}")
 
 
 def _parsed(key: str, text: str, origin: str) -> object:
@@ -164,7 +131,12 @@ def _parsed(key: str, text: str, origin: str) -> object:
     try:
         return parse_yaml(text)
     except ValueError as error:
-        raise ConfigError([f"{origin}: {key}: {error}"]) from None
+        raise ConfigError([f"{_place(origin, key)}: {error}"]) from None
+
+
+def _place(origin: str, key: str) -> str:
+    """Where a value came from, and for what; a flag says both."""
+    return origin if origin == f"--{key}" else f"{origin}: {key}"
 
 
 def _nested(values: Mapping[str, _Value]) -> dict[str, Any]:
@@ -192,23 +164,13 @@ def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | No
     if detail["type"] == "extra_forbidden":
         name = where.rpartition(".")[2]
         return f"{origin}: unknown key {where!r}{nearest(name, ReplicaSource.model_fields)}"
-    wanted = detail["msg"].removeprefix("Value error, ")
-    wanted = wanted[:1].lower() + wanted[1:]
+    told = detail["msg"].removeprefix("Value error, ")
     if not where:  # keys that do not go together: the message names them
-        return f"{origin}: {detail['msg'].removeprefix('Value error, ')}"
+        return f"{origin}: {told}"
+    wanted = told[:1].lower() + told[1:]
+    if detail["type"] == "literal_error":
+        wanted += nearest(str(detail["input"]), re.findall("'([^']+)'", told))
     secret = where in LEAVES and not LEAVES[where].repr
-    return f"{origin}: {where}: {wanted}" + ("" if secret else f"; given: {detail['input']!r}")
-
-
-def _section_help(section: str) -> tuple[str, str | None]:
-    if not section:
-        return "general", None
-    annotation = Config.model_fields[section].annotation
-    return section, getattr(annotation, "__doc__", None)
-
-
-def _field_help(field: FieldInfo) -> str:
-    text = (field.description or "").replace("``", "")
-    if field.default_factory is not None or field.default in ((), None, ""):
-        return text
-    return f"{text} (default: {field.default})".strip()
+    return f"{_place(origin, where)}: {wanted}" + (
+        "" if secret else f"; given: {detail['input']!r}"
+    )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from redis.asyncio import Redis
 
 from extproc.demo.processes import Process, free_port, start_redis
@@ -14,6 +15,21 @@ from extproc.store.connection import connect
 
 # Tests with gRPC threads start processes: gRPC's own handlers around a fork may abort the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+# How long an example takes is up to who else runs on this machine.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Tests with real processes wait more than they compute."""
+    return 2 * (os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest first: at the end no worker is left with one of them."""
+    slow = {item.path for item in items if item.get_closest_marker("process")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 class Logged(logging.Handler):

@@ -4,7 +4,7 @@
         --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 16
 
 Everything is real but the GPUs: Envoy, Redis, router, the peers that `make peers` installed, and
-simulated replicas as processes; or with --vllm real vLLM servers, which it starts on CPU cores.
+simulated replicas as processes.
 Each contender begins with fresh replicas, and a router with the hardware profiles of the fleet file
 (``believed``, right or wrong) and nothing else. The exit status is 0 when every contender did its
 own policy and answered every request, 1 when one did not, 2 when the comparison could not be made.
@@ -12,30 +12,26 @@ own policy and answered every request, 1 when one did not, 2 when the comparison
 
 import argparse
 import asyncio
-import json
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from benchmarks import arguments, fleet, report
+from benchmarks import arguments, fleet
 from benchmarks.about import about
 from benchmarks.compare import envoy, terminal
 from benchmarks.compare.contenders import Contender
-from benchmarks.compare.fleets import Fleet, RealVllm, Simulated
+from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, Product
 from benchmarks.compare.play import Traffic, play
 from benchmarks.compare.router import Router
-from benchmarks.real_vllm import vllm_servers
 from benchmarks.report import figures
 from extproc.demo.processes import ProcessError
-from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.route.policies import POLICIES
 
 _HERE = Path(__file__).parents[1]
@@ -68,8 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     origin = about("benchmarks.compare", sys.argv[1:] if argv is None else argv)
     try:
         contenders = _contenders(args)
-        _outputs(args)
-        asyncio.run(_compare(args, contenders, turns, logs))
+        if args.json:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.check_outputs(args)
+        replicas = Fleet(fleet.read(args.fleet))
+        asyncio.run(_compare(args, contenders, replicas, turns, logs))
         status = turns.status
     except (ProcessError, OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -78,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\ncompare: interrupted", file=sys.stderr)
         status = _INTERRUPTED
     if turns.runs:
-        _tell(args, _result(args, origin, turns))
+        result = _result(args, origin, turns)
+        print("\n" + terminal.result(result))
+        arguments.keep(args, result)
     if status:
         print(f"logs: {logs}", file=sys.stderr)
     else:
@@ -86,65 +87,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status if turns.runs else max(status, 2)
 
 
-def _outputs(args: argparse.Namespace) -> None:
-    """Raises OSError or ValueError now, not after minutes, where a result could not be written."""
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.open("a").close()
-    if args.report:
-        report.writable(args.report)
-
-
-def _tell(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    print("\n" + terminal.result(result))
-    if args.json:
-        args.json.write_text(json.dumps(result) + "\n")
-    if args.report:
-        print(report.write(result, args.report))
-
-
 async def _compare(
-    args: argparse.Namespace, contenders: Sequence[Contender], turns: _Turns, logs: Path
+    args: argparse.Namespace,
+    contenders: Sequence[Contender],
+    replicas: Fleet,
+    turns: _Turns,
+    logs: Path,
 ) -> None:
     """Every contender once, then again: what changes on the machine meets all of them."""
-    traffic = Traffic(
-        tuple(args.trace),
-        args.speed,
-        args.start,
-        args.duration,
-        args.stream_share,
-        args.seed,
-        known_lengths=bool(args.vllm),
-    )
+    part = args.speed, args.skip, args.duration
+    traffic = Traffic(tuple(args.trace), *part, args.stream_share, args.seed)
     for one in contenders:
         print(f"{one.name:30}{one.about}")
     print("\n" + terminal.progress_header(), flush=True)
-    async with _fleet(args, logs) as replicas:
-        for repeat in range(args.repeats):
-            for one in _rotated(contenders, repeat):
-                directory = logs / f"{repeat}-{one.name.replace(':', '-')}"
-                try:
-                    turns.runs.append(await play(one, replicas, traffic, repeat, directory))
-                    print(terminal.progress_line(turns.runs[-1]), flush=True)
-                except (ProcessError, aiohttp.ClientError, OSError, ValueError) as error:
-                    missed = {"name": one.name, "repeat": repeat, "why": str(error)}
-                    turns.not_run.append(missed)
-                    print(f"{repeat + 1} {one.name}\n  wrong: not run: {error}", flush=True)
+    for repeat in range(args.repeats):
+        for one in _rotated(contenders, repeat):
+            directory = logs / f"{repeat}-{one.name.replace(':', '-')}"
+            try:
+                turns.runs.append(await play(one, replicas, traffic, repeat, directory))
+                print(terminal.progress_line(turns.runs[-1]), flush=True)
+            except (ProcessError, aiohttp.ClientError, OSError, ValueError) as error:
+                turns.not_run.append({"name": one.name, "repeat": repeat, "why": str(error)})
+                print(f"{repeat + 1} {one.name}\n  wrong: not run: {error}", flush=True)
 
 
 def _rotated(contenders: Sequence[Contender], repeat: int) -> list[Contender]:
     """Another one begins each repeat: none is always the first on a machine, nor the last."""
     first = repeat % len(contenders)
     return [*contenders[first:], *contenders[:first]]
-
-
-@asynccontextmanager
-async def _fleet(args: argparse.Namespace, logs: Path) -> AsyncIterator[Fleet]:
-    if not args.vllm:
-        yield Simulated(fleet.read(args.fleet))
-        return
-    async with vllm_servers(args.vllm, args.max_num_seqs, logs) as servers:
-        yield await RealVllm.of(servers, args.profile)
 
 
 def contender(name: str) -> Contender:
@@ -192,7 +162,7 @@ def _contenders(args: argparse.Namespace) -> list[Contender]:
 
 def _unequal(args: argparse.Namespace) -> bool:
     """Whether some replicas are faster than others."""
-    return not args.vllm and len({*fleet.read(args.fleet).members.values()}) > 1
+    return len({*fleet.read(args.fleet).members.values()}) > 1
 
 
 def _installed() -> list[Product]:
@@ -201,8 +171,6 @@ def _installed() -> list[Product]:
 
 def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> dict[str, Any]:
     """What --json writes."""
-    servers = f"vLLM: {', '.join(map(str, args.vllm))}" if args.vllm else str(args.fleet)
-    real = {"profile": args.profile, "max_num_seqs": args.max_num_seqs} if args.vllm else {}
     ran = list(dict.fromkeys(run["run"]["name"] for run in turns.runs))
     kinds = {name.partition(":")[0] for name in ran}
     peers = {one.name: one.version for one in _installed() if one.name in kinds}
@@ -210,12 +178,10 @@ def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> 
         "compare": {
             **origin,
             "versions": {**origin["versions"], **peers},
-            "fleet": servers,
-            **real,
+            "fleet": str(args.fleet),
             "trace": ",".join(map(str, args.trace)),
-            "known_lengths": bool(args.vllm),
             "speed": args.speed,
-            "from_s": args.start,
+            "from_s": args.skip,
             "duration_s": args.duration,
             "stream_share": args.stream_share,
             "seed": args.seed,
@@ -230,44 +196,22 @@ def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> 
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments.command("compare", __doc__)
     add = parser.add_argument
     add("--fleet", type=Path, default=_HERE / "fleets" / "live-mixed.yaml", metavar="FLEET.yaml")
-    add(
-        "--trace",
-        type=arguments.paths,
-        default=[_HERE / "traces" / "azure-2023-conv.jsonl.gz"],
-        metavar="FILE[,FILE]",
-    )
-    add("--speed", type=arguments.positive, default=_SPEED, metavar="X", help="of the trace [4]")
-    add(
-        "--from",
-        type=arguments.time,
-        dest="start",
-        metavar="S",
-        help="leave out what arrives before, at this speed [two minutes of the trace]",
-    )
-    add("--duration", type=arguments.positive, metavar="S", help="of the arrivals of a run [16]")
-    add(
-        "--repeats",
-        type=arguments.count,
-        metavar="N",
-        help="of each contender, each with the next part of the trace [2]",
-    )
+    trace = [_HERE / "traces" / "azure-2023-conv.jsonl.gz"]
+    add("--trace", type=arguments.paths, default=trace, metavar="FILE[,FILE]")
+    arguments.add_part(parser, "--from", requests=False)
+    parser.set_defaults(speed=_SPEED, skip=None, duration=None)
+    turns = "turns of each contender, each with the next part of the trace [2]"
+    add("--repeats", type=arguments.count, metavar="N", help=turns)
     add("--contenders", type=_names, metavar="a,b,c", help="kind:policy, see benchmarks/README.md")
     add("--stream-share", type=arguments.share, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
     add("--quick", action="store_true", help="two minutes: without peers, once, for 6 s")
-    add("--vllm", type=arguments.paths, metavar="DIR,DIR", help="models: real servers on CPU cores")
-    add("--max-num-seqs", type=_numbers, default=[16, 8], metavar="N,N", help="of the real servers")
-    add("--profile", choices=PROFILES, default=DEFAULT_PROFILE, help="told of the real servers")
-    add("--json", type=Path, metavar="FILE", help="write all figures and every request")
-    add("--report", type=Path, metavar="DIR", help="a page with pictures: needs matplotlib")
+    arguments.add_outputs(parser)
     args = parser.parse_args(argv)
-    if args.vllm and len(args.vllm) != len(args.max_num_seqs):
-        parser.error("--max-num-seqs needs a number for each model of --vllm")
-    args.start = _FROM_S / args.speed if args.start is None else args.start
+    args.skip = _FROM_S / args.speed if args.skip is None else args.skip
     args.duration = args.duration or (_QUICK_DURATION_S if args.quick else _DURATION_S)
     args.repeats = args.repeats or (1 if args.quick else _REPEATS)
     return args
@@ -278,10 +222,6 @@ def _names(text: str) -> list[str]:
         return list(dict.fromkeys(contender(part).name for part in text.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

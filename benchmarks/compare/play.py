@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.compare.contenders import Contender, Prediction
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.compare.validity import between, hits, load_since, validity, watching
+from benchmarks.compare.validity import between, hits, validity, watching
 from benchmarks.imbalance import Stay, imbalance
 from extproc.clock import wall
 from extproc.demo.processes import Process, ProcessError
@@ -32,8 +32,6 @@ class Traffic:
     duration_s: float
     stream_share: float
     seed: int
-    known_lengths: bool = False
-    """For servers that end answers where they like."""
 
     def arguments(self, repeat: int) -> list[str]:
         """The load client's."""
@@ -46,8 +44,7 @@ class Traffic:
             "seed": self.seed + repeat,
             "timeout": _TIMEOUT_S,
         }
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        return [*words, "--known-lengths"] if self.known_lengths else words
+        return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 async def play(
@@ -63,7 +60,7 @@ async def play(
         fleet.fresh(directory) as servers,
         contender.running(fleet, servers, directory, traffic.seed + repeat) as front,
     ):
-        async with watching(fleet, servers, wall) as looks:
+        async with watching(servers, wall) as looks:
             result = await _load(front.url, fleet, traffic.arguments(repeat), directory)
         complaints = [*work(result["requests"]), *await front.complaints(result["requests"])]
         predictions = await front.predictions()
@@ -77,14 +74,13 @@ async def play(
     start_s = datetime.fromisoformat(result["run"]["started"]).timestamp()
     arriving = between(looks, start_s, start_s + max(one["at_s"] for one in requests))
     machine = validity(arriving, summary["late_s"]["p99"])
-    summary["warnings"] += [*complaints, *(f"the machine: {one}" for one in machine.doubts)]
+    summary["warnings"] += [*complaints, *(f"the machine: {one}" for one in machine["doubts"])]
     return {
         "run": result["run"] | {"name": contender.name, "repeat": repeat},
-        "validity": machine.to_json(),
+        "validity": machine,
         "complaints": complaints,
         "summary": summary,
         "requests": requests,
-        "load": load_since(looks, start_s),
         "late": arriving[-1].late,
     }
 

@@ -4,13 +4,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.attached import Attached
 from benchmarks.compare.contenders import Prediction, Requests
 from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.pages import get_json
+from benchmarks.pages import decisions
 from benchmarks.polling import poll_interval
 from extproc.demo.stack import Stack
 
@@ -57,7 +56,7 @@ class _Front:
 
     async def complaints(self, requests: Requests) -> list[str]:
         found = await replica_trouble(self.stack.envoy_admin, len(self.stack.replicas))
-        records = {one["request_id"]: one for one in await self._decisions()}
+        records = {one["request_id"]: one for one in await decisions(self.stack.router_admin)}
         stats = await envoy_stats(self.stack.envoy_admin)
         counts = {
             "were not asked about": sum(one["request_id"] not in records for one in requests),
@@ -80,14 +79,5 @@ class _Front:
             one["request_id"]: Prediction(
                 one["predicted_ttft_s"], one["predicted_completion_s"], one["replica"]
             )
-            for one in await self._decisions()
+            for one in await decisions(self.stack.router_admin)
         }
-
-    async def _decisions(self) -> list[dict[str, Any]]:
-        records: list[dict[str, Any]] = []
-        while True:
-            last = records[-1]["number"] if records else 0
-            page = await get_json(f"{self.stack.router_admin}/decisions?after={last}")
-            if not page:
-                return records
-            records += page

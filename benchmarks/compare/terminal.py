@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmarks.report.figures import METRICS, Contender, Spread, contenders, spread
+from benchmarks.report.figures import HEADLINES, Contender, Spread, contenders, spread
 from benchmarks.report.results import Results, read
-from benchmarks.report.sentences import comparison
+from benchmarks.report.words import comparison
 
 _NAME = 30
 _CELL = 22
-_SHOWN = [one for one in METRICS if one.headline]
 
 
 def progress_header() -> str:
@@ -49,10 +48,10 @@ def result(of: Mapping[str, Any]) -> str:
 def _lines(results: Results, every: list[Contender]) -> Iterator[str]:
     turns = max(len(one.runs) for one in every)
     yield f"Seconds; median of {turns} turns (least…most)" if turns > 1 else "Seconds"
-    yield f"{'':{_NAME}}" + "".join(f"{one.name:>{_CELL}}" for one in _SHOWN)
+    yield f"{'':{_NAME}}" + "".join(f"{one.name:>{_CELL}}" for one in HEADLINES)
     for one in every:
         name = f"{one.name} !" if one.doubtful else one.name
-        cells = (f"{_spread(spread(one, metric)):>{_CELL}}" for metric in _SHOWN)
+        cells = (f"{_spread(spread(one, metric)):>{_CELL}}" for metric in HEADLINES)
         yield f"{name:{_NAME}}" + "".join(cells)
     if any(one.doubtful for one in every):
         yield "!: some turns are in doubt"
@@ -64,7 +63,7 @@ def _lines(results: Results, every: list[Contender]) -> Iterator[str]:
 
 def _health(results: Results) -> str:
     wrong = sum(bool(run.complaints) for run in results.runs)
-    doubtful = sum(bool(run.validity.doubts) for run in results.runs)
+    doubtful = sum(bool(run.doubts) for run in results.runs)
     if wrong or doubtful:
         return f"{wrong} did not go as they should, in {doubtful} the machine did not keep up"
     return "each did its own policy, no request failed, and the machine kept up"

@@ -5,84 +5,29 @@ The time in which only the last answers are waited for is left out: it would mak
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.fleets import Fleet, Servers
+import numpy as np
+
+from benchmarks.compare.fleets import Servers, lateness
 from benchmarks.load.summary import LATE_S
 from benchmarks.pages import get_text
 from extproc.clock import Clock
 from extproc.poll.metrics_text import EngineFigures, read_metrics
 
 _INTERVAL_S = 1.0
-
 MOST_BUSY = 0.85
 """Share of all cores."""
 MOST_FOREIGN = 0.1
 """Share of all cores that something else on the machine had."""
 
-
-@dataclass(frozen=True, slots=True)
-class Validity:
-    """What the machine did while requests arrived; seconds, and shares of all its cores."""
-
-    cpu_share: float
-    cpu_own_share: float
-    """Of this comparison's processes; the rest is what else the machine does."""
-    cpu_busiest_second: float
-    client_late_p99_s: float
-    replicas_late_mean_s: float
-    """Of the worst replica, as the next."""
-    replicas_late_p99_s: float
-    replicas_lost_s: float
-    """Time that simulated engines did not catch up on, over all replicas."""
-    silent: tuple[str, ...] = ()
-    """Replicas that did not say how late they were."""
-
-    @property
-    def doubts(self) -> list[str]:
-        """Why figures are the machine's rather than the contender's; empty where they are not."""
-        found = []
-        if self.cpu_share > MOST_BUSY:
-            found.append(f"CPU {self.cpu_share:.0%} busy")
-        if (foreign := self.cpu_share - self.cpu_own_share) > MOST_FOREIGN:
-            found.append(f"something else used {foreign:.0%} of the CPU")
-        if self.client_late_p99_s > LATE_S:
-            found.append(f"the client's p99 was {1e3 * self.client_late_p99_s:.0f} ms late")
-        if self.replicas_late_p99_s > LATE_S:
-            found.append(f"steps' p99 was {1e3 * self.replicas_late_p99_s:.0f} ms late")
-        if self.replicas_lost_s:
-            found.append(f"replicas lost {self.replicas_lost_s:.1f} s")
-        if self.silent:
-            found.append(f"{', '.join(self.silent)} did not say how late steps were")
-        return found
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return {**asdict(self), "doubts": self.doubts}
-
-
-def validity(looks: "Looks", client_late_p99_s: float) -> Validity:
-    """Of what was seen of the machine and its replicas, and how late the client sent."""
-    late = looks[-1].late if looks else {}
-    told = {name: one for name, one in late.items() if one}
-    steps = [one["late_s"] for one in told.values()]
-    seconds = [after.cpu - before.cpu for before, after in pairwise(looks)]
-    whole = Ticks.total_of(seconds)
-    return Validity(
-        cpu_share=whole.share(whole.busy),
-        cpu_own_share=whole.share(whole.own),
-        cpu_busiest_second=max((one.share(one.busy) for one in seconds), default=0.0),
-        client_late_p99_s=client_late_p99_s,
-        replicas_late_mean_s=max((one["mean"] for one in steps), default=0.0),
-        replicas_late_p99_s=max((one["p99"] for one in steps), default=0.0),
-        replicas_lost_s=sum(one["lost_s"] for one in told.values()),
-        silent=tuple(name for name in late if name not in told),
-    )
+Ticks = tuple[int, int, int]
+"""CPU time of all cores since the machine's start, in ticks of its clock: in all, busy, and what
+this process, those it started and those that these started used, ended ones too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +36,7 @@ class Look:
 
     at_s: float
     """By the clock."""
-    cpu: "Ticks"
-    load: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """``running`` and ``waiting`` by replica."""
+    cpu: Ticks
     prompt_tokens: float = 0.0
     """Of all replicas, until then."""
     cached_tokens: float = 0.0
@@ -106,16 +49,43 @@ Looks = Sequence[Look]
 """In order."""
 
 
+def validity(looks: Looks, client_late_p99_s: float) -> dict[str, Any]:
+    """Seconds, shares of all cores, and the ``doubts``: why figures may be the machine's.
+
+    Of what was seen of the machine and its replicas, and how late the client sent.
+    """
+    late = looks[-1].late if looks else {}
+    told = [one for one in late.values() if one]
+    steps = [one["late_s"] for one in told]
+    each = np.diff(np.array([look.cpu for look in looks]).reshape(-1, 3), axis=0)
+    _, busy, own = each.sum(axis=0) / max(each[:, 0].sum(), 1)
+    found = {
+        "cpu_share": busy,
+        "cpu_own_share": own,
+        "cpu_busiest_second": max(each[:, 1] / np.maximum(each[:, 0], 1), default=0.0),
+        "client_late_p99_s": client_late_p99_s,
+        "replicas_late_mean_s": max((one["mean"] for one in steps), default=0.0),
+        "replicas_late_p99_s": max((one["p99"] for one in steps), default=0.0),
+        "replicas_lost_s": sum(one["lost_s"] for one in told),
+    }
+    steps_late, lost = found["replicas_late_p99_s"], found["replicas_lost_s"]
+    silent = ", ".join(name for name, one in late.items() if not one)
+    doubts = {
+        f"CPU {busy:.0%} busy": busy > MOST_BUSY,
+        f"something else used {busy - own:.0%} of the CPU": busy - own > MOST_FOREIGN,
+        f"the client's p99 was {1e3 * client_late_p99_s:.0f} ms late": client_late_p99_s > LATE_S,
+        f"steps' p99 was {1e3 * steps_late:.0f} ms late": steps_late > LATE_S,
+        f"replicas lost {lost:.1f} s": lost > 0,
+        f"{silent} did not say how late steps were": bool(silent),
+    }
+    return {**found, "doubts": [text for text, true in doubts.items() if true]}
+
+
 def between(looks: Looks, start_s: float, end_s: float) -> list[Look]:
     """From the last look before the start to the first after the end."""
     before = sum(one.at_s <= start_s for one in looks)
     until = sum(one.at_s < end_s for one in looks)
     return list(looks[max(before - 1, 0) : until + 1])
-
-
-def load_since(looks: Looks, start_s: float) -> list[dict[str, Any]]:
-    """The load from then on, in seconds since."""
-    return [{"at_s": one.at_s - start_s, **one.load} for one in looks if one.at_s >= start_s]
 
 
 def hits(looks: Looks) -> float:
@@ -126,35 +96,33 @@ def hits(looks: Looks) -> float:
 
 
 @asynccontextmanager
-async def watching(fleet: Fleet, servers: Servers, clock: Clock) -> AsyncIterator[list[Look]]:
+async def watching(servers: Servers, clock: Clock) -> AsyncIterator[list[Look]]:
     """Looks at CPU and replicas every second until the block ends, and once more then."""
     looks: list[Look] = []
-    task = asyncio.create_task(_watch(looks, fleet, servers, clock))
+
+    async def watch() -> None:
+        while True:
+            looks.append(await _look(servers, clock))
+            await asyncio.sleep(_INTERVAL_S)
+
+    task = asyncio.create_task(watch())
     try:
         yield looks
     finally:
         task.cancel()
         await asyncio.wait([task])
-    looks.append(await _look(fleet, servers, clock))
+    looks.append(await _look(servers, clock))
 
 
-async def _watch(looks: list[Look], fleet: Fleet, servers: Servers, clock: Clock) -> None:
-    while True:
-        looks.append(await _look(fleet, servers, clock))
-        await asyncio.sleep(_INTERVAL_S)
-
-
-async def _look(fleet: Fleet, servers: Servers, clock: Clock) -> Look:
+async def _look(servers: Servers, clock: Clock) -> Look:
     at_s, cpu = clock(), ticks()
-    pages = {name: await _figures(address) for name, address in servers.items()}
-    figures = {name: page for name, page in pages.items() if page}
+    figures = [page for address in servers.values() if (page := await _figures(address))]
     return Look(
         at_s,
         cpu,
-        {name: {"running": one.running, "waiting": one.waiting} for name, one in figures.items()},
-        sum(one.prompt_tokens for one in figures.values()),
-        sum(one.cached_tokens for one in figures.values()),
-        await fleet.lateness(servers),
+        sum(one.prompt_tokens for one in figures),
+        sum(one.cached_tokens for one in figures),
+        await lateness(servers),
     )
 
 
@@ -165,57 +133,25 @@ async def _figures(address: str) -> EngineFigures | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Ticks:
-    """CPU time of the machine's cores since its start, in ticks of its clock."""
-
-    total: int
-    busy: int
-    own: int
-    """Of this process and those it started, and that these started, ended ones too."""
-
-    def __sub__(self, other: "Ticks") -> "Ticks":
-        return Ticks(self.total - other.total, self.busy - other.busy, self.own - other.own)
-
-    @classmethod
-    def total_of(cls, several: Iterable["Ticks"]) -> "Ticks":
-        """Their sum."""
-        several = list(several)
-        return cls(
-            sum(one.total for one in several),
-            sum(one.busy for one in several),
-            sum(one.own for one in several),
-        )
-
-    def share(self, part: int) -> float:
-        """Of all cores' time."""
-        return part / max(self.total, 1)
-
-
 def ticks(proc: Path = Path("/proc")) -> Ticks:
     """Up to now; nothing where no Linux says so."""
     try:
         first = (proc / "stat").read_text().partition("\n")[0]
     except OSError:
-        return Ticks(0, 0, 0)
+        return 0, 0, 0
     counts = [int(word) for word in first.split()[1:9]]  # guests' are in user's already
-    idle = counts[3] + counts[4]
-    return Ticks(sum(counts), sum(counts) - idle, _own(proc))
+    return sum(counts), sum(counts) - counts[3] - counts[4], _own(proc)
 
 
 def _own(proc: Path) -> int:
-    parents, used = {}, {}
-    for pid, fields in _processes(proc):
-        parents[pid] = int(fields[1])
-        used[pid] = sum(map(int, fields[11:15]))  # its own, and that of its children that ended
-    return sum(spent for pid, spent in used.items() if os.getpid() in _line(pid, parents))
+    processes = dict(_processes(proc))
+    parents = {pid: int(fields[1]) for pid, fields in processes.items()}
 
+    def ours(pid: int) -> bool:
+        return pid == os.getpid() or (pid in parents and ours(parents[pid]))
 
-def _line(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
-    """The process, its parent, and so on."""
-    while pid:
-        yield pid
-        pid = parents.get(pid, 0)
+    # Of each its own, and that of its children that ended.
+    return sum(sum(map(int, fields[11:15])) for pid, fields in processes.items() if ours(pid))
 
 
 def _processes(proc: Path) -> Iterator[tuple[int, list[str]]]:

@@ -17,16 +17,17 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import arguments
+from benchmarks.distribution import FIGURES
 from benchmarks.fit import recording
-from benchmarks.fit.compare import Comparison, Figures
-from benchmarks.fit.fitted import Fitted, fit
 from benchmarks.fit.record import Plan, record
 from benchmarks.fit.recording import Recording
-from benchmarks.fit.replay import Timing
+from benchmarks.fit.replay import Fitted, fit
+from benchmarks.vllm import described
 from extproc.demo.processes import ProcessError
 from extproc.poll.scrape import ScrapeError
 
@@ -39,53 +40,34 @@ def _print(recorded: Recording, fitted: list[Fitted]) -> None:
     print("; ".join(recorded.about.values()))
     for one in fitted:
         print(f"\n{one.run.name}, {len(one.run.requests)} requests")
-        print(f"{'simulated ÷ real, seconds':28}" + "".join(f"{f:>18}" for f in Figures.__slots__))
+        print(f"{'simulated ÷ real, seconds':28}" + "".join(f"{name:>18}" for name in FIGURES))
         for name, simulated in one.simulated.items():
             for kind, comparison in simulated.comparisons.items():
                 print(f"{name:12}{kind:14}{_row(comparison)}")
         for name, simulated in one.simulated.items():
-            print(f"{name}: {_described(simulated.timing)}", flush=True)
+            print(f"{name}: {described(simulated.step)}", flush=True)
 
 
-def _described(timing: Timing) -> str:
-    step = timing.step
-    return (
-        f"{step.c0 * 1e3:.1f} ms a step, {step.c_prefill * 1e6:.0f} µs a prompt token, "
-        f"{step.c_att * 1e6:.2f} µs for each before it, {step.c_batch * 1e6:.0f} µs a sequence, "
-        f"{step.c_kv * 1e6:.2f} µs a KV token; {timing.frontend_s * 1e3:.1f} ms before the engine"
-    )
-
-
-def _row(one: Comparison) -> str:
+def _row(one: Mapping[str, Any]) -> str:
     cells = (
-        f"{getattr(one.simulated, name):6.2f} ÷{getattr(one.real, name):6.2f}"
-        f"{getattr(one.errors, name):+5.0%}"
-        for name in Figures.__slots__
+        f"{one['simulated'][name]:6.2f} ÷{one['real'][name]:6.2f}{one['errors'][name]:+5.0%}"
+        for name in FIGURES
     )
-    return " ".join(cells) + f"{one.request_error:6.0%}"
+    return " ".join(cells) + f"{one['request_error']:6.0%}"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = arguments.command("fit", __doc__)
     parser.add_argument("--recording", type=Path, default=RECORDED, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    making = parser.add_argument_group("making a recording")
-    making.add_argument("--serve", type=Path, metavar="MODEL_DIR", help="model to run vLLM with")
-    making.add_argument("--max-num-seqs", type=arguments.count, default=16, metavar="N")
-    making.add_argument("--trace", type=Path, default=_TRACE, metavar="FILE")
-    making.add_argument(
-        "--requests", type=arguments.count, default=300, metavar="N", help="of each run [300]"
-    )
-    making.add_argument(
-        "--speed",
-        type=arguments.positive,
-        nargs="+",
-        default=[0.325, 0.4, 0.526],
-        metavar="X",
-        help="of the trace, a run each [0.325 0.4 0.526]",
-    )
-    making.add_argument(
+    add = parser.add_argument_group("making a recording").add_argument
+    add("--serve", type=Path, metavar="MODEL_DIR", help="model to run vLLM with")
+    add("--max-num-seqs", type=arguments.count, default=16, metavar="N")
+    add("--trace", type=Path, default=_TRACE, metavar="FILE")
+    add("--requests", type=arguments.count, default=300, metavar="N", help="of each run [300]")
+    speeds, runs = [0.325, 0.4, 0.526], "of the trace, a run each [0.325 0.4 0.526]"
+    add("--speed", type=arguments.positive, nargs="+", default=speeds, metavar="X", help=runs)
+    add(
         "--shrink",
         type=arguments.count,
         nargs=2,
@@ -102,7 +84,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _record(args: argparse.Namespace) -> None:
     plan = Plan(args.trace, args.requests, args.speed, *args.shrink)
     with tempfile.TemporaryDirectory(prefix="extproc-fit-") as logs:
-        made = asyncio.run(record(args.serve, args.max_num_seqs, plan, Path(logs) / "vllm.log"))
+        made = asyncio.run(record(args.serve, args.max_num_seqs, plan, Path(logs)))
     recording.write(made, args.recording)
 
 

@@ -1,21 +1,38 @@
-"""Makes a recording: runs a real vLLM server, and sends it slices of a trace."""
+"""Makes a recording: runs a real vLLM, sends it slices of a trace, and polls it meanwhile."""
 
+import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 from benchmarks import trace
 from benchmarks.about import about
-from benchmarks.fit.calibrate import bursts
-from benchmarks.fit.client import Client
-from benchmarks.fit.recording import Recording
-from benchmarks.fit.server import MODEL, read_limits, read_version, vllm_server
+from benchmarks.fit.recording import Limits, Recording, Request, Run
+from benchmarks.fit.replay import bursts
+from benchmarks.pages import get_json
 from benchmarks.trace import TracedRequest
+from benchmarks.vllm import MODEL, vllm_servers
+from extproc.clock import monotonic
+from extproc.demo import traffic
+from extproc.poll.counts import engine_counts
+from extproc.poll.scrape import open_session, scrape
+from extproc.predict.windows import EngineCounts
 
+_TOKEN_BUDGET = 2048
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 3000, 1000
 """Tokens: together less than the context of the server."""
+_SPECIAL_TOKENS = 16
+"""Ids below are left out of prompts: beginnings, ends, padding."""
+_POLL_INTERVAL_S = 0.25
+_GIVE_UP_S = 600.0
+_PAUSE_S = 0.2
+"""Between two bursts: the server has become idle."""
+_CORE = 0
+"""The server's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +48,6 @@ class Plan:
     """What the prompts of the trace are divided by."""
     shrink_answers: int
     """The same for what is generated."""
-    seed: int = 0
-    """Of the prompts' tokens."""
 
     def __str__(self) -> str:
         prompts, answers = self.shrink_prompts, self.shrink_answers
@@ -55,46 +70,154 @@ class Plan:
             raise ValueError(f"{self.trace}: all requests of a run arrive at once; send more")
         return [[self._shrunk(one, part[0].at) for one in part] for part in slices]
 
-    def _shrunk(self, request: TracedRequest, start: float) -> TracedRequest:
-        return TracedRequest(
-            at=request.at - start,
-            prompt_tokens=min(
-                max(request.prompt_tokens // self.shrink_prompts, 1), _LONGEST_PROMPT
-            ),
-            output_tokens=min(
-                max(request.output_tokens // self.shrink_answers, 1), _LONGEST_OUTPUT
-            ),
-            max_tokens=None,
+    def _shrunk(self, one: TracedRequest, start: float) -> TracedRequest:
+        prompt, output = (
+            min(max(tokens // shrink, 1), longest)
+            for tokens, shrink, longest in (
+                (one.prompt_tokens, self.shrink_prompts, _LONGEST_PROMPT),
+                (one.output_tokens, self.shrink_answers, _LONGEST_OUTPUT),
+            )
         )
+        return TracedRequest(one.at - start, prompt, output, max_tokens=None)
 
 
-async def record(model: Path, max_num_seqs: int, plan: Plan, log: Path) -> Recording:
+async def record(model: Path, max_num_seqs: int, plan: Plan, logs: Path) -> Recording:
     """Run vLLM with the model in a folder, and record what it does with the requests.
 
+    The model has a core to itself, as it would have a GPU. vLLM's other processes, and this one,
+    share the other cores.
+
     Raises:
-        ProcessError: vLLM could not be started; its output is in ``log``.
+        ProcessError: vLLM could not be started; its output is in ``logs``.
         ScrapeError: it has no counters.
         RuntimeError: a request failed.
         OSError, ValueError: the model or the trace cannot be read.
     """
     planned, here = plan.runs(), about("benchmarks.fit", [])
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
-    async with vllm_server(model, max_num_seqs, log) as server:
-        origin = {
-            "server": f"vLLM {await read_version(server)}, CPU backend, one core",
-            "model": model.name,
-            "machine": here["machine"],
-            "date": here["date"],
-            "requests": str(plan),
-        }
-        limits = await read_limits(server, max_num_seqs)
-        client = Client(server, MODEL, vocabulary, Random(plan.seed))
+    options = [["--max-num-batched-tokens", str(_TOKEN_BUDGET)]]
+    async with vllm_servers([model], [max_num_seqs], logs, options) as servers:
+        (server,) = servers.values()
+        _leave_core(server.pid)
+        version = (await get_json(f"http://{server.address}/version"))["version"]
+        async with open_session(_GIVE_UP_S) as session:
+            page = await scrape(session, server.address, health=False)
+        player = Player(server.address, MODEL, vocabulary, Random(0))
         print("recording requests for the calibration", flush=True)
-        calibration = await client.play_bursts("calibration", bursts())
+        calibration = await player.play("calibration", bursts())
         runs = []
         for requests in planned:
             seconds = requests[-1].at
             name = f"{len(requests) / seconds:.2f} requests/s"
             print(f"recording {len(requests)} requests, {name}, {seconds:.0f} s", flush=True)
-            runs.append(await client.play(name, requests))
+            runs.append(await player.play(name, [requests]))
+    origin = {
+        "server": f"vLLM {version}, CPU backend, one core",
+        "model": model.name,
+        "machine": here["machine"],
+        "date": here["date"],
+        "requests": str(plan),
+    }
+    limits = Limits(max_num_seqs, _TOKEN_BUDGET, page.block_size, page.kv_tokens)
     return Recording(origin, limits, calibration, runs)
+
+
+@dataclass(frozen=True, slots=True)
+class Player:
+    """Sends requests to one server.
+
+    Prompts are random token ids, so that no two share a prefix and none has to be tokenized;
+    ``ignore_eos`` and ``max_tokens`` make each answer as long as it is said to be.
+    """
+
+    server: str
+    """``ip:port``."""
+    model: str
+    """What the server calls it."""
+    vocabulary: int
+    """Token ids of the prompts are below this."""
+    random: Random
+    """Draws the prompts."""
+
+    async def play(self, name: str, parts: Sequence[Sequence[TracedRequest]]) -> Run:
+        """Send the requests of each part at their times, each part when the last has ended.
+
+        The server must be idle, and is polled meanwhile.
+
+        Raises:
+            ScrapeError: the server has no counters.
+            RuntimeError: a request failed, or was not served as it was asked.
+        """
+        served: list[Request] = []
+        prepared = [[self._request(*numbered) for numbered in enumerate(part)] for part in parts]
+        async with _polls(self.server) as polls:
+            started = monotonic()
+            for part, requests in zip(parts, prepared, strict=True):
+                async with traffic.Client(f"http://{self.server}", _GIVE_UP_S) as client:
+                    answers = await client.run(requests)
+                served += [_seen(*pair, started) for pair in zip(part, answers, strict=True)]
+                await asyncio.sleep(_PAUSE_S)
+        return Run(name, served, [replace(poll, at=poll.at - started) for poll in polls])
+
+    def _request(self, number: int, traced: TracedRequest) -> traffic.Request:
+        ids = range(_SPECIAL_TOKENS, self.vocabulary)
+        body = {
+            "model": self.model,
+            "prompt": self.random.choices(ids, k=traced.prompt_tokens),
+            "max_tokens": traced.output_tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        sent = json.dumps(body).encode()
+        return traffic.Request(traced.at, f"fit-{number}", "/v1/completions", sent, stream=True)
+
+
+def _seen(traced: TracedRequest, answer: traffic.Answer, started: float) -> Request:
+    lengths = answer.tokens("prompt"), answer.tokens("completion")
+    if not answer.ok or answer.ttft_s is None:
+        raise RuntimeError(f"a request failed: {answer.account}")
+    if lengths != (traced.prompt_tokens, traced.output_tokens):
+        raise RuntimeError(f"the server counts {lengths} tokens, the trace has {traced}")
+    times = answer.ttft_s, answer.completion_s
+    return Request(answer.sent_at - started, traced.prompt_tokens, traced.output_tokens, *times)
+
+
+@asynccontextmanager
+async def _polls(server: str) -> AsyncIterator[list[EngineCounts]]:
+    """Polls the server; the list grows until the end."""
+    polls: list[EngineCounts] = []
+
+    async def poll() -> None:
+        due = monotonic()
+        async with open_session(_GIVE_UP_S) as session:
+            while True:
+                figures = await scrape(session, server, health=False)
+                polls.append(engine_counts(figures, monotonic()))
+                due = max(due + _POLL_INTERVAL_S, monotonic())
+                await asyncio.sleep(due - monotonic())
+
+    polling = asyncio.create_task(poll())
+    try:
+        yield polls
+    finally:
+        polling.cancel()
+        with suppress(asyncio.CancelledError):
+            await polling
+
+
+def _leave_core(server: int) -> None:
+    """Move everything but the process that runs the model to the other cores."""
+    others = os.sched_getaffinity(0) - {_CORE}
+    os.sched_setaffinity(0, others)
+    for pid in _family(server):
+        if not Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::Worker"):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(thread), others)
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            yield from _family(int(child))

@@ -55,7 +55,7 @@ class Recording:
     """Where it comes from: server, model, machine, date."""
     limits: Limits
     calibration: Run
-    """Of :func:`benchmarks.fit.calibrate.bursts`."""
+    """Of :func:`benchmarks.fit.replay.bursts`."""
     runs: list[Run]
 
 

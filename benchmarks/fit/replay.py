@@ -1,37 +1,133 @@
-"""Plays recorded requests through the simulator's engine, under a virtual clock."""
+"""What the simulator makes of a recording, beside what the clients of the real server saw.
 
+No latency of a run is used to simulate it. Step times come from the requests of
+:func:`bursts`, which were sent for nothing else: lone prompts tell what a prompt token, attention
+and the way to the engine take; answers that are generated together tell what a step, a sequence in
+it and its KV cache take. Or they are learned from the counters of the run, as the product learns.
+"""
+
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from math import inf
+from typing import Any
 
-from benchmarks.fit.recording import Limits, Request
-from extproc.predict.hardware import HardwareProfile
+import numpy as np
+
+from benchmarks.distribution import distribution
+from benchmarks.fit.recording import Limits, Recording, Request, Run
+from benchmarks.trace import TracedRequest
+from extproc.predict.calibration import Calibration
+from extproc.predict.hardware import PROFILES, HardwareProfile
+from extproc.predict.inputs import Floats
 from extproc.predict.step import StepModel
+from extproc.predict.windows import EngineCounts
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
 
+MEASURED, LEARNED = "measured", "learned"
+"""Where step times come from."""
+TIMES = ("ttft", "completion")
+
+_LONE = (16, 64, 128, 256, 512, 1024, 2048) * 2
+"""Tokens of the prompts."""
+_TOGETHER = ((2, 32), (4, 32), (8, 32), (16, 32), (8, 512), (16, 256))
+"""Sequences, and tokens of the prompt of each."""
+_BURSTS = (*((1, prompt, 16) for prompt in _LONE), *((*burst, 64) for burst in _TOGETHER))
+"""Sequences, and tokens of the prompt and of the answer of each."""
+_START = PROFILES["llama-8b-a10"].step
+"""What the server is thought to be before anything was seen of it; it is not."""
+
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """How fast a server is."""
+class Simulated:
+    """A run as it would have been with some step times."""
 
     step: StepModel
-    frontend_s: float = 0.0
-    """Seconds from the client until the engine has the request: HTTP, checks, and the way between
-    vLLM's processes. A step that begins meanwhile begins without it."""
+    requests: list[Request]
+    comparisons: dict[str, dict[str, Any]]
+    """By kind of time: the figures ``real`` and ``simulated``, the ``errors`` of these (0.1 is 10%
+    too long), and ``request_error``, the median over the requests of the error without its sign."""
 
 
-def replay(requests: Items[Request], timing: Timing, limits: Limits) -> list[Request]:
-    """The same requests, as the simulator would have served them."""
-    engine = Engine(_profile(timing.step, limits), limits.block_size)
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A run, and what the simulator makes of it."""
+
+    run: Run
+    simulated: dict[str, Simulated]
+    """With step times from :data:`MEASURED` and :data:`LEARNED`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, and every request."""
+        requests = [asdict(request) for request in self.run.requests]
+        simulated = {name: asdict(one) for name, one in self.simulated.items()}
+        return {"name": self.run.name, "requests": requests, "simulated": simulated}
+
+
+def fit(recorded: Recording) -> list[Fitted]:
+    """Play all runs."""
+    calibrated = measured(recorded.calibration.requests)
+    return [
+        Fitted(
+            run,
+            {
+                MEASURED: _simulate(run, calibrated, recorded.limits),
+                LEARNED: _simulate(run, learned(run.polls), recorded.limits),
+            },
+        )
+        for run in recorded.runs
+    ]
+
+
+def bursts() -> list[list[TracedRequest]]:
+    """What to send to an idle server; each burst at once, when the last one has ended."""
+    return [[TracedRequest(0.0, prompt, output, None)] * batch for batch, prompt, output in _BURSTS]
+
+
+def measured(requests: Items[Request]) -> StepModel:
+    """What those of :func:`bursts`, in that order, say: least squares on relative errors."""
+    rest = iter(requests)
+    rows: list[tuple[tuple[float, ...], float]] = []
+    for batch, prompt, output in _BURSTS:
+        burst = list(islice(rest, batch))
+        if batch == 1:
+            rows.append(((1.0, prompt, 1.0, 0.0, prompt * prompt / 2, 1.0), burst[0].ttft_s))
+        # When the last one's prefill ends all of them decode, for as long as it does.
+        last = max(burst, key=lambda request: request.ttft_s)
+        later = output - 1
+        kv_tokens = batch * (prompt + output / 2)
+        decoding = (later, 0.0, later * batch, later * kv_tokens, 0.0, 0.0)
+        rows.append((decoding, last.completion_s - last.ttft_s))
+    terms = np.array([terms for terms, _ in rows])
+    seconds = np.array([seconds for _, seconds in rows])
+    return StepModel(*_non_negative(terms / seconds[:, None], np.ones(len(rows))).tolist())
+
+
+def learned(polls: Iterable[EngineCounts]) -> StepModel:
+    """From nothing but polled counters, and the profile of another card."""
+    calibration = Calibration(_START)
+    for poll in polls:
+        calibration.poll(poll)
+    return calibration.model
+
+
+def replay(requests: Items[Request], step: StepModel, limits: Limits) -> list[Request]:
+    """The same requests, as the simulator would have served them.
+
+    A step that begins before a request has passed the front end begins without it.
+    """
+    budget = limits.token_budget, limits.max_num_seqs
+    profile = HardwareProfile("recorded", step, limits.kv_tokens, *budget, source="a recording")
+    engine = Engine(profile, limits.block_size)
     sequences = [
         Sequence(number, request.prompt_tokens, request.output_tokens)
         for number, request in enumerate(requests)
     ]
     for request, sequence in zip(requests, sequences, strict=True):
-        reaches_engine = request.at_s + timing.frontend_s
-        engine.advance(reaches_engine)
-        engine.add(sequence, reaches_engine)
+        engine.advance(request.at_s + step.frontend)
+        engine.add(sequence, request.at_s + step.frontend)
     engine.advance(inf)
     return [_served(*pair) for pair in zip(requests, sequences, strict=True)]
 
@@ -39,19 +135,35 @@ def replay(requests: Items[Request], timing: Timing, limits: Limits) -> list[Req
 def _served(request: Request, sequence: Sequence) -> Request:
     assert sequence.first_token is not None
     assert sequence.finished is not None
-    return replace(
-        request,
-        ttft_s=sequence.first_token - request.at_s,
-        completion_s=sequence.finished - request.at_s,
-    )
+    ttft_s, completion_s = sequence.first_token - request.at_s, sequence.finished - request.at_s
+    return replace(request, ttft_s=ttft_s, completion_s=completion_s)
 
 
-def _profile(step: StepModel, limits: Limits) -> HardwareProfile:
-    return HardwareProfile(
-        name="recorded",
-        step=step,
-        kv_tokens=limits.kv_tokens,
-        token_budget=limits.token_budget,
-        max_num_seqs=limits.max_num_seqs,
-        source="learned from a recording",
+def _simulate(run: Run, step: StepModel, limits: Limits) -> Simulated:
+    requests = replay(run.requests, step, limits)
+    return Simulated(step, requests, {kind: _compare(run, requests, kind) for kind in TIMES})
+
+
+def _compare(run: Run, simulated: Items[Request], kind: str) -> dict[str, Any]:
+    real, ours = (
+        np.array([getattr(one, f"{kind}_s") for one in each]) for each in (run.requests, simulated)
     )
+    theirs, mine = distribution(real) or {}, distribution(ours) or {}
+    return {
+        "real": theirs,
+        "simulated": mine,
+        "errors": {name: mine[name] / theirs[name] - 1.0 for name in theirs},
+        "request_error": float(np.median(np.abs(ours / real - 1.0))),
+    }
+
+
+def _non_negative(terms: Floats, wanted: Floats) -> Floats:
+    """Least squares without the terms that would come out below zero."""
+    solution: Floats = np.zeros(terms.shape[1])
+    used = np.arange(terms.shape[1])
+    while True:
+        found = np.linalg.lstsq(terms[:, used], wanted, rcond=None)[0]
+        if (found >= 0.0).all():
+            solution[used] = found
+            return solution
+        used = used[found >= 0.0]

@@ -8,44 +8,40 @@ request was answered whole, 1 when some failed, 2 when it could not begin.
 """
 
 import argparse
+import asyncio
 import gc
-import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from math import inf
-from pathlib import Path
 from random import Random
 from secrets import token_hex
+from time import process_time
 from typing import Any
 from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmarks import arguments, report, trace
+from benchmarks import arguments, trace
 from benchmarks.about import about
 from benchmarks.limits import allow_many_connections
-from benchmarks.load.client import Client, Traffic, connections
-from benchmarks.load.effort import watch
 from benchmarks.load.plan import plan
-from benchmarks.load.summary import summary, table
+from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import PATHS, TargetError, ask
 from benchmarks.progress import progress
 from extproc.clock import monotonic
-from extproc.demo.traffic import POLICY_HEADER
+from extproc.demo.traffic import POLICY_HEADER, Client
+
+_EVERY_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = _arguments(argv)
     try:
-        if args.json:
-            args.json.open("a").close()  # now, not after minutes
-        if args.report:
-            report.writable(args.report)
+        arguments.check_outputs(args)
         origin = about("benchmarks.load", argv)
-        requests = trace.read(args.trace, args.speed, args.requests, args.start, args.duration)
+        requests = trace.read(args.trace, args.speed, args.requests, args.skip, args.duration)
         result = uvloop.run(_run(args, requests, origin))
     except (OSError, ValueError, TargetError) as error:
         print(f"load: {error}", file=sys.stderr)
@@ -54,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nload: interrupted, nothing was kept", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells count
     print(table(result["summary"]))
-    if args.json:
-        args.json.write_text(json.dumps(result) + "\n")
-    if args.report:
-        print(report.write(result, args.report))
+    arguments.keep(args, result)
     return 1 if result["summary"]["failed"] else 0
 
 
@@ -65,22 +58,21 @@ async def _run(
     args: argparse.Namespace, requests: Sequence[trace.TracedRequest], origin: dict[str, Any]
 ) -> dict[str, Any]:
     """The result, as --json writes it."""
-    salt = str(args.seed)
+    salt, run = str(args.seed), f"load-{token_hex(4)}"
     headers = {POLICY_HEADER: args.policy_header} if args.policy_header else {}
     allow_many_connections()
-    async with connections(args.timeout) as session:
-        target = await ask(session, args.url, args.endpoint, args.model, salt)
-        if args.context:
-            target = replace(target, context=args.context)
-        planned = plan(requests, target, args.stream_share, args.known_lengths, Random(args.seed))
-        if not planned:
-            raise ValueError(f"no request fits into the context of {target.context} tokens")
-        client = Client(session, args.url, target, salt, token_hex(4), headers, monotonic)
-        gc.freeze()
-        started = datetime.now(UTC)
-        shown = _shown(client.traffic, len(planned))
-        effort = await watch(client.run(planned), shown, monotonic)
-    traffic = client.traffic
+    target = await ask(args.url, args.endpoint, args.model, salt)
+    target = replace(target, context=args.context or target.context)
+    planned = plan(requests, target, args.stream_share, args.known_lengths, Random(args.seed))
+    if not planned:
+        raise ValueError(f"no request fits into the context of {target.context} tokens")
+    gc.freeze()
+    async with Client(args.url, args.timeout) as client:
+        started, began = datetime.now(UTC), monotonic()
+        sending = client.run(one.request(target, salt, run, headers) for one in planned)
+        effort = await _watch(client, asyncio.ensure_future(sending), len(planned))
+        took = monotonic() - began
+    records = [record(*pair) for pair in zip(planned, client.answers.values(), strict=True)]
     return {
         "run": {
             "name": args.policy_header or "default",
@@ -88,106 +80,62 @@ async def _run(
             "model": target.model,
             "trace": ",".join(map(str, args.trace)),
             "speed": args.speed,
-            "from_s": args.start,
+            "from_s": args.skip,
             "stream_share": args.stream_share,
             "policy": args.policy_header,
             "known_lengths": args.known_lengths,
             "seed": args.seed,
             "started": started.isoformat(timespec="milliseconds"),
-            "duration_s": traffic.ended_at_s,
+            "duration_s": took,
             **origin,
         },
-        "summary": summary(traffic, effort, len(requests) - len(planned)),
-        "requests": [asdict(one) for one in traffic.sent],
+        "summary": summary(records, client, effort, took, len(requests) - len(planned)),
+        "requests": records,
     }
 
 
-def _shown(traffic: Traffic, planned: int) -> Callable[[], None]:
-    """Shows how far it has come, whenever it is called."""
+async def _watch(client: Client, work: asyncio.Future[Any], planned: int) -> Effort:
+    """What the client itself uses of its core until the work is done, and shows how far it is."""
     show = progress("load")
-    return lambda: show(
-        traffic.ended / planned,
-        f"{len(traffic.sent)} of {planned} sent, {traffic.in_flight} in flight, "
-        f"{traffic.failed} failed",
-    )
+    begun = since_cpu = process_time()
+    since, busiest = monotonic(), 0.0
+    while not work.done():
+        await asyncio.wait({work}, timeout=_EVERY_S)
+        now, cpu = monotonic(), process_time()
+        if now - since > _EVERY_S / 2 or not busiest:  # the last bit of a second says little
+            busiest = max(busiest, (cpu - since_cpu) / max(now - since, 1e-9))
+        since, since_cpu = now, cpu
+        counts = f"{client.in_flight} in flight, {client.failed} failed"
+        show(client.ended / planned, f"{len(client.answers)} of {planned} sent, {counts}")
+    work.result()
+    return Effort(since_cpu - begun, busiest)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.load",
-        usage="%(prog)s --url URL --trace FILE[,FILE] [options]",
-        description=__doc__,
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    usage = "%(prog)s --url URL --trace FILE[,FILE] [options]"
+    parser = arguments.command("load", __doc__, usage=usage)
     add = parser.add_argument
     add("--url", type=_url, required=True, help="http://host:port, with or without /v1")
     add("--trace", type=arguments.paths, required=True, metavar="FILE[,FILE]")
-    add(
-        "--speed",
-        type=arguments.positive,
-        default=1.0,
-        metavar="X",
-        help="times as fast as the trace",
-    )
-    add(
-        "--from",
-        type=arguments.time,
-        default=0.0,
-        dest="start",
-        metavar="S",
-        help="leave out what arrives in the first S seconds; time counts from there",
-    )
-    add(
-        "--duration",
-        type=arguments.positive,
-        default=inf,
-        metavar="S",
-        help="send what arrives in the first S seconds",
-    )
-    add("--requests", type=arguments.count, metavar="N", help="send the first N of the trace")
-    add(
-        "--stream-share",
-        type=arguments.share,
-        default=1.0,
-        metavar="F",
-        help="share of the requests that are streamed, 0 to 1 [1]",
-    )
+    arguments.add_part(parser, "--from")
+    share = "share of the requests that are streamed, 0 to 1 [1]"
+    add("--stream-share", type=arguments.share, default=1.0, metavar="F", help=share)
     add("--policy-header", metavar="P", help="ask the router for this policy")
     add("--model", metavar="NAME", help="where the server has several")
-    add(
-        "--endpoint",
-        type=_endpoints,
-        default=list(PATHS),
-        metavar="chat,completions",
-        help="one or both",
+    both = list(PATHS)
+    add("--endpoint", type=_endpoints, default=both, metavar=",".join(both), help="one or both")
+    longest = "leave out what needs more than N tokens [as the server says]"
+    add("--context", type=arguments.count, metavar="N", help=longest)
+    known = (
+        "max_tokens is what the trace generated, with ignore_eos: for servers other than "
+        "simulated replicas, which end an answer where they like"
     )
-    add(
-        "--context",
-        type=arguments.count,
-        metavar="N",
-        help="leave out what needs more than N tokens [as the server says]",
-    )
-    add(
-        "--known-lengths",
-        action="store_true",
-        help="max_tokens is what the trace generated, with ignore_eos: for servers other than "
-        "simulated replicas, which end an answer where they like",
-    )
-    add(
-        "--timeout",
-        type=arguments.positive,
-        default=300.0,
-        metavar="S",
-        help="for a whole answer [300]",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        help="of the prompts' words, and which are streamed and which are chats [0]",
-    )
-    add("--json", type=Path, metavar="FILE", help="write all figures and every request")
-    add("--report", type=Path, metavar="DIR", help="write a page with pictures: needs matplotlib")
+    add("--known-lengths", action="store_true", help=known)
+    whole = "for a whole answer [300]"
+    add("--timeout", type=arguments.positive, default=300.0, metavar="S", help=whole)
+    drawn = "of the prompts' words, and which are streamed and which are chats [0]"
+    add("--seed", type=int, default=0, help=drawn)
+    arguments.add_outputs(parser)
     return parser.parse_args(argv)
 
 

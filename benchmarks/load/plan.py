@@ -1,6 +1,7 @@
 """What will be sent, and when."""
 
-from collections.abc import Collection, Iterable, Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from benchmarks.load.prompts import prompt
 from benchmarks.load.target import PATHS, Endpoint, Target
 from benchmarks.trace import TracedRequest
+from extproc.demo.traffic import Request
 from extproc.simulator.server import OUTPUT_TOKENS_STATE
 
 _ROOM_TOKENS = 64
@@ -37,18 +39,15 @@ class Planned:
         """Equal for requests whose prompts begin alike, unlike any other's without hash ids."""
         return self.traced.hash_ids[:1] or (-self.number,)
 
-    @property
-    def path(self) -> str:
-        """Where to."""
-        return PATHS[self.endpoint]
+    def request(self, target: Target, salt: str, run: str, headers: Mapping[str, str]) -> Request:
+        """As the client sends it.
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """What a simulated replica shall generate, where peers of the router let it pass.
-
-        Nothing else reads it.
+        What a simulated replica shall generate is told where peers of the router let it pass;
+        nothing else reads it.
         """
-        return {"tracestate": f"{OUTPUT_TOKENS_STATE}={self.traced.output_tokens}"}
+        told = {**headers, "tracestate": f"{OUTPUT_TOKENS_STATE}={self.traced.output_tokens}"}
+        path, body = PATHS[self.endpoint], json.dumps(self.body(target, salt)).encode()
+        return Request(self.at_s, f"{run}-{self.number:05}", path, body, self.streamed, told)
 
     def body(self, target: Target, salt: str) -> dict[str, Any]:
         """The JSON body."""

@@ -1,16 +1,21 @@
-"""What a run came to: figures, the table of them, and whether they can be trusted."""
+"""What a run came to: every request, figures, the table of them, and whether to trust them."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from benchmarks.load.client import Sent, Traffic
-from benchmarks.load.effort import Effort
+from benchmarks.distribution import FIGURES, distribution
+from benchmarks.load.plan import Planned
+from extproc.demo.traffic import Answer, Client
 
 Figures = dict[str, Any]
 """In the form of the JSON report; times in seconds."""
+Record = Mapping[str, Any]
+"""Of a request, as :func:`record` makes it."""
 
 LATE_S = 0.02
 """Lateness at p99 from which on the arrivals are no longer the trace's: some engine steps."""
@@ -19,7 +24,6 @@ BUSY = 0.9
 _OFF = 0.05
 """By how much token counts may differ from the trace's."""
 
-_FIGURES = ("mean", "p50", "p95", "p99")
 _ROWS = (
     ("time to first token", "ttft_s"),
     ("between chunks", "gap_s"),
@@ -28,38 +32,67 @@ _ROWS = (
 )
 
 
-def summary(traffic: Traffic, effort: Effort, left_out: int = 0) -> Figures:
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """CPU time of the client: one that is busy measures itself."""
+
+    cpu_s: float
+    busiest_second: float
+    """The largest share of a core in any second."""
+
+
+def record(planned: Planned, answer: Answer) -> Figures:
+    """A request as ``--json`` has it: what was asked, and what came of it."""
+    return {
+        "at_s": planned.at_s,
+        "late_s": answer.late_s,
+        "endpoint": planned.endpoint,
+        "streamed": planned.streamed,
+        "prompt_tokens": planned.traced.prompt_tokens,
+        "max_tokens": planned.max_tokens,
+        "planned_output_tokens": planned.traced.output_tokens,
+        "request_id": answer.request_id,
+        "counted_prompt_tokens": answer.tokens("prompt"),
+        "output_tokens": answer.tokens("completion"),
+        "ttft_s": answer.ttft_s,
+        "completion_s": answer.completion_s if answer.ok else None,
+        "failed_after_s": None if answer.ok else answer.completion_s,
+        "gaps_s": _gaps(answer.gaps_s),
+        "status": answer.status,
+        "error": answer.problem or None,
+        "replica": answer.replica,
+    }
+
+
+def summary(
+    records: Sequence[Record], client: Client, effort: Effort, took_s: float, left_out: int = 0
+) -> Figures:
     """A run in figures; a distribution of nothing is None.
 
     ``left_out`` requests of the trace were not sent, for the context has no room for them.
     """
-    sent = traffic.sent
-    answered = [one for one in sent if one.error is None]
-    seconds = max(traffic.ended_at_s, 1e-9)
+    answered = [one for one in records if one["error"] is None]
+    gaps = chain.from_iterable(one.gaps_s for one in client.answers.values() if one.ok)
     figures: Figures = {
-        "requests": len(sent),
+        "requests": len(records),
         "left_out": left_out,
         "answered": len(answered),
-        "failed": len(sent) - len(answered),
-        "requests_per_s": len(answered) / seconds,
-        "output_tokens_per_s": sum(one.output_tokens or 0 for one in answered) / seconds,
+        "failed": len(records) - len(answered),
+        "requests_per_s": len(answered) / took_s,
+        "output_tokens_per_s": sum(one["output_tokens"] or 0 for one in answered) / took_s,
         **_latencies(answered),
-        "gap_s": _distribution(traffic.gaps_s),
-        "late_s": _distribution([one.late_s for one in sent]),
-        "errors": dict(Counter(one.error for one in sent if one.error).most_common()),
-        "replicas": _by_replica(sent),
-        "prompt_tokens": _tokens(
-            (one.prompt_tokens, one.counted_prompt_tokens) for one in answered
-        ),
-        "output_tokens": _tokens(
-            (one.planned_output_tokens, one.output_tokens) for one in answered
-        ),
+        "gap_s": distribution(np.fromiter(gaps, np.float64)),
+        "late_s": distribution([one["late_s"] for one in records]),
+        "errors": dict(Counter(one["error"] for one in records if one["error"]).most_common()),
+        "replicas": _by_replica(records),
+        "prompt_tokens": _tokens(answered, "prompt_tokens", "counted_prompt_tokens"),
+        "output_tokens": _tokens(answered, "planned_output_tokens", "output_tokens"),
         "client": {
             "cpu_s": effort.cpu_s,
             "busiest_second": effort.busiest_second,
-            "cpu_us_per_request": 1e6 * effort.cpu_s / max(len(sent), 1),
-            "chunks": traffic.chunks,
-            "most_in_flight": traffic.most_in_flight,
+            "cpu_us_per_request": 1e6 * effort.cpu_s / max(len(records), 1),
+            "chunks": sum(one.chunks for one in client.answers.values()),
+            "most_in_flight": client.most_in_flight,
         },
     }
     return {**figures, "warnings": list(_warnings(figures))}
@@ -71,8 +104,8 @@ def table(figures: Figures) -> str:
         f"{figures['answered']} of {figures['requests']} requests answered, "
         f"{figures['requests_per_s']:.2f} requests/s, "
         f"{figures['output_tokens_per_s']:.0f} tokens/s",
-        f"\n{'seconds':<22}" + "".join(f"{name:>10}" for name in _FIGURES),
-        *(f"{label:<22}{_cells(figures[key], _FIGURES)}" for label, key in _ROWS),
+        f"\n{'seconds':<22}" + "".join(f"{name:>10}" for name in FIGURES),
+        *(f"{label:<22}{_cells(figures[key], FIGURES)}" for label, key in _ROWS),
         *_replica_lines(figures["replicas"]),
     ]
     if figures["left_out"]:
@@ -100,43 +133,43 @@ def _replica_lines(replicas: Figures) -> Iterable[str]:
         yield f"{name:<22}{one['requests']:>10}{one['failed']:>10}{ttft}  {completion}"
 
 
-def _cells(distribution: Figures | None, names: Sequence[str]) -> str:
-    if distribution is None:
+def _cells(figures: Figures | None, names: Sequence[str]) -> str:
+    if figures is None:
         return "".join(f"{'–':>10}" for _ in names)
-    return "".join(f"{distribution[name]:>10.3f}" for name in names)
+    return "".join(f"{figures[name]:>10.3f}" for name in names)
 
 
-def _by_replica(sent: Sequence[Sent]) -> Figures:
+def _by_replica(records: Sequence[Record]) -> Figures:
     """For each replica that said its name."""
-    names = sorted({one.replica for one in sent if one.replica})
-    return {name: _of_replica([one for one in sent if one.replica == name]) for name in names}
+    names = sorted({one["replica"] for one in records if one["replica"]})
+    return {name: _counts([one for one in records if one["replica"] == name]) for name in names}
 
 
-def _of_replica(sent: Sequence[Sent]) -> Figures:
-    answered = [one for one in sent if one.error is None]
-    failed = len(sent) - len(answered)
-    return {"requests": len(sent), "failed": failed, **_latencies(answered)}
+def _counts(records: Sequence[Record]) -> Figures:
+    answered = [one for one in records if one["error"] is None]
+    failed = len(records) - len(answered)
+    return {"requests": len(records), "failed": failed, **_latencies(answered)}
 
 
-def _latencies(answered: Sequence[Sent]) -> Figures:
+def _latencies(answered: Sequence[Record]) -> Figures:
     return {
-        "ttft_s": _distribution([one.ttft_s for one in answered if one.ttft_s is not None]),
-        "completion_s": _distribution([one.completion_s for one in answered if one.completion_s]),
+        key: distribution([one[key] for one in answered if one[key] is not None])
+        for key in ("ttft_s", "completion_s")
     }
 
 
-def _distribution(seconds: Sequence[float]) -> dict[str, float] | None:
+def _gaps(seconds: Sequence[float]) -> Figures | None:
     if not len(seconds):
         return None
-    p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
-    return {"mean": float(np.mean(seconds)), "p50": p50, "p95": p95, "p99": p99}
+    p99 = float(np.quantile(seconds, 0.99, method="inverted_cdf"))
+    return {"mean": sum(seconds) / len(seconds), "p99": p99, "max": max(seconds)}
 
 
-def _tokens(pairs: Iterable[tuple[int, int | None]]) -> dict[str, int]:
+def _tokens(answered: Iterable[Record], planned: str, counted: str) -> dict[str, int]:
     """By the trace and by the server, of the answers that the server counted."""
-    counted = [(planned, count) for planned, count in pairs if count is not None]
-    planned, server = (sum(column) for column in zip(*counted, strict=True)) if counted else (0, 0)
-    return {"planned": planned, "counted": server}
+    known = [one for one in answered if one[counted] is not None]
+    sums = (sum(one[key] for one in known) for key in (planned, counted))
+    return dict(zip(("planned", "counted"), sums, strict=True))
 
 
 def _warnings(figures: Figures) -> Iterable[str]:
@@ -151,16 +184,11 @@ def _warnings(figures: Figures) -> Iterable[str]:
             f"the client used {client['busiest_second']:.0%} of a core in its busiest second: "
             "times are partly its own, do not trust the figures; use a lower --speed"
         )
-    yield from _off("prompt", figures["prompt_tokens"], "the server counts words differently")
-    yield from _off(
-        "output",
-        figures["output_tokens"],
-        "only simulated replicas generate what the trace says; see --known-lengths",
-    )
-
-
-def _off(what: str, tokens: dict[str, int], why: str) -> Iterable[str]:
-    if tokens["planned"] and abs(tokens["counted"] / tokens["planned"] - 1) > _OFF:
-        yield (
-            f"{what} tokens are {tokens['counted'] / tokens['planned']:.0%} of the trace's: {why}"
-        )
+    for what, why in (
+        ("prompt", "the server counts words differently"),
+        ("output", "only simulated replicas generate what the trace says; see --known-lengths"),
+    ):
+        tokens = figures[f"{what}_tokens"]
+        if tokens["planned"] and abs(tokens["counted"] / tokens["planned"] - 1) > _OFF:
+            share = tokens["counted"] / tokens["planned"]
+            yield f"{what} tokens are {share:.0%} of the trace's: {why}"

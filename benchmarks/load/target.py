@@ -31,24 +31,19 @@ class Target:
     """For each endpoint that requests may go to."""
 
 
-async def ask(
-    session: aiohttp.ClientSession,
-    url: str,
-    endpoints: Sequence[Endpoint],
-    model: str | None,
-    salt: str,
-) -> Target:
+async def ask(url: str, endpoints: Sequence[Endpoint], model: str | None, salt: str) -> Target:
     """Asks the server, which answers two short prompts for each endpoint.
 
     Raises:
         TargetError: it cannot be reached, or does not take such requests.
     """
     try:
-        name, context = await _model(session, url, model)
-        counting = {
-            endpoint: await _counting(session, f"{url}{PATHS[endpoint]}", name, salt)
-            for endpoint in endpoints
-        }
+        async with aiohttp.ClientSession() as session:
+            name, context = await _model(session, url, model)
+            counting = {
+                endpoint: await _counting(session, f"{url}{PATHS[endpoint]}", name, salt)
+                for endpoint in endpoints
+            }
     except (aiohttp.ClientError, TimeoutError) as error:
         reason = str(error) or type(error).__name__
         raise TargetError(f"{url} cannot be reached: {reason}; is it running?") from None

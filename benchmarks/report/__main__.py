@@ -20,22 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if need be")
     args = parser.parse_args(argv)
     try:
-        print(report.write(_read(args.results), args.out))
-    except ValueError as error:
+        print(report.write(json.loads(args.results.read_bytes()), args.out))
+    except ValueError as error:  # no JSON, no UTF-8, no result
         print(f"report: {args.results}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"report: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        results: dict[str, object] = json.loads(path.read_bytes())
-    except ValueError as error:  # no UTF-8, too
-        raise ValueError(f"not JSON: {error}") from None
-    return results
 
 
 if __name__ == "__main__":

@@ -4,26 +4,48 @@ What the terminal prints, what the page shows and what the JSON sums up is compu
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from benchmarks.report.results import Request, Results, Run, read
-
-Of = Callable[[Run], float | None]
+from benchmarks.report.results import Results, Run, read
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of one run; less is better."""
+    """A figure of one run's answered requests; less is better."""
 
     name: str
-    of: Of
+    of: str
+    """What of a request."""
+    percent: float | None = None
+    """Its percentile; None: its mean."""
     headline: bool = False
     """Worth a sentence."""
+
+    def figure(self, run: Run) -> float | None:
+        """None where no request has it."""
+        values = measured(run, self.of)
+        if not values:
+            return None
+        percent = self.percent
+        return float(np.mean(values) if percent is None else np.percentile(values, percent))
+
+
+METRICS = (
+    Metric("Completion, p99", "completion_s", 99, headline=True),
+    Metric("Completion, p95", "completion_s", 95),
+    Metric("Completion, p50", "completion_s", 50),
+    Metric("Completion, mean", "completion_s", headline=True),
+    Metric("TTFT, p99", "ttft_s", 99, headline=True),
+    Metric("TTFT, p50", "ttft_s", 50),
+    Metric("TTFT, mean", "ttft_s", headline=True),
+    Metric("Time per token, p99", "token_s", 99),
+)
+HEADLINES = [one for one in METRICS if one.headline]
 
 
 @dataclass(frozen=True)
@@ -63,48 +85,6 @@ class Beside:
         return self.less == turns
 
 
-def ttft(one: Request) -> float | None:
-    """Seconds to the first token."""
-    return one.ttft_s
-
-
-def completion(one: Request) -> float | None:
-    """Seconds to the end of the answer."""
-    return one.completion_s
-
-
-def token_time(one: Request) -> float | None:
-    """Seconds between chunks, on average over the response."""
-    return one.gaps_s.mean if one.gaps_s else None
-
-
-def measured(run: Run, what: Callable[[Request], float | None]) -> list[float]:
-    """Of the answered requests, those that have it."""
-    return [value for one in run.answered if (value := what(one)) is not None]
-
-
-def _mean(what: Callable[[Request], float | None]) -> Of:
-    return lambda run: float(np.mean(values)) if (values := measured(run, what)) else None
-
-
-def _percentile(what: Callable[[Request], float | None], percent: float) -> Of:
-    return lambda run: (
-        float(np.percentile(values, percent)) if (values := measured(run, what)) else None
-    )
-
-
-METRICS = (
-    Metric("Completion, p99", _percentile(completion, 99), headline=True),
-    Metric("Completion, p95", _percentile(completion, 95)),
-    Metric("Completion, p50", _percentile(completion, 50)),
-    Metric("Completion, mean", _mean(completion), headline=True),
-    Metric("TTFT, p99", _percentile(ttft, 99), headline=True),
-    Metric("TTFT, p50", _percentile(ttft, 50)),
-    Metric("TTFT, mean", _mean(ttft), headline=True),
-    Metric("Time per token, p99", _percentile(token_time, 99)),
-)
-
-
 @dataclass(frozen=True)
 class Contender:
     """One way of routing, and its runs."""
@@ -113,12 +93,12 @@ class Contender:
     reference: bool
     runs: Sequence[Run]
 
-    @cached_property
+    @property
     def counted(self) -> int:
         """Requests that figures are of."""
         return sum(len(run.counted) for run in self.runs)
 
-    @cached_property
+    @property
     def failed(self) -> int:
         """Of these, those without a whole answer."""
         return self.counted - sum(len(run.answered) for run in self.runs)
@@ -126,17 +106,15 @@ class Contender:
     @cached_property
     def doubtful(self) -> frozenset[int]:
         """The turns that prove nothing."""
-        return frozenset(run.run.repeat for run in self.runs if run.in_doubt)
+        return frozenset(run.repeat for run in self.runs if run.in_doubt)
 
     @cached_property
     def figures(self) -> dict[str, dict[int, float]]:
-        """Of each metric that can be had, its value by turn."""
-        values = {
-            metric.name: {run.run.repeat: metric.of(run) for run in self.runs} for metric in METRICS
-        }
+        """Of each metric its value by turn, where it can be had."""
+        values = {one.name: {run.repeat: one.figure(run) for run in self.runs} for one in METRICS}
         return {
-            name: {turn: value for turn, value in by_turn.items() if value is not None}
-            for name, by_turn in values.items()
+            name: {turn: value for turn, value in of.items() if value is not None}
+            for name, of in values.items()
         }
 
     def sound(self, metric: Metric) -> dict[int, float]:
@@ -145,12 +123,18 @@ class Contender:
         return {turn: value for turn, value in values.items() if turn not in self.doubtful}
 
 
+def measured(run: Run, what: str) -> list[float]:
+    """Of the answered requests, those that have it."""
+    values = (getattr(one, what) for one in run.answered)
+    return [value for value in values if value is not None]
+
+
 def contenders(results: Results) -> list[Contender]:
     """In the order of their first runs."""
     runs: dict[str, list[Run]] = {}
     for run in results.runs:
-        runs.setdefault(run.run.name, []).append(run)
-    return [Contender(name, of[0].run.reference, of) for name, of in runs.items()]
+        runs.setdefault(run.name, []).append(run)
+    return [Contender(name, of[0].reference, of) for name, of in runs.items()]
 
 
 def spread(contender: Contender, metric: Metric) -> Spread | None:

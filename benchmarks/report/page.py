@@ -1,30 +1,80 @@
-"""The page: one file that needs nothing from anywhere."""
+"""The page: one file that needs nothing from anywhere, its pictures beside it, and the JSON."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from base64 import b64encode
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryFile
+from typing import Any
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from benchmarks.report.figures import (
+    METRICS,
+    Contender,
+    Metric,
+    beside_best,
+    contenders,
+    spread,
+)
+from benchmarks.report.results import Overhead, Results, Setup, read
+from benchmarks.report.words import added, between, of_turns, outcome, ratio, ratios, seconds
 
 _TEMPLATE = Path(__file__).with_name("page.html")
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A picture of the page, and a file of its own."""
-
-    name: str
-    """Of its file, without ``.png``."""
-    heading: str
-    caption: str
-    figure: "Figure | None"
-    """None where the results hold nothing to draw."""
-    missing: str = ""
-    """What they would have to hold."""
+_TERMS = (
+    "TTFT is the time until the first token of an answer arrives, completion the time until its "
+    "last. Requests are sent when the trace says, whether or not those before are answered. p99 "
+    "is the time that 99 of 100 requests stay below. Lower is better everywhere."
+)
+_SAME = {
+    "load": "A recorded trace of requests was sent to one target.",
+    "compare": "The same recorded requests were sent to the same replicas once for each way of "
+    "choosing the replica of a request.",
+    "simulate": "The same recorded requests were played against the same simulated replicas, "
+    "under a virtual clock, once for each way of choosing the replica of a request.",
+}
+_OVERHEAD = (
+    "The same small requests were sent through Envoy alone, through Envoy with an ext_proc server "
+    "that does nothing, and through Envoy with the router. Behind it a server answers at once, so "
+    "that what is seen is the way, not the model."
+)
+_COSTS = (
+    *("", "Latency, p50", "p95", "p99", "Requests/s", "Failed"),
+    *("Router's CPU per request", "Router's memory per stream"),
+)
+_STRETCHED = (
+    "How long requests take, from the fastest on the left to the slowest on the right. The tail "
+    "is stretched: from p90 to p99 is as far as from p99 to p99.9. Lower is better. A band "
+    "reaches from the fastest to the slowest turn."
+)
+_PICTURES = {
+    "figures": (
+        "At a glance",
+        "Further left is better. Every panel has a logarithmic scale of its own. Dot: median of "
+        "the turns; bar: from the least to the greatest.",
+    ),
+    "completion": ("Completion: time to the last token", _STRETCHED),
+    "ttft": ("TTFT: time to the first token", _STRETCHED),
+    "load": (
+        "Load of each replica over time",
+        "One row for each replica; the brighter, the more requests are on it; empty: none. "
+        "Replicas of equal speed should be equally bright, faster ones should hold more. The first "
+        "turn is drawn.",
+    ),
+    "prediction": (
+        "Predicted beside actual completion",
+        "What the router expected when a request came, and what it took: on the line it was right, "
+        "above the line the request was done sooner than expected, beyond a dashed line it was "
+        "off by more than a factor of 2. The brighter, the more requests.",
+    ),
+    "overhead": (
+        "What the router adds, and what it costs",
+        "Latency at a fixed rate of requests; requests a second and CPU with a fixed number in "
+        "flight all the time; memory that the router's process grew by for each request in flight.",
+    ),
+}
+"""Heading and caption. Those of an earlier run are removed."""
 
 
 @dataclass(frozen=True)
@@ -35,23 +85,160 @@ class Content:
     intro: str
     outcome: Sequence[str]
     table: str
-    drawings: Sequence[Drawing]
     about: Mapping[str, Any]
 
 
-def html(content: Content, pictures: Mapping[str, str]) -> str:
-    """The page; pictures are SVG, by the name of the drawing."""
+def writable(folder: Path) -> None:
+    """To be called before minutes of measuring; makes the folder.
+
+    Raises:
+        ValueError: matplotlib is missing.
+        OSError: nothing can be written there.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("the report needs matplotlib: pip install 'extproc[bench]'") from None
+    folder.mkdir(parents=True, exist_ok=True)
+    TemporaryFile(dir=folder).close()
+
+
+def write(results: Mapping[str, Any], folder: Path) -> Path:
+    """Writes ``index.html``, its pictures as PNG, and ``results.json``; returns the page's path.
+
+    Raises:
+        ValueError: ``results`` is not what a benchmark writes with ``--json``, or matplotlib is
+            missing.
+        OSError: the folder cannot be written.
+    """
+    writable(folder)
+    from benchmarks.report.pictures import draw  # needs matplotlib
+
+    known = read(results)
+    drawn = draw(known)
+    for name in _PICTURES:
+        (folder / f"{name}.png").unlink(missing_ok=True)
+    for name, png in drawn.items():
+        (folder / f"{name}.png").write_bytes(png)
+    page = folder / "index.html"
+    page.write_text(html(content(known), drawn), encoding="utf-8")
+    (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
+    return page
+
+
+def html(content: Content, pictures: Mapping[str, bytes]) -> str:
+    """The page; pictures are PNGs."""
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(content.title),
         intro=escape(content.intro),
         outcome="\n".join(f"<li>{escape(one)}</li>" for one in content.outcome),
         table=content.table,
-        figures="\n".join(_figure(one, pictures.get(one.name)) for one in content.drawings),
+        figures="\n".join(_figure(*pair) for pair in pictures.items()),
         about="\n".join(_about(content.about)),
     )
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[str]], note: str) -> str:
+def content(results: Results | Overhead) -> Content:
+    """Everything but the pictures."""
+    if isinstance(results, Overhead):
+        alone = results.setups[0]
+        note = f"Latency in ms, and below it how much more than {alone.name}."
+        rows = [_costs(one, alone) for one in results.setups]
+        title, said = "Envoy with and without the router", added(results)
+        return Content(title, _OVERHEAD, said, _table(_COSTS, rows, note), results.about)
+    every = contenders(results)
+    many = f"{len(every)} ways of choosing a replica, side by side"
+    return Content(
+        f"How long requests take: {many if len(every) > 1 else every[0].name}",
+        f"{_SAME[results.kind]} {_TERMS}",
+        outcome(results, every),
+        _figures(results, every),
+        results.about,
+    )
+
+
+def _figures(results: Results, every: Sequence[Contender]) -> str:
+    metrics = [one for one in METRICS if any(spread(each, one) for each in every)]
+    rows = (
+        [_name(one), *_counts(one), *(_metric(one, every, metric) for metric in metrics)]
+        for one in every
+    )
+    head = ["", "Requests", "of them streamed", "Failed", *(one.name for one in metrics)]
+    return _table(head, rows, " ".join(_notes(results, every)))
+
+
+def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:
+    turns = max(len(one.runs) for one in every)
+    if turns > 1:
+        yield "Requests are those of one turn, failed ones those of all."
+        yield f"Median of {turns} turns, below it the least and the greatest."
+    if len(every) > 1:
+        yield "The figure with × compares with the best other of the same turn: below 1 is better."
+        yield (
+            "Below it its least and greatest. Shaded: better in all turns. ≈: turns do not agree, "
+            "no clear difference."
+            if turns > 1
+            else "One turn does not show how much of that is chance."
+        )
+    if any(one.doubtful for one in every):
+        yield "Turns in doubt are in the figures, and compared with nothing."
+    if len(results.ours) > 1:
+        yield "The others, in the sentences above, are those that are not this router's own."
+    for one in every:
+        if one.reference:
+            yield f"{one.name} cannot be had in production, and nobody is compared with it."
+
+
+def _name(one: Contender) -> str:
+    return _cell(one.name, [f"in doubt: {of_turns(one)}"] if one.doubtful else [])
+
+
+def _counts(one: Contender) -> Iterator[str]:
+    """Requests of a turn, those of them that were streamed, and those that failed in all turns."""
+    streamed = [[each.streamed for each in run.counted] for run in one.runs]
+    told = any(each is not None for run in streamed for each in run)
+    yield _cell(_count([len(run.counted) for run in one.runs]))
+    yield _cell(_count([sum(map(bool, run)) for run in streamed]) if told else "–")
+    yield _cell(f"{one.failed:,}")
+
+
+def _count(counts: Sequence[int]) -> str:
+    """The same in all turns, or from the least to the greatest."""
+    least, most = min(counts), max(counts)
+    return f"{most:,}" if least == most else f"{least:,} – {most:,}"
+
+
+def _metric(one: Contender, every: Sequence[Contender], metric: Metric) -> str:
+    its = spread(one, metric)
+    if its is None:
+        return _cell("–")
+    small = [between(its.least, its.most)]
+    beside = beside_best(one, [other for other in every if not other.reference], metric)
+    if beside is None:
+        return _cell(seconds(its.median), small)
+    of = beside.ratio
+    unclear = "≈ " if of.turns > 1 and beside.better is None else ""
+    small += [f"{unclear}{ratio(of.median)}", ratios(of.least, of.most)]
+    best = beside.better is True and not one.doubtful and not one.reference
+    return _cell(seconds(its.median), small, best)
+
+
+def _costs(one: Setup, alone: Setup) -> Iterator[str]:
+    yield _cell(one.name)
+    for name in ("p50_ms", "p95_ms", "p99_ms"):
+        value = getattr(one.rate, name)
+        more = value - getattr(alone.rate, name)
+        yield _cell(f"{value:.2f}", [] if one is alone else [f"+{more:.2f}"])
+    yield _cell(f"{one.requests_per_s:,.0f}")
+    yield _cell(f"{one.failed:,}")
+    yield _cell(f"{one.cpu_us:,.0f} µs")
+    yield _cell(f"{one.stream_kb:,.0f} kB")
+
+
+# -- HTML -----------------------------------------------------------------------------------
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]], note: str) -> str:
     """``head`` is text; a row's cells are whole ``td`` elements."""
     names = "".join(f"<th>{escape(name)}</th>" for name in head)
     lines = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
@@ -61,19 +248,26 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]], note: str) -> str:
     )
 
 
-def cell(text: str, small: Iterable[str] = (), best: bool = False) -> str:
+def _cell(text: str, small: Iterable[str] = (), best: bool = False) -> str:
     """One figure, and smaller ones below it."""
     below = "".join(f"<small>{escape(one)}</small>" for one in small if one)
     mark = ' class="best"' if best else ""
     return f"<td{mark}>{escape(text)}{below}</td>"
 
 
-def _figure(one: Drawing, svg: str | None) -> str:
-    heading = f"<h2>{escape(one.heading)}</h2>"
-    if svg is None:
-        return f"{heading}\n<p>Not drawn: {escape(one.missing)}.</p>"
-    caption = f"<figcaption>{escape(one.caption)}</figcaption>"
-    return f"{heading}\n<figure>\n{caption}\n{svg}\n</figure>"
+def _figure(name: str, png: bytes) -> str:
+    heading, caption = map(escape, _PICTURES[name])
+    image = f'<img alt="{heading}" src="data:image/png;base64,{b64encode(png).decode()}">'
+    figure = f"<figure>\n<figcaption>{caption}</figcaption>\n{image}\n</figure>"
+    return f"<h2>{heading}</h2>\n{figure}"
+
+
+def _about(about: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in about.items():
+        if value is not None:
+            said = "<br>".join(escape(line) for line in _lines(value))
+            said = f"<code>{said}</code>" if key == "command" else said
+            yield f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{said}</dd>"
 
 
 def _lines(value: Any) -> list[str]:
@@ -83,11 +277,3 @@ def _lines(value: Any) -> list[str]:
     if isinstance(value, list):
         return [", ".join(", ".join(_lines(one)) for one in value)]
     return [f"{value:g}" if isinstance(value, float) else str(value)]
-
-
-def _about(about: Mapping[str, Any]) -> Iterable[str]:
-    for key, value in about.items():
-        if value is not None:
-            said = "<br>".join(escape(line) for line in _lines(value))
-            said = f"<code>{said}</code>" if key == "command" else said
-            yield f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{said}</dd>"

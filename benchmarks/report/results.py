@@ -3,13 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
-
-
-class Gaps(BaseModel):
-    """Times between the chunks of one response, seconds."""
-
-    mean: float
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 
 class Request(BaseModel):
@@ -25,7 +19,8 @@ class Request(BaseModel):
     """It was sent so much after that."""
     ttft_s: PositiveFloat | None = None
     completion_s: PositiveFloat | None = None
-    gaps_s: Gaps | None = None
+    gaps_s: dict[str, float] | None = None
+    """Times between the chunks of its response: ``mean`` and others."""
     error: str | None = None
     failed_after_s: float | None = None
     replica: str | None = None
@@ -38,62 +33,39 @@ class Request(BaseModel):
         return self.error is None and self.completion_s is not None
 
     @property
+    def token_s(self) -> float | None:
+        """Between chunks, on average."""
+        return self.gaps_s["mean"] if self.gaps_s else None
+
+    @property
     def sent_s(self) -> float:
         return self.at_s + self.late_s
 
     @property
-    def lasted_s(self) -> float | None:
-        """From sending to the end, good or bad; None where nobody knows."""
-        return self.completion_s if self.answered else self.failed_after_s
-
-
-class Busy(BaseModel):
-    """Requests on a replica at one moment."""
-
-    running: float = 0.0
-    waiting: float = 0.0
-
-
-class RunAbout(BaseModel):
-    """Whose run it is."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str = "this run"
-    repeat: int = 0
-    reference: bool = False
-    """It cannot be had in production (an oracle), so nobody is measured against it."""
-
-
-class Summary(BaseModel):
-    """Of a run's own summary, what cannot be computed from its requests."""
-
-    warnings: list[str] = []
-
-
-class Validity(BaseModel):
-    """What the machine did in a run."""
-
-    doubts: list[str] = []
-    """Why figures are the machine's rather than the contender's."""
+    def ended_s(self) -> float | None:
+        """Well or not; None where nobody knows."""
+        lasted = self.completion_s if self.answered else self.failed_after_s
+        return None if lasted is None else self.sent_s + lasted
 
 
 class Run(BaseModel):
     """One contender, one repeat."""
 
-    run: RunAbout
+    name: str = Field("this run", validation_alias=AliasPath("run", "name"))
+    repeat: int = Field(0, validation_alias=AliasPath("run", "repeat"))
+    reference: bool = Field(False, validation_alias=AliasPath("run", "reference"))
+    """It cannot be had in production (an oracle), so nobody is measured against it."""
     requests: list[Request]
-    load: list[dict[str, float | Busy]] = []
-    """Samples of the replicas: ``{"at_s": 1.2, replica: {"running": 3, "waiting": 0}, …}``."""
-    summary: Summary = Summary()
+    warnings: list[str] = Field([], validation_alias=AliasPath("summary", "warnings"))
     complaints: list[str] = []
     """What did not go as it should; failed requests, too."""
-    validity: Validity = Validity()
+    doubts: list[str] = Field([], validation_alias=AliasPath("validity", "doubts"))
+    """Why figures are the machine's rather than the contender's."""
 
     @property
     def in_doubt(self) -> bool:
         """Nothing is to be concluded from it."""
-        return bool(self.complaints or self.validity.doubts)
+        return bool(self.complaints or self.doubts)
 
     @property
     def counted(self) -> list[Request]:
@@ -125,7 +97,6 @@ class Results(BaseModel):
 class Latency(BaseModel):
     """What the client of ``overhead`` saw."""
 
-    answered: int
     failed: int
     p50_ms: float
     p95_ms: float
@@ -174,25 +145,20 @@ def read(results: Mapping[str, Any]) -> Results | Overhead:
 
 
 def _read(results: Mapping[str, Any]) -> Results | Overhead:
+    fields: dict[str, Any]
     if "overhead" in results:
-        return Overhead.model_validate(
-            {"about": results["overhead"], "setups": results.get("setups")}
-        )
-    if "run" in results:
-        about = {key: value for key, value in _object(results["run"]).items() if key != "name"}
-        return Results.model_validate({"kind": "load", "about": about, "runs": [results]})
-    for kind in ("compare", "simulate"):
-        if kind in results:
-            about = _object(results[kind])
-            fields = {"runs": results.get("runs"), "events": results.get("events", [])}
-            named = {"kind": kind, "about": about, "ours": about.get("ours", [])}
-            return Results.model_validate(named | fields)
+        fields = {"about": results["overhead"], "setups": results.get("setups")}
+        return Overhead.model_validate(fields)
+    for kind in ("compare", "simulate", "run"):
+        if kind not in results:
+            continue
+        about = results[kind]
+        if kind == "run":
+            fields = {"kind": "load", "about": about, "runs": [results]}
+        else:
+            ours = about.get("ours", []) if isinstance(about, Mapping) else []
+            fields = {**results, "kind": kind, "about": about, "ours": ours}
+        return Results.model_validate(fields)
     raise ValueError(
         "not a benchmark's result: it has neither of run, compare, simulate and overhead"
     )
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"not a benchmark's result: {value!r:.40} where an object is wanted")
-    return dict(value)

@@ -60,7 +60,7 @@ async def route(url: str, pool: str, replicas: int, rate: float, seconds: float)
         asyncio.create_task(share(config, services.fleet, services.metrics)),
     ]
     async with asyncio.timeout(_READY_S):
-        while len(services.fleet.states) < replicas:  # noqa: ASYNC110 - another process
+        while len(services.fleet.members) < replicas:  # noqa: ASYNC110 - another process
             await asyncio.sleep(_LOOK_EVERY_S)
     made: list[float] = []
     if rate:
@@ -69,7 +69,7 @@ async def route(url: str, pool: str, replicas: int, rate: float, seconds: float)
     cpu, began, ages, late = _cpu(), time.monotonic(), [], []
     before, heard = len(made), _heard(registry)
     while (now := time.monotonic()) - began < seconds:
-        ages += [time.time() - state.scraped_at for state in services.fleet.states]
+        ages += [time.time() - state.scraped_at for state in services.fleet.members]
         await asyncio.sleep(_LOOK_EVERY_S)
         late.append(time.monotonic() - now - _LOOK_EVERY_S)
     took = time.monotonic() - began
@@ -77,7 +77,7 @@ async def route(url: str, pool: str, replicas: int, rate: float, seconds: float)
     for task in tasks:
         task.cancel()
     return RouterFigures(
-        replicas=len(services.fleet.states),
+        replicas=len(services.fleet.members),
         cpu=(_cpu() - cpu) / took,
         decisions=round((len(made) - before) / took),
         age_p50_s=float(np.quantile(ages, 0.5)),

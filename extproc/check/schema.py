@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from extproc.check.finding import Finding, Level
 from extproc.check.tree import Node, Path, written
-from extproc.settings import nearest
+from extproc.nearest import nearest
 
 _PACKAGE = "envoy_data_plane"
 

@@ -20,10 +20,10 @@ from rich.live import Live
 from extproc.demo.by_hand import instructions
 from extproc.demo.journal import Journal
 from extproc.demo.processes import Process, ProcessError
-from extproc.demo.report import FleetLoad, Report, Run
+from extproc.demo.report import Report, Run
 from extproc.demo.samples import samples
+from extproc.demo.screen import Screen, plain
 from extproc.demo.stack import MODEL, USUAL_PORTS, Stack
-from extproc.demo.table import Screen, conclusions, plain, summary
 from extproc.demo.traffic import send_all
 
 _SEED = 1
@@ -115,18 +115,15 @@ async def _compare(
     async def run(name: str, policy: str | None) -> Run:
         under = policy or "the default policy"
         console.print(f"\n{args.requests} requests, {args.rate:g}/s, under {under}", style="bold")
-        load = FleetLoad()
         requests = islice(samples(MODEL, args.rate, Random(_SEED)), args.requests)
-        async with _displayed(stack, journal, console, load=load):
+        async with _displayed(stack, journal, console):
             answers = await send_all(stack.url, requests, name, policy)
         await journal.settle({answer.request_id for answer in answers})
         names = {stack.address(replica.name): replica.name for replica in stack.replicas}
-        return Run(answers, dict(journal.entries), names, load)
+        return Run(answers, dict(journal.entries), names)
 
     report = Report(stack.ready_s, await run("default", None), await run("again", "round_robin"))
-    console.print("\n", summary(report))
-    for line in conclusions(report):
-        console.print(f"  {line}")
+    console.print(f"\n{report}", markup=False, soft_wrap=True)
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
     return report.failure
@@ -137,11 +134,7 @@ async def _compare(
 
 @asynccontextmanager
 async def _displayed(
-    stack: Stack,
-    journal: Journal,
-    console: Console,
-    reserved: int = 0,
-    load: FleetLoad | None = None,
+    stack: Stack, journal: Journal, console: Console, reserved: int = 0
 ) -> AsyncIterator[None]:
     """Shows what happens in the meantime: as a live table on a terminal, else line by line."""
     screen = Screen(stack, journal, reserved)
@@ -149,8 +142,6 @@ async def _displayed(
 
     async def step() -> None:
         ended = await journal.refresh()
-        if load is not None:
-            load.sample(journal.fleet)
         for process in stack.ended():
             console.print(_obituary(process, stack), style="red", markup=False, soft_wrap=True)
         if live is not None:

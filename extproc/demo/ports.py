@@ -1,12 +1,18 @@
 """Loopback ports for the processes of a stack."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import cache
+from itertools import chain, cycle, islice
 from types import MappingProxyType
 
-_ANY = 0
-_TRIES = 100
+_HOST = "127.0.0.1"
+_STRETCH = 256
+_STRETCHES = range(16_384, 32_768, _STRETCH)
+"""Below the ports that systems give to outgoing connections: nothing takes one of them between
+its choice and its use, or while the process that had it starts again."""
+_TRIES = 2 * _STRETCH
 
 
 def pick_ports(
@@ -25,25 +31,44 @@ def pick_ports(
         return {name: _pick(port, in_a_row.get(name, 1), held) for name, port in wanted.items()}
 
 
-def _pick(port: int, count: int, held: ExitStack) -> int:
-    for _ in range(_TRIES):
+def _pick(wanted: int, count: int, held: ExitStack) -> int:
+    for first in chain([wanted] if wanted else [], islice(_own_ports(), _TRIES)):
         with ExitStack() as tried:
             try:
-                first = _bind(port, tried)
-                for other in range(first + 1, first + count):
-                    _bind(other, tried)
+                for port in range(first, first + count):
+                    _bind(port, tried)
             except OSError:
-                port = _ANY
-            else:
-                held.enter_context(tried.pop_all())
-                return first
-    raise OSError(f"found no {count} free ports in a row on 127.0.0.1")
+                continue
+            held.enter_context(tried.pop_all())
+            return first
+    raise OSError(f"found no {count} free ports in a row on {_HOST}")
 
 
-def _bind(port: int, held: ExitStack) -> int:
+def _bind(port: int, held: ExitStack) -> None:
     probe = held.enter_context(socket.socket())
     # As servers do: connections of a server that just ended do not hold its port.
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    probe.bind(("127.0.0.1", port))
-    chosen: int = probe.getsockname()[1]
-    return chosen
+    probe.bind((_HOST, port))
+    probe.listen()  # or another with SO_REUSEADDR might be bound to it, too
+
+
+@cache
+def _own_ports() -> Iterator[int]:
+    """Ports that this process alone chooses from, each a long time after it was chosen last.
+
+    While it lives it holds the first port of its stretch.
+    """
+    for first in _STRETCHES:
+        guard = socket.socket()
+        try:
+            guard.bind((_HOST, first))
+        except OSError:
+            guard.close()
+        else:
+            return _cycle(guard, range(first + 1, first + _STRETCH))
+    raise OSError(f"every stretch of ports on {_HOST} is taken")
+
+
+def _cycle(guard: socket.socket, ports: range) -> Iterator[int]:
+    with guard:
+        yield from cycle(ports)

@@ -5,7 +5,6 @@ import ctypes
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Self
 
 import aiohttp
+
+from extproc.demo.ports import pick_ports
 
 Check = Callable[[], Awaitable[bool]]
 """Says whether a process is ready to serve."""
@@ -199,10 +200,7 @@ def answers(url: str) -> Check:
 
 def free_port() -> int:
     """Return a TCP port of the loopback address that nothing uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return pick_ports({"": 0})[""]
 
 
 def redis_binary() -> Path:

@@ -1,38 +1,17 @@
 """What two runs of the same requests under two policies came to."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from extproc.demo.journal import Entry, ReplicaNow
+from extproc.demo.journal import Entry
 from extproc.demo.traffic import Answer
+from extproc.layout import Column, table
 
-
-class FleetLoad:
-    """How busy each replica was, from samples of the fleet."""
-
-    def __init__(self) -> None:
-        self._samples: list[dict[str, ReplicaNow]] = []
-
-    def sample(self, fleet: dict[str, ReplicaNow]) -> None:
-        """Take the fleet as it is now, by name."""
-        self._samples.append(fleet)
-
-    def busy(self, name: str) -> float:
-        """Share of the samples in which the replica had work, 0…1."""
-        return self._mean(float(one[name].running > 0) for one in self._samples if name in one)
-
-    def running(self, name: str) -> float:
-        """Requests running on the replica, on average."""
-        return self._mean(one[name].running for one in self._samples if name in one)
-
-    @staticmethod
-    def _mean(values: Iterable[float]) -> float:
-        listed = list(values)
-        return sum(listed) / len(listed) if listed else 0.0
+_Percentiles = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +23,6 @@ class Run:
     """By request id."""
     names: Mapping[str, str]
     """``ip:port`` → name of the replica."""
-    load: FleetLoad
 
     @property
     def ok(self) -> int:
@@ -68,18 +46,18 @@ class Run:
         return {name: served[address] for address, name in self.names.items()}
 
     @property
-    def completion_s(self) -> dict[str, float | None]:
-        """Percentiles of the seconds to the end of an answer."""
+    def completion_s(self) -> _Percentiles:
+        """Of the seconds to the end of an answer."""
         return percentiles([answer.completion_s for answer in self.answers if answer.ok])
 
     @property
-    def ttft_s(self) -> dict[str, float | None]:
-        """Percentiles of the seconds to the first token, of the streamed answers."""
+    def ttft_s(self) -> _Percentiles:
+        """Of the seconds to the first token, of the streamed answers."""
         return percentiles([one.ttft_s for one in self.answers if one.ok and one.ttft_s])
 
     @property
-    def added_ms(self) -> dict[str, float | None]:
-        """Percentiles of the milliseconds requests waited for the router, as Envoy counts them."""
+    def added_ms(self) -> _Percentiles:
+        """Of the milliseconds requests waited for the router, as Envoy counts them."""
         waits = [entry.access.added_ms for entry in self._known() if entry.access]
         return percentiles([wait for wait in waits if wait is not None])
 
@@ -88,14 +66,30 @@ class Run:
         """Median of \\|predicted - actual\\| ÷ actual completion."""
         return percentiles(
             [
-                abs(entry.decision.predicted_completion_s - answer.completion_s)
-                / answer.completion_s
+                abs(entry.decision.predicted_completion_s / answer.completion_s - 1.0)
                 for answer in self.answers
                 if answer.ok
                 and (entry := self.entries.get(answer.request_id))
                 and entry.decision is not None
             ]
         )["p50"]
+
+    def failure(self, policy: str) -> str:
+        """Why it did not show what it should, under a policy of that name; empty when it did."""
+        sent = len(self.answers)
+        if self.ok < sent:
+            problem = next(answer.account for answer in self.answers if not answer.ok)
+            return f"under {policy}, {sent - self.ok} of {sent} requests failed: {problem}"
+        if self.fallback:
+            return f"under {policy}, Envoy's fallback served {self.fallback} of {sent} requests"
+        if self.routed < sent:
+            return f"under {policy}, {sent - self.routed} of {sent} requests were not routed"
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures that both runs have; seconds as the names say."""
+        names = ("ok", "routed", "fallback", "per_replica", "completion_s", "ttft_s")
+        return {name: getattr(self, name) for name in names}
 
     def _known(self) -> list[Entry]:
         found = (self.entries.get(answer.request_id) for answer in self.answers)
@@ -119,47 +113,59 @@ class Report:
     @property
     def failure(self) -> str:
         """Why the demo did not show what it should; empty when it did."""
-        for policy, run in (("the default policy", self.run), ("round_robin", self.round_robin)):
-            sent = len(run.answers)
-            if run.ok < sent:
-                problem = next(answer.problem for answer in run.answers if not answer.ok)
-                return f"under {policy}, {sent - run.ok} of {sent} requests failed: {problem}"
-            if run.fallback:
-                return f"under {policy}, Envoy's fallback served {run.fallback} of {sent} requests"
-            if run.routed < sent:
-                return f"under {policy}, {sent - run.routed} of {sent} requests were not routed"
-        return ""
+        return self.run.failure("the default policy") or self.round_robin.failure("round_robin")
 
     def to_json(self) -> dict[str, Any]:
         """The figures; seconds and milliseconds as the names say."""
-        run, other = self.run, self.round_robin
+        added_ms = self.run.added_ms
         return {
-            "requests": len(run.answers),
-            "ok": run.ok,
-            "routed": run.routed,
-            "fallback": run.fallback,
-            "predicted_error_median": run.predicted_error_median,
-            "added_ms_p50": run.added_ms["p50"],
-            "added_ms_p99": run.added_ms["p99"],
+            "requests": len(self.run.answers),
+            **self.run.to_json(),
+            "predicted_error_median": self.run.predicted_error_median,
+            "added_ms_p50": added_ms["p50"],
+            "added_ms_p99": added_ms["p99"],
             "ready_s": self.ready_s,
-            "per_replica": run.per_replica,
-            "completion_s": run.completion_s,
-            "ttft_s": run.ttft_s,
-            "round_robin": {
-                "ok": other.ok,
-                "routed": other.routed,
-                "fallback": other.fallback,
-                "per_replica": other.per_replica,
-                "completion_s": other.completion_s,
-                "ttft_s": other.ttft_s,
-            },
+            "round_robin": self.round_robin.to_json(),
             "p99_ratio": self.p99_ratio,
         }
 
+    def __str__(self) -> str:
+        """Both runs side by side, and what follows."""
+        runs = (self.run, self.round_robin)
+        rows = [
+            ["answered", *(str(run.ok) for run in runs)],
+            ["routed / by fallback", *(f"{run.routed} / {run.fallback}" for run in runs)],
+        ]
+        for title, name in (("completion", "completion_s"), ("first token", "ttft_s")):
+            for at in ("p50", "p99"):
+                rows.append([f"{title} {at}", *(_seconds(getattr(run, name)[at]) for run in runs)])
+        for replica in self.run.per_replica:
+            rows.append([f"served by {replica}", *(str(run.per_replica[replica]) for run in runs)])
+        title = f"{len(self.run.answers)} requests"
+        columns = [Column(title, left=True), Column("default"), Column("round_robin")]
+        return "\n".join([*table(columns, rows), "", *self._conclusions()])
 
-def percentiles(values: list[float]) -> dict[str, float | None]:
+    def _conclusions(self) -> list[str]:
+        lines, added_ms = [], self.run.added_ms
+        if self.p99_ratio is not None:
+            lines.append(f"p99 completion: {self.p99_ratio:.1f} times as long under round_robin")
+        if (error := self.run.predicted_error_median) is not None:
+            lines.append(
+                f"prediction error: {error:.0%} in the median, the answers' lengths being unknown"
+            )
+        if (p50 := added_ms["p50"]) is not None:
+            p99 = added_ms["p99"]
+            lines.append(f"the router adds {p50:.1f} ms in the median, {p99:.1f} ms at p99")
+        return lines
+
+
+def percentiles(values: list[float]) -> _Percentiles:
     """``p50`` and ``p99``; None of no values."""
     if not values:
         return {"p50": None, "p99": None}
     p50, p99 = np.percentile(values, (50, 99))
     return {"p50": float(p50), "p99": float(p99)}
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"

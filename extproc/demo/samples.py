@@ -1,6 +1,6 @@
-"""Sample requests: the mix of chats, long prompts and long answers that people send."""
+"""The mix of requests of demo, chaos and benchmarks: what people send, or a part of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import log
 from random import Random
@@ -24,7 +24,7 @@ _WORDS = _VOCABULARY.split()
 
 
 @dataclass(frozen=True, slots=True)
-class _Lengths:
+class Lengths:
     """Log-normal token counts, within limits."""
 
     median: float
@@ -33,22 +33,30 @@ class _Lengths:
     most: int
 
     def draw(self, random: Random) -> int:
+        """One of them."""
         length = round(random.lognormvariate(log(self.median), self.spread))
         return min(max(length, self.least), self.most)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class Kind:
+    """Requests alike."""
+
     name: str
     share: float
-    prompt: _Lengths
-    output: _Lengths
+    prompt: Lengths
+    output: Lengths
+    bounds: Sequence[int] = _BOUNDS
+    unbounded_share: float = _UNBOUNDED_SHARE
+    """Of its chats."""
+    known: bool = False
+    """Whether its bound is what it generates, and the model cannot end it before."""
 
 
-_KINDS = (
-    _Kind("chat", 0.60, _Lengths(120, 0.8, 10, 1000), _Lengths(90, 0.6, 5, 400)),
-    _Kind("document", 0.25, _Lengths(2500, 0.5, 800, 6000), _Lengths(60, 0.5, 10, 200)),
-    _Kind("essay", 0.15, _Lengths(60, 0.5, 10, 200), _Lengths(300, 0.3, 150, 500)),
+KINDS = (
+    Kind("chat", 0.60, Lengths(120, 0.8, 10, 1000), Lengths(90, 0.6, 5, 400)),
+    Kind("document", 0.25, Lengths(2500, 0.5, 800, 6000), Lengths(60, 0.5, 10, 200)),
+    Kind("essay", 0.15, Lengths(60, 0.5, 10, 200), Lengths(300, 0.3, 150, 500)),
 )
 
 
@@ -78,27 +86,32 @@ class Sample:
         return {**self._body, "messages": [{"role": "user", "content": prompt}]}
 
 
-def samples(model: str, rate: float, random: Random) -> Iterator[Sample]:
+def samples(
+    model: str, rate: float, random: Random, kinds: Sequence[Kind] = KINDS
+) -> Iterator[Sample]:
     """Requests without end, at ``rate`` per second on average, arriving independently."""
     at = 0.0
     while True:
-        yield _sample(model, at, random)
+        yield _sample(model, at, random, kinds)
         at += random.expovariate(rate)
 
 
-def _sample(model: str, at: float, random: Random) -> Sample:
-    kind = random.choices(_KINDS, [kind.share for kind in _KINDS])[0]
+def _sample(model: str, at: float, random: Random, kinds: Sequence[Kind]) -> Sample:
+    kind = random.choices(kinds, [kind.share for kind in kinds])[0]
     chat = random.random() < _CHAT_SHARE
     body: dict[str, Any] = {"model": model, "stream": random.random() < _STREAMED_SHARE}
-    bound = random.choice(_BOUNDS)
-    if not chat or random.random() >= _UNBOUNDED_SHARE:
+    bound = random.choice(kind.bounds)
+    if not chat or random.random() >= kind.unbounded_share:
         body["max_tokens"] = bound
     if body["stream"] and random.random() < 0.5:
         body["stream_options"] = {"include_usage": True}
+    output_tokens = kind.output.draw(random)
+    if kind.known:
+        body |= {"max_tokens": output_tokens, "ignore_eos": True}
     return Sample(
         at_s=at,
         kind=kind.name,
-        output_tokens=kind.output.draw(random),
+        output_tokens=output_tokens,
         path="/v1/chat/completions" if chat else "/v1/completions",
         _body=body,
         _prompt=_text(kind.prompt.draw(random), random),

@@ -44,8 +44,8 @@ class SimulatedReplica:
     profile: str
     """Hardware profile it has, and is known to the router to have."""
     arguments: tuple[str, ...] = ()
-    """Further ones of ``extproc replica``."""
-    program: tuple[str, ...] = ("extproc", "replica")
+    """Further ones of ``extproc simulate``."""
+    program: tuple[str, ...] = ("extproc", "simulate")
     """What ``python -m`` runs: another program may take the same arguments."""
     kv_events_ports: tuple[int, int] | None = None
     """Where it tells of its KV blocks, and where it tells so again."""

@@ -1,80 +1,91 @@
-"""Asks a router's admin address for its decisions."""
+"""Asks the admin addresses of a router's workers for their decisions."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
 
-_PATIENCE_S = 10.0
+_PATIENCE = aiohttp.ClientTimeout(total=10.0)
 
 
 class AskError(Exception):
-    """The router did not answer, or not as a router does; the message says what to do."""
+    """No router answered, or not as a router does; a line for each says what to do."""
 
 
-class Asker:
-    """Asks one router."""
+async def ask(routers: Sequence[str], request_id: str | None, most: int) -> list[Any]:
+    """The newest decisions, or all about one request, as JSON, oldest first.
 
-    def __init__(self, router: str) -> None:
-        """Takes the admin address: ``host:port`` or ``http://host:port``."""
-        address = router if "://" in router else f"http://{router}"
-        self.url = address.rstrip("/")
+    Args:
+        routers: admin address of each worker: ``host:port`` or ``http://host:port``.
+        request_id: whose decisions; None: those of all.
+        most: of all, at most so many.
 
-    async def of_request(self, request_id: str) -> list[Any]:
-        """The decisions about one request, oldest first, as JSON.
+    Raises:
+        AskError: none of them answered, or none keeps a decision of that request.
+    """
+    urls = [(one if "://" in one else f"http://{one}").rstrip("/") for one in routers]
+    async with aiohttp.ClientSession(timeout=_PATIENCE) as session:
+        asking = (
+            _last(session, url, most) if request_id is None else _about(session, url, request_id)
+            for url in urls
+        )
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+    errors = [one for one in answers if isinstance(one, BaseException)]
+    for error in errors:
+        if not isinstance(error, AskError):
+            raise error
+    if len(errors) == len(answers):
+        raise AskError("\n".join(map(str, errors)))
+    found = [record for one in answers if isinstance(one, list) for record in one]
+    if len(urls) > 1:  # the numbers of one worker say nothing of another's
+        found.sort(key=lambda record: record.get("decided_at", 0.0))
+    return found if request_id is not None else found[-most:]
 
-        Raises:
-            AskError: no router answered, or it keeps no decision of that request.
-        """
-        found = await self._get({"request_id": request_id})
-        if not found:
-            raise AskError(
-                f"the router at {self.url} keeps no decision about request {request_id!r}: it was "
-                "not asked, had no replica to choose, or has dropped it since "
-                "(serve.decisions_kept)"
-            )
+
+async def _about(session: aiohttp.ClientSession, url: str, request_id: str) -> list[Any]:
+    if found := await _get(session, url, request_id=request_id):
         return found
+    raise AskError(
+        f"the router at {url} keeps no decision about request {request_id!r}: it was not asked, "
+        "had no replica to choose, or has dropped it since (serve.decisions_kept)"
+    )
 
-    async def last(self, most: int) -> list[Any]:
-        """The newest decisions, oldest first, as JSON; a router shows them page by page.
 
-        Raises:
-            AskError: no router answered.
-        """
-        newest = await self._get({})
-        if len(newest) >= most or not newest:
-            return newest[-most:]
-        end = newest[-1]["number"]
-        found: list[Any] = []
-        after = max(end - most, 0)
-        while after < end and (page := await self._get({"after": str(after)})):
-            found += page
-            after = page[-1]["number"]
-        return found[:most]
+async def _last(session: aiohttp.ClientSession, url: str, most: int) -> list[Any]:
+    """The newest decisions; a router shows them page by page."""
+    newest = await _get(session, url)
+    if len(newest) >= most or not newest:
+        return newest[-most:]
+    end = newest[-1]["number"]
+    found: list[Any] = []
+    after = max(end - most, 0)
+    while after < end and (page := await _get(session, url, after=str(after))):
+        found += page
+        after = page[-1]["number"]
+    return found[:most]
 
-    async def _get(self, query: Mapping[str, str]) -> list[Any]:
-        patience = aiohttp.ClientTimeout(total=_PATIENCE_S)
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=patience) as session,
-                session.get(f"{self.url}/decisions", params=query) as response,
-            ):
-                if response.status != 200:
-                    raise AskError(self._no_router(f"it answered with status {response.status}"))
-                answer = await response.json()
-        except aiohttp.ContentTypeError:
-            raise AskError(self._no_router("it answered with something else than JSON")) from None
-        except (aiohttp.ClientError, TimeoutError, ValueError):
-            raise AskError(
-                f"no router answers at {self.url}: is it running, and is that its serve.admin? "
-                "Name another with --router"
-            ) from None
-        if not isinstance(answer, list) or not all(map(_is_record, answer)):
-            raise AskError(self._no_router("it answered with something else than decisions"))
-        return answer
 
-    def _no_router(self, seen: str) -> str:
-        return f"{self.url} is not the admin address (serve.admin) of a router: {seen}"
+async def _get(session: aiohttp.ClientSession, url: str, **query: str) -> list[Any]:
+    try:
+        async with session.get(f"{url}/decisions", params=query) as response:
+            if response.status != 200:
+                raise _no_router(url, f"status {response.status}")
+            answer = await response.json()
+    except aiohttp.ContentTypeError:
+        raise _no_router(url, "something else than JSON") from None
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        raise AskError(
+            f"no router answers at {url}: is it running, and is that its serve.admin? "
+            "Name another with --router"
+        ) from None
+    if not isinstance(answer, list) or not all(map(_is_record, answer)):
+        raise _no_router(url, "something else than decisions")
+    return answer
+
+
+def _no_router(url: str, seen: str) -> AskError:
+    return AskError(f"{url} is not the admin address (serve.admin) of a router: it answers {seen}")
 
 
 def _is_record(item: object) -> bool:

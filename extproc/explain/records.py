@@ -1,6 +1,8 @@
 """The decision records of a router, as its admin address shows them."""
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from extproc.explain.ask import AskError
 
 Figure = float | None
 """None: not known, or beyond all figures."""
@@ -90,5 +92,19 @@ class Record(BaseModel):
         return next((one.name for one in self.candidates if one.replica == replica), replica)
 
 
-RECORDS = TypeAdapter(list[Record])
-"""Reads an answer of ``/decisions``."""
+_RECORDS = TypeAdapter(list[Record])
+
+
+def read_records(answer: object) -> list[Record]:
+    """What routers answered.
+
+    Raises:
+        AskError: it is not what routers of this version answer.
+    """
+    try:
+        return _RECORDS.validate_python(answer)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        raise AskError(
+            f"the decisions cannot be read ({where}): is the router of another version? Try --json"
+        ) from None

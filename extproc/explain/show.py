@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from extproc.explain.layout import Column, count, figure, paragraph, printable, share, table
 from extproc.explain.records import Candidate, Outcome, Record
+from extproc.layout import Column, count, figure, paragraph, printable, share, table
 
 _DECISIONS = (
     Column("time", left=True),

@@ -1,7 +1,7 @@
 """LoRA adapters: which each replica has loaded, and what a request for one waits for there."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import exp, inf
@@ -66,8 +66,10 @@ class Adapters:
     each knows of the others' adapters what polls say.
     """
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, members: Mapping[str, int]) -> None:
+        """``members``: their rows."""
         self._requests = requests
+        self._members = members
         self._rows: dict[int, _Row] = {}
         self._names: frozenset[str] = frozenset()
         """Whatever is an adapter anywhere."""
@@ -105,7 +107,7 @@ class Adapters:
         if known := self._rows.get(row):
             known.loaded.clear()
 
-    def forget(self, row: int) -> None:
+    def clear(self, row: int) -> None:
         """Another replica has that row from now on."""
         if self._rows.pop(row, None):
             self._name()
@@ -136,9 +138,9 @@ class Adapters:
             if model in known.loaded:
                 known.touch(model, now)
 
-    def took(self, row: int, seconds: float) -> None:
-        """A request for an adapter that was not loaded got its first token so much later."""
-        if known := self._rows.get(row):
+    def took(self, replica: str, seconds: float) -> None:
+        """A request there, whose adapter was to be loaded, got its first token so much later."""
+        if known := self._rows.get(self._members.get(replica, -1)):
             known.loads.append(max(seconds, 0.0))
             known.load_s = median(known.loads)
 

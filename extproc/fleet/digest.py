@@ -1,11 +1,10 @@
 """What a router has in flight, as it tells the others: one value, and its encoding."""
 
-import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, pairwise
 from math import isfinite
 
+import msgspec
 import numpy as np
 
 from extproc.predict.inputs import Floats, Indices
@@ -29,12 +28,9 @@ WHOLE_EVERY_S = 0.5
 """Seconds between two whole digests: what was lost is repaired, and a router without requests is
 known to be alive."""
 
-_VERSION = 2
-_HEADER = struct.Struct("<BBHIdIII")
-"""Version, kind, bytes of the router's name, number, time, replicas, bytes of their names, rows."""
+_VERSION = 3
 _FLOAT = np.dtype("<f4")
 _COUNT = np.dtype("u1")
-_SEPARATOR = "\n"
 
 
 class Kind(IntEnum):
@@ -71,25 +67,21 @@ class Digest:
     """Histogram of remaining lengths: a row for each of the figures :data:`PER_SEQUENCE`."""
 
     def encode(self) -> bytes:
-        """44 bytes and, a replica, 38 and its name, and 12 for each bar of its histogram."""
-        router, names = self.router.encode(), _SEPARATOR.join(self.replicas).encode()
+        """MessagePack: some 50 bytes and, a replica, 38 and its name, and 12 for each bar of its
+        histogram."""
         bars = np.bincount(self.on, minlength=len(self.replicas))
-        header = _HEADER.pack(
-            _VERSION,
-            self.kind,
-            len(router),
-            self.number,
-            self.sent_at,
-            len(self.replicas),
-            len(names),
-            len(self.on),
+        return msgspec.msgpack.encode(
+            _Encoded(
+                self.router,
+                self.number,
+                self.sent_at,
+                self.kind,
+                self.replicas,
+                self.figures.astype(_FLOAT).tobytes(),
+                bars.astype(_COUNT).tobytes(),
+                self.sequences.astype(_FLOAT).tobytes(),
+            )
         )
-        arrays = (
-            bars.astype(_COUNT),
-            self.figures.astype(_FLOAT),
-            self.sequences.astype(_FLOAT),
-        )
-        return b"".join([header, router, names, *(array.tobytes() for array in arrays)])
 
 
 NOTHING = (
@@ -100,55 +92,46 @@ NOTHING = (
 """Figures, and which replicas hold which sequences, of a digest that names none."""
 
 
+class _Encoded(msgspec.Struct, array_like=True, tag=_VERSION):
+    router: str
+    number: int
+    sent_at: float
+    kind: Kind
+    replicas: tuple[str, ...]
+    figures: bytes
+    bars: bytes
+    """Of each replica's histogram, how many."""
+    sequences: bytes
+
+
+_DECODER = msgspec.msgpack.Decoder(_Encoded)
+
+
 def decode(data: bytes) -> Digest:
     """What :meth:`Digest.encode` made.
 
     Raises:
         ValueError: it is none, or of a version that this one does not know.
     """
-    if not data or data[0] != _VERSION:
-        raise ValueError("not a digest of a version that is known")
     try:
-        header = _HEADER.unpack_from(data)
-    except struct.error:
-        raise ValueError("a digest that is cut short") from None
-    _, kind, router, number, sent_at, replicas, names, rows = header
-    sizes = (
-        _HEADER.size,
-        router,
-        names,
-        replicas * _COUNT.itemsize,
-        len(FIGURES) * replicas * _FLOAT.itemsize,
-        PER_SEQUENCE * rows * _FLOAT.itemsize,
-    )
-    ends = list(accumulate(sizes, initial=0))
-    if ends[-1] != len(data):
-        raise ValueError(f"a digest of {len(data)} bytes instead of {ends[-1]}")
-    _, router_part, names_part, bars_part, figures_part, rows_part = (
-        data[start:end] for start, end in pairwise(ends)
-    )
-    if not isfinite(sent_at):
+        one = _DECODER.decode(data)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not a digest of a version that is known: {error}") from None
+    bars = np.frombuffer(one.bars, _COUNT)
+    figures = _figures(one.figures, len(FIGURES), len(one.replicas))
+    sequences = _figures(one.sequences, PER_SEQUENCE, int(bars.sum()))
+    if not isfinite(one.sent_at):
         raise ValueError("a digest with figures that are none")
-    if not replicas and not rows:
-        return Digest(router_part.decode(), number, sent_at, Kind(kind), (), *NOTHING)
-    bars = np.frombuffer(bars_part, _COUNT)
-    known = tuple(names_part.decode().split(_SEPARATOR)) if replicas else ()
-    if len(known) != replicas or int(bars.sum()) != rows:
+    if len(bars) != len(one.replicas):
         raise ValueError("a digest whose parts do not fit together")
+    on = np.repeat(np.arange(len(bars)), bars)
     return Digest(
-        router_part.decode(),
-        number,
-        sent_at,
-        Kind(kind),
-        known,
-        _figures(figures_part).reshape(len(FIGURES), replicas),
-        np.repeat(np.arange(replicas), bars),
-        _figures(rows_part).reshape(PER_SEQUENCE, rows),
+        one.router, one.number, one.sent_at, one.kind, one.replicas, figures, on, sequences
     )
 
 
-def _figures(data: bytes) -> Floats:
-    figures = np.frombuffer(data, _FLOAT)
+def _figures(data: bytes, rows: int, columns: int) -> Floats:
+    figures = np.frombuffer(data, _FLOAT).astype(np.float64)
     if not (np.isfinite(figures) & (figures >= 0.0)).all():
         raise ValueError("a digest with figures that are none")
-    return figures.astype(np.float64)
+    return figures.reshape(rows, columns)

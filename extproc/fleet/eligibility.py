@@ -1,58 +1,72 @@
-"""Which replicas may be used: all that speaks against one, after how long, and what ends it."""
+"""May this replica be used, and if not, why: what speaks against one, after how long, what ends it.
+
+Envoy calls the like outlier detection, panic threshold and slow start.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from math import inf
 
+import numpy as np
+
 from extproc.clock import Clock
-from extproc.fleet.names import ModelNames
-from extproc.fleet.news import SILENT_AFTER_S, News
-from extproc.replica_state import ReplicaState
+from extproc.fleet.model_names import ModelNames
+from extproc.fleet.silence import Silence
+from extproc.predict.inputs import Excluded, FleetView, Floats, Indices
+from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
 _STUCK_S = 10.0
 """Seconds in which nothing moves in an engine with work: longer than any step."""
 _LOOK_EVERY_S = 1.0
 """Seconds between two looks for those."""
 _TOLERATED = 3
-"""Failures in a row before a replica is left out."""
-_FIRST_PAUSE_S = 1.0
-_LONGEST_PAUSE_S = 30.0
+"""Failures in a row before a replica is ejected."""
+_FIRST_EJECTION_S = 1.0
+_LONGEST_EJECTION_S = 30.0
 _MOST_DOUBLINGS = 5
-"""Seconds it is left out, doubling with every failure that follows."""
-_REMEMBERED_S = 2 * _LONGEST_PAUSE_S
+"""Seconds of an ejection, doubling with every failure that follows."""
+_REMEMBERED_S = 2 * _LONGEST_EJECTION_S
 """Longer than until the next try of a replica that goes on failing."""
 _AT_FIRST = 4
-"""Requests a newcomer may have in flight: enough to be measured by, within seconds, and few enough
-to bear it where it is ten times slower than its profile says."""
+"""Requests a new replica may have in flight: enough to be measured by, within seconds, and few
+enough to bear it where it is ten times slower than its profile says."""
+_MODELS_REMEMBERED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The replicas that may serve a model; they change seldom."""
+
+    rows: Indices
+    ids: list[str]
+    names: list[str]
+    excluded: tuple[Excluded, ...]
 
 
 @dataclass(slots=True)
-class _Member:
-    """What polls tell of one replica."""
+class _Replica:
+    """All that is known for or against a member."""
 
     state: ReplicaState
+    heard_at: float
     moved_at: float
     """When its engine was last seen to work, or to have nothing to do."""
     stalled: str = ""
     """Why it looks alive and is not; empty where it does not."""
-    settled: bool = False
-    """It is no newcomer any more, and was perhaps never one."""
-
-
-@dataclass(slots=True)
-class _Failures:
-    """Of requests sent to one replica, in a row, as this router saw them."""
-
-    count: int = 0
-    at: float = -inf
+    new: bool | None = None
+    """Whether it starts slowly; None until it is first healthy."""
+    ended: int = 0
+    """Requests that ended there while it was new."""
+    failures: int = 0
+    """Of requests sent to it, in a row, as this router saw them."""
+    failed_at: float = -inf
     """When the last one was heard of."""
-    paused_until: float = -inf
+    ejected_until: float = -inf
     tried: bool = False
-    """A request was sent to it after a pause, whose outcome is not known yet."""
+    """A request was sent to it after an ejection, whose outcome is not known yet."""
 
 
-Rule = Callable[[_Member], str]
+_Rule = Callable[[_Replica], str]
 """Why a replica may not be used; empty where it may."""
 
 
@@ -64,148 +78,162 @@ class Eligibility:
     - *does not serve the model*; until it says so. It holds even where it leaves none if any
       replica says it serves the model, for the others would answer 404. If none does, one that
       does not tell its models may, or an adapter is loaded when it is asked for.
-    - *stalled*: no news of it for 5 s while there is of others, or nothing moved for 10 s in an
+    - *stalled*: no news of it for 5 s while there is of others (when nothing at all is heard,
+      pollers or Redis are gone: the replicas are still there), or nothing moved for 10 s in an
       engine with work; until news comes, or anything moves.
-    - *failing*: three requests in a row failed there, as far as this router saw; for a pause, which
+    - *ejected*: three requests in a row failed there, as far as this router saw; for a time that
       doubles. After it one request tries again, and its outcome decides: Envoy may answer a request
       that failed there from another replica, and long after, so many would try before the first is
       heard of.
     - *draining*; until it is to serve again.
-    - *new*, beside others that are measured, with as many requests as a newcomer may have: four,
+    - *new*, beside others that are measured, with as many requests as a new one may have: four,
       and one more for each that ended there, so that it is not flooded where its profile is far
       off. Its first measured stretch of work, a second or two, ends that. Replicas that join before
-      any was measured are no newcomers: at the start of a pool all are alike, and somebody has to
-      serve.
+      any was measured are not new: at the start of a pool all are alike, and somebody has to serve.
     """
 
-    def __init__(self, clock: Clock, names: ModelNames) -> None:
-        self.news = News(clock())
-        self.newcomers: dict[str, int] = {}
-        """And the requests that ended there."""
+    def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
+        """``rows``: where each member stands in the fleet's table."""
+        self.silence = Silence(clock())
+        self.any_new = False
         self._clock = clock
         self._names = names
-        self._members: dict[str, _Member] = {}
-        self._failures: dict[str, _Failures] = {}
+        self._rows = rows
+        self._replicas: dict[str, _Replica] = {}
         self._any_measured = False
+        self._failed_at = -inf
         self._looked_at = clock()
         self._changed = False
         self._next_end = inf
-        """When the next pause ends."""
+        """When the next ejection ends."""
+        self._candidates: dict[tuple[str, frozenset[str] | None], Candidates] = {}
 
     # -- what happens -----------------------------------------------------------------------
 
     def heard(self, state: ReplicaState) -> None:
         """A poll's news of a replica came."""
         now = self._clock()
-        self.news.heard(state.id, now)
-        known = self._members.get(state.id)
-        if known is None:
-            self._members[state.id] = known = _Member(state, now)
+        self.silence.heard(state.id, now)
+        one = self._replicas.get(state.id)
+        if one is None:
+            one = self._replicas[state.id] = _Replica(state, now, now)
             self._changed = True
         else:
-            if _moved(known.state, state):
-                known.moved_at = now
-            self._changed |= _said(state) != _said(known.state)
-            known.state = state
-        self._start_slowly(known)
+            if _moved(one.state, state):
+                one.moved_at = now
+            self._changed |= _said(state) != _said(one.state)
+            one.state, one.heard_at = state, now
+        self._start_slowly(one)
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
             self._look_for_stalls()
 
     def sent(self, replica: str) -> None:
-        """A request was sent to it: after a pause that is enough until its outcome is known, or
-        was not for as long as the pause."""
-        failures = self._failures.get(replica)
-        if failures and failures.paused_until > -inf and not self._paused(failures):
-            failures.tried = True
-            self._pause(failures)
+        """A request was sent to it: after an ejection that is enough until its outcome is known, or
+        was not for as long as the ejection."""
+        one = self._replicas[replica]
+        if one.ejected_until > -inf and not self._is_ejected(one):
+            one.tried = True
+            self._eject(one)
 
     def failed(self, replica: str) -> None:
         """A request sent to it was answered with a 5xx, or had to be served by another.
 
-        Those that were sent before a pause and fail during it do not count again.
+        Those that were sent before an ejection and fail during it do not count again.
         """
-        if replica not in self._members:
+        one = self._replicas.get(replica)
+        if one is None or (self._is_ejected(one) and not one.tried):
             return
-        failures = self._failures.setdefault(replica, _Failures())
-        if self._paused(failures) and not failures.tried:
-            return
-        failures.tried = False
-        failures.at = self._clock()
-        failures.count += 1
-        if failures.count >= _TOLERATED:
-            self._pause(failures)
+        one.tried = False
+        one.failed_at = self._failed_at = self._clock()
+        one.failures += 1
+        if one.failures >= _TOLERATED:
+            self._eject(one)
 
     def answered(self, replica: str) -> None:
         """A request sent to it was answered."""
-        if self._failures.pop(replica, None) is not None:
+        one = self._replicas.get(replica)
+        if one is not None and one.failures:
+            one.failures, one.tried = 0, False
+            one.failed_at = one.ejected_until = -inf
             self._changed = True
 
     def ended(self, replica: str) -> None:
         """A request sent to it is over."""
-        if replica in self.newcomers:
-            self.newcomers[replica] += 1
+        if self.any_new and (one := self._replicas.get(replica)):
+            one.ended += 1
 
     def forget(self, replica: str) -> None:
         """It is no member any more."""
-        self.news.forget(replica)
-        self.newcomers.pop(replica, None)
-        self._members.pop(replica, None)
-        self._failures.pop(replica, None)
+        self._replicas.pop(replica, None)
+        self.silence.forget(replica)
+        self._count_new()
         self._changed = True
 
     # -- what follows -----------------------------------------------------------------------
 
-    def changed(self) -> bool:
-        """Whether :meth:`admit` may answer otherwise than when this was last asked."""
+    def candidates(self, model: str, among: frozenset[str] | None = None) -> Candidates:
+        """The members that may serve a request for the model, and why each other one may not; of
+        those ``among`` a few, if given."""
         now = self._clock()
-        if not self._changed and now < self._next_end:
-            return False
-        self._changed = False
-        ends = (one.paused_until for one in self._failures.values())
-        self._next_end = min((end for end in ends if end > now), default=inf)
-        return True
+        if self._changed or now >= self._next_end:
+            self._changed = False
+            self._candidates.clear()
+            ends = (one.ejected_until for one in self._replicas.values())
+            self._next_end = min((end for end in ends if end > now), default=inf)
+        found = self._candidates.get((model, among))
+        if found is None:
+            if len(self._candidates) >= _MODELS_REMEMBERED:
+                self._candidates.clear()
+            found = self._candidates[model, among] = self._choose(model, among)
+        return found
 
-    def admit(self, replicas: Iterable[str], model: str) -> tuple[list[str], Mapping[str, str]]:
-        """Those that may serve a request for the model, and why each other one may not.
+    def without_full(self, candidates: Candidates, requests: Floats) -> Candidates:
+        """Without new ones that may get no more for now, unless that is all; ``requests``: by row
+        of the fleet's table, those in flight."""
+        ids, rows = candidates.ids, candidates.rows.tolist()
+        left_out = [self._full(name, requests[row]) for name, row in zip(ids, rows, strict=True)]
+        if not any(left_out) or all(left_out):
+            return candidates
+        chosen = self._of(ids, left_out)
+        return replace(chosen, excluded=candidates.excluded + chosen.excluded)
 
-        Args:
-            replicas: members, ``ip:port``.
-            model: as the request names it.
+    def favour_idle(self, view: FleetView) -> None:
+        """Has idle new ones taken for no slower than the median of the candidates.
+
+        Of a new one only the profile is known, and by that it may look slow: so it is tried at all.
         """
-        usable, left_out = list(replicas), dict[str, str]()
-        for rule, always in self._rules(model):
-            found = ((name, rule(self._members[name])) for name in usable)
-            rejected = {name: why for name, why in found if why}
-            if always or len(rejected) < len(usable):
-                left_out |= rejected
-                usable = [name for name in usable if name not in rejected]
-        return usable, left_out
+        idle = (view.requests == 0).nonzero()[0].tolist()
+        idle = [place for place in idle if self._replicas[view.ids[place]].new]
+        if idle:
+            costs = view.costs
+            for column in (
+                *(view.decode_step, costs.c0, costs.c_prefill),
+                *(costs.c_batch, costs.c_kv, costs.c_att),
+            ):
+                column[idle] = np.minimum(column[idle], np.median(column))
+
+    def can_serve(self, model: str, among: frozenset[str] | None = None) -> bool:
+        """Whether one that says it serves the model may be used; of those ``among`` a few, if
+        given."""
+        usable = self.candidates(model, among).ids
+        return any(self._serves(model, self._replicas[name]) for name in usable)
 
     def works(self, replica: str) -> bool:
-        """Whether a member is healthy and not failing: it can be asked for what it alone holds."""
-        member = self._members.get(replica)
-        return member is not None and not (_unhealthy(member) or self._failing(member))
-
-    def too_much(self, replica: str, requests: float) -> str:
-        """Why it gets no more, having that many in flight; empty where it may."""
-        if replica not in self.newcomers:
-            return ""
-        limit = _AT_FIRST + self.newcomers[replica]
-        if requests < limit:
-            return ""
-        return f"new, and its speed not measured yet: at most {limit} requests at a time"
+        """Whether a member is healthy and not ejected: it can be asked for what it alone holds."""
+        one = self._replicas.get(replica)
+        return one is not None and one.state.healthy and not self._is_ejected(one)
 
     def only_some_serve(self, model: str) -> bool:
         """Whether some members serve the model, healthy or not, and others do not."""
-        serving = [self._serves(model, member) for member in self._members.values()]
+        serving = [self._serves(model, one) for one in self._replicas.values()]
         return any(serving) and not all(serving)
 
     def unknown(self, model: str) -> bool:
         """Whether all members, healthy or not, told all they serve, and none this model."""
-        members = self._members.values()
+        members = self._replicas.values()
         return bool(members) and all(
-            member.state.listed and not self._serves(model, member) for member in members
+            one.state.listed and not self._serves(model, one) for one in members
         )
 
     @property
@@ -213,80 +241,93 @@ class Eligibility:
         """Whether a request that is sent now may go to a replica that failed within the last
         minute, and was not well since."""
         now = self._clock()
-        return any(
-            now - one.at < _REMEMBERED_S and not self._paused(one)
-            for one in self._failures.values()
+        return now - self._failed_at < _REMEMBERED_S and any(
+            now - one.failed_at < _REMEMBERED_S and not self._is_ejected(one)
+            for one in self._replicas.values()
         )
 
     # -- the rules --------------------------------------------------------------------------
 
-    def _rules(self, model: str) -> tuple[tuple[Rule, bool], ...]:
-        """Each with whether it holds even where it leaves no replica."""
-        listed = any(self._serves(model, member) for member in self._members.values())
-        return (
-            (_unhealthy, True),
-            (partial(self._not_serving, model), listed),
-            (_stalled, False),
-            (self._failing, False),
-            (_draining, False),  # last: those draining serve rather than one that is failing
+    def _choose(self, model: str, among: frozenset[str] | None) -> Candidates:
+        members = self._rows if among is None else self._rows.keys() & among
+        usable, left_out = [self._replicas[name] for name in members], dict[str, str]()
+        for rule, always in self._rules(model):
+            rejected = {one.state.id: why for one in usable if (why := rule(one))}
+            if always or len(rejected) < len(usable):
+                left_out |= rejected
+                usable = [one for one in usable if one.state.id not in rejected]
+        ids = sorted(members, key=self._rows.__getitem__)
+        return self._of(ids, [left_out.get(name, "") for name in ids])
+
+    def _of(self, ids: Iterable[str], left_out: Iterable[str]) -> Candidates:
+        """Of these members the ones that nothing is said against."""
+        found = [(self._replicas[name].state, why) for name, why in zip(ids, left_out, strict=True)]
+        usable = [state for state, why in found if not why]
+        return Candidates(
+            np.array([self._rows[state.id] for state in usable], dtype=np.intp),
+            [state.id for state in usable],
+            [state.name or state.id for state in usable],
+            tuple(Excluded(one.id, one.name or one.id, why) for one, why in found if why),
         )
 
-    def _serves(self, model: str, member: _Member) -> bool:
-        return self._names.known(model, member.state.models) is not None
+    def _rules(self, model: str) -> tuple[tuple[_Rule, bool], ...]:
+        """Each with whether it holds even where it leaves no replica."""
+        listed = any(self._serves(model, one) for one in self._replicas.values())
+        return (
+            (lambda one: "" if one.state.healthy else one.state.problem or "not healthy", True),
+            (lambda one: "" if self._serves(model, one) else f"does not serve {model!r}", listed),
+            (lambda one: one.stalled, False),
+            (
+                lambda one: "it failed several requests in a row" if self._is_ejected(one) else "",
+                False,
+            ),
+            # last: those draining serve rather than one that is ejected
+            (lambda one: "draining" if one.state.draining else "", False),
+        )
 
-    def _not_serving(self, model: str, member: _Member) -> str:
-        return "" if self._serves(model, member) else f"does not serve {model!r}"
-
-    def _failing(self, member: _Member) -> str:
-        failures = self._failures.get(member.state.id)
-        if failures is None or not self._paused(failures):
+    def _full(self, replica: str, requests: float) -> str:
+        one = self._replicas[replica]
+        limit = _AT_FIRST + one.ended
+        if not one.new or requests < limit:
             return ""
-        return "it failed several requests in a row"
+        return f"new, and its speed not measured yet: at most {limit} requests at a time"
 
-    def _paused(self, failures: _Failures) -> bool:
-        return self._clock() < failures.paused_until
+    def _serves(self, model: str, one: _Replica) -> bool:
+        return self._names.known(model, one.state.models) is not None
 
-    def _pause(self, failures: _Failures) -> None:
-        doublings = min(failures.count - _TOLERATED, _MOST_DOUBLINGS)
-        pause = min(_FIRST_PAUSE_S * 2.0**doublings, _LONGEST_PAUSE_S)
-        failures.paused_until = self._clock() + pause
+    def _is_ejected(self, one: _Replica) -> bool:
+        return self._clock() < one.ejected_until
+
+    def _eject(self, one: _Replica) -> None:
+        doublings = min(one.failures - _TOLERATED, _MOST_DOUBLINGS)
+        seconds = min(_FIRST_EJECTION_S * 2.0**doublings, _LONGEST_EJECTION_S)
+        one.ejected_until = self._clock() + seconds
         self._changed = True
 
     def _look_for_stalls(self) -> None:
         """As of the last news of any."""
-        silent = set(self.news.silent(SILENT_AFTER_S))
-        for name, member in self._members.items():
+        silent = set(self.silence.silent(SILENT_AFTER_S))
+        for name, one in self._replicas.items():
             why = ""
             if name in silent:
                 why = f"no news of it for {SILENT_AFTER_S:.0f} s, while others were heard of"
-            elif self.news.of(name) - member.moved_at > _STUCK_S:
+            elif one.heard_at - one.moved_at > _STUCK_S:
                 why = f"nothing moved in its engine for {_STUCK_S:.0f} s, though it has requests"
-            self._changed |= why != member.stalled
-            member.stalled = why
+            self._changed |= why != one.stalled
+            one.stalled = why
 
-    def _start_slowly(self, member: _Member) -> None:
+    def _start_slowly(self, one: _Replica) -> None:
         """It counts as joined when it is first healthy."""
-        state = member.state
-        if state.measured:
-            self._any_measured = member.settled = True
-            self.newcomers.pop(state.id, None)
-        elif state.healthy and not member.settled and self._any_measured:
-            self.newcomers.setdefault(state.id, 0)
-        elif state.healthy:
-            member.settled = True
+        was_new = one.new
+        if one.state.measured:
+            self._any_measured, one.new = True, False
+        elif one.state.healthy and one.new is None:
+            one.new = self._any_measured
+        if one.new != was_new:
+            self._count_new()
 
-
-def _unhealthy(member: _Member) -> str:
-    state = member.state
-    return "" if state.healthy else state.problem or "not healthy"
-
-
-def _stalled(member: _Member) -> str:
-    return member.stalled
-
-
-def _draining(member: _Member) -> str:
-    return "draining" if member.state.draining else ""
+    def _count_new(self) -> None:
+        self.any_new = any(one.new for one in self._replicas.values())
 
 
 def _said(state: ReplicaState) -> tuple[object, ...]:
@@ -295,19 +336,14 @@ def _said(state: ReplicaState) -> tuple[object, ...]:
 
 
 def _moved(before: ReplicaState, after: ReplicaState) -> bool:
-    """Whether its engine did anything, or has nothing to do."""
-    return not (after.running or after.waiting) or _progress(before) != _progress(after)
+    """Whether its engine did anything, or has nothing to do.
 
-
-def _progress(state: ReplicaState) -> tuple[float, ...]:
-    """What moves when an engine works. A step that only prefills part of a prompt is in no counter
-    of vLLM, but takes KV blocks."""
-    return (
-        state.steps,
-        state.prompt_tokens,
-        state.generated_tokens,
-        state.first_tokens,
-        state.kv_usage,
-        state.running,
-        state.waiting,
+    A step that only prefills part of a prompt is in no counter of vLLM, but takes KV blocks.
+    """
+    return not (after.running or after.waiting) or any(
+        getattr(before, figure) != getattr(after, figure)
+        for figure in (
+            *("steps", "prompt_tokens", "generated_tokens", "first_tokens"),
+            *("kv_usage", "running", "waiting"),
+        )
     )

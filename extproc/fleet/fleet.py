@@ -1,8 +1,7 @@
 """Every replica in memory: what polls said, what this router sent, and how far it has come."""
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from math import inf
 from uuid import uuid4
 
@@ -11,49 +10,41 @@ import numpy as np
 from extproc.clock import Clock, monotonic, wall
 from extproc.fleet import sent
 from extproc.fleet.adapters import Adapters
-from extproc.fleet.alone import Alone, Before, Served
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
-from extproc.fleet.names import ModelNames
-from extproc.fleet.newcomers import favour_idle
-from extproc.fleet.others import Others
-from extproc.fleet.polls import correct, restart, set_hardware
+from extproc.fleet.lone_requests import Baseline, LoneRequests
+from extproc.fleet.members import Members
+from extproc.fleet.model_names import ModelNames
+from extproc.fleet.peers import Peers
 from extproc.fleet.prefixes import Held, Prefixes
 from extproc.fleet.progress import Progress
+from extproc.fleet.reconcile import Reconciliation
 from extproc.fleet.sent import SentPrompts
 from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
-from extproc.predict.inputs import Excluded, FleetView, Indices, Sequences, StepCosts
+from extproc.predict.inputs import FleetView, Sequences, StepCosts
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
-_MODELS_REMEMBERED = 64
 _UNBOUNDED = 131_072.0
 """Tokens that a sequence which only polls saw may generate."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """The replicas that may serve a model; they change seldom."""
-
-    rows: Indices
-    ids: list[str]
-    names: list[str]
-    excluded: tuple[Excluded, ...]
 
 
 class Fleet:
     """The replicas of a pool, this router's requests on them, and what others tell of theirs.
 
-    Between polls the fleet moves itself forward (:class:`~extproc.fleet.progress.Progress`). A poll
-    corrects the count of steps, and what is prefilled.
+    What several parts must hear of, in an order that matters, is a method here: a poll, a request
+    that is sent, moves or ends, a digest; so is what policies see, which is made of several. What
+    concerns one part alone is said to that part, or asked of it. Between polls the fleet moves
+    itself forward (:class:`~extproc.fleet.progress.Progress`). A poll corrects the count of steps,
+    and what is prefilled.
     """
 
     def __init__(
@@ -66,87 +57,38 @@ class Fleet:
         """An empty one; ``names`` are those under which clients ask for what replicas serve."""
         self.router = uuid4().hex[:16]
         """Names this router among others, from its start to its end."""
+        self.known = asyncio.Event()
+        """Set when the replicas that there were at the start were put in."""
+        self._clock = clock
+        self._replicas = replicas = Replicas()
+        self._requests = requests = Requests()
         self.lengths = lengths
-        self.names = names or ModelNames()
-        self.eligibility = Eligibility(clock, self.names)
+        self.members = Members(names or ModelNames())
+        self._rows = rows = self.members.rows
+        self.eligibility = Eligibility(clock, self.members.names, rows)
         self.responses = Holders()
         self.sessions = Holders()
         self.sent = SentPrompts()
-        self.known = asyncio.Event()
-        """Set when the replicas that there were at the start were put in."""
-        self._prefixes = Prefixes()
         self.blocks = HeldBlocks(clock)
-        self._clock = clock
-        self._rows: dict[str, int] = {}
-        self._states: list[ReplicaState] = []
-        """By row of the table; those of replicas that left stay until the row is used again."""
-        self._replicas = Replicas()
-        self._requests = Requests()
-        self.others = Others(self.router, self._replicas, self._rows, clock, wall)
-        self._progress = Progress(self._replicas, self._requests, self.others, lengths, clock())
+        self.lone = LoneRequests(replicas, rows, clock)
+        self.adapters = Adapters(requests, rows)
+        self.peers = Peers(self.router, replicas, rows, clock, wall)
+        self._prefixes = Prefixes()
         self._corrections = Corrections(clock())
+        self._progress = Progress(replicas, requests, self.peers, lengths, clock())
+        self._ledger = Ledger(replicas, requests, self._progress, lengths)
+        self._reconciliation = Reconciliation(replicas, requests)
         self.digests = DigestSource(
             self.router,
-            self._replicas,
-            self._requests,
+            replicas,
+            requests,
             self._progress,
             self._corrections,
-            self._states,
+            self.members.by_row,
             wall,
         )
-        self._ledger = Ledger(self._replicas, self._requests, self._progress, lengths)
-        self._candidates: dict[tuple[str, frozenset[str] | None], _Candidates] = {}
-        self._alone = Alone(self._replicas)
-        self._adapters = Adapters(self._requests)
 
     # -- membership and polls ---------------------------------------------------------------
-
-    @property
-    def heard_at(self) -> float:
-        """When the last news of any replica came, on the fleet's clock; at first, its start."""
-        return self.eligibility.news.latest
-
-    @property
-    def states(self) -> list[ReplicaState]:
-        """What the last poll said of each member."""
-        return [self._states[row] for row in self._rows.values()]
-
-    def __contains__(self, replica: object) -> bool:
-        """Whether it is a member, by its ``ip:port``."""
-        return replica in self._rows
-
-    @property
-    def only_model(self) -> str | None:
-        """The model that members serve, where all that say serve the same; else None."""
-        served = {state.models for state in self.states if state.models}
-        names = served.pop() if len(served) == 1 else ()
-        return names[0] if names else None
-
-    def models_on(self, replica: str) -> tuple[str, ...]:
-        """Names of models that a replica serves; none where it does not tell, or is no member."""
-        row = self._rows.get(replica)
-        return () if row is None else self._states[row].models
-
-    def name_on(self, replica: str, model: str) -> str:
-        """The name by which a replica is asked for a model."""
-        known = self.names.known(model, self.models_on(replica))
-        return known or self.names.served(model)[0]
-
-    @property
-    def models(self) -> list[str]:
-        """Names of models that clients may ask for."""
-        kinds = {state.models for state in self.states}
-        return self.names.askable(name for models in kinds for name in models)
-
-    def all_serve(self, name: str) -> bool:
-        """Whether every member says that it serves a model by that name."""
-        return all(name in state.models for state in self.states)
-
-    def can_serve(self, model: str, among: frozenset[str] | None = None) -> bool:
-        """Whether a replica that says it serves the model may be used; of those ``among`` a few, if
-        given."""
-        usable = self._find(model, among).ids
-        return any(self.names.known(model, self.models_on(one)) for one in usable)
 
     def put(self, state: ReplicaState, age: float = 0.0) -> None:
         """A poll's news of one replica; a new one joins. Dispatches newer than it stay on top.
@@ -156,27 +98,27 @@ class Fleet:
             age: seconds since then, on the way here.
         """
         now = self._clock()
+        asked_at = now - age - state.scrape_seconds
         self._progress.advance(now)
         self.eligibility.heard(state)
         self.blocks.polled(state)
-        before = self._states[self._rows[state.id]] if state.id in self._rows else None
+        before = self.members.get(state.id)
         row = self._join(state) if before is None else self._rows[state.id]
-        self._states[row] = state
+        self.members.by_row[row] = state
         self._learn_lengths(state, before)
-        asked_at = now - age - state.scrape_seconds
         if state.healthy:
-            self._alone.polled(row, state, asked_at, now)
-        set_hardware(self._replicas, row, state, before, self._alone.step(row, state, now))
-        if state.healthy:
-            if state.steps < self._replicas.polled_steps[row]:
-                restart(self._replicas, self._requests, row, state.steps)
-                self._prefixes.clear(row)
-                self.sent.emptied(state.id)
-                self._adapters.restarted(row)
-            self._prefixes.polled(row, state)
-            self._adapters.polled(row, state, asked_at)
-            mine = correct(self._replicas, self._requests, row, state, asked_at, now)
-            self._progress.corrected(row, mine)
+            self.lone.polled(row, state, asked_at)
+        self._reconciliation.set_hardware(row, state, before, self.lone.step(row, state))
+        if not state.healthy:
+            return
+        if state.steps < self._replicas.polled_steps[row]:
+            self._reconciliation.restarted(row, state.steps)
+            self._prefixes.clear(row)
+            self.sent.emptied(state.id)
+            self.adapters.restarted(row)
+        self._prefixes.polled(row, state)
+        self.adapters.polled(row, state, asked_at)
+        self._progress.corrected(row, self._reconciliation.polled(row, state, asked_at, now))
 
     def _learn_lengths(self, state: ReplicaState, before: ReplicaState | None) -> None:
         """From the replica's own histogram: what was added since the last poll."""
@@ -198,45 +140,35 @@ class Fleet:
 
         When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
         """
-        if self.others.look(self._clock()):
+        if self.peers.look(self._clock()):
             self._progress.changed()
-        for name in self.eligibility.news.silent(after):
+        for name in self.eligibility.silence.silent(after):
             self.remove(name)
         if self.known.is_set():
-            self.blocks.keep(self)
+            self.blocks.keep(self.members)
 
     def _join(self, state: ReplicaState) -> int:
         """A row for a replica: the one it had, so that its requests are still on it; else one that
         nobody uses; else a new one."""
-        departed = [row for row, known in enumerate(self._states) if known.id == state.id]
-        if departed:
-            row = self._rows[state.id] = departed[0]
-            self._corrections.reset(row)
-            return row
-        taken = set(self._rows.values()) | set(self._requests.replica.tolist())
-        free = [row for row in range(len(self._replicas)) if row not in taken]
-        if free:
-            row = free[0]
-        else:
-            row = self._replicas.append()
-            self._states.append(state)
-        self._replicas.write(
-            row,
-            steps=state.steps,
-            polled_steps=state.steps,
-            polled_firsts=state.first_tokens,
-            chunk=1.0,
-            stretch=1.0,
-            sampled_at=inf,
-        )
-        self.others.clear(row)
-        self._corrections.reset(row)
-        self._alone.forget(row)
-        self._prefixes.clear(row)
-        self._adapters.forget(row)
-        step = self._alone.step(row, state, self._clock())
-        set_hardware(self._replicas, row, state, None, step)
-        self._replicas.decode_step[row] = self._replicas.c0[row]
+        row = self.members.departed(state.id)
+        if row is None:
+            taken = {*self._rows.values(), *self._requests.replica.tolist()}
+            row = next((row for row in range(len(self._replicas)) if row not in taken), None)
+            if row is None:
+                row = self._replicas.append()
+                self.members.by_row.append(state)
+            self._replicas.write(
+                row,
+                steps=state.steps,
+                polled_steps=state.steps,
+                polled_firsts=state.first_tokens,
+                chunk=1.0,
+                stretch=1.0,
+                sampled_at=inf,
+            )
+            for part in (self.peers, self.lone, self._prefixes, self.adapters):
+                part.clear(row)
+        self._corrections.clear(row)
         self._rows[state.id] = row
         return row
 
@@ -263,17 +195,16 @@ class Fleet:
         Raises:
             KeyError: the replica is not a member.
         """
-        row = self._rows[replica]
+        row, now = self._rows[replica], self._clock()
         self.eligibility.sent(replica)
-        now = self._clock()
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
         [adapter] = self._adapters_on([replica], profile.model) or ("",)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
-        self._alone.sent(row, ticket.number, profile, self._states[row])
-        self._adapters.sent(row, ticket.number, adapter, now)
+        self.lone.sent(row, ticket.number, profile, self.members.by_row[row])
+        self.adapters.sent(row, ticket.number, adapter, now)
         return ticket
 
     def move(self, ticket: Ticket, replica: str, prefix: Prefix = NO_PREFIX) -> None:
@@ -281,13 +212,13 @@ class Fleet:
 
         Does nothing where that replica is not a member.
         """
-        row = self._rows.get(replica)
+        row, now = self._rows.get(replica), self._clock()
         if row is not None:
-            self._progress.advance(self._clock())
-            self._alone.moved(self._ledger.replica(ticket), ticket.number, row)
+            self._progress.advance(now)
+            self.lone.moved(self._ledger.replica(ticket), ticket.number, row)
             cached = self._prefixes.held(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, cached)
-            self._adapters.moved(ticket.number, row, self._clock())
+            self.adapters.moved(ticket.number, row, now)
             self._enter(row, prefix)
             self.sent.add(replica, prefix)
 
@@ -296,7 +227,16 @@ class Fleet:
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
-    def release(self, ticket: Ticket, prefilled: bool = True) -> Before | None:
+    def generated(self, ticket: Ticket) -> float:
+        """Tokens that each of its sequences has by now, by the steps that its replica counts.
+
+        Raises:
+            KeyError: it was released.
+        """
+        self._progress.advance(self._clock())
+        return self._ledger.generated(ticket)
+
+    def release(self, ticket: Ticket, prefilled: bool = True) -> Baseline | None:
         """Takes it out of the ledger; a second release of the same ticket does nothing.
 
         Args:
@@ -305,94 +245,41 @@ class Fleet:
 
         Returns:
             What was counted of its replica before it, where it may have been alone there; for
-            :meth:`served_alone`.
+            :meth:`~extproc.fleet.lone_requests.LoneRequests.served`.
         """
-        self._progress.advance(self._clock())
+        now = self._clock()
+        self._progress.advance(now)
         row = self._ledger.release(ticket, prefilled)
         if row is None:
             return None
-        self._adapters.ended(ticket.number, self._clock())
-        self.eligibility.ended(self._states[row].id)
-        return self._alone.left(row, ticket.number)
+        self.adapters.ended(ticket.number, now)
+        self.eligibility.ended(self.members.by_row[row].id)
+        return self.lone.left(row, ticket.number)
 
     def teaches(self, ticket: Ticket) -> bool:
         """Whether it is alone on a replica whose speed is not known yet."""
-        row = self._ledger.replica(ticket)
-        return self._alone.is_alone(row, ticket.number) and not self._alone.sure(row, self._clock())
-
-    def served_alone(self, replica: str, before: Before, served: Served) -> None:
-        """What became of a request that may have been alone there; the next poll tells if it was.
-
-        Args:
-            replica: ``ip:port``; one that is no member is passed over.
-            before: from :meth:`release`.
-            served: the request.
-        """
-        row = self._rows.get(replica)
-        if row is not None:
-            self._alone.served(row, before, served, self._clock())
+        return self.lone.teaches(self._ledger.replica(ticket), ticket.number)
 
     def decoded(self, replica: str, predicted: float, actual: float) -> None:
-        """A request there took ``actual`` seconds from its first token to its last.
-
-        Args:
-            replica: ``ip:port``; one that is no member is passed over.
-            predicted: seconds, before any correction.
-            actual: seconds.
-        """
-        row = self._rows.get(replica)
-        if row is not None:
+        """A request there took ``actual`` seconds from its first token to its last, and
+        ``predicted`` ones by a prediction that was not corrected."""
+        if (row := self._rows.get(replica)) is not None:
             self._corrections.observe(row, predicted, actual, self._clock())
 
     def reported(
         self, replica: str, expected: float, depth: int, prompt: float, tokens: float
     ) -> None:
-        """A request there found ``tokens`` of its ``prompt`` tokens cached.
-
-        Args:
-            replica: ``ip:port``; one that is no member is passed over.
-            expected: tokens that the replica should have held.
-            depth: and how deep, both of :meth:`held`.
-            prompt: its tokens.
-            tokens: as it said.
-        """
+        """A request there found ``tokens`` of its ``prompt`` tokens cached, where so many were
+        ``expected`` so ``depth`` in the cache, both as :meth:`held` said."""
         row = self._rows.get(replica)
         if row is not None and depth >= 0:
             self._prefixes.reported(row, expected, depth, prompt, tokens)
-
-    def adapter_loaded(self, replica: str, seconds: float) -> None:
-        """A request there, whose adapter was to be loaded, got its first token so much later."""
-        row = self._rows.get(replica)
-        if row is not None:
-            self._adapters.took(row, seconds)
-
-    def adapter_waited(self, overrun: float) -> None:
-        """A request waited for a place of its adapter so many times as long as for what had come
-        before it."""
-        self._adapters.waited(overrun)
-
-    def failed(self, replica: str) -> None:
-        """A request sent there was answered with a 5xx, or had to be served by another."""
-        self.eligibility.failed(replica)
-
-    def answered(self, replica: str) -> None:
-        """A request sent there was answered."""
-        self.eligibility.answered(replica)
 
     def holder(self, response: str) -> str | None:
         """The replica that holds a stored response; None where that is not known, or no request
         may be sent there now. One that drains still answers for what it holds."""
         replica = self.responses.holder(response) or ""
         return replica if self.eligibility.works(replica) else None
-
-    def bind(self, session: str, replica: str) -> None:
-        """A request of that session went there; empty: it has none."""
-        if not session:
-            return
-        if self.sessions.holder(session) == replica:
-            self.sessions.keep(session, replica)
-        else:
-            self.sessions.saw(session, replica)
 
     # -- what other routers tell ------------------------------------------------------------
 
@@ -403,7 +290,7 @@ class Fleet:
         if told and digest.router != self.router:
             self._progress.advance(self._clock())
             self._progress.changed()
-        self.others.hear(digest, age)
+        self.peers.hear(digest, age)
 
     def hear_prompts(self, router: str, prompts: bytes) -> None:
         """A router sent these prompts, by its :attr:`sent`.
@@ -422,76 +309,58 @@ class Fleet:
                 self._prefixes.clear(row)
 
     def _enter(self, row: int, prefix: Prefix) -> None:
-        if self._states[row].prefix_caching:
+        if self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
     # -- what policies see ------------------------------------------------------------------
 
     def view(self, model: str, among: frozenset[str] | None = None) -> FleetView:
         """The replicas that may serve ``model``, as of now; of those ``among`` a few, if given."""
-        now = self._clock()
-        if self.others.look(now):
+        now, table = self._clock(), self._replicas
+        if self.peers.look(now):
             self._progress.changed()
         self._progress.advance(now)
         self._progress.refresh()
         if self._corrections.due(now):
-            self._replicas.stretch[:] = self._corrections.ratios(now, self.others.decoded)
-        candidates = self._find(model, among)
-        newcomers = self.eligibility.newcomers
-        if newcomers:
-            candidates = self._without_full(candidates)
-        replicas, rows = self._replicas.first(IN_VIEW), candidates.rows
-        all_are = len(rows) == len(self._replicas)
-        (
-            requests,
-            queued,
-            enqueued,
-            prefilled,
-            foreign,
-            foreign_backlog,
-            polled_waiting,
-            polled_kv_usage,
-            batch,
-            kv_used,
-            kv_capacity,
-            token_budget,
-            max_num_seqs,
-            longest_prompt,
-            decode_step,
-            tokens_per_step,
-            stretch,
-            *costs,
-        ) = replicas.copy() if all_are else replicas.take(rows, axis=1)
-        if self.others.counted:
-            theirs = self._replicas.others
-            theirs = theirs if all_are else theirs.take(rows, axis=1)
-            requests += theirs[0]
-            queued += theirs[1]
-            enqueued += theirs[3]
+            table.stretch[:] = self._corrections.ratios(now, self.peers.decoded)
+        candidates = self.eligibility.candidates(model, among)
+        if self.eligibility.any_new:
+            requests = table.requests + table.foreign
+            if self.peers.counted:
+                requests += table.others_requests
+            candidates = self.eligibility.without_full(candidates, requests)
+        rows = candidates.rows
+        here = table.copy(IN_VIEW, None if len(rows) == len(table) else rows)
+        if self.peers.counted:
+            here.requests += table.others_requests[rows]
+            here.queued += table.others_queued[rows]
+            here.enqueued += table.others_backlog[rows]
         view = FleetView(
-            rows,
-            candidates.ids,
-            candidates.names,
-            requests + foreign,
-            np.maximum(queued, polled_waiting),
-            polled_waiting,
-            polled_kv_usage,
-            enqueued - prefilled + foreign_backlog,
-            batch,
-            kv_used,
-            kv_capacity,
-            token_budget,
-            max_num_seqs,
-            longest_prompt,
-            StepCosts(*costs),
-            decode_step,
-            tokens_per_step,
-            stretch,
-            candidates.excluded,
-            self._adapters_on(candidates.ids, model),
+            rows=rows,
+            ids=candidates.ids,
+            names=candidates.names,
+            requests=here.requests + here.foreign,
+            waiting=np.maximum(here.queued, here.polled_waiting),
+            polled_waiting=here.polled_waiting,
+            polled_kv_usage=here.polled_kv_usage,
+            backlog=here.enqueued - here.prefilled + here.foreign_backlog,
+            batch=here.batch,
+            kv_used=here.kv_used,
+            kv_capacity=here.kv_capacity,
+            token_budget=here.token_budget,
+            max_num_seqs=here.max_num_seqs,
+            longest_prompt=here.longest_prompt,
+            costs=StepCosts(
+                here.c0, here.c_prefill, here.c_batch, here.c_kv, here.c_att, here.frontend
+            ),
+            decode_step=here.decode_step,
+            tokens_per_step=here.tokens_per_step,
+            stretch=here.stretch,
+            excluded=candidates.excluded,
+            adapters=self._adapters_on(candidates.ids, model),
         )
-        if newcomers:
-            favour_idle(view, newcomers)
+        if self.eligibility.any_new:
+            self.eligibility.favour_idle(view)
         return view
 
     def held(self, prefix: Prefix, view: FleetView) -> Held:
@@ -516,8 +385,8 @@ class Fleet:
         """
         self._progress.look_ahead()
         on, figures, rows = self._requests.replica, self._requests.first(SEEN), view.rows
-        if self.others.counted:
-            on, figures = self.others.beside(on, figures)
+        if self.peers.counted:
+            on, figures = self.peers.beside(on, figures)
         if len(rows) < len(self._replicas):
             candidate = np.full(len(self._replicas), -1, dtype=np.intp)
             candidate[rows] = np.arange(len(rows))
@@ -541,58 +410,12 @@ class Fleet:
         if not any(view.adapters):
             return None
         typical = self.lengths.expected(0, _UNBOUNDED)
-        return self._adapters.times(view, typical, self._clock())
+        return self.adapters.times(view, typical, self._clock())
 
     def _adapters_on(self, replicas: Sequence[str], model: str) -> Sequence[str]:
         """As :attr:`FleetView.adapters` of these replicas."""
-        adapters = self._adapters
-        if not adapters or not any(name in adapters for name in self.names.served(model)):
+        adapters, members = self.adapters, self.members
+        if not adapters or not any(name in adapters for name in members.names.served(model)):
             return ()
-        names = (self.name_on(replica, model) for replica in replicas)
+        names = (members.name_on(replica, model) for replica in replicas)
         return [name if name in adapters else "" for name in names]
-
-    def _find(self, model: str, among: frozenset[str] | None) -> _Candidates:
-        if self.eligibility.changed():
-            self._candidates.clear()
-        found = self._candidates.get((model, among))
-        if found is None:
-            if len(self._candidates) >= _MODELS_REMEMBERED:
-                self._candidates.clear()
-            found = self._choose_candidates(model, among)
-            self._candidates[model, among] = found
-        return found
-
-    def _choose_candidates(self, model: str, among: frozenset[str] | None) -> _Candidates:
-        rows = self._rows
-        members = rows if among is None else rows.keys() & among
-        return self._candidates_of(*self.eligibility.admit(members, model))
-
-    def _candidates_of(self, usable: Iterable[str], left_out: Mapping[str, str]) -> _Candidates:
-        rows = sorted(self._rows[name] for name in usable)
-        states = [self._states[row] for row in rows]
-        excluded = [
-            (self._states[row], left_out[name])
-            for row, name in sorted((self._rows[name], name) for name in left_out)
-        ]
-        return _Candidates(
-            rows=np.array(rows, dtype=np.intp),
-            ids=[state.id for state in states],
-            names=[state.name or state.id for state in states],
-            excluded=tuple(Excluded(one.id, one.name or one.id, why) for one, why in excluded),
-        )
-
-    def _without_full(self, candidates: _Candidates) -> _Candidates:
-        """Without newcomers that may have no more requests for now, unless that is all of them."""
-        requests = self._replicas.requests + self._replicas.foreign
-        if self.others.counted:
-            requests += self._replicas.others_requests
-        found = (
-            (name, self.eligibility.too_much(name, requests[row]))
-            for name, row in zip(candidates.ids, candidates.rows.tolist(), strict=True)
-        )
-        full = {name: why for name, why in found if why}
-        if not full or len(full) == len(candidates.ids):
-            return candidates
-        left = [name for name in candidates.ids if name not in full]
-        admitted = self._candidates_of(left, full)
-        return replace(admitted, excluded=candidates.excluded + admitted.excluded)

@@ -29,10 +29,11 @@ class Holders:
         self._holders[thing] = replica
 
     def saw(self, thing: str, replica: str) -> None:
-        """That replica got the thing; other routers are to be told."""
+        """That replica got the thing; other routers are to be told where they may not know."""
+        if self._holders.get(thing) != replica:
+            self._untold.append((thing, replica))
+            self._some_untold.set()
         self.keep(thing, replica)
-        self._untold.append((thing, replica))
-        self._some_untold.set()
 
     async def untold(self, most: int) -> list[tuple[str, str]]:
         """Wait for what others were not told, things and replicas, and take the oldest of it."""

@@ -73,6 +73,14 @@ class Ledger:
         """
         return self._requests.replica.item(self._row[ticket.number])
 
+    def generated(self, ticket: Ticket) -> float:
+        """Tokens that each of a request's sequences has, by the steps of its replica."""
+        requests, replicas, row = self._requests, self._replicas, self._row[ticket.number]
+        on = requests.replica[row]
+        steps = replicas.steps.item(on) - requests.before.item(row)
+        tokens = steps * replicas.tokens_per_step.item(on)
+        return min(max(tokens, 0.0), requests.bound.item(row))
+
     def move(self, ticket: Ticket, replica: int, cached: float) -> None:
         """The request is on another replica than it was sent to, which has ``cached`` tokens of its
         prompt."""

@@ -4,8 +4,8 @@ from math import inf
 
 import numpy as np
 
-from extproc.fleet.others import Others
-from extproc.fleet.polls import fade
+from extproc.fleet.peers import Peers
+from extproc.fleet.reconcile import fade
 from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
@@ -31,7 +31,7 @@ class Progress:
         self,
         replicas: Replicas,
         requests: Requests,
-        others: Others,
+        others: Peers,
         lengths: OutputLengths,
         now: float,
     ) -> None:

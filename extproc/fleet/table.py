@@ -1,6 +1,6 @@
 """A table of numbers that grows: one row a thing, one named column a quantity."""
 
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,17 @@ class Table:
     def first(self, columns: int) -> Floats:
         """The first so many columns of ``Floats``, as the rows of one array."""
         return self._floats[:columns, : self._length]
+
+    def copy(self, columns: int, rows: Indices | None = None) -> Self:
+        """Another one, of the first so many columns of ``Floats``; of these rows alone, if given.
+
+        It is there to be read, by the names of its columns.
+        """
+        floats = self._floats[:columns, : self._length]
+        floats = floats.copy() if rows is None else floats.take(rows, axis=1)
+        table = object.__new__(type(self))
+        table.__dict__.update(zip(self._names[0], floats, strict=False))
+        return table
 
     def _resize(self, length: int) -> None:
         self._length = length

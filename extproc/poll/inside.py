@@ -64,7 +64,7 @@ class Everything:
 
     async def tend(self, replicas: Collection[str]) -> Held:
         """All of them. The fleet knows them when each was scraped, or could not be."""
-        if replicas and all(replica in self._fleet for replica in replicas):
+        if replicas and all(replica in self._fleet.members for replica in replicas):
             self._fleet.known.set()
         return Held(frozenset(replicas))
 

@@ -33,7 +33,7 @@ class Corrections:
         self._at = now
         self._told_at = -inf
 
-    def reset(self, row: int) -> None:
+    def clear(self, row: int) -> None:
         """Another replica has that row from now on, perhaps a new row."""
         missing = row + 1 - self._sums.shape[1]
         if missing > 0:

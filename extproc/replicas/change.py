@@ -10,6 +10,7 @@ from extproc.config import ReplicaSource
 from extproc.poll.discovery import one_family
 from extproc.poll.resolve import resolve_host
 from extproc.replicas.pool import Pool, Replica, ReplicaError
+from extproc.replicas.wait import left
 from extproc.store.members import Member, Wish
 
 _RESOLVE_S = 5.0
@@ -53,8 +54,8 @@ async def add(pool: Pool, address: str, profile: str | None, name: str | None) -
     return f"{Replica(id_, None, member).title} is added"
 
 
-async def drain(pool: Pool, word: str) -> Replica:
-    """Have nothing new sent to a replica; returns it as it was.
+async def drain(pool: Pool, word: str) -> tuple[Replica, str]:
+    """Have nothing new sent to a replica; returns it as it was, and what was done.
 
     Raises:
         ReplicaError: no replica is called that.
@@ -62,7 +63,23 @@ async def drain(pool: Pool, word: str) -> Replica:
     """
     replica = await pool.find(word)
     await _ask(pool, replica, "drain")
-    return replica
+    told = f"{replica.title} is draining" + (f": {left(replica.state)}" if replica.state else "")
+    if not _served_without(replica, await pool.replicas()):
+        told += (
+            "\nno other replica could serve its requests: until one does, it goes on getting them"
+        )
+    return replica, told
+
+
+def _served_without(replica: Replica, replicas: list[Replica]) -> bool:
+    """Whether every model it serves has another replica that is healthy and does not drain."""
+    others = [
+        one.state
+        for one in replicas
+        if one.state and one.id != replica.id and one.state.healthy and one.wish == "serve"
+    ]
+    models = replica.state.models if replica.state else ()
+    return bool(others) and all(any(model in state.models for state in others) for model in models)
 
 
 async def remove(pool: Pool, word: str) -> str:

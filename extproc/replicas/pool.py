@@ -5,8 +5,8 @@ from random import Random
 
 from redis.asyncio import Redis
 
+from extproc.nearest import nearest
 from extproc.replica_state import ReplicaState
-from extproc.settings import nearest
 from extproc.store.members import Member, MemberStore
 from extproc.store.replicas import StateReader
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from extproc.explain.layout import Column, count, figure, printable, share, table
+from extproc.layout import Column, count, figure, printable, share, table
 from extproc.replicas.pool import Replica
 
 _COLUMNS = (

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from extproc.config import RequestSettings
 from extproc.request.profile import Endpoint
 
 if TYPE_CHECKING:
@@ -44,6 +43,22 @@ _MAX_TEXTS = 1_024
 together keep a tokenizer busy for some 10 ms at most, as a template with as many pieces."""
 
 
+class TokenSettings(Protocol):
+    """What counting starts from, as in :class:`~extproc.config.RequestSettings`."""
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of text."""
+
+    @property
+    def image_tokens(self) -> int:
+        """Of one image."""
+
+    @property
+    def tokenizers(self) -> Mapping[str, Path]:
+        """Files or folders, by model."""
+
+
 class TokenizerError(ValueError):
     """A configured tokenizer cannot be used; the message says what to install or correct."""
 
@@ -58,7 +73,7 @@ class TokenCounter:
         TokenizerError: a configured tokenizer cannot be loaded.
     """
 
-    def __init__(self, settings: RequestSettings) -> None:
+    def __init__(self, settings: TokenSettings) -> None:
         self._images = settings.image_tokens
         self._image_sums: dict[str, tuple[float, float]] = {}
         self._prior = settings.bytes_per_token

@@ -46,7 +46,7 @@ def readiness(pools: Sequence[Services], stopping: asyncio.Event) -> Check:
     def why_not() -> str:
         if stopping.is_set():
             return "stopping"
-        return "" if any(one.fleet.states for one in pools) else "no replica is known yet"
+        return "" if any(one.fleet.members for one in pools) else "no replica is known yet"
 
     return why_not
 
@@ -61,7 +61,7 @@ def _fleet(pools: Iterable[Services]) -> Iterator[bytes]:
             "known_blocks": one.fleet.blocks.count(state.id),
         }
         for one in pools
-        for state in one.fleet.states
+        for state in one.fleet.members
     )
     yield b"}"
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from extproc.clock import monotonic, wall
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.names import ModelNames
+from extproc.fleet.model_names import ModelNames
 from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
@@ -28,6 +28,7 @@ from extproc.server.admin import admin_routes, readiness
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from extproc.server.sharing import share
+from extproc.server.watch import Reader
 from extproc.store.connection import connect
 from extproc.store.replicas import Change, Put, Removed, Snapshot, StateReader
 
@@ -57,6 +58,11 @@ async def run_router(
     registry = CollectorRegistry()
     services = build(config, registry)
     services.metrics.worker.set(worker)
+    if config.serve.stream_sample is not None:
+        logger.warning(
+            "serve.stream_sample is deprecated: set serve.chunks_per_s instead",
+            extra={"chunks_per_s": config.serve.chunk_budget},
+        )
     others = {one.pool: services.of_pool(one) for one in config.each_pool[1:]}
     pools = (services, *others.values())
     stopping = asyncio.Event()
@@ -111,6 +117,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         clock=monotonic,
         wall=wall,
         random=generator,
+        reader=Reader(config.serve.chunk_budget),
     )
 
 
@@ -163,17 +170,18 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
     while True:
         for one in pools:
             one.fleet.drop_silent(one.config.poll.ttl_s)
-        states = [state for fleet in fleets for state in fleet.states]
+        states = [state for fleet in fleets for state in fleet.members]
         metrics.decisions.keep("replica", {state.id for state in states})
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
         metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
-        metrics.other_routers.set(max(len(fleet.others) for fleet in fleets))
+        metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
         # Of a pool that never had a replica there is no news.
-        oldest = min((fleet.heard_at for fleet in fleets if fleet.states), default=None)
-        metrics.state_age.set(clock() - (fleets[0].heard_at if oldest is None else oldest))
+        heard = [fleet for fleet in fleets if fleet.members] or fleets[:1]
+        oldest = min(fleet.eligibility.silence.heard_at for fleet in heard)
+        metrics.state_age.set(clock() - oldest)
         await asyncio.sleep(_HOUSEKEEPING_EVERY)
 
 

@@ -1,8 +1,8 @@
 """A request that was sent to a replica, until its response has ended."""
 
-from extproc.fleet.alone import Before
+from extproc.fleet.lone_requests import Baseline
 from extproc.request.response_id import ResponseIdReader
-from extproc.request.usage import PRELUDE, UsageReader
+from extproc.request.usage import PRELUDE, Usage, UsageReader
 from extproc.route.router import Decision
 from extproc.server import messages
 from extproc.server.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
@@ -18,9 +18,11 @@ class InFlight:
     """
 
     __slots__ = (
+        "_chunks",
         "_ended",
         "_first_token",
         "_forecast",
+        "_foreseen",
         "_outcome",
         "_response_id",
         "_sent_at",
@@ -48,13 +50,17 @@ class InFlight:
         self._sent_at = services.clock()
         self._served_by = decision.replica
         self._ticket = services.fleet.dispatch(decision.replica, decision.profile, decision.cached)
-        services.fleet.bind(decision.profile.session, decision.replica)
+        services.fleet.sessions.saw(decision.profile.session, decision.replica)
         decision.forget_token_ids()
         self._forecast = decision.forecast()
+        self._foreseen = decision.prediction.output_tokens * decision.profile.sequences
+        """Chunks that it should have, if it is streamed."""
         pool = services.config.pool
         self._outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
         self._status: int | None = None
         self._usage: UsageReader | None = None
+        self._chunks: int | None = None
+        """That came so far, where they are counted."""
         self._response_id = ResponseIdReader() if decision.profile.stored else None
         self._first_token: float | None = None
         self._ended = False
@@ -81,6 +87,8 @@ class InFlight:
             return
         if not message.body:
             return
+        if self._chunks is not None:
+            self._chunks += 1
         self._usage.feed(message.body)
         if self._first_token is None and self._usage.generating and self._forecast.profile.stream:
             self._first_token = self._services.clock()
@@ -92,36 +100,49 @@ class InFlight:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
         services, outcome = self._services, self._outcome
         profile = self._forecast.profile
-        complete = self._complete() and not profile.in_background
+        if self._chunks is not None:
+            services.reader.came(self._chunks, self._foreseen)
+        well = self._status is not None and self._status < 400 and not profile.in_background
+        # Envoy closes the stream alike when a response has ended and when a client hangs up; only
+        # where the response's chunks were read is the last one known.
+        complete = well and self._ended
         prefilled = self._first_token is not None or (complete and not profile.stream)
+        generated = services.fleet.generated(self._ticket)
         alone = services.fleet.release(self._ticket, prefilled)
+        seconds = services.clock() - self._sent_at
         if self._status is None and not self._unseen:
             services.metrics.requests.add("unanswered")
-        if not complete:
-            return
-        outcome.completion_s = services.clock() - self._sent_at
         if self._first_token is not None:
             outcome.ttft_s = self._first_token - self._sent_at
-        self._learn(outcome.completion_s, alone)
-        self._account(self._forecast.predicted_completion, outcome.completion_s)
+        if complete:
+            outcome.completion_s = seconds
+            self._account(self._forecast.predicted_completion, seconds)
+        usage = self._usage.usage() if self._usage is not None and complete else None
+        if usage is not None:
+            self._learn(usage, seconds, alone)
+        elif well:
+            ttft = outcome.ttft_s
+            services.router.learn(
+                self._forecast, self._served_by, generated, seconds, ttft, alone, reported=False
+            )
 
     def _served(self, upstream: str) -> None:
         """Which replica it was in the end, and whether it failed."""
         services = self._services
         # An address that is no member's, a tunnel's or a sidecar's, tells nothing.
-        if upstream != self._served_by and upstream in services.fleet:
+        if upstream != self._served_by and upstream in services.fleet.members:
             # Envoy passed the choice over or tried it in vain.
-            services.fleet.failed(self._served_by)
+            services.fleet.eligibility.failed(self._served_by)
             services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)
-            services.fleet.bind(self._forecast.profile.session, upstream)
+            services.fleet.sessions.saw(self._forecast.profile.session, upstream)
             self._served_by = upstream
         self._outcome.served_by = self._served_by
         self._outcome.status = self._status
         services.metrics.responses.add(f"{(self._status or 0) // 100}xx")
         if self._status is not None and self._status >= 500:
-            services.fleet.failed(self._served_by)
+            services.fleet.eligibility.failed(self._served_by)
         else:
-            services.fleet.answered(self._served_by)
+            services.fleet.eligibility.answered(self._served_by)
 
     def _worth_reading(self, content_type: str) -> bool:
         """Every whole response, for it is one message, those whose id is needed, and of the streams
@@ -130,26 +151,20 @@ class InFlight:
             return False
         if self._response_id is not None or not content_type.startswith("text/event-stream"):
             return True
-        services = self._services
-        share = services.config.serve.stream_sample
-        sampled = services.random.random() < share
+        if not self._services.reader.reads(self._services.clock(), self._foreseen, self._teaches()):
+            return False
+        self._chunks = 0
+        return True
+
+    def _teaches(self) -> bool:
+        """Whether its first token tells how fast its replica is, or how fast that loads an adapter;
+        all else shows in its end, too."""
         forecast = self._forecast
-        teaches = forecast.adapter_load or forecast.adapter_wait
-        return sampled or (share > 0.0 and bool(teaches or services.fleet.teaches(self._ticket)))
+        loads = forecast.adapter_load > 0.0 or forecast.adapter_wait > 0.0
+        return loads or self._services.fleet.teaches(self._ticket)
 
-    def _complete(self) -> bool:
-        """Whether it is known to have been answered to the end.
-
-        Envoy closes the stream alike when a response has ended and when a client hangs up; only
-        where the response's chunks were read is the last one known.
-        """
-        return self._status is not None and self._status < 400 and self._ended
-
-    def _learn(self, seconds: float, alone: Before | None) -> None:
+    def _learn(self, usage: Usage, seconds: float, alone: Baseline | None) -> None:
         """From the usage a response reported, ``seconds`` after the decision."""
-        usage = None if self._usage is None else self._usage.usage()
-        if usage is None:
-            return
         services, profile, outcome = self._services, self._forecast.profile, self._outcome
         outcome.prompt_tokens = usage.prompt_tokens
         outcome.output_tokens = usage.completion_tokens

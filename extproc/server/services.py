@@ -12,7 +12,7 @@ from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
 from extproc.server.room import Room
-from extproc.server.watch import Watch
+from extproc.server.watch import Reader, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Services:
     clock: Clock
     wall: Clock
     random: random.Random
+    reader: Reader
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
 
@@ -37,7 +38,7 @@ class Services:
 
     def of_pool(self, config: Config) -> "Services":
         """The same for a pool of its own, with an empty fleet."""
-        fleet = Fleet(OutputLengths(), names=self.fleet.names)
+        fleet = Fleet(OutputLengths(), names=self.fleet.members.names)
         route = config.route
         router = Router(fleet, route.policy, self.random, route.session_cost_s)
         return replace(self, config=config, router=router, watch=Watch())

@@ -51,7 +51,7 @@ async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> 
     try:
         while True:
             started = clock()
-            digest = fleet.digests.due(started, alone=not fleet.others.expected)
+            digest = fleet.digests.due(started, alone=not fleet.peers.expected)
             try:
                 if digest is not None:
                     await writer.send(digest)
@@ -139,6 +139,6 @@ def take(news: News, fleet: Fleet, metrics: RouterMetrics) -> None:
                 metrics.digest_age.observe(max(wall() - digest.sent_at, 0.0))
             fleet.hear(digest, age)
         case Connected():
-            fleet.others.connected()
+            fleet.peers.connected()
         case CutOff():
-            fleet.others.cut_off()
+            fleet.peers.cut_off()

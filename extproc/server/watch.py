@@ -1,8 +1,31 @@
-"""Which responses the router asks to see."""
+"""Which responses Envoy is asked to tell of, and which streamed ones the router reads."""
 
-_PER_S = 100.0
-"""Responses a second, of one pool in one router: a replica that gets a hundredth of the requests is
-looked at once a second."""
+_RESPONSES_PER_S = 100.0
+"""Of one pool in one router: a replica that gets a hundredth of the requests is looked at once a
+second."""
+_CHUNKS_KEPT_S = 60.0
+"""Seconds of chunks that were not read and may be later: in a quiet hour whole answers are read."""
+_RESERVED = 0.5
+"""Of these, the part that is kept for streams that teach."""
+
+
+class Budget:
+    """So much a second; what is not spent is kept, up to a limit."""
+
+    def __init__(self, per_s: float, most: float) -> None:
+        self._per_s = per_s
+        self._most = self._left = most
+        self._as_of = 0.0
+
+    def left(self, now: float) -> float:
+        """What may be spent at ``now``, in seconds; below zero after more was spent than that."""
+        self._left = min(self._left + (now - self._as_of) * self._per_s, self._most)
+        self._as_of = now
+        return self._left
+
+    def spend(self, amount: float) -> None:
+        """A negative amount is given back."""
+        self._left -= amount
 
 
 class Watch:
@@ -17,8 +40,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._left = _PER_S
-        self._as_of = 0.0
+        self._responses = Budget(_RESPONSES_PER_S, _RESPONSES_PER_S)
 
     def sees(self, now: float, doubtful: bool) -> bool:
         """Whether the response to a request that came just now is to be looked at.
@@ -28,9 +50,38 @@ class Watch:
             doubtful: it may go to a replica that failed of late: all those are looked at, until
                 that is known to be well or gets nothing.
         """
-        self._left = min(self._left + (now - self._as_of) * _PER_S, _PER_S)
-        self._as_of = now
-        if self._left < 1.0:
+        if self._responses.left(now) < 1.0:
             return doubtful
-        self._left -= 1.0
+        self._responses.spend(1.0)
         return True
+
+
+class Reader:
+    """Reads streamed answers, so many chunks a second, and rather those that teach.
+
+    A chunk is a message to the router and one back, about 0.2 ms of its CPU. Envoy sends all chunks
+    of an answer or none: it takes ``mode_override`` in a reply to headers only, and once the router
+    has closed its side, Envoy lets the rest pass but the end of the request is not known any more.
+    So it is decided when an answer begins, by the length it is expected to have.
+    """
+
+    def __init__(self, chunks_per_s: float) -> None:
+        self._most = chunks_per_s * _CHUNKS_KEPT_S
+        self._chunks = Budget(chunks_per_s, self._most)
+
+    def reads(self, now: float, chunks: float, teaches: bool) -> bool:
+        """Whether to read an answer that begins; if so, its chunks are paid for.
+
+        Args:
+            now: seconds.
+            chunks: that it is expected to have.
+            teaches: it tells something that the router knows little of.
+        """
+        if self._chunks.left(now) <= (0.0 if teaches else _RESERVED * self._most):
+            return False
+        self._chunks.spend(chunks)
+        return True
+
+    def came(self, chunks: float, expected: float) -> None:
+        """An answer that was read is over: it had so many chunks, and not what was expected."""
+        self._chunks.spend(chunks - expected)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from redis.exceptions import MovedError
 
 from extproc.address import join_address
+from extproc.redis_url import Node, Options
 from extproc.store.keys import slot_key
 from extproc.store.located import ask, first_answer
-from extproc.store.url import Node, Options
 
 
 class Owner:

@@ -10,11 +10,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from extproc.redis_url import parse
 from extproc.store.cluster import Owner
 from extproc.store.located import Fixed, Locate, LocatedConnection, LocatedTlsConnection
 from extproc.store.sentinel import Primary
-from extproc.store.tls import check_files
-from extproc.store.url import parse
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +46,6 @@ def connect(url: str, pool: str) -> Redis:
     parsed = parse(url)
     options = dict(parsed.options) | _ONCE
     login = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    if parsed.tls:
-        check_files(options)
     match parsed.form:
         case "unix":
             return Redis(unix_socket_path=parsed.path, **options)

@@ -9,7 +9,7 @@ from redis.exceptions import ClusterDownError, MovedError, ReadOnlyError, RedisE
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from extproc.address import join_address
-from extproc.store.url import Node, Options
+from extproc.redis_url import Node, Options
 
 
 class Locate(Protocol):

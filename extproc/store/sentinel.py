@@ -6,8 +6,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
 from extproc.address import join_address
+from extproc.redis_url import Node, Options
 from extproc.store.located import ask, first_answer
-from extproc.store.url import Node, Options
 
 
 class Primary:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from envoy_data_plane.envoy.config.core.v3 import HealthStatus
 
 from extproc.clock import Clock, monotonic
-from extproc.fleet.news import News
+from extproc.fleet.silence import Silence
 from extproc.replica_state import ReplicaState
 from extproc.store.replicas import Change, Put, Removed, Snapshot
 
@@ -25,7 +25,7 @@ class Members:
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
         self._health: dict[str, HealthStatus] = {}
-        self._news = News(clock())
+        self._silence = Silence(clock())
         self._known = False
 
     @property
@@ -54,20 +54,20 @@ class Members:
 
         When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
         """
-        silent = self._news.silent(after)
+        silent = self._silence.silent(after)
         for id_ in silent:
             self._remove(id_)
         return silent
 
     def _put(self, state: ReplicaState) -> bool:
-        self._news.heard(state.id, self._clock())
+        self._silence.heard(state.id, self._clock())
         before, health = self._health.get(state.id), _health(state)
         self._health[state.id] = health
         self._known = True
         return health != before
 
     def _remove(self, replica: str) -> bool:
-        self._news.forget(replica)
+        self._silence.forget(replica)
         return self._health.pop(replica, None) is not None
 
 

@@ -1,12 +1,12 @@
 """What is wrong with what `benchmarks.simulate` is given is said at once, in one line."""
 
 import gzip
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.simulate import main
+from tests.benchmarks.conftest import complaint_of
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 TRACE = HERE / "traces" / "azure-2023-conv.jsonl.gz"
@@ -22,38 +22,8 @@ def _nothing_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.simulate._play", play)
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """The line that says what is wrong; of two options alike the last one counts."""
-    with pytest.raises(SystemExit) as ended:
-        sys.exit(main(["--trace", str(TRACE), "--fleet", str(MIXED), *map(str, arguments)]))
-    output = capsys.readouterr()
-    assert (ended.value.code, output.out) == (2, "")
-    usage = output.err.splitlines()[:-1]
-    assert all(line.startswith("usage: ") for line in usage)
-    return output.err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("option", "values"),
-    [
-        ("--speed", ("0", "-1", "inf", "nan", "1e999", "fast")),
-        ("--poll-interval", ("0", "-1", "inf", "nan", "")),
-        ("--profile-error", ("0", "inf", "nan")),
-        ("--share-lag", ("-0.1", "inf", "nan")),
-        ("--from", ("-1", "inf", "nan")),
-        ("--skip", ("-1", "inf", "nan")),
-        ("--duration", ("0", "-1", "inf", "nan")),
-        ("--until", ("nan", "0")),
-        ("--routers", ("0", "1.5", "many")),
-        ("--requests", ("0", "-1")),
-    ],
-)
-def test_a_number_that_is_none_or_makes_no_sense(
-    capsys: pytest.CaptureFixture[str], option: str, values: tuple[str, ...]
-) -> None:
-    for value in values:
-        line = complaint(capsys, f"{option}={value}")
-        assert f"argument {option}: {value!r} is not" in line
+def complaint(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
+    return complaint_of(main, capsys, "--trace", TRACE, "--fleet", MIXED, *given)
 
 
 def test_a_phase_that_ends_before_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,20 +110,3 @@ def test_an_event_of_nobody(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     group = "{name: a, profile: llama-8b-a10}"
     file.write_text(f"replicas: [{group}]\nevents: [{{at: 1, replica: b-0, down}}]")
     assert "no replica is called 'b-0'" in complaint(capsys, "--fleet", file)
-
-
-def test_a_report_that_cannot_be_written(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for path in (tmp_path / "nowhere" / "report.json", tmp_path):
-        assert str(path) in complaint(capsys, "--json", path)
-
-
-def test_pictures_that_cannot_be_written(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "file"
-    file.touch()
-    for path in (file, file / "report"):
-        assert str(file) in complaint(capsys, "--report", path)

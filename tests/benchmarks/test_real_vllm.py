@@ -4,20 +4,12 @@ import sys
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from benchmarks.real_vllm import (
-    Record,
-    Served,
-    accuracy,
-    groups,
-    join,
-    main,
-    measures,
-    requests,
-    vllm_command,
-)
+from benchmarks.real_vllm import accuracy, groups, join, main, measures, requests
+from benchmarks.vllm import vllm_command
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, answers
 from extproc.demo.samples import Sample
@@ -26,17 +18,21 @@ from extproc.demo.traffic import Answer
 
 def served(
     replica: str = "a", known: bool = True, ttft_s: float | None = None, actual: float = 2.0
-) -> Served:
-    return Served("id", replica, known, 10, 20.0, 0.5, ttft_s, 2.2, actual)
+) -> dict[str, Any]:
+    predicted = {"predicted_ttft_s": 0.5, "predicted_completion_s": 2.2}
+    return {
+        "replica": replica,
+        "known": known,
+        "ttft_s": ttft_s,
+        "completion_s": actual,
+    } | predicted
 
 
 def test_errors_are_relative_to_what_happened() -> None:
     found = accuracy([1.0, 3.0, 1.0], [2.0, 2.0, 1.0])
     assert found is not None
-    assert found.requests == 3
-    assert found.median_error == pytest.approx(0.5)
-    assert found.p90_error == pytest.approx(0.5)
-    assert found.median_bias == 0.0
+    assert (found["requests"], found["median_bias"]) == (3, 0.0)
+    assert found["median_error"] == found["p90_error"] == pytest.approx(0.5)
 
 
 def test_rank_correlation_is_one_whenever_the_order_is_right() -> None:
@@ -44,8 +40,8 @@ def test_rank_correlation_is_one_whenever_the_order_is_right() -> None:
     wrong = accuracy([3.0, 2.0, 1.0], [1.0, 20.0, 300.0])
     assert right is not None
     assert wrong is not None
-    assert right.rank_correlation == pytest.approx(1.0)
-    assert wrong.rank_correlation == pytest.approx(-1.0)
+    assert right["rank_correlation"] == pytest.approx(1.0)
+    assert wrong["rank_correlation"] == pytest.approx(-1.0)
 
 
 def test_one_request_says_nothing_of_accuracy() -> None:
@@ -58,9 +54,9 @@ def test_first_tokens_are_measured_where_they_were_seen() -> None:
     assert completion is not None
     assert ttft is not None
     assert decode is not None
-    assert (completion.requests, ttft.requests, decode.requests) == (3, 2, 2)
-    assert ttft.median_bias == pytest.approx(-0.25)
-    assert decode.median_bias == pytest.approx((1.7 / 1.0 + 1.7 / 1.5) / 2 - 1)
+    assert [one["requests"] for one in (completion, ttft, decode)] == [3, 2, 2]
+    assert ttft["median_bias"] == pytest.approx(-0.25)
+    assert decode["median_bias"] == pytest.approx((1.7 / 1.0 + 1.7 / 1.5) / 2 - 1)
 
 
 def test_groups_tell_known_from_unknown_lengths_on_each_replica() -> None:
@@ -82,22 +78,13 @@ def test_only_requests_that_were_routed_and_answered_count() -> None:
         Answer("r-2", None, 0.1, "status 503: busy"),
         Answer("r-3", None, 1.0),
     ]
-    records = [
-        Record(
-            number=number,
-            request_id=f"r-{number}",
-            replica_name="a",
-            prompt_tokens=7,
-            expected_output_tokens=9.0,
-            predicted_ttft_s=0.3,
-            predicted_completion_s=1.5,
-        )
-        for number in (2, 1)
-    ]
+    predicted = {"predicted_ttft_s": 0.3, "predicted_completion_s": 1.5}
+    told = {"replica_name": "a", "prompt_tokens": 7, "expected_output_tokens": 9.0} | predicted
+    records = [told | {"request_id": f"r-{number}"} for number in (2, 1)]
     (one,) = join(sent, answered, records)
-    assert (one.request_id, one.ttft_s, one.completion_s) == ("r-1", 0.4, 2.0)
-    assert (one.predicted_ttft_s, one.predicted_completion_s) == (0.3, 1.5)
-    assert one.known is (sent[0].kind == "known")
+    assert (one["request_id"], one["ttft_s"], one["completion_s"]) == ("r-1", 0.4, 2.0)
+    assert {key: one[key] for key in predicted} == predicted
+    assert one["known"] is (sent[0].kind == "known")
 
 
 def test_requests_are_mixed_and_arrive_at_the_rate() -> None:
@@ -105,13 +92,12 @@ def test_requests_are_mixed_and_arrive_at_the_rate() -> None:
     assert sent[-1].at_s == pytest.approx(500, rel=0.1)
     kinds = {(one.path, one.stream, one.kind) for one in sent}
     assert len(kinds) == 8
-    assert sum(one.stream for one in sent) == pytest.approx(1000, rel=0.1)
 
 
 def test_a_known_length_is_the_bound_and_the_model_cannot_end_it() -> None:
     for one in islice(requests("m", 1.0, Random(2)), 200):
         body = one.body("run")
-        assert body["ignore_eos"] is (one.kind == "known")
+        assert body.get("ignore_eos", False) is (one.kind == "known")
         if one.kind == "known":
             assert body["max_tokens"] == one.output_tokens
         else:
@@ -150,10 +136,6 @@ def _prompt(sample: Sample, run: str) -> str:
         (["127.0.0.1:1", "--policy", "completion,nonsense"], "'nonsense' is none of"),
         (["--serve", "x"], "--max-num-seqs"),
         (["--serve", "x,y", "--options", "--seed 3"], "--options is given once for each model"),
-        (["--serve", "x", "--max-num-seqs", "0"], "'0' is not a whole number of at least 1"),
-        (["127.0.0.1:1", "--rate", "0"], "'0' is not a finite number above 0"),
-        (["127.0.0.1:1", "--requests=-1"], "'-1' is not a whole number of at least 1"),
-        (["127.0.0.1:1", "--warm-up=-1"], "'-1' is not a whole number of at least 0"),
     ],
 )
 def test_wrong_arguments_are_named(
@@ -193,7 +175,7 @@ async def test_the_whole_measurement_on_simulated_servers(tmp_path: Path) -> Non
     started = [
         await Process.start(
             name,
-            [sys.executable, "-m", "extproc", "replica", "--port", str(port), "--model", "m"],
+            [sys.executable, "-m", "extproc", "simulate", "--port", str(port), "--model", "m"],
             log=tmp_path / f"{name}.log",
             ready=answers(f"http://127.0.0.1:{port}/health"),
         )

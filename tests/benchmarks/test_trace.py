@@ -4,9 +4,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import trace
-from benchmarks.simulate import main
-
-MIXED = Path(__file__).parents[2] / "benchmarks" / "fleets" / "mixed.yaml"
 
 
 def test_traces_are_merged_by_time(tmp_path: Path) -> None:
@@ -30,10 +27,3 @@ def test_a_later_part_begins_anew(tmp_path: Path) -> None:
         trace.read([file], speed=2, start=5.0)
     with pytest.raises(ValueError, match=r"in the first 0\.5 s from 3\.5 s on"):
         trace.read([file], speed=2, start=3.5, duration=0.5)
-
-
-def test_a_broken_line_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "broken.jsonl"
-    file.write_text('{"timestamp": 1}\n')
-    assert main(["--trace", str(file), "--fleet", str(MIXED)]) == 2
-    assert f"{file}:1" in capsys.readouterr().err

@@ -92,7 +92,7 @@ async def run(scenes: Sequence[Scene], directory: Path, console: Console) -> lis
             Figures(
                 scene,
                 times,
-                load.answers,
+                load.answers.values(),
                 system.accesses,
                 stack.address(scene.victim) if scene.victim else "",
                 system.oldest(times.began, times.ended, {scene.victim, scene.stopped}),

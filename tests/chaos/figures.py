@@ -1,11 +1,11 @@
 """What became of the requests of one scene, and whether that is good enough."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from extproc.demo.access_log import Access
-from tests.chaos.load import Answer
+from extproc.demo.traffic import Answer
 from tests.chaos.scenes import Scene
 
 GRACE_S = 4.0
@@ -34,6 +34,11 @@ class Request:
     access: Access
 
     @property
+    def begun(self) -> bool:
+        """Whether the headers of an answer with status 200 had come."""
+        return self.answer.status == 200
+
+    @property
     def first_choice(self) -> str:
         """``ip:port`` it was sent to at first: the router's choice, else what Envoy chose."""
         return self.access.destination.split(",")[0] or self.access.upstream
@@ -46,7 +51,7 @@ class Figures:
         self,
         scene: Scene,
         times: Times,
-        answers: Sequence[Answer],
+        answers: Iterable[Answer],
         accesses: Mapping[str, Access],
         victim: str,
         oldest_s: float,
@@ -70,7 +75,7 @@ class Figures:
             for answer in answers
             if times.began <= answer.sent_at < times.ended
         ]
-        self.failed = [request for request in self.requests if request.answer.problem]
+        self.failed = [request for request in self.requests if not request.answer.ok]
 
     @property
     def excused(self) -> list[Request]:
@@ -80,7 +85,7 @@ class Figures:
         return [
             request
             for request in self.failed
-            if request.answer.begun and request.access.upstream == self._victim
+            if request.begun and request.access.upstream == self._victim
         ]
 
     @property
@@ -116,7 +121,7 @@ class Figures:
     def row(self) -> list[str]:
         """For the table, under :data:`HEADINGS`."""
         ttft = [one.answer.ttft_s for one in self.requests if one.answer.ttft_s is not None]
-        completion = [one.answer.completion_s for one in self.requests if not one.answer.problem]
+        completion = [one.answer.completion_s for one in self.requests if one.answer.ok]
         return [
             self.scene.name,
             str(len(self.requests)),
@@ -132,8 +137,8 @@ class Figures:
         """Failed requests by what happened to them, where and in which phase."""
         return Counter(
             f"on {names.get(one.access.upstream, one.access.upstream) or 'no replica'}, "
-            f"{'while answering' if one.answer.begun else 'before an answer'}, "
-            f"Envoy says {one.access.status} {one.access.flags}: {one.answer.problem[:100]}"
+            f"{'while answering' if one.begun else 'before an answer'}, "
+            f"Envoy says {one.access.status} {one.access.flags}: {one.answer.account[:100]}"
             for one in self.failed
         )
 

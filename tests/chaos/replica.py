@@ -1,6 +1,6 @@
 """A simulated replica whose ``/metrics`` page misbehaves on command.
 
-``python -m tests.chaos.replica`` takes the arguments of ``extproc replica``; a POST to
+``python -m tests.chaos.replica`` takes the arguments of ``extproc simulate``; a POST to
 ``/misbehave?metrics=…`` names what is wrong from then on, one of :class:`Page`.
 """
 
@@ -13,7 +13,7 @@ import uvloop
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from extproc.simulator import command
+from extproc.cli import simulate
 from extproc.simulator.replica import Replica, ReplicaSettings
 from extproc.simulator.server import ReplicaServer
 
@@ -79,5 +79,5 @@ async def _serve(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    simulate.add_arguments(parser)
     uvloop.run(_serve(parser.parse_args()))

@@ -143,7 +143,7 @@ async def run(directory: Path, minutes: float, rate: float) -> list[str]:
         last, scrapes = soak.memory_mib(), await soak.scrapes()
     if watching.done() and not watching.cancelled():
         watching.result()
-    failures = Counter(answer.problem for answer in load.answers if answer.problem)
+    failures = Counter(one.account for one in load.answers.values() if not one.ok)
     found = [f"{count} times: {problem}" for problem, count in soak.problems.items()]
     found += [f"{count} requests failed: {problem}" for problem, count in failures.items()]
     found += [
@@ -161,7 +161,7 @@ async def run(directory: Path, minutes: float, rate: float) -> list[str]:
 async def _tell(soak: Soak, load: Load) -> None:
     scrapes = ", ".join(f"{count:.0f} {result}" for result, count in (await soak.scrapes()).items())
     memory = ", ".join(f"{name} {mib:.1f} MiB" for name, mib in soak.memory_mib().items())
-    failed = sum(bool(answer.problem) for answer in load.answers)
+    failed = sum(not answer.ok for answer in load.answers.values())
     print(
         f"{time.strftime('%H:%M:%S')} {len(load.answers)} requests, {failed} failed; "
         f"{soak.decisions} decisions; scrapes {scrapes}; {memory}",

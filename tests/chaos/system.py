@@ -41,21 +41,21 @@ class System:
     async def settled(self) -> None:
         """Returns when Envoy has written the end of every request; its log lags a little."""
         async with asyncio.timeout(10):
-            while not self.load.sent.keys() <= self.accesses.keys():  # noqa: ASYNC110
+            while not self.load.answers.keys() <= self.accesses.keys():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
     def served_by(self, replica: str, since: float) -> bool:
         """Whether a request sent since then was answered by that replica."""
-        address, sent = self.stack.address(replica), self.load.sent
+        address, sent = self.stack.address(replica), self.load.answers
         return any(
-            access.upstream == address and access.status == 200 and sent[name] > since
+            access.upstream == address and access.status == 200 and sent[name].sent_at > since
             for name, access in self.accesses.items()
         )
 
     async def routed_by(self, router: str, since: float) -> bool:
         """Whether a request sent since then was routed by that router."""
         decisions = await self._get(router, "/decisions")
-        return any(self.load.sent[one["request_id"]] > since for one in decisions)
+        return any(self.load.answers[one["request_id"]].sent_at > since for one in decisions)
 
     async def scraped(self, since: float) -> bool:
         """Whether every router has figures of every replica taken since then."""

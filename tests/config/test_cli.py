@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,7 +28,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("serve", "poll", "xds", "replica", "check", "demo"))
+    assert all(name in text for name in ("serve", "poll", "xds", "simulate", "check", "demo"))
 
 
 def test_help_loads_none_of_the_commands() -> None:
@@ -41,32 +42,85 @@ def test_help_loads_none_of_the_commands() -> None:
     assert (run.returncode, run.stderr) == (1, "[]\n")
 
 
-@pytest.mark.parametrize("command", ["serve", "poll", "xds", "check"])
-def test_help_of_a_command_lists_the_configuration(
-    command: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "sections"),
+    [
+        ("serve", {"serve", "route", "request", "redis", "poll", "log"}),
+        ("poll", {"poll", "redis", "log"}),
+        ("xds", {"xds", "redis", "poll", "log"}),
+        ("check", set()),
+        ("explain", set()),
+    ],
+)
+def test_help_of_a_command_lists_what_it_reads(
+    command: str, sections: set[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_status([command, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"extproc {command}" in text
-    assert "--poll.interval_s VALUE" in text
-    assert "(default: 0.2)" in text
+    assert f"usage: extproc {command} [OPTION]..." in text
+    assert "--config FILE" in text
+    assert set(re.findall(r"--([a-z]+)\.[a-z_]+ VALUE", text)) == sections
+    assert ("(default: 0.2)" in text) is (command in ("serve", "poll"))  # poll.interval_s
 
 
-def test_no_command_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_status([]) == 2
-    assert "COMMAND" in capsys.readouterr().err
+def test_what_another_command_reads_is_taken_all_the_same(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["poll", "--route.policy", "nonsense"]) == 2
+    assert "--route.policy: " in capsys.readouterr().err
 
 
-def test_an_unknown_flag_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_status(["serve", "--poll.intervall_s=3"]) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "'--poll.intervall_s'; did you mean '--poll.interval_s'?" in error
+@pytest.mark.parametrize(
+    ("argv", "usage", "problem"),
+    [
+        ([], "extproc COMMAND [OPTION]...", "extproc: the following arguments are required"),
+        (["srve"], "extproc COMMAND [OPTION]...", "invalid choice: 'srve'"),
+        (
+            ["serve", "--poll.intervall_s=3"],
+            "extproc serve [OPTION]...",
+            "unknown argument '--poll.intervall_s'; did you mean '--poll.interval_s'?",
+        ),
+        (
+            ["replicas", "list", "--jsn"],
+            "extproc replicas list [OPTION]...",
+            "unknown argument '--jsn'; did you mean '--json'?",
+        ),
+        (["simulate", "--port", "http"], "extproc simulate", "--port: 'http' is not a whole"),
+        (["simulate", "--speed", "0"], "extproc simulate", "--speed: '0' is not above 0"),
+        (["simulate", "--max-loras", "0"], "extproc simulate", "'0' is not a whole number from 1"),
+        (["simulate", "--acceptance", "x"], "extproc simulate", "'x' is not a number from 0 on"),
+        (["explain", "--last", "0"], "extproc explain", "--last: '0' is not a whole number from 1"),
+        (["demo", "--rate", "inf"], "extproc demo", "--rate: 'inf' is not a number from 0 on"),
+    ],
+)
+def test_a_mistake_is_answered_with_the_usage_and_what_is_wrong(
+    argv: list[str], usage: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(argv) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"usage: {usage}")
+    assert problem in second
 
 
-def test_a_wrong_value_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--poll.interval_s", "soon"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("flag --poll.interval_s: poll.interval_s: ")
+@pytest.mark.parametrize("command", ["serve", "poll", "xds", "check", "explain", "replicas list"])
+def test_a_wrong_configuration_is_a_line_for_each_mistake(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXTPROC_POLL__INTERVAL_S", "soon")
+    monkeypatch.setenv("EXTPROC_POLICY", "lmetric")
+    assert main(command.split()) == 2
+    name = command.split()[0]
+    unknown, wrong = capsys.readouterr().err.splitlines()
+    assert unknown.startswith(f"extproc {name}: variable EXTPROC_POLICY: unknown key 'policy'")
+    assert wrong.startswith(f"extproc {name}: variable EXTPROC_POLL__INTERVAL_S: poll.interval_s: ")
+
+
+def test_the_old_name_of_the_simulated_replica_works(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--max-model-len", "9000", "--kv-tokens", "8000"]
+    assert main(["simulate", *argv]) == main(["replica", *argv]) == 2
+    new, *old = capsys.readouterr().err.splitlines()
+    assert new.startswith("extproc simulate: max_model_len 9000 is more")
+    assert old == ["extproc replica is now 'extproc simulate': the old name will go", new]
 
 
 def start(*argv: str) -> "subprocess.Popen[str]":

@@ -1,14 +1,44 @@
-"""compose.yaml agrees with the settings it does not set."""
+"""compose.yaml agrees with the settings it sets, and with those it does not."""
 
+import re
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
+from extproc.cli import main
 from extproc.config import ServeSettings
 
 COMPOSE = Path(__file__).parents[2] / "compose.yaml"
 
 
+def service(name: str) -> dict[str, Any]:
+    """As Docker understands it where no variable is set."""
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", COMPOSE.read_text(encoding="utf-8"))
+    found: dict[str, Any] = yaml.safe_load(text)["services"][name]
+    return found
+
+
 def test_docker_waits_until_a_router_has_drained() -> None:
-    router = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["services"]["router"]
-    assert float(router["stop_grace_period"].removesuffix("s")) > ServeSettings().drain_s
+    assert float(service("router")["stop_grace_period"].removesuffix("s")) > ServeSettings().drain_s
+
+
+@pytest.mark.parametrize("name", ["router", "poller"])
+def test_check_takes_the_configuration(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for key, value in service(name)["environment"].items():
+        monkeypatch.setenv(key, value)
+    assert main(["check"]) == 0
+    assert "fast:8000 (llama-8b-h100)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["fast", "slow"])
+def test_the_simulated_replicas_are_well_asked(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*service(name)["command"], "--help"])
+    assert caught.value.code == 0
+    assert "usage: extproc simulate" in capsys.readouterr().out

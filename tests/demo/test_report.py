@@ -7,7 +7,7 @@ import pytest
 
 from extproc.demo.access_log import Access
 from extproc.demo.journal import Decision, Entry
-from extproc.demo.report import FleetLoad, Report, Run
+from extproc.demo.report import Report, Run
 from extproc.demo.samples import samples
 from extproc.demo.traffic import Answer
 
@@ -40,7 +40,7 @@ def run(*served: tuple[str, float, bool], seconds: float = 2.0) -> Run:
         entries[name] = Entry(name, 0.0, decision(name, predicted) if decided else None)
         entries[name].access = access(name, upstream)
     answers = [Answer(name, None, seconds) for name in entries]
-    return Run(answers, entries, NAMES, FleetLoad())
+    return Run(answers, entries, NAMES)
 
 
 FIRST = ("10.0.0.1:80", 3.0, True)

@@ -12,7 +12,8 @@ from typing import Any
 
 import aiohttp
 
-from extproc.demo.stack import MODEL, Stack
+from extproc.demo.stack import MODEL
+from tests.e2e.stack import Stack
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 CHAT = "/v1/chat/completions"

@@ -6,10 +6,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import Stack
 from tests.e2e.client import Client
+from tests.e2e.stack import Stack
 
-SETTINGS = {"serve": {"stream_sample": 1.0, "drain_s": 5.0}}
+SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 5.0}}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

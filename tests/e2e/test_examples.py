@@ -14,10 +14,10 @@ import pytest_asyncio
 import yaml
 
 from extproc.demo.processes import answers
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from tests import envoy_gateway, istio
 from tests.e2e.client import CHAT, MESSAGES, Client, until
-from tests.e2e.xds_stack import ENVOY, XdsStack, on_ports
+from tests.e2e.stack import ENVOY, Stack, XdsStack, on_ports
 from tests.envoy_config.test_envoy import around_the_fragment
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -44,7 +44,7 @@ class Example(Stack):
     """The stack behind another Envoy file."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        serve = {"stream_sample": 1.0, "drain_s": 5.0} | EXAMPLES[name]
+        serve = {"chunks_per_s": 1e6, "drain_s": 5.0} | EXAMPLES[name]
         super().__init__(directory, REPLICAS, settings={"serve": serve})
         self.name = name
 
@@ -64,7 +64,7 @@ class XdsExample(XdsStack):
 
     def __init__(self, name: str, directory: Path) -> None:
         file, _, whole = name.partition(" of ")
-        serve = {"stream_sample": 1.0, "drain_s": 5.0} | EXAMPLES.get(whole, {})
+        serve = {"chunks_per_s": 1e6, "drain_s": 5.0} | EXAMPLES.get(whole, {})
         super().__init__(directory, REPLICAS, {"serve": serve}, file, whole or "xds")
 
 
@@ -72,7 +72,7 @@ class MadeExample(Stack):
     """The stack behind what Envoy Gateway or Istio makes of our file for it."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        super().__init__(directory, REPLICAS, {"serve": {"stream_sample": 1.0, "drain_s": 5.0}})
+        super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6, "drain_s": 5.0}})
         self.name = name
 
     async def start(self, name: str) -> None:

@@ -9,8 +9,8 @@ from math import log2
 import pytest
 
 from extproc.clock import monotonic
-from extproc.demo.stack import Stack
 from tests.e2e.client import Answer, Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -183,7 +183,8 @@ async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast
 ) -> None:
     await client.simulate("fast-2", fail=500)
     began = monotonic()
-    answers = [await client.chat() for _ in range(40)]
+    turns = [await client.chat(headers={"x-extproc-policy": "round_robin"}) for _ in range(8)]
+    answers = turns + [await client.chat() for _ in range(32)]
     tries = int(log2(monotonic() - began + 1.0))  # after pauses of 1, 2, 4, … s
     assert {answer.status for answer in answers} == {200}
     chosen = [answer.decision["replica_name"] for answer in answers]

@@ -8,12 +8,13 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
-READ = {"serve": {"stream_sample": 1.0}}
+READ = {"serve": {"chunks_per_s": 1e6}}
 REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 PROMPT_TOKENS = 30_000
 

@@ -11,10 +11,11 @@ import pytest
 import pytest_asyncio
 
 from extproc.demo.processes import free_port
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from extproc.simulator import tokens
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

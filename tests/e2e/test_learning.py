@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from extproc.demo.stack import Stack
 from extproc.predict.hardware import PROFILES
 from tests.e2e.client import Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 
 from extproc.cli import main
-from extproc.demo.stack import Stack
 from tests.e2e.client import Client
+from tests.e2e.stack import Stack
 from tests.e2e.test_failures import more, traffic
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

@@ -7,8 +7,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -21,7 +22,7 @@ REPLICAS = (
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     directory = tmp_path_factory.mktemp("models")
-    async with Stack(directory, REPLICAS, {"serve": {"stream_sample": 1.0}}) as running:
+    async with Stack(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}}) as running:
         yield running
 
 

@@ -12,9 +12,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
-from tests.e2e.xds_stack import on_ports
+from tests.e2e.stack import Stack, on_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "policy": "round_robin",
         "seed": 1,
     },
-    "serve": {"stream_sample": 1.0, "drain_s": 1.0},
+    "serve": {"chunks_per_s": 1e6, "drain_s": 1.0},
 }
 ENVOYS = ("envoy", "partial", "endpoint_picker")
 """Bodies in one piece, as much of them as Envoy holds, and in full duplex."""
@@ -49,9 +49,9 @@ class Named(Stack):
         picker = self.name == "endpoint_picker"
         text = on_ports(self, self.name) if picker else super()._bootstrap()
         if self.name == "partial":
-            text = text.replace("_mode: BUFFERED ", "_mode: BUFFERED_PARTIAL ")
-        # On a busy machine a large body takes longer than the usual 0.2 s.
-        return text.replace("message_timeout: 0.2s", "message_timeout: 5s")
+            text = text.replace("_mode: BUFFERED\n", "_mode: BUFFERED_PARTIAL\n")
+            assert "BUFFERED_PARTIAL" in text
+        return text
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENVOYS)
@@ -170,7 +170,7 @@ class Restoring(Named):
     def _configuration(self) -> dict[str, Any]:
         config = super()._configuration()
         config["route"] = {**config["route"], "answer_asked_name": True}
-        config["serve"] = {**config["serve"], "stream_sample": 0.0}
+        config["serve"] = {**config["serve"], "chunks_per_s": 0.0}
         return config
 
 

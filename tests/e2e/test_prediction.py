@@ -14,11 +14,12 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.demo.stack import SimulatedReplica
 from extproc.predict.hardware import PROFILES
 from extproc.predict.step import StepModel
 from tests.e2e.client import Answer, Client
 from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

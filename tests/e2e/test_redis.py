@@ -3,8 +3,8 @@
 import pytest
 from redis.asyncio import Redis
 
-from extproc.demo.stack import Stack
 from tests.e2e.client import Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

@@ -9,8 +9,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
+from tests.e2e.stack import Stack
 from tests.e2e.test_workers import routed
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -19,7 +20,7 @@ RESPONSES = "/v1/responses"
 REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(4))
 SETTINGS: dict[str, dict[str, object]] = {
     "route": {"policy": "round_robin", "allow_policy_header": True},
-    "serve": {"stream_sample": 0.0, "drain_s": 1.0},
+    "serve": {"chunks_per_s": 0.0, "drain_s": 1.0},
 }
 TIMES = 6
 """By chance it is the right one of four replicas so often in one of 4,096 cases."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -32,7 +34,7 @@ class Hedging(Stack):
         bootstrap = yaml.safe_load(super()._bootstrap())
         (listener,) = bootstrap["static_resources"]["listeners"]
         manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-        (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
+        route, *_ = manager["route_config"]["virtual_hosts"][0]["routes"]  # all have one action
         route["route"]["retry_policy"] |= {
             "retry_on": "5xx,connect-failure,refused-stream,reset",
             "per_try_timeout": f"{PATIENCE_S}s",
@@ -119,7 +121,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watc
     directory: Path = tmp_path_factory.mktemp("hedging")
     timeout = aiohttp.ClientTimeout(total=60)
     async with (
-        Hedging(directory, REPLICAS, {"serve": {"stream_sample": 1.0}}) as stack,
+        Hedging(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}}) as stack,
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         yield Watched(stack, Client(stack, session), session)
@@ -188,10 +190,13 @@ async def test_the_ledger_holds_it_where_it_is_served(system: Watched) -> None:
 
 
 async def test_a_request_whose_replica_refuses_connections(system: Watched) -> None:
+    poller = system.stack.process("poller")
+    poller.signal(signal.SIGSTOP)  # or it might tell first
     await system.stack.kill("one")
     try:
         answer = await system.counts_once(lambda: system.client.chat(tokens=3))
     finally:
+        poller.signal(signal.SIGCONT)
         await system.stack.start("one")
     assert system.way(answer) == ("one", "two")
     await system.forgiven()

@@ -14,9 +14,9 @@ import pytest_asyncio
 import yaml
 
 from extproc.demo.processes import free_port
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.xds_stack import on_ports
+from tests.e2e.stack import Stack, on_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,7 +34,7 @@ class Doubled(Stack):
     """The same Envoy listens on a second port too, where it asks no router."""
 
     def __init__(self, name: str, directory: Path) -> None:
-        super().__init__(directory, REPLICAS, {"serve": {"stream_sample": 1.0}})
+        super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})
         self.name = name
         self.ports = {**self.ports, "alone": free_port()}
 
@@ -49,10 +49,6 @@ class Doubled(Stack):
         manager["http_filters"] = [
             one for one in manager["http_filters"] if not one["name"].endswith("ext_proc")
         ]
-        asking = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-        for one in asking:
-            if one["name"].endswith("ext_proc"):  # a machine that is busy is not what is tested
-                one["typed_config"]["message_timeout"] = "5s"
         bootstrap["static_resources"]["listeners"].append(alone)
         return yaml.safe_dump(bootstrap)
 

@@ -11,9 +11,10 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.demo.stack import SimulatedReplica
 from tests.certificates import Authority
 from tests.e2e.client import Client
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import Stack
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import Stack
 from tests.e2e.test_failures import more, traffic
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

@@ -10,9 +10,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import MODEL, Stack
+from extproc.demo.stack import MODEL
 from tests.children import worker_pid
 from tests.e2e.client import CHAT, MESSAGES
+from tests.e2e.stack import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 

@@ -12,10 +12,10 @@ import pytest_asyncio
 
 from extproc.cli import main
 from extproc.demo.processes import Process, answers, free_port
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client, until
+from tests.e2e.stack import Stack, XdsStack
 from tests.e2e.test_failures import more, traffic
-from tests.e2e.xds_stack import XdsStack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -120,7 +120,7 @@ async def envoy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Envoy
 async def new_replica(stack: Stack) -> AsyncIterator[None]:
     """One that nothing in the configuration names."""
     port = stack.ports["new"]
-    argv = [sys.executable, "-m", "extproc", "replica", "--port", str(port), "--model", MODEL]
+    argv = [sys.executable, "-m", "extproc", "simulate", "--port", str(port), "--model", MODEL]
     log = stack.directory / "new.log"
     ready = answers(f"http://127.0.0.1:{port}/health")
     async with await Process.start("new", argv, log=log, ready=ready):

@@ -126,7 +126,7 @@ async def test_how_far_predictions_were_off_as_of_late_is_shown_where_they_were(
     assert not any("×" in line for line in await explain("--router", router, "before"))
     for _ in range(20):
         services.fleet.decoded(replica(1), 1.0, 1.5)
-    services.fleet.put(services.fleet.states[0])
+    services.fleet.put(next(iter(services.fleet.members)))
     decision = decide(services, chat(100, 50), "after")
     lines = await explain("--router", router, "after")
     header = next(line for line in lines if "prefill" in line)
@@ -329,7 +329,7 @@ async def test_the_router_of_the_configuration_is_asked(
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", router)
     assert await explain() == ["no decisions yet"]
     monkeypatch.setenv("EXTPROC_SERVE__ADMIN", "nowhere")
-    (line,) = await explain(status=1)
+    (line,) = await explain(status=2)
     assert "serve.admin" in line
 
 

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from extproc.fleet.alone import Served
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.lone_requests import Served
 from extproc.predict.hardware import PROFILES
 from extproc.predict.step import StepModel
 from extproc.route.router import Router
@@ -33,7 +33,7 @@ class Idle:
         self.clock.advance(seconds)
         before = self.fleet.release(ticket)
         if before is not None:
-            self.fleet.served_alone(replica(1), before, Served(prompt, 20, seconds, ttft))
+            self.fleet.lone.served(replica(1), before, Served(prompt, 20, seconds, ttft))
         self.served += 1 + beside
         self.counted["first_tokens"] += 1 + beside
         self.counted["prompt_tokens"] += prompt * (1 + beside)
@@ -127,7 +127,7 @@ def test_nothing_is_learned_from_a_process_that_is_another_one_since() -> None:
     idle.clock.advance(60.0)
     before = idle.fleet.release(ticket)
     assert before is not None
-    idle.fleet.served_alone(replica(1), before, Served(1000, 20, 60.0, 30.0))
+    idle.fleet.lone.served(replica(1), before, Served(1000, 20, 60.0, 30.0))
     idle.counted, idle.served = dict.fromkeys(idle.counted, 0.0), 0
     idle.clock.advance(1.0)
     idle.poll()
@@ -157,7 +157,7 @@ class Taught:
         self._clock.advance(seconds)
         before = self.fleet.release(ticket)
         assert before is not None
-        self.fleet.served_alone(replica(1), before, Served(prompt, tokens, seconds, ttft))
+        self.fleet.lone.served(replica(1), before, Served(prompt, tokens, seconds, ttft))
         self._first_tokens += 1
         self._prompt_tokens += prompt
         self._clock.advance(0.2)

@@ -92,7 +92,7 @@ def test_what_is_no_digest_is_refused() -> None:
     assert digest is not None
     data = digest.encode()
     with pytest.raises(ValueError, match="version"):
-        decode(bytes([data[0] + 1]) + data[1:])
+        decode(data[:1] + bytes([data[1] + 1]) + data[2:])
     with pytest.raises(ValueError, match="figures"):
         decode(replace(digest, figures=digest.figures * np.nan).encode())
     with pytest.raises(ValueError, match="figures"):
@@ -144,9 +144,9 @@ def test_a_router_that_is_alone_speaks_as_one_without_requests() -> None:
     tell(one, two, clock=clock)
     one.dispatch(replica(1), chat(1000, 100))
     clock.advance(EVERY_S)
-    assert one.digests.due(clock(), alone=not one.others.expected) is None
+    assert one.digests.due(clock(), alone=not one.peers.expected) is None
     tell(two, one, clock=clock)
-    digest = one.digests.due(clock(), alone=not one.others.expected)
+    digest = one.digests.due(clock(), alone=not one.peers.expected)
     assert digest is not None
     assert (digest.kind, digest.replicas) == (Kind.CHANGES, (replica(1),)), "what two missed"
     two.hear(digest)
@@ -158,17 +158,17 @@ def test_a_router_that_cannot_hear_the_others_goes_on_telling() -> None:
     one, two = routers(clock, 2)
     tell(two, one, clock=clock)
     tell(one, two, clock=clock)
-    one.others.cut_off()
+    one.peers.cut_off()
     clock.advance(0.3)
     tell(one, two, clock=clock)
     for _ in range(20):
         clock.advance(0.1)
         one.view(MODEL)
         tell(one, two, clock=clock)
-    assert len(one.others) == 0
+    assert len(one.peers) == 0
     one.dispatch(replica(1), chat(1000, 100))
     clock.advance(EVERY_S)
-    assert one.digests.due(clock(), alone=not one.others.expected) is not None
+    assert one.digests.due(clock(), alone=not one.peers.expected) is not None
 
 
 def test_what_was_not_sent_is_repeated_as_a_whole() -> None:
@@ -277,7 +277,7 @@ def test_a_router_that_says_farewell_is_gone_at_once() -> None:
         tell(fleet, two, clock=clock)
     two.hear(decode(one.digests.farewell().encode()))
     assert seen(two, "requests") == [[0, 1]]
-    assert len(two.others) == 1
+    assert len(two.peers) == 1
 
 
 def test_a_router_that_dies_takes_its_load_with_it() -> None:
@@ -289,7 +289,7 @@ def test_a_router_that_dies_takes_its_load_with_it() -> None:
         clock.advance(EVERY_S)
         tell(three, two, clock=clock)
     assert seen(two, "requests") == [[0, 0]]
-    assert len(two.others) == 1
+    assert len(two.peers) == 1
 
 
 def test_a_router_without_requests_forgets_the_dead_too() -> None:
@@ -297,10 +297,10 @@ def test_a_router_without_requests_forgets_the_dead_too() -> None:
     one, two = routers(clock, 2)
     tell(one, two, clock=clock)
     two.drop_silent(10)
-    assert len(two.others) == 1
+    assert len(two.peers) == 1
     clock.advance(1.6)
     two.drop_silent(10)
-    assert len(two.others) == 0
+    assert len(two.peers) == 0
 
 
 def test_what_comes_late_or_twice_changes_nothing() -> None:
@@ -353,15 +353,15 @@ def test_news_that_is_old_does_not_count_until_there_is_new() -> None:
     tell(one, two, clock=clock)
     clock.advance(0.09)
     assert seen(two, "requests") == [[1, 1]]
-    assert not two.others.alone
+    assert not two.peers.stale
     clock.advance(0.02)
     assert seen(two, "requests", "backlog") == [[0, 1], [0, 0]]
     assert len(two.sequences(two.view(MODEL)).weight) == 1
-    assert two.others.alone
-    assert two.others.news_age == pytest.approx(0.11)
+    assert two.peers.stale
+    assert two.peers.news_age == pytest.approx(0.11)
     tell(one, two, clock=clock)
     assert seen(two, "requests") == [[1, 1]]
-    assert not two.others.alone
+    assert not two.peers.stale
 
 
 def test_a_router_without_requests_may_be_silent_for_longer() -> None:
@@ -371,10 +371,10 @@ def test_a_router_without_requests_may_be_silent_for_longer() -> None:
         clock.advance(EVERY_S)
         tell(one, two, clock=clock)
         two.view(MODEL)
-        assert not two.others.alone
+        assert not two.peers.stale
     clock.advance(1.0)
     two.view(MODEL)
-    assert two.others.alone
+    assert two.peers.stale
 
 
 def test_one_dead_router_does_not_make_the_others_old_news() -> None:
@@ -387,7 +387,7 @@ def test_one_dead_router_does_not_make_the_others_old_news() -> None:
         clock.advance(EVERY_S)
         tell(three, two, clock=clock)
         two.view(MODEL)
-        assert not two.others.alone
+        assert not two.peers.stale
 
 
 def test_the_time_digests_are_under_way_is_part_of_their_age() -> None:
@@ -402,7 +402,7 @@ def test_the_time_digests_are_under_way_is_part_of_their_age() -> None:
         for digest in (theirs, own):
             two.hear(digest)
         two.view(MODEL)
-        assert two.others.alone is alone
+        assert two.peers.stale is alone
         clock.advance(1.0 - lag)
 
 
@@ -419,21 +419,21 @@ def test_the_clocks_of_two_machines_may_differ() -> None:
 def test_a_router_that_is_cut_off_knows_that_others_are_still_there() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
-    two.others.cut_off()
+    two.peers.cut_off()
     two.view(MODEL)
-    assert not two.others.alone, "there was nobody"
-    two.others.connected()
+    assert not two.peers.stale, "there was nobody"
+    two.peers.connected()
     one.dispatch(replica(1), chat(100, 1000))
     tell(one, two, clock=clock)
-    two.others.cut_off()
+    two.peers.cut_off()
     for _ in range(10):
         clock.advance(1.0)
         assert seen(two, "requests") == [[0, 0]]
-        assert two.others.alone
-    two.others.connected()
+        assert two.peers.stale
+    two.peers.connected()
     tell(one, two, clock=clock)
     assert seen(two, "requests") == [[1, 0]]
-    assert not two.others.alone
+    assert not two.peers.stale
 
 
 def test_a_router_alone_has_nobody_to_wait_for() -> None:
@@ -442,7 +442,7 @@ def test_a_router_alone_has_nobody_to_wait_for() -> None:
     tell(fleet, fleet, clock=clock)
     clock.advance(10)
     fleet.view(MODEL)
-    assert (fleet.others.alone, fleet.others.news_age, len(fleet.others)) == (False, None, 0)
+    assert (fleet.peers.stale, fleet.peers.news_age, len(fleet.peers)) == (False, None, 0)
 
 
 def test_each_corrects_its_predictions_by_what_all_of_them_saw() -> None:

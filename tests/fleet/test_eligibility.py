@@ -4,7 +4,7 @@ import pytest
 
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.names import ModelNames
+from extproc.fleet.model_names import ModelNames
 from extproc.predict.lengths import OutputLengths
 from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
 
@@ -17,7 +17,7 @@ def excluded(fleet: Fleet) -> dict[str, str]:
 
 def test_doubt_ends_when_the_replica_is_well_or_nothing_fails_any_more() -> None:
     clock = ManualClock()
-    eligibility = Eligibility(clock, ModelNames())
+    eligibility = Eligibility(clock, ModelNames(), {replica(1): 0, replica(2): 1})
     for number in (1, 2):
         eligibility.heard(state(number, A10, clock))
     assert not eligibility.doubtful
@@ -40,7 +40,7 @@ def test_one_that_gets_nothing_is_in_no_doubt() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(3):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
     assert not fleet.eligibility.doubtful, "it is left out"
     clock.advance(1.1)
     assert fleet.eligibility.doubtful, "the next request may try it"
@@ -86,7 +86,7 @@ def test_one_that_comes_back_is_as_if_nothing_had_been() -> None:
     for number in (1, 2):
         fleet.put(state(number, A10, clock, running=1))
     for _ in range(3):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
     clock.advance(60)
     fleet.remove(replica(1))
     for _ in range(2):

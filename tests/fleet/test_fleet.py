@@ -152,16 +152,16 @@ def test_a_replica_that_fails_fast_is_left_out_for_a_while() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(3):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
     assert fleet.view(MODEL).ids == [replica(2)]
     clock.advance(1.1)
     assert len(fleet.view(MODEL)) == 2
-    fleet.failed(replica(1))
+    fleet.eligibility.failed(replica(1))
     clock.advance(1.1)
     assert fleet.view(MODEL).ids == [replica(2)]
     clock.advance(1.1)
-    fleet.answered(replica(1))
-    fleet.failed(replica(1))
+    fleet.eligibility.answered(replica(1))
+    fleet.eligibility.failed(replica(1))
     assert len(fleet.view(MODEL)) == 2
 
 
@@ -195,15 +195,15 @@ def test_replicas_go_when_they_fall_silent_but_not_when_everything_does() -> Non
     fleet = fleet_of(clock, A10, A10)
     clock.advance(60)
     fleet.drop_silent(10)
-    assert len(fleet.states) == 2
+    assert len(fleet.members) == 2
     for _ in range(10):
         fleet.put(state(2, A10, clock))
         fleet.drop_silent(10)
-        assert len(fleet.states) == 2, "the others may not have been heard of yet"
+        assert len(fleet.members) == 2, "the others may not have been heard of yet"
         clock.advance(1)
     fleet.put(state(2, A10, clock))
     fleet.drop_silent(10)
-    assert [state.id for state in fleet.states] == [replica(2)]
+    assert [state.id for state in fleet.members] == [replica(2)]
 
 
 def test_a_replica_that_comes_back_still_has_its_requests() -> None:
@@ -321,7 +321,7 @@ def test_a_pause_that_ends_between_two_looks_does_no_harm() -> None:
     fleet = fleet_of(clock, A10, A10)
     fleet.dispatch(replica(1), chat(100, 500))
     for _ in range(3):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
     view = fleet.view(MODEL)
     clock.advance(5.0)
     assert len(fleet.sequences(view).replica) == 0
@@ -332,9 +332,9 @@ def test_a_replica_that_fails_for_hours_stays_out() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(2000):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
         clock.advance(31.0)
-    fleet.failed(replica(1))
+    fleet.eligibility.failed(replica(1))
     assert fleet.view(MODEL).ids == [replica(2)]
 
 
@@ -342,7 +342,7 @@ def test_failures_at_once_count_for_one_pause() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(20):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
     clock.advance(1.1)
     assert len(fleet.view(MODEL)) == 2
 
@@ -351,20 +351,20 @@ def test_after_a_pause_one_request_tries_and_its_outcome_decides() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(3):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
     clock.advance(1.1)
     assert len(fleet.view(MODEL)) == 2
     fleet.dispatch(replica(1), chat(100, 500))
     assert fleet.view(MODEL).ids == [replica(2)]
-    fleet.answered(replica(1))
+    fleet.eligibility.answered(replica(1))
     assert len(fleet.view(MODEL)) == 2
 
     for _ in range(3):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
     clock.advance(1.1)
     fleet.dispatch(replica(1), chat(100, 500))
     clock.advance(0.5)
-    fleet.failed(replica(1))
+    fleet.eligibility.failed(replica(1))
     clock.advance(1.9)
     assert fleet.view(MODEL).ids == [replica(2)]
     clock.advance(0.2)
@@ -375,7 +375,7 @@ def test_a_try_whose_outcome_is_never_heard_of_is_followed_by_another() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
     for _ in range(3):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
     clock.advance(1.1)
     fleet.dispatch(replica(1), chat(100, 500))
     clock.advance(1.1)
@@ -452,7 +452,7 @@ def test_what_is_left_out_says_why() -> None:
     fleet.put(state(1, A10, clock, healthy=False, problem="/health answered 503"))
     fleet.put(state(2, A10, clock, models=("another",)))
     for _ in range(3):
-        fleet.failed(replica(3))
+        fleet.eligibility.failed(replica(3))
     assert fleet.view(MODEL).ids == [replica(4)]
     assert excluded(fleet) == {
         replica(1): "/health answered 503",
@@ -546,7 +546,7 @@ def test_requests_of_a_replica_that_left_are_not_held_against_anyone() -> None:
     fleet = fleet_of(clock, A10)
     fleet.remove(replica(1))
     for _ in range(3):
-        fleet.failed(replica(1))
+        fleet.eligibility.failed(replica(1))
     fleet.put(state(1, A10, clock))
     assert fleet.view(MODEL).ids == [replica(1)]
 
@@ -556,7 +556,7 @@ def test_where_all_replicas_fail_all_are_used() -> None:
     fleet = fleet_of(clock, A10, A10)
     for number in (1, 2):
         for _ in range(3):
-            fleet.failed(replica(number))
+            fleet.eligibility.failed(replica(number))
     assert fleet.view(MODEL).ids == [replica(1), replica(2)]
 
 
@@ -581,19 +581,19 @@ def test_draining_replicas_serve_where_no_other_could() -> None:
     fleet.put(state(2, A10, clock))
     assert fleet.view(MODEL).ids == [replica(2)]
     for _ in range(3):
-        fleet.failed(replica(2))
+        fleet.eligibility.failed(replica(2))
     assert fleet.view(MODEL).ids == [replica(1)]
 
 
 def test_the_only_model_is_the_one_that_all_serve_that_say() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
-    assert fleet.only_model == MODEL
+    assert fleet.members.only_model == MODEL
     fleet.put(state(2, "llama-8b-a10", clock, healthy=False, models=()))
-    assert fleet.only_model == MODEL
+    assert fleet.members.only_model == MODEL
     fleet.put(state(2, "llama-8b-a10", clock, models=("other",)))
-    assert fleet.only_model is None
-    assert fleet_of(clock).only_model is None
+    assert fleet.members.only_model is None
+    assert fleet_of(clock).members.only_model is None
 
 
 def test_where_tokens_are_drafted_a_step_gives_several() -> None:

@@ -331,6 +331,6 @@ def test_wrongly_asked(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as caught:
             main(["replicas", *arguments])
         assert caught.value.code == 2
-    assert "'soon' is not a number of seconds" in capsys.readouterr().err
-    assert main(["replicas", "list", "--redis.url", "nonsense"]) == 1
+    assert "'soon' is not a number from 0 on" in capsys.readouterr().err
+    assert main(["replicas", "list", "--redis.url", "nonsense"]) == 2
     assert "not an address of Redis" in capsys.readouterr().err

@@ -146,10 +146,10 @@ class TestAStoredResponse:
         fleet.put(state(2, A10, clock))
         assert decide(fleet, "completion", self.PROFILE).replica == replica(2)
         for _ in range(3):
-            fleet.failed(replica(2))
+            fleet.eligibility.failed(replica(2))
         assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
         assert fleet.holder("resp_1") is None
-        fleet.answered(replica(2))
+        fleet.eligibility.answered(replica(2))
         fleet.remove(replica(2))
         assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
         assert fleet.holder("resp_1") is None

@@ -15,7 +15,7 @@ from tests.server.envoy_side import EnvoySide
 @pytest.fixture
 def config() -> Config:
     return Config.model_validate(
-        {"route": {"allow_policy_header": True, "seed": 1}, "serve": {"stream_sample": 1.0}}
+        {"route": {"allow_policy_header": True, "seed": 1}, "serve": {"chunks_per_s": 1e6}}
     )
 
 

@@ -42,7 +42,7 @@ async def following(server: RedisServer) -> AsyncIterator[Fleet]:
 
 def knows(fleet: Fleet, wanted: list[ReplicaState]) -> Callable[[], Awaitable[bool]]:
     async def known() -> bool:
-        return fleet.states == wanted
+        return [*fleet.members] == wanted
 
     return known
 
@@ -76,7 +76,7 @@ async def test_a_large_fleet_does_not_hold_requests_up_as_it_comes(
     async with longest_piece() as longest, following(redis_server) as fleet:
 
         async def all_known() -> bool:
-            return len(fleet.states) == len(replicas)
+            return len(fleet.members) == len(replicas)
 
         await eventually(all_known)
     assert longest[0] < A_FEW_MS

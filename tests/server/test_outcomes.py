@@ -13,7 +13,7 @@ TUNNEL = "127.0.0.1:15001"
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate({"serve": {"stream_sample": 0.0}})
+    return Config.model_validate({"serve": {"chunks_per_s": 0.0}})
 
 
 def count(metric: Collector) -> float:

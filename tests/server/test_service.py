@@ -519,7 +519,7 @@ ASKED = {"model": "llama", "input": "Tell me of the sea."}
 def unread(config: Config) -> Config:
     """No stream is read that need not be."""
     return config.model_copy(
-        update={"serve": config.serve.model_copy(update={"stream_sample": 0.0})}
+        update={"serve": config.serve.model_copy(update={"chunks_per_s": 0.0})}
     )
 
 

@@ -136,7 +136,8 @@ def test_a_worker_that_dies_is_started_again_each_time_later() -> None:
             waits.append(line["again_in_s"])
             supervisor.line("router ready")
             assert "extproc_worker 1.0" in metrics(admin + 1)
-        assert waits[0] < waits[1] < 1
+        # 0.1 s and 0.2 s, each cut by up to half
+        assert 0.05 <= waits[0] <= 0.1 <= waits[1] <= 0.2
         assert worker_pid(supervisor.process.pid, 0) == other
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.simulator.replica import Replica, ReplicaSettings
@@ -186,7 +186,6 @@ def status_of() -> Iterator[Callable[[str, bytes], int]]:
         loop.run(runner.cleanup())
 
 
-@settings(deadline=None)
 @given(path=st.sampled_from([*GENERATING, *POOLING, "/tokenize"]), body=bodies)
 def test_no_body_is_answered_with_a_server_error(
     status_of: Callable[[str, bytes], int], path: str, body: dict[str, Any]

@@ -14,11 +14,12 @@ pytestmark = pytest.mark.process
 
 @asynccontextmanager
 async def replica(
-    *flags: str, python: tuple[str, str] = ("-m", "extproc.simulator")
+    *flags: str, python: tuple[str, ...] = ("-m", "extproc")
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *python,
+        "simulate",
         *flags,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -38,7 +39,7 @@ def fail(engine):
     raise RuntimeError("out of blocks")
 
 Engine.complete = fail
-from extproc.simulator import __main__
+from extproc import __main__
 """
 
 
@@ -105,7 +106,7 @@ async def test_an_address_that_is_taken() -> None:
     [
         (["--max-model-len", "9000", "--kv-tokens", "8000"], "max_model_len 9000 is more"),
         (["--max-num-seqs", "100000"], "token budget"),
-        (["--speed", "0"], "must be a number above 0"),
+        (["--speed", "0"], "'0' is not above 0"),
         (["--profile", "abacus"], "invalid choice: 'abacus'"),
     ],
 )

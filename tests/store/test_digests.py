@@ -160,12 +160,12 @@ async def test_routers_count_each_others_requests_until_one_stops(
         await _sees(two, 1)
         await redis_server.kill()
         await _sees(two, 0)
-        assert two.others.alone
+        assert two.peers.stale
         await redis_server.start()
         await _sees(two, 1)
         sharing[0].cancel()
         await _sees(two, 0)
-        assert len(two.others) == 0
+        assert len(two.peers) == 0
     finally:
         for task in sharing:
             task.cancel()

@@ -24,7 +24,9 @@ Items = Item | list[Item]
 
 
 class PoolingBody(Body, ABC):
-    """A request that only computes prompts."""
+    """A request that only computes prompts; each becomes an item of the reply."""
+
+    id_prefix: ClassVar[str]
 
     @property
     @abstractmethod
@@ -32,8 +34,14 @@ class PoolingBody(Body, ABC):
         """The encoded prompts."""
 
     @abstractmethod
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """What is answered to one prompt."""
+
     def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
-        """The reply, once all prompts are computed."""
+        """The reply, once all prompts are computed: an item for each, in order."""
+        items = [{"index": index, **self.item(one)} for index, one in enumerate(self.prompts)]
+        head = {"id": f"{self.id_prefix}-{id_}", "object": "list", "created": created}
+        return {**head, "model": model, "data": items, "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
         """Tokens of all prompts."""
@@ -41,84 +49,59 @@ class PoolingBody(Body, ABC):
         return {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}
 
 
-class EmbeddingBody(PoolingBody):
-    """A vector for each input."""
-
-    id_prefix: ClassVar = "embd"
-    result: ClassVar = "embedding"
-    field: ClassVar = "embedding"
+class InputBody(PoolingBody):
+    """A request that takes each input by itself."""
 
     input: Prompts
-    encoding_format: Literal["float", "base64"] = "float"
 
     @property
     def prompts(self) -> list[bytes]:
         """Each input."""
         return encode_prompts(self.input)
 
-    def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
-        """The vectors, in the order of the inputs."""
-        vectors = [_vector(prompt) for prompt in self.prompts]
-        encoded: list[Any] = [
-            b64encode(array("f", vector).tobytes()).decode()
-            if self.encoding_format == "base64"
-            else vector
-            for vector in vectors
-        ]
-        return {
-            "id": f"{self.id_prefix}-{id_}",
-            "object": "list",
-            "created": created,
-            "model": model,
-            "data": [
-                {"index": index, "object": self.result, self.field: vector}
-                for index, vector in enumerate(encoded)
-            ],
-            "usage": self.usage(),
-        }
+
+class EmbeddingBody(InputBody):
+    """A vector for each input."""
+
+    id_prefix = "embd"
+    result: ClassVar = "embedding"
+    field: ClassVar = "embedding"
+
+    encoding_format: Literal["float", "base64"] = "float"
+
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """The vector."""
+        vector = _vector(prompt)
+        if self.encoding_format == "base64":
+            encoded = b64encode(array("f", vector).tobytes()).decode()
+            return {"object": self.result, self.field: encoded}
+        return {"object": self.result, self.field: vector}
 
 
 class PoolBody(EmbeddingBody):
     """The same, in the words of ``/pooling``."""
 
-    id_prefix: ClassVar = "pool"
+    id_prefix = "pool"
     result: ClassVar = "pooling"
     field: ClassVar = "data"
 
 
-class ClassifyBody(PoolingBody):
+class ClassifyBody(InputBody):
     """One of two classes for each input."""
 
-    input: Prompts
+    id_prefix = "classify"
 
-    @property
-    def prompts(self) -> list[bytes]:
-        """Each input."""
-        return encode_prompts(self.input)
-
-    def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
-        """The classes, in the order of the inputs."""
-        scores = [_score(prompt) for prompt in self.prompts]
-        return {
-            "id": f"classify-{id_}",
-            "object": "list",
-            "created": created,
-            "model": model,
-            "data": [
-                {
-                    "index": index,
-                    "label": f"LABEL_{round(score)}",
-                    "probs": [1 - score, score],
-                    "num_classes": 2,
-                }
-                for index, score in enumerate(scores)
-            ],
-            "usage": self.usage(),
-        }
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """The class, and how probable each is."""
+        score = _score(prompt)
+        probs = [1 - score, score]
+        return {"label": f"LABEL_{round(score)}", "probs": probs, "num_classes": 2}
 
 
 class ScoreBody(PoolingBody):
     """How well texts fit: one to many, or pair by pair. Each pair is one prompt."""
+
+    id_prefix = "score"
 
     left: Items = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
     right: Items = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
@@ -140,23 +123,15 @@ class ScoreBody(PoolingBody):
         pairs = zip(left * (len(right) if len(left) == 1 else 1), right, strict=True)
         return [tokens.encode_content([one, other]) for one, other in pairs]
 
-    def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
-        """The scores, in order."""
-        return {
-            "id": f"score-{id_}",
-            "object": "list",
-            "created": created,
-            "model": model,
-            "data": [
-                {"index": index, "object": "score", "score": _score(prompt)}
-                for index, prompt in enumerate(self.prompts)
-            ],
-            "usage": self.usage(),
-        }
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """The score."""
+        return {"object": "score", "score": _score(prompt)}
 
 
 class RerankBody(PoolingBody):
     """Which documents fit a query best."""
+
+    id_prefix = "rerank"
 
     query: Item
     documents: Items
@@ -170,32 +145,21 @@ class RerankBody(PoolingBody):
             raise RequestError("at least one document is needed", "documents")
         return [tokens.encode_content([self.query, document]) for document in documents]
 
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """How well a document fits."""
+        return {"relevance_score": _score(prompt)}
+
     def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
         """The best documents first."""
-        documents = _listed(self.documents)
-        scores = [_score(prompt) for prompt in self.prompts]
-        best = sorted(range(len(documents)), key=lambda index: -scores[index])
-        return {
-            "id": f"rerank-{id_}",
-            "model": model,
-            "usage": self.usage(),
-            "results": [
-                {
-                    "index": index,
-                    "document": {"text": _text(documents[index])},
-                    "relevance_score": scores[index],
-                }
-                for index in best[: self.top_n or None]
-            ],
-        }
+        items: list[dict[str, Any]] = super().reply(id_, model, created)["data"]
+        for item, document in zip(items, _listed(self.documents), strict=True):
+            item["document"] = {"text": document if isinstance(document, str) else None}
+        best = sorted(items, key=lambda item: -item["relevance_score"])[: self.top_n or None]
+        return {"id": f"rerank-{id_}", "model": model, "usage": self.usage(), "results": best}
 
 
 def _listed(items: Items) -> list[Item]:
     return items if isinstance(items, list) else [items]
-
-
-def _text(item: Item) -> str | None:
-    return item if isinstance(item, str) else None
 
 
 def _random(prompt: bytes) -> Random:

@@ -1,0 +1,96 @@
+"""Real vLLM servers on CPU cores."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from extproc.demo.ports import pick_ports
+from extproc.demo.processes import Process, answers
+from extproc.predict.step import StepModel
+
+MODEL = "model"
+"""What the servers call theirs."""
+_MAX_MODEL_LEN = 4096
+_KV_BLOCKS = 256
+"""Of 128 tokens on a CPU: room for a full batch."""
+_START_S = 300.0
+_STOP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One that runs."""
+
+    address: str
+    """``ip:port``"""
+    pid: int
+
+
+@asynccontextmanager
+async def vllm_servers(
+    models: Sequence[Path],
+    max_num_seqs: Sequence[int],
+    directory: Path,
+    options: Sequence[Sequence[str]] = (),
+) -> AsyncIterator[dict[str, Server]]:
+    """Runs a server for each model, each on a core of its own; yields them by name.
+
+    ``options``: further ones of each server, where there are any.
+
+    Raises:
+        ProcessError: one could not be started, or did not get ready.
+    """
+    names = [f"vllm-{number}" for number in range(1, len(models) + 1)]
+    ports = pick_ports(dict.fromkeys(names, 0))
+    async with AsyncExitStack() as running:
+
+        async def start(core: int, name: str) -> Server:
+            argv, env = vllm_command(models[core], ports[name], core, max_num_seqs[core])
+            argv += options[core] if options else ()
+            ready, log = answers(f"http://127.0.0.1:{ports[name]}/health"), directory / name
+            process = await Process.start(
+                name, argv, log=log.with_suffix(".log"), ready=ready, ready_s=_START_S, env=env
+            )
+            running.push_async_callback(process.stop, _STOP_S)
+            return Server(f"127.0.0.1:{ports[name]}", process.pid)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                starting = [tasks.create_task(start(*pair)) for pair in enumerate(names)]
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # one reason is enough
+        yield {name: task.result() for name, task in zip(names, starting, strict=True)}
+
+
+def vllm_command(
+    model: Path, port: int, core: int, max_num_seqs: int
+) -> tuple[list[str], dict[str, str]]:
+    """The command of one server, and what it needs in its environment."""
+    options = {
+        "served-model-name": MODEL,
+        "host": "127.0.0.1",
+        "port": port,
+        "max-model-len": _MAX_MODEL_LEN,
+        "max-num-seqs": max_num_seqs,
+        "num-gpu-blocks-override": _KV_BLOCKS,
+        "dtype": "float32",  # bfloat16 is 30 times slower where the processor has none
+    }
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    env = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+    }
+    return ["vllm", "serve", str(model), *flags, "--enforce-eager"], env
+
+
+def described(step: StepModel) -> str:
+    """Step times in words."""
+    return (
+        f"{step.c0 * 1e3:.1f} ms a step, {step.c_prefill * 1e6:.0f} µs a prompt token, "
+        f"{step.c_att * 1e6:.2f} µs for each before it, {step.c_batch * 1e6:.0f} µs a sequence, "
+        f"{step.c_kv * 1e6:.2f} µs a KV token; {step.frontend * 1e3:.1f} ms before the engine"
+    )

@@ -1,0 +1,62 @@
+"""What there is to say about an Envoy file."""
+
+from collections.abc import Set
+
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
+
+from extproc.check.envoy_file import EnvoyFile
+from extproc.check.finding import Finding, Level
+from extproc.check.headers import named_headers_are_told
+from extproc.check.rules import RULES
+from extproc.check.schema import problems
+from extproc.check.transport import transport_fits
+from extproc.check.tree import is_of_envoy_gateway
+from extproc.check.workers import workers_are_listed
+from extproc.config import ServeSettings
+
+_NO_ENVOY = (
+    "this is no Envoy file: nothing in it is a part of Envoy's configuration. Give a bootstrap, "
+    "a fragment such as envoy/ext_proc.yaml, or a mesh's patch"
+)
+_NO_FILTER = (
+    "there is no ext_proc filter: Envoy never asks the router. Take it from envoy/ext_proc.yaml"
+)
+_LISTENERS_ELSEWHERE = (
+    "listeners come from a control plane (lds_config), and so does the ext_proc filter: check "
+    "what it serves, too; of 'extproc xds' that is the file xds.envoy_file"
+)
+_OF_ENVOY_GATEWAY = (
+    "these are resources of Envoy Gateway, which makes Envoy's configuration of them, and they are "
+    "not judged here: check what it makes (egctl config envoy-proxy all)"
+)
+_SERVE = ServeSettings()
+
+
+def check_envoy(
+    tree: object, serve: ServeSettings = _SERVE, headers: Set[str] = frozenset()
+) -> list[Finding]:
+    """What there is to say about an Envoy file, worst first.
+
+    Args:
+        tree: what is in it, as :func:`extproc.yaml_file.read_yaml` returns it.
+        serve: how each router is configured.
+        headers: of requests that its settings name, in lower case.
+    """
+    file = EnvoyFile(tree)
+    found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
+    if not file.nodes and is_of_envoy_gateway(tree):
+        found.append(Finding("is_envoy", Level.WARNING, "", _OF_ENVOY_GATEWAY))
+    elif not file.nodes:
+        found.append(Finding("is_envoy", Level.ERROR, "", _NO_ENVOY))
+    elif not file.has(ExternalProcessor) and file.takes_listeners:
+        found.append(Finding("has_ext_proc", Level.WARNING, "", _LISTENERS_ELSEWHERE))
+    elif not file.has(ExternalProcessor):
+        found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
+    elif not any(problem.level is Level.ERROR for problem in found):
+        # The rules judge a file that Envoy would take.
+        found += [finding for rule in RULES for finding in rule.apply(file)]
+        found += workers_are_listed(file, serve.workers)
+        found += transport_fits(file, serve)
+        found += named_headers_are_told(file, headers)
+    order = list(Level)
+    return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))

@@ -1,0 +1,69 @@
+"""The command ``extproc``: a file for each command, imported only when it is the one asked for.
+
+Each has ``add_arguments(parser)`` and ``run(args)``, which returns the exit status: 0 done, 1
+failed, 2 wrongly asked. What it cannot do it raises as :class:`~extproc.cli.errors.CommandError`.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from extproc import __version__
+from extproc.cli.arguments import Parser
+from extproc.cli.errors import CommandError
+
+_COMMANDS = {
+    "serve": "Runs a router: the ext_proc server that Envoy asks.",
+    "poll": "Runs a poller: scrapes the replicas and shares what they do.",
+    "xds": "Runs a control plane: Envoy takes the replicas, or everything, from it.",
+    "check": "Says what is wrong with a configuration or an Envoy file.",
+    "explain": "Shows what a running router decided, and why.",
+    "replicas": "Lists, adds, drains and removes replicas while requests run.",
+    "simulate": "Runs a simulated vLLM replica.",
+    "demo": "Runs Envoy, Redis, four simulated replicas, poller and router.",
+}
+_RENAMED = {"replica": "simulate"}
+"""Old name, which still works → new name."""
+_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and (new := _RENAMED.get(words[0])):
+        print(f"extproc {words[0]} is now 'extproc {new}': the old name will go", file=sys.stderr)
+        words[0] = new
+    parser = Parser(
+        prog="extproc",
+        usage="%(prog)s COMMAND [OPTION]...",
+        description="Sends each request to the vLLM replica that finishes it soonest.",
+    )
+    parser.add_argument("--version", action="version", version=f"extproc {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", prog="extproc", parser_class=_Command
+    )
+    for name, summary in _COMMANDS.items():
+        commands.add_parser(name, help=summary, description=summary)
+    args = parser.parse_args(words)
+    try:
+        return int(args.run(args))
+    except CommandError as error:
+        for problem in error.problems:
+            print(f"extproc {args.command}: {problem}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+class _Command(Parser):
+    """The parser of a command, which declares its options when there is something to parse."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse calls it with what follows the command's name."""
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would log beside our lines
+        command = import_module(f"extproc.cli.{self.prog.split()[-1]}")
+        command.add_arguments(self)
+        self.set_defaults(run=command.run)
+        return super().parse_known_args(args, namespace)

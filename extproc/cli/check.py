@@ -1,0 +1,123 @@
+"""``extproc check``: reads, judges, prints."""
+
+import argparse
+import sys
+from itertools import starmap
+from pathlib import Path
+
+from extproc.check.finding import Level
+from extproc.check.judge import check_envoy
+from extproc.cli.configuration import add_flags, configured
+from extproc.cli.errors import CommandError
+from extproc.config import Config, ModelTargets, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
+from extproc.request.tokens import TokenCounter, TokenizerError
+from extproc.server import certificates
+from extproc.store.connection import address, connect
+from extproc.yaml_file import read_yaml
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--envoy``, and the configuration's flags, which the help does not list."""
+    parser.add_argument(
+        "--envoy", type=Path, metavar="FILE", help="Envoy bootstrap, fragment or patch (YAML, JSON)"
+    )
+    add_flags(parser)
+    parser.epilog = "Every key is taken as a flag, too: --route.policy lmetric"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what is understood and found; 1 if there is an error in the Envoy file.
+
+    Raises:
+        CommandError: the configuration or a file cannot be used.
+    """
+    config = configured(args)
+    try:
+        TokenCounter(config.request)
+        doubts = [*_doubts("serve", config.serve), *_doubts("xds", config.xds)]
+    except TokenizerError as error:
+        raise CommandError(f"request.tokenizers: {error}") from None
+    except certificates.CertificateError as error:
+        raise CommandError(error) from None
+    if args.envoy is None or args.config or config != Config():
+        print(_understood(config))
+    for doubt in doubts:
+        print(f"{Level.WARNING:<8} {doubt}: Envoy will not trust it", file=sys.stderr)
+    return 0 if args.envoy is None else _check(args.envoy, config)
+
+
+def _doubts(section: str, files: TlsFiles) -> list[str]:
+    """What Envoy will have against the certificate of a section, if anything.
+
+    Raises:
+        CertificateError: it cannot be used at all.
+    """
+    doubt = "" if files.tls_cert is None else certificates.read(files, section).doubt
+    return [f"{section}.tls_cert: {doubt}"] if doubt else []
+
+
+def _check(path: Path, config: Config) -> int:
+    try:
+        tree = read_yaml(path)
+    except OSError as error:
+        raise CommandError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CommandError(f"{path}: {error}") from None
+    findings = check_envoy(tree, config.serve, config.headers)
+    print(path)
+    for finding in findings:
+        print(finding)
+    return int(any(finding.level is Level.ERROR for finding in findings))
+
+
+def _understood(config: Config) -> str:
+    """The configuration in a few lines."""
+    lines = {
+        "pool": f"{config.pool}, {_kept(config)}",
+        "router": _router(config.serve),
+        "policy": config.route.policy,
+        "poller": f"every {config.poll.interval_s:g} s, {_poller(config)}",
+        "replicas": _replicas(config) or "none: a poller has nothing to do",
+    }
+    if config.route.models:
+        lines["models"] = "; ".join(starmap(_leads_to, config.route.models.items()))
+    if config.xds != XdsSettings():
+        lines["xds"] = f"{config.xds.listen} for Envoy{_tls(config.xds)}"
+    others = [f"pool {name}: {_replicas(pool) or 'none'}" for name, pool in config.pools.items()]
+    return "\n".join([*(f"{name:<8} {text}" for name, text in lines.items()), *others])
+
+
+def _leads_to(name: str, targets: ModelTargets) -> str:
+    if isinstance(targets, tuple):
+        return f"{name}: served as {' or '.join(targets)}"
+    total = sum(targets.values())
+    return f"{name}: " + ", ".join(f"{part / total:.1%} {one}" for one, part in targets.items())
+
+
+def _replicas(pool: PoolReplicas) -> str:
+    replicas = [f"{one.url or one.dns} ({one.profile})" for one in pool.replicas]
+    if pool.replicas_file:
+        replicas.append(f"those in {pool.replicas_file}")
+    return ", ".join(replicas)
+
+
+def _router(serve: ServeSettings) -> str:
+    first = f"{serve.listen} for Envoy{_tls(serve)}, {serve.admin} for people"
+    others = serve.workers - 1
+    return f"{first}; {others} more on the next ports" if others else first
+
+
+def _tls(files: TlsFiles) -> str:
+    if files.tls_cert is None:
+        return ""
+    return " (TLS)" if files.tls_client_ca is None else " (mTLS)"
+
+
+def _kept(config: Config) -> str:
+    if config.state == "memory":
+        return "in the memory of the only router"
+    return f"shared in {address(connect(config.redis.url, config.pool))}"
+
+
+def _poller(config: Config) -> str:
+    return "in the router" if config.state == "memory" else f"{config.poll.admin} for people"

@@ -1,0 +1,76 @@
+"""``extproc explain``: asks a running router, and prints."""
+
+import argparse
+import asyncio
+import json
+
+from extproc.cli.arguments import whole
+from extproc.cli.configuration import add_file, configured
+from extproc.cli.errors import CommandError
+from extproc.explain.ask import AskError, ask
+from extproc.explain.records import read_records
+from extproc.explain.show import comparison, decisions
+
+_LAST = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.usage = "%(prog)s [OPTION]... [REQUEST_ID]"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "request_id",
+        nargs="?",
+        type=_request_id,
+        metavar="REQUEST_ID",
+        help="show the whole comparison for this request (its x-request-id)",
+    )
+    which.add_argument(
+        "--last",
+        type=whole(1),
+        default=_LAST,
+        metavar="N",
+        help=f"show so many of the last decisions (default: {_LAST})",
+    )
+    parser.add_argument(
+        "--router",
+        metavar="URL",
+        help="admin address of one router (default: serve.admin, and those of its workers)",
+    )
+    parser.add_argument("--json", action="store_true", help="print what the router answers")
+    add_file(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the decisions.
+
+    Raises:
+        CommandError: there is no router, or no such request.
+    """
+    routers = [args.router] if args.router else _configured(args)
+    try:
+        answer = asyncio.run(ask(routers, args.request_id, args.last))
+        if args.json:
+            text = json.dumps(answer, indent=2)
+        elif args.request_id is None:
+            text = decisions(read_records(answer))
+        else:
+            text = "\n\n\n".join(map(comparison, read_records(answer)))
+    except AskError as error:
+        raise CommandError(*str(error).splitlines()) from None
+    print(text)
+    return 0
+
+
+def _configured(args: argparse.Namespace) -> list[str]:
+    """The admin addresses of the router's workers."""
+    config = configured(args)
+    return [config.of_worker(number).serve.admin for number in range(config.serve.workers)]
+
+
+def _request_id(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            "the request id is empty; without one, the last decisions are shown"
+        )
+    return text

@@ -1,0 +1,17 @@
+"""``extproc poll``."""
+
+import argparse
+
+from extproc.cli.configuration import add_flags
+from extproc.cli.service import run_service
+from extproc.poll.app import run_poller
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of what a poller reads."""
+    add_flags(parser, "", "poll", "redis", "log")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs a poller until SIGTERM or SIGINT."""
+    return run_service(args, run_poller)

@@ -1,0 +1,141 @@
+"""Requests that a replica served alone, and what they tell of its speed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from extproc.clock import Clock
+from extproc.fleet.tables import Replicas
+from extproc.predict.firsthand import Firsthand, work_of
+from extproc.predict.hardware import profile_or_default
+from extproc.predict.step import StepModel
+from extproc.replica_state import ReplicaState
+from extproc.request.profile import RequestProfile
+
+_MOST_KEPT = 32
+"""Requests of a replica that wait for the next poll."""
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What was counted of a replica when it was idle and was sent a request."""
+
+    state: ReplicaState
+    """As of the last poll."""
+    sent: float
+    """Sequences sent by the router, in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request that ended; one sequence at most."""
+
+    prompt_tokens: float
+    tokens: float
+    """Generated; 0: its prompt was all there was to do."""
+    seconds: float
+    """From its dispatch to its end."""
+    ttft: float | None
+    """Seconds to its first token; None where that was not seen."""
+
+
+class LoneRequests:
+    """Finds the requests that had a replica to themselves, and learns its step times from them.
+
+    Whether one had is known when it has ended and a poll says that nobody else's were served
+    meanwhile; and how much of its prompt was cached.
+    """
+
+    def __init__(self, replicas: Replicas, rows: Mapping[str, int], clock: Clock) -> None:
+        """``rows``: where each member stands in the table."""
+        self._replicas = replicas
+        self._rows = rows
+        self._clock = clock
+        self._now: dict[int, tuple[int, Baseline]] = {}
+        """By row: the only request there, and what was before it."""
+        self._ended: dict[int, list[tuple[float, Baseline, Served]]] = {}
+        self._seen: dict[int, Firsthand] = {}
+
+    def sent(self, row: int, ticket: int, profile: RequestProfile, state: ReplicaState) -> None:
+        """A request was sent to the replica in that row; the ledger has it.
+
+        One with images or audio tells nothing: to fetch and to encode these takes long, too.
+        """
+        replicas = self._replicas
+        beside = (
+            replicas.requests.item(row) > 1
+            or replicas.others_requests.item(row)
+            or replicas.beyond.item(row)
+        )
+        if beside or profile.image_tokens or profile.endpoint.takes_audio:
+            self._now.pop(row, None)
+        else:
+            self._now[row] = ticket, Baseline(state, replicas.sent.item(row) - profile.parts)
+
+    def moved(self, row: int, ticket: int, to: int) -> None:
+        """The request is on the replica in the row ``to`` now, and what was there is not alone."""
+        self.left(row, ticket)
+        if row != to:
+            self._now.pop(to, None)
+
+    def left(self, row: int, ticket: int) -> Baseline | None:
+        """The request has ended, or moved; what was before it, if it was alone."""
+        return self._now.pop(row)[1] if self._is_alone(row, ticket) else None
+
+    def served(self, replica: str, before: Baseline, served: Served) -> None:
+        """What became of one that was alone there; the next poll tells if it was, and nothing does
+        of a replica that is no member any more."""
+        if (row := self._rows.get(replica)) is not None:
+            kept = self._ended.setdefault(row, [])
+            if len(kept) < _MOST_KEPT:
+                kept.append((self._clock(), before, served))
+
+    def teaches(self, row: int, ticket: int) -> bool:
+        """Whether the request is alone so far, on a replica whose speed is not known yet."""
+        seen = self._seen.get(row)
+        return self._is_alone(row, ticket) and not (seen and seen.sure(self._clock()))
+
+    def polled(self, row: int, state: ReplicaState, asked_at: float) -> None:
+        """A poll came that was asked for at ``asked_at``."""
+        if ended := self._ended.get(row):
+            told = [one for one in ended if one[0] <= asked_at]
+            self._ended[row] = ended[len(told) :]
+            for _, before, served in told:
+                self._learn(row, state, before, served)
+
+    def step(self, row: int, state: ReplicaState) -> StepModel:
+        """The step times of a replica, by these requests and by what the poller learned."""
+        known = state.learned or profile_or_default(state.profile).step
+        seen = self._seen.get(row)
+        return known if seen is None else seen.model(known, self._clock())
+
+    def clear(self, row: int) -> None:
+        """Another replica has that row from now on."""
+        for kept in (self._now, self._ended, self._seen):
+            kept.pop(row, None)
+
+    def _is_alone(self, row: int, ticket: int) -> bool:
+        """Whether nothing else was sent there since it was."""
+        return row in self._now and self._now[row][0] == ticket
+
+    def _learn(self, row: int, state: ReplicaState, before: Baseline, served: Served) -> None:
+        firsts = state.first_tokens - before.state.first_tokens
+        prompts = state.prompt_tokens - before.state.prompt_tokens
+        cached = state.cached_tokens - before.state.cached_tokens
+        if not 0.0 <= firsts <= self._replicas.sent[row] - before.sent or cached < 0.0:
+            return  # somebody else's were served, too, or by another process
+        share = cached / prompts if prompts > 0.0 else 0.0
+        computed = max(served.prompt_tokens * (1.0 - share), 1.0)
+        works = work_of(
+            served.prompt_tokens,
+            computed,
+            served.tokens,
+            self._replicas.token_budget.item(row),
+            self._replicas.tokens_per_step.item(row),
+            served.seconds,
+            served.ttft,
+        )
+        if works:
+            seen, now = self._seen.get(row), self._clock()
+            if seen is None:
+                seen = self._seen[row] = Firsthand(profile_or_default(state.profile).step, now)
+            seen.observe(works, now)

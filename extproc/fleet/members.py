@@ -1,0 +1,61 @@
+"""The replicas of the pool: where each stands in the fleet's tables, and which models it serves."""
+
+from collections.abc import Iterator
+
+from extproc.fleet.model_names import ModelNames
+from extproc.replica_state import ReplicaState
+
+
+class Members:
+    """What the last poll said of each, by its ``ip:port`` and by the row it has in the tables."""
+
+    def __init__(self, names: ModelNames) -> None:
+        self.names = names
+        self.rows: dict[str, int] = {}
+        self.by_row: list[ReplicaState] = []
+        """Those of replicas that left stay until the row is used again."""
+
+    def __contains__(self, replica: object) -> bool:
+        return replica in self.rows
+
+    def __iter__(self) -> Iterator[ReplicaState]:
+        return (self.by_row[row] for row in self.rows.values())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def get(self, replica: str) -> ReplicaState | None:
+        """What the last poll said of a replica; None where it is no member."""
+        row = self.rows.get(replica)
+        return None if row is None else self.by_row[row]
+
+    def departed(self, replica: str) -> int | None:
+        """The row of one that was a member before, where nobody else has it by now."""
+        return next((row for row, one in enumerate(self.by_row) if one.id == replica), None)
+
+    @property
+    def only_model(self) -> str | None:
+        """The model that members serve, where all that say serve the same; else None."""
+        served = {state.models for state in self if state.models}
+        names = served.pop() if len(served) == 1 else ()
+        return names[0] if names else None
+
+    @property
+    def models(self) -> list[str]:
+        """Names of models that clients may ask for."""
+        kinds = {state.models for state in self}
+        return self.names.askable(name for models in kinds for name in models)
+
+    def models_on(self, replica: str) -> tuple[str, ...]:
+        """Names of models that a replica serves; none where it does not tell, or is no member."""
+        state = self.get(replica)
+        return () if state is None else state.models
+
+    def name_on(self, replica: str, model: str) -> str:
+        """The name by which a replica is asked for a model."""
+        known = self.names.known(model, self.models_on(replica))
+        return known or self.names.served(model)[0]
+
+    def all_serve(self, name: str) -> bool:
+        """Whether every member says that it serves a model by that name."""
+        return all(name in state.models for state in self)

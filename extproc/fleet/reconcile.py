@@ -1,0 +1,256 @@
+"""What a poll says of a replica, brought together with what this router sent there."""
+
+from math import inf
+
+import numpy as np
+
+from extproc.fleet.tables import COSTS, Replicas, Requests
+from extproc.predict.hardware import profile_or_default
+from extproc.predict.inputs import Floats, Indices
+from extproc.predict.step import StepModel
+from extproc.replica_state import SILENT_AFTER_S, ReplicaState
+
+_SHORTEST_STEP = 1e-4
+"""Seconds: no engine steps faster, whatever was learned of one that was always busy."""
+_LATE = 0.3
+"""Seconds of a scrape after which too much has ended since to tell what of it was others'."""
+_MOST_PER_STEP = 8.0
+"""Tokens that a sequence gets from a step, at most: drafts are longer, and seldom right so far."""
+_NEARLY_FULL = 0.9
+"""Fraction of the KV cache above which requests may be waiting for KV space."""
+_ALL_DECODE = 0.95
+"""Share of the tokens that a batch without prefill would have generated."""
+_UNDER_WAY = 0.1
+"""Seconds until a request that was sent reaches the engine: it is parsed and tokenized first."""
+_TOKENIZED = 5e-6
+"""The same for each token of its prompt."""
+
+
+class Reconciliation:
+    """Corrects a replica's row, and those of its requests, by what a poll saw.
+
+    Requests sent since it was taken stay on top of what it saw.
+    """
+
+    def __init__(self, replicas: Replicas, requests: Requests) -> None:
+        self._replicas = replicas
+        self._requests = requests
+
+    def set_hardware(
+        self, row: int, state: ReplicaState, before: ReplicaState | None, step: StepModel
+    ) -> None:
+        """Speed and limits of the replica in that row: learned or said by itself, else its
+        profile's.
+
+        Args:
+            row: the replica's.
+            state: what this poll saw.
+            before: what the poll before saw, if there was one.
+            step: its step times.
+        """
+        replicas, profile = self._replicas, profile_or_default(state.profile)
+        for name in COSTS:
+            getattr(replicas, name)[row] = getattr(step, name)
+        replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
+        if not replicas.decode_step[row]:  # it has just joined, and nothing decodes
+            replicas.decode_step[row] = replicas.c0[row]
+        # A profile's limits are those of one engine; a prompt is on one of them.
+        engines = max(state.engines, 1)
+        capacity = float(state.kv_tokens or profile.kv_tokens * engines)
+        replicas.kv_capacity[row] = capacity
+        replicas.token_budget[row] = profile.token_budget * engines
+        replicas.longest_prompt[row] = min(state.max_model_len or inf, capacity / engines)
+        limit = max(profile.max_num_seqs * engines, state.running)
+        if before is not None and before.running == state.running and _queues(before, state):
+            limit = min(limit, state.running)
+        replicas.max_num_seqs[row] = max(limit, 1)
+        replicas.tokens_per_step[row] = 1.0
+        if state.accepted_tokens > 0 and state.generated_tokens > 0:
+            # Drafts count before they are cut at an answer's end: with short answers too many do.
+            kept = 1.0 - state.accepted_tokens / state.generated_tokens
+            replicas.tokens_per_step[row] = 1.0 / min(max(kept, 1.0 / _MOST_PER_STEP), 1.0)
+
+    def restarted(self, row: int, steps: float) -> None:
+        """The replica's process is a new one: its step count begins anew, and so does it here."""
+        replicas, requests = self._replicas, self._requests
+        mine = requests.replica == row
+        requests.before[mine] -= replicas.steps[row] - steps
+        requests.until[mine] = 0.0
+        replicas.steps[row] = replicas.polled_steps[row] = steps
+        replicas.begun[row] = replicas.sent[row]
+        replicas.polled_firsts[row] = 0.0
+
+    def polled(self, row: int, state: ReplicaState, asked_at: float, now: float) -> Indices:
+        """Sets steps, prefills and others' load right by a poll.
+
+        Args:
+            row: the replica's.
+            state: what the poll saw, within ``state.scrape_seconds`` of being asked for.
+            asked_at: when it was asked for, on the fleet's clock.
+            now: seconds.
+
+        Returns:
+            The rows of the replica's requests.
+        """
+        requests = self._requests
+        sampled_at = asked_at + state.scrape_seconds / 2
+        mine: Indices = (requests.replica == row).nonzero()[0]
+        self._correct_steps(row, mine, state.steps, now - sampled_at)
+        self._correct_prefills(row, mine, state, asked_at, now)
+        self._correct_foreign(row, mine[requests.sent_at[mine] <= sampled_at], state)
+        self._replicas.sampled_at[row] = sampled_at
+        return mine
+
+    def _correct_steps(self, row: int, mine: Indices, polled: float, age: float) -> None:
+        replicas, requests = self._replicas, self._requests
+        busy = replicas.batch[row] > 0
+        steps = polled + (age / replicas.decode_step[row] if busy else 0.0)
+        shift = steps - replicas.steps[row]
+        # Those that began since the last poll began at a count that was off by as much.
+        since = mine[requests.before[mine] > replicas.polled_steps[row] - 1.0]
+        requests.before[since] += shift
+        requests.until[mine] = 0.0
+        replicas.steps[row] = steps
+        replicas.polled_steps[row] = polled
+
+    def _correct_foreign(self, row: int, then: Indices, state: ReplicaState) -> None:
+        """What the poll saw beyond ``then``, the router's requests at that time, and peers'."""
+        replicas, requests = self._replicas, self._requests
+        own = sum(requests.parts[then].tolist())
+        beyond = max(state.running + state.waiting - own - replicas.others_parts.item(row), 0.0)
+        if state.scrape_seconds <= _LATE:
+            # A request that ended between the scrape and now is seen by one poll only.
+            replicas.foreign[row] = min(beyond, replicas.beyond[row])
+            replicas.beyond[row] = beyond
+        replicas.polled_waiting[row] = state.waiting
+        waiting = state.waiting - replicas.queued.item(row) - replicas.others_queued.item(row)
+        prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
+        replicas.foreign_backlog[row] = min(max(waiting, 0.0), replicas.foreign.item(row)) * prompt
+        replicas.polled_kv_usage[row] = state.kv_usage
+        started = requests.before[then] < inf
+        own_kv = requests.weight[then] * (requests.each[then] + requests.generated[then])
+        known_kv = float(own_kv @ started) + replicas.others_kv.item(row)
+        replicas.kv_beyond[row] = state.kv_usage * replicas.kv_capacity[row] - known_kv
+
+    # -- prefills ---------------------------------------------------------------------------
+
+    def _correct_prefills(
+        self, row: int, mine: Indices, state: ReplicaState, asked_at: float, now: float
+    ) -> None:
+        """Moves the prompt tokens that the clock takes for prefilled to where the poll allows.
+
+        A replica counts the sequences that got their first token, and prefills in the order they
+        came. So of the router's own sequences, numbered in that order, it is known up to which one
+        the prompts were prefilled when the poll was taken (the count is exact while nobody else
+        sends there), and that the next one was not: the clock may be ahead by the prompt in
+        progress or, if that is more, by a step. Beside others' requests only the replica's queue
+        tells: those it has admitted are prefilled but for the last prompt, or a step's worth, and
+        those beyond what others sent are not. A poll tells nothing of what was sent since it was
+        asked for.
+        """
+        replicas, requests = self._replicas, self._requests
+        order = mine[requests.turn[mine].argsort()]
+        told = state.first_tokens > 0 or state.generated_tokens == 0
+        theirs = replicas.others_requests.item(row) + replicas.foreign.item(row)
+        queued = max(state.waiting - theirs, 0.0)
+        counted = self._count(row, order, state, queued, told and not theirs)
+        budget = replicas.token_budget.item(row)
+        admitted = self._admitted(self._settled(row, order, asked_at), state, budget)
+        surely = order[requests.mark[order] <= admitted]
+        if len(surely) and requests.turn[surely[-1]] > counted:
+            # some were given up, and never counted
+            counted = replicas.begun[row] = requests.turn.item(surely[-1])
+
+        ahead = order[requests.turn[order] > counted]
+        prefilled, enqueued = replicas.prefilled.item(row), replicas.enqueued.item(row)
+        if not len(ahead):
+            replicas.prefilled[row] = enqueued
+            return
+        first = ahead[0]
+        end = requests.mark.item(first)
+        start = end - requests.prompt.item(first)
+        least, most = max(start, admitted), inf
+        if told and (queued or not theirs) and requests.sent_at[first] <= asked_at:
+            chunk = replicas.chunk.item(row)
+            rate = chunk / self._step_with(row, chunk)
+            most = max(end, start + budget, least) + rate * (now - asked_at)
+        replicas.prefilled[row] = min(max(prefilled, least), most, enqueued)
+
+    def _count(
+        self, row: int, order: Indices, state: ReplicaState, queued: float, alone: bool
+    ) -> float:
+        """The number of the last sequence that has its first token.
+
+        ``queued``: those of the router's own that the replica has not admitted, or preempted.
+        """
+        replicas, requests = self._replicas, self._requests
+        known = replicas.known.item(row)
+        firsts = state.first_tokens - replicas.polled_firsts.item(row)
+        replicas.polled_firsts[row] = state.first_tokens
+        if firsts < 0.0:  # another process
+            firsts = state.first_tokens
+        if alone:
+            # What was seen before the poll before is in the counts; what was seen since may not be.
+            begun = max(replicas.begun.item(row) + firsts, replicas.known_before.item(row))
+        else:
+            started = order[requests.before[order] < inf]
+            begun = max(known, requests.turn.item(started[-1]) if len(started) else 0.0)
+        begun = replicas.begun[row] = min(begun, replicas.sent.item(row) - queued)
+        replicas.known_before[row] = known
+        # Of several engines each has a queue of its own: one that has a token may have overtaken.
+        return begun if state.engines > 1 else max(begun, known)
+
+    def _admitted(self, settled: Indices, state: ReplicaState, budget: float) -> float:
+        """Up to where the prompts must be prefilled that are not in the replica's queue any
+        more."""
+        requests = self._requests
+        turns: Floats = requests.turn[settled]
+        most = turns[-1] - state.waiting if len(settled) else 0.0
+        admitted = settled[: int(turns.searchsorted(most, "right"))]
+        if not len(admitted):
+            return 0.0
+        last = admitted[-1]
+        under_way = max(budget, requests.prompt.item(last)) if state.running else 0.0
+        return requests.mark.item(last) - under_way
+
+    def _settled(self, row: int, order: Indices, asked_at: float) -> Indices:
+        """The first ones, that were surely among those running or waiting: vLLM says at the end of
+        each step what was there when it began."""
+        requests = self._requests
+        step = self._step_with(row, self._replicas.token_budget.item(row))
+        prompts = requests.each[order] * np.maximum(requests.weight[order], 1.0)
+        arrived_at = requests.sent_at[order] + _TOKENIZED * prompts
+        late = (arrived_at > asked_at - _UNDER_WAY - 2.0 * step).nonzero()[0]
+        return order[: late[0]] if len(late) else order
+
+    def _step_with(self, row: int, prompt_tokens: float) -> float:
+        """Seconds of a step that prefills so many beside what decodes."""
+        replicas = self._replicas
+        return replicas.decode_step.item(row) + replicas.c_prefill.item(row) * prompt_tokens
+
+
+def fade(replicas: Replicas, now: float) -> None:
+    """Forgets others' load on replicas whose polls are too old to tell."""
+    sampled_at = replicas.sampled_at
+    if len(replicas) and now - sampled_at[sampled_at.argmin()] > SILENT_AFTER_S:
+        old = now - sampled_at > SILENT_AFTER_S
+        for column in (
+            replicas.beyond,
+            replicas.foreign,
+            replicas.foreign_backlog,
+            replicas.kv_beyond,
+            replicas.polled_waiting,
+            replicas.polled_kv_usage,
+        ):
+            column[old] = 0.0
+        sampled_at[old] = inf  # forgotten, once and for all
+
+
+def _queues(before: ReplicaState, after: ReplicaState) -> bool:
+    """Requests wait, poll after poll, while KV space is left and all that run decode: the batch is
+    full. (While a long prompt is prefilled, others wait for the token budget.)"""
+    steps = after.steps - before.steps
+    generated = after.generated_tokens - before.generated_tokens
+    generated -= after.accepted_tokens - before.accepted_tokens
+    waiting = all(state.waiting > 0 and state.kv_usage < _NEARLY_FULL for state in (before, after))
+    return waiting and steps > 0 and generated >= _ALL_DECODE * steps * after.running

@@ -1,0 +1,71 @@
+"""Aligned plain text that fits the width of a page."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WIDTH = 120
+"""Columns of the terminal."""
+_GAP = "  "
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table: numbers to the right, by default."""
+
+    header: str
+    left: bool = False
+    most: int = WIDTH
+    """Characters; of longer cells the end is kept, which tells names apart."""
+
+
+def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The header and a line for each row."""
+    cells = [[_fit(cell, one.most) for cell, one in zip(row, columns, strict=True)] for row in rows]
+    headers = [column.header for column in columns]
+    widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
+    return [
+        _GAP.join(
+            cell.ljust(width) if column.left else cell.rjust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
+        ).rstrip()
+        for line in (headers, *cells)
+    ]
+
+
+def paragraph(text: str, indent: int, first: str = "", width: int = WIDTH) -> list[str]:
+    """Wrapped text, indented; ``first`` stands before its first line."""
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=first.ljust(indent),
+        subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+    )
+
+
+def printable(text: str) -> str:
+    """What a client or a replica wrote, with nothing in it that a terminal would obey."""
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def figure(value: float | None) -> str:
+    """A number to three or four digits; ``-`` where there is none."""
+    if value is None:
+        return "-"
+    digits = 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
+    return f"{value:.{digits}f}"
+
+
+def count(value: float | None) -> str:
+    """A whole number; ``-`` where there is none."""
+    return "-" if value is None else f"{value:.0f}"
+
+
+def share(value: float | None) -> str:
+    """A fraction in per cent; ``-`` where there is none."""
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _fit(cell: str, most: int) -> str:
+    return cell if len(cell) <= most else f"...{cell[3 - most :]}"

@@ -1,0 +1,30 @@
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from extproc.simulator.replica import Replica, ReplicaSettings
+from extproc.simulator.server import start
+
+
+@pytest.fixture
+async def replica_url() -> AsyncIterator[str]:
+    """A simulated replica, in this process."""
+    settings = ReplicaSettings(profile="llama-8b-h100", speed=50, max_model_len=131_072)
+    serving = await start(Replica(settings), "127.0.0.1", 0)
+    yield f"http://127.0.0.1:{serving.port}"
+    await serving.runner.cleanup()
+
+
+def complaint_of(
+    main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str], *given: str | Path
+) -> str:
+    """The line that says what is wrong; of two options alike the last one counts."""
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main([*map(str, given)]))
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out) == (2, "")
+    usage = output.err.splitlines()[:-1]
+    assert all(line.startswith(("usage: ", " ")) for line in usage)
+    return output.err.splitlines()[-1]

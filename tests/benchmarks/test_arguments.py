@@ -1,0 +1,82 @@
+"""What makes no sense is said by every command before it begins, in one line."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import real_vllm, simulate
+from benchmarks.compare import __main__ as compare
+from benchmarks.fit import __main__ as fit
+from benchmarks.load import __main__ as load
+from tests.benchmarks.conftest import complaint_of
+
+COMMANDS = {
+    "simulate": (simulate.main, ["--trace", "a", "--fleet", "b"]),
+    "load": (load.main, ["--trace", "a", "--url", "http://127.0.0.1:9"]),
+    "compare": (compare.main, []),
+    "fit": (fit.main, []),
+    "real_vllm": (real_vllm.main, ["127.0.0.1:1"]),
+}
+POSITIVE = ("0", "-1", "inf", "nan", "1e999", "fast", "")
+TIME = ("-1", "inf", "nan")
+COUNT = ("0", "-1", "1.5", "many")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "values"),
+    [
+        ("simulate", "--speed", POSITIVE),
+        ("simulate", "--poll-interval", POSITIVE),
+        ("simulate", "--share-lag", TIME),
+        ("simulate", "--skip", TIME),
+        ("simulate", "--duration", POSITIVE),
+        ("simulate", "--until", ("nan", "0")),
+        ("simulate", "--routers", COUNT),
+        ("load", "--from", TIME),
+        ("load", "--stream-share", ("-0.1", "1.1", "nan", "half")),
+        ("load", "--context", COUNT),
+        ("load", "--url", ("127.0.0.1:8080", "ftp://a", "http://", "", "http://a:99999")),
+        ("compare", "--repeats", COUNT),
+        ("fit", "--speed", ("0", "nan")),
+        ("fit", "--max-num-seqs", COUNT),
+        ("real_vllm", "--warm-up", ("-1", "many")),
+        ("real_vllm", "--max-num-seqs", COUNT),
+    ],
+)
+def test_a_value_that_makes_no_sense(
+    command: str, option: str, values: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main, given = COMMANDS[command]
+    for value in values:
+        line = complaint_of(main, capsys, *given, f"{option}={value}")
+        assert f"argument {option}: {value!r} is not" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "known"),
+    [
+        ("simulate", "--policy", "completion, "),
+        ("simulate", "--know", "lengths, coefficients"),
+        ("load", "--endpoint", "chat, completions"),
+        ("real_vllm", "--policy", "completion, "),
+    ],
+)
+def test_a_name_that_is_none(
+    command: str, option: str, known: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main, given = COMMANDS[command]
+    line = complaint_of(main, capsys, *given, option, "nonsense")
+    assert f"argument {option}: 'nonsense' is none of {known}" in line
+
+
+@pytest.mark.parametrize("command", ["simulate", "load", "compare"])
+def test_results_that_cannot_be_written(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    main, given = COMMANDS[command]
+    file = tmp_path / "file"
+    file.touch()
+    for option, path in (("--json", tmp_path), ("--report", file), ("--report", file / "report")):
+        assert main([*given, option, str(path)]) == 2
+        assert str(file if option == "--report" else path) in capsys.readouterr().err

@@ -1,0 +1,224 @@
+"""benchmarks.load: the command, its figures, and the warnings that they are not to be trusted."""
+
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE, Popen
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+from benchmarks import trace
+from benchmarks.limits import allow_many_connections
+from benchmarks.load.__main__ import main
+from benchmarks.load.plan import Planned
+from benchmarks.load.summary import Effort, record, summary, table
+from benchmarks.trace import TracedRequest
+from extproc.demo.traffic import Answer, Client
+from tests.benchmarks.conftest import complaint_of
+
+TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "azure-2023-conv.jsonl.gz"
+IDLE = Effort(0.1, 0.1)
+
+
+def answer(number: int, late_s: float = 0.0, generated: int = 10, problem: str = "") -> Answer:
+    """After a second."""
+    return Answer(
+        str(number),
+        ttft_s=0.1 * number,
+        completion_s=1.0,
+        problem=problem,
+        late_s=late_s,
+        replica="a" if number % 2 else "b",
+        usage={"prompt_tokens": 100, "completion_tokens": generated},
+    )
+
+
+def summed(*answers: Answer, effort: Effort = IDLE, left_out: int = 0) -> dict[str, Any]:
+    """Of a run that took five seconds."""
+    client = Client("http://nowhere")
+    client.answers = {one.request_id: one for one in answers}
+    traced = TracedRequest(0.0, 100, 10, None)
+    records = [record(Planned(1, traced, "chat", True, None, False), one) for one in answers]
+    return summary(records, client, effort, 5.0, left_out)
+
+
+def test_figures_are_of_whole_answers() -> None:
+    answers = [answer(n, problem="connect" if n in (1, 3) else "") for n in range(5)]
+    answers[0].gaps_s.extend([0.25, 0.5])
+    answers[1].gaps_s.append(9.0)
+    figures = summed(*answers, left_out=7)
+    assert (figures["requests"], figures["answered"], figures["failed"]) == (5, 3, 2)
+    assert figures["errors"] == {"connect": 2}
+    assert figures["ttft_s"]["mean"] == pytest.approx(0.2)
+    assert figures["gap_s"]["mean"] == pytest.approx(0.375)
+    assert figures["requests_per_s"] == pytest.approx(3 / 5)
+    assert figures["output_tokens_per_s"] == pytest.approx(30 / 5)
+    assert figures["prompt_tokens"] == {"planned": 300, "counted": 300}
+    replicas = figures["replicas"]
+    assert {name: (one["requests"], one["failed"]) for name, one in replicas.items()} == {
+        "a": (2, 2),
+        "b": (3, 0),
+    }
+    assert replicas["a"]["ttft_s"] is None
+    assert figures["warnings"] == []
+    text = table(figures)
+    assert "3 of 5 requests answered" in text
+    assert "failed: 2 × connect" in text
+    assert "no room for them: 7" in text
+
+
+def test_nothing_was_answered() -> None:
+    figures = summed(answer(1, problem="timeout"))
+    assert figures["ttft_s"] is figures["completion_s"] is figures["gap_s"] is None
+    assert "0 of 1 requests answered" in table(figures)
+
+
+@pytest.mark.parametrize(
+    ("answers", "effort", "warning"),
+    [
+        ([answer(1), answer(2, late_s=0.5)], IDLE, "ms late at p99"),
+        ([answer(1)], Effort(1.0, 0.95), "95% of a core"),
+        ([answer(1, generated=16)], IDLE, "output tokens are 160% of the trace's"),
+    ],
+)
+def test_what_makes_figures_worthless_is_said(
+    answers: list[Answer], effort: Effort, warning: str
+) -> None:
+    figures = summed(*answers, effort=effort)
+    (said,) = figures["warnings"]
+    assert warning in said
+    assert f"WARNING: {said}" in table(figures)
+
+
+@pytest.mark.parametrize("few", [256, 20_000, resource.RLIM_INFINITY])
+def test_connections_where_files_have_no_limit(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS has it: the hard limit is infinite, and asking for that many is an error."""
+    asked = []
+
+    def set_limit(_: int, limits: tuple[int, int]) -> None:
+        asked.append(limits[0])
+        if limits[0] == resource.RLIM_INFINITY:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr("resource.getrlimit", lambda _: (few, resource.RLIM_INFINITY))
+    monkeypatch.setattr("resource.setrlimit", set_limit)
+    allow_many_connections()
+    assert asked == {256: [10_240], 20_000: [20_000]}.get(few, [])
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
+    return complaint_of(main, capsys, "--url", "http://127.0.0.1:9", "--trace", TRACE, *given)
+
+
+def test_an_endpoint_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    line = complaint(capsys, "--endpoint", "chat,embeddings")
+    assert "'embeddings' is none of chat, completions" in line
+
+
+def test_a_trace_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert str(tmp_path / "none.jsonl") in complaint(capsys, "--trace", tmp_path / "none.jsonl")
+
+
+def test_a_time_in_which_nothing_arrives(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 9000, "input_length": 5, "output_length": 3}\n')
+    assert "first 2 s" in complaint(capsys, "--trace", trace, "--duration", "2")
+    line = complaint(capsys, "--trace", trace, "--from", "3", "--duration", "6")
+    assert "first 6 s from 3 s on" in line
+    assert "from 10 s on" in complaint(capsys, "--trace", trace, "--from", "10")
+
+
+def test_nobody_answers(capsys: pytest.CaptureFixture[str], unused_tcp_port: int) -> None:
+    url = f"http://127.0.0.1:{unused_tcp_port}"
+    line = complaint(capsys, "--url", url)
+    assert line.startswith(f"load: {url} cannot be reached: ")
+
+
+@pytest.fixture
+def replica() -> Iterator[str]:
+    command = [sys.executable, "-m", "extproc", "simulate", "--port", "0", "--speed", "20"]
+    with Popen(command, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+        process.terminate()
+
+
+@pytest.mark.process
+def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str) -> None:
+    path = tmp_path / "load.json"
+    given = ["--url", f"{replica}/v1", "--trace", str(TRACE), "--speed", "50"]
+    options = ["--requests", "40", "--stream-share", "0.5", "--policy-header", "round_robin"]
+    page = tmp_path / "report"
+    assert main([*given, *options, "--json", str(path), "--report", str(page)]) == 0
+    output = capsys.readouterr()
+    assert (page / "index.html").is_file()
+    assert "40 of 40 requests answered" in output.out
+    assert output.err == ""
+    result = json.loads(path.read_text())
+    assert result["run"]["name"] == result["run"]["policy"] == "round_robin"
+    assert result["summary"]["output_tokens"]["planned"] > 1000
+    for tokens in ("prompt_tokens", "output_tokens"):
+        counts = result["summary"][tokens]
+        assert counts["counted"] == counts["planned"]
+    assert [*result["summary"]["replicas"]] == [replica.removeprefix("http://")]
+    assert 5 < sum(one["streamed"] for one in result["requests"]) < 35
+    assert {one["endpoint"] for one in result["requests"]} == {"chat", "completions"}
+
+
+@pytest.mark.process
+def test_parts_follow_each_other_and_a_seed_sends_the_same_again(
+    tmp_path: Path, replica: str
+) -> None:
+    def sent(*options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        path = tmp_path / "load.json"
+        given = ["--url", replica, "--trace", str(TRACE), "--speed", "50", "--duration", "0.5"]
+        assert main([*given, *options, "--json", str(path)]) == 0
+        result = json.loads(path.read_text())
+        return result["run"], result["requests"]
+
+    _, first = sent()
+    about, second = sent("--from", "0.5")
+    assert about["from_s"] == 0.5
+    both = trace.read([TRACE], 50, len(first) + len(second))
+    times = [one["at_s"] for one in first] + [0.5 + one["at_s"] for one in second]
+    assert times == pytest.approx([one.at for one in both])
+    hits = [cached_tokens(replica)]
+    for _ in range(2):
+        sent("--seed", "1")
+        hits.append(cached_tokens(replica))
+    assert hits[2] - hits[1] > hits[1] - hits[0] + 100
+
+
+def cached_tokens(replica: str) -> float:
+    """Prompt tokens that the replica found in its prefix cache, so far."""
+    with urlopen(f"{replica}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("vllm:prefix_cache_hits_total")]
+    return float(line.split()[-1])
+
+
+@pytest.mark.process
+def test_a_run_of_which_some_failed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 50, "output_length": 5, "max_tokens": 16}
+    trace.write_text(json.dumps(line) + "\n" + json.dumps(line | {"output_length": 9_000}))
+    given = ["--url", replica, "--trace", str(trace), "--known-lengths", "--timeout", "2"]
+    assert main(given) == 1
+    output = capsys.readouterr().out
+    assert "1 of 2 requests answered" in output
+    assert "failed: 1 × timeout" in output
+
+
+@pytest.mark.process
+def test_another_model(capsys: pytest.CaptureFixture[str], replica: str) -> None:
+    line = complaint(capsys, "--url", replica, "--model", "other")
+    assert "status 404" in line
+    assert "`other` does not exist" in line

@@ -1,0 +1,174 @@
+"""Prompts have the tokens and the shared prefixes of the trace, as the server counts them."""
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import TestServer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from benchmarks import trace
+from benchmarks.load.plan import Planned, plan
+from benchmarks.load.prompts import Counting, prompt
+from benchmarks.load.target import PATHS, Target, ask
+from benchmarks.trace import ID_TOKENS, TracedRequest
+
+TRACES = Path(__file__).parents[2] / "benchmarks" / "traces"
+SIMULATED = Target("simulated", None, {"chat": Counting(8), "completions": Counting()})
+
+
+def some(trace_name: str, count: int, target: Target = SIMULATED) -> list[Planned]:
+    requests = trace.read([TRACES / f"{trace_name}.jsonl.gz"], most=count)
+    return plan(requests, target, 0.5, False, Random(0))
+
+
+async def token_ids(session: ClientSession, url: str, body: dict[str, Any]) -> list[int]:
+    """As the server's public tokenizer counts them."""
+    asked = {key: body[key] for key in ("model", "messages", "prompt") if key in body}
+    async with session.post(f"{url}/tokenize", json=asked) as response:
+        answer = await response.json()
+    return [int(one) for one in answer["tokens"]]
+
+
+async def test_a_simulated_replica_counts_what_the_trace_says(replica_url: str) -> None:
+    async with ClientSession() as session:
+        target = await ask(replica_url, ["chat", "completions"], None, "a")
+        assert (target.model, target.context) == ("simulated", 131_072)
+        for name in ("azure-2023-conv", "azure-2023-code", "mooncake-synthetic"):
+            planned = some(name, 20, target)
+            assert {one.endpoint for one in planned} == {"chat", "completions"}
+            for one in planned:
+                tokens = await token_ids(session, replica_url, one.body(target, "a"))
+                least = 9 if one.endpoint == "chat" else 1  # the template, and a word
+                assert len(tokens) == max(one.traced.prompt_tokens, least)
+
+
+async def test_equal_leading_ids_are_equal_leading_tokens(replica_url: str) -> None:
+    target = Target("simulated", None, {"completions": Counting()})
+    planned = some("mooncake-synthetic", 400, target)
+    pairs = [
+        (one, other)
+        for index, one in enumerate(planned)
+        for other in planned[:index]
+        if 0 < shared(one.traced.hash_ids, other.traced.hash_ids) < len(one.traced.hash_ids)
+    ]
+    assert len(pairs) > 10
+    async with ClientSession() as session:
+        for one, other in islice(pairs, 15):
+            tokens, others = [
+                await token_ids(session, replica_url, each.body(target, "a"))
+                for each in (one, other)
+            ]
+            least = min(one.traced.prompt_tokens, other.traced.prompt_tokens)
+            prefix = min(shared(one.traced.hash_ids, other.traced.hash_ids) * ID_TOKENS, least)
+            # The next word may be the same by chance, ten of them may not.
+            assert prefix <= shared(tokens, others) < prefix + 10
+
+
+async def test_a_prefix_is_found_in_the_cache(replica_url: str) -> None:
+    target = Target("simulated", None, {"chat": Counting(8)})
+    first, second = [
+        Planned(number, TracedRequest(0.0, 1500, 1, 1, (1, 2, number)), "chat", False, 1, False)
+        for number in (1, 2)
+    ]
+    async with ClientSession() as session:
+        for one in (first, second):
+            body = one.body(target, "a")
+            async with session.post(f"{replica_url}{PATHS[one.endpoint]}", json=body) as response:
+                assert response.status == 200
+        async with session.get(f"{replica_url}/metrics") as response:
+            page = await response.text()
+    (line,) = [
+        line for line in page.splitlines() if line.startswith("vllm:prefix_cache_hits_total")
+    ]
+    assert float(line.split()[-1]) == 2 * ID_TOKENS
+
+
+def test_another_run_says_other_words_and_so_does_another_request() -> None:
+    without_ids = TracedRequest(0.0, 40, 1, 1)
+    texts = {
+        prompt(without_ids, number, Counting(), salt) for number in (1, 2) for salt in ("a", "b")
+    }
+    assert len(texts) == 4
+    with_ids = TracedRequest(0.0, 40, 1, 1, (7,))
+    assert prompt(with_ids, 1, Counting(), "a") == prompt(with_ids, 2, Counting(), "a")
+    assert prompt(with_ids, 1, Counting(), "a") != prompt(with_ids, 1, Counting(), "b")
+
+
+async def test_a_server_with_another_tokenizer() -> None:
+    """Its words are more than a token each, and its template is long."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    corpus = [prompt(TracedRequest(0.0, 500, 1, 1), 1, Counting(), "a"), "and other words"]
+    tokenizer.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=60, show_progress=False))
+
+    def count(body: dict[str, Any]) -> int:
+        text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+        return len(tokenizer.encode(text)) + (31 if "messages" in body else 1)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"usage": {"prompt_tokens": count(await request.json())}})
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/{path:.*}", answer)])
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        target = await ask(url, ["chat", "completions"], "named", "a")
+    assert target.context is None
+    assert target.counting["completions"].per_word > 1.3
+    planned = some("azure-2023-conv", 100, target)
+    pairs = [(one.traced.prompt_tokens, count(one.body(target, "a"))) for one in planned]
+    assert sum(counted for _, counted in pairs) == pytest.approx(sum(t for t, _ in pairs), rel=0.01)
+    for tokens, counted in pairs:
+        assert counted == pytest.approx(max(tokens, 34), abs=12)
+
+
+async def test_what_the_context_has_no_room_for_is_left_out() -> None:
+    target = Target("m", 1000, {"chat": Counting(), "completions": Counting()})
+    fits = TracedRequest(0.0, 500, 100, 2048)
+    too_long = TracedRequest(1.0, 900, 100, 128)
+    unbounded = TracedRequest(2.0, 500, 100, None)
+    planned = plan([fits, too_long, unbounded], target, 1.0, False, Random(0))
+    assert [one.traced for one in planned] == [fits, unbounded]
+    assert 100 <= (planned[0].max_tokens or 0) <= 500
+    assert (planned[1].endpoint, planned[1].max_tokens) == ("chat", None)
+
+
+def test_the_turns_of_a_conversation_go_to_one_endpoint() -> None:
+    turns = [
+        TracedRequest(float(turn), 600, 10, 64, (conversation, 100 * conversation + turn))
+        for turn in range(20)
+        for conversation in range(10)
+    ]
+    planned = plan(turns, SIMULATED, 0.5, False, Random(0))
+    endpoints = [{one.endpoint for one in planned[number::10]} for number in range(10)]
+    assert all(len(taken) == 1 for taken in endpoints)
+    assert set.union(*endpoints) == {"chat", "completions"}
+    assert 50 < sum(one.streamed for one in planned) < 150
+
+
+def test_a_conversation_of_which_one_turn_has_no_bound_is_a_chat() -> None:
+    bounds = (64, 64, None)
+    turns = [TracedRequest(0.0, 600, 10, bound, (1,)) for bound in bounds]
+    for seed in range(10):
+        planned = plan(turns, SIMULATED, 0.5, False, Random(seed))
+        assert [one.endpoint for one in planned] == ["chat"] * 3
+
+
+def test_no_body_tells_the_length_unless_asked_to() -> None:
+    one = TracedRequest(0.0, 50, 123, 512)
+    for known in (False, True):
+        (planned,) = plan([one], SIMULATED, 1.0, known, Random(0))
+        body = planned.body(SIMULATED, "a")
+        assert body["max_tokens"] == (123 if known else 512)
+        assert body.get("ignore_eos", False) is known
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Equal leading numbers."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

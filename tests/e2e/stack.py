@@ -1,0 +1,82 @@
+"""The demo's stack, for tests: its Envoy is patient, and may have a control plane."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from extproc.demo import stack
+from extproc.demo.processes import Check, free_port, listening
+from extproc.demo.stack import SimulatedReplica
+
+ENVOY = Path(__file__).parents[2] / "envoy"
+
+
+class Stack(stack.Stack):
+    """Its Envoy waits for the router as long as a busy machine may take, which is not tested."""
+
+    def _write_configurations(self) -> None:
+        super()._write_configurations()
+        file = self.directory / "envoy.yaml"
+        file.write_text(patient(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def patient(envoy_file: str) -> str:
+    """The same, with three seconds for every message to the router and every health check."""
+    return re.sub(r"\b(message_timeout|timeout): 0\.\d+s", r"\1: 3s", envoy_file)
+
+
+class XdsStack(Stack):
+    """With a process ``xds`` more, and an Envoy that runs one of the files in envoy/."""
+
+    def __init__(
+        self,
+        directory: Path,
+        replicas: Sequence[SimulatedReplica],
+        settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+        name: str = "xds",
+        whole: str = "xds",
+    ) -> None:
+        """``whole`` is the file that is served where ``name`` is ``xds_all``."""
+        super().__init__(directory, replicas, settings)
+        self.name = name
+        self.whole = whole
+        self.ports = {**self.ports, "xds": free_port()}
+
+    async def start(self, name: str) -> None:
+        """Before Envoy its control plane, so that it need not ask twice."""
+        if name == "envoy":
+            await super().start("xds")
+        await super().start(name)
+
+    def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
+        if name == "xds":
+            argv = self._command("extproc", "xds", "--config", self.config_file)
+            return [*argv], listening(self.ports["xds"])
+        return super()._recipe(name)
+
+    def _configuration(self) -> dict[str, Any]:
+        xds = {"listen": self.address("xds")}
+        if self.name == "xds_all":
+            whole = self.directory / "whole.yaml"
+            whole.write_text(on_ports(self, self.whole), encoding="utf-8")
+            xds["envoy_file"] = str(whole)
+        return {**super()._configuration(), "xds": xds}
+
+    def _bootstrap(self) -> str:
+        return on_ports(self, self.name)
+
+
+def on_ports(stack: Stack, name: str) -> str:
+    """A file in envoy/ as it stands, but for the ports."""
+    ports = {
+        8080: "envoy", 9901: "envoy-admin", 50051: "router", 18000: "xds", 8001: "one", 8002: "two",
+    }  # fmt: skip
+    text = (ENVOY / f"{name}.yaml").read_text(encoding="utf-8")
+    for number, process in ports.items():
+        if process in stack.ports:
+            port = stack.ports[process]
+            text = text.replace(f"port_value: {number}}}", f"port_value: {port}}}")
+            text = text.replace(f"127.0.0.1:{number}", stack.address(process))
+    return patient(text)
