@@ -27,10 +27,10 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
-from extproc.request.fields import read
 from extproc.request.inspect import inspect
 from extproc.request.prefix import prefix_of
 from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.prompt import read
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
 

@@ -5,19 +5,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from extproc.request.body import decode, ending, readable, tokens_per_byte
-from extproc.request.bounds import (
+from extproc.request.errors import BadRequest
+from extproc.request.fields import (
     MAX_SEQUENCES,
     MAX_TOKENS,
+    flag,
     least_output,
     output_bound,
+    positive_int,
     sequences,
 )
-from extproc.request.errors import BadRequest
-from extproc.request.fields import Reading, read
-from extproc.request.form import of_form
-from extproc.request.lax import flag, positive_int
+from extproc.request.media import of_form
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of
 from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.prompt import Reading, read
 from extproc.request.tokens import TokenCounter
 
 if TYPE_CHECKING:
