@@ -56,16 +56,16 @@ class DigestSource:
         self._sent_at = -inf
         self._whole_at = -inf
 
-    def due(self, now: float, alone: bool = False) -> Digest | None:
+    def due(self, now: float, no_peers: bool = False) -> Digest | None:
         """The digest to send now; None where none is. To be asked every ``EVERY_S``.
 
         Args:
             now: seconds.
-            alone: no other router was heard of, so that whole ones are enough: whoever comes finds
+            no_peers: no other router was heard of, so that whole ones are enough: whoever comes finds
                 the last one in Redis, and is heard of at once.
         """
         overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
-        if alone and not overdue:
+        if no_peers and not overdue:
             return None
         replicas = self._replicas
         current = self._changing()
