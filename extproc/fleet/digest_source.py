@@ -61,8 +61,8 @@ class DigestSource:
 
         Args:
             now: seconds.
-            no_peers: no other router was heard of, so that whole ones are enough: whoever comes finds
-                the last one in Redis, and is heard of at once.
+            no_peers: none was heard of, so that whole ones are enough: whoever comes finds the last
+                one in Redis, and is heard of at once.
         """
         overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
         if no_peers and not overdue:
