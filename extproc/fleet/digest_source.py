@@ -112,7 +112,7 @@ class DigestSource:
     def _figures(self, now: float) -> Floats:
         replicas, requests = self._replicas, self._requests
         on, count = requests.replica, len(replicas)
-        joining = np.bincount(on, requests.weight * (requests.before == inf), count)
+        joining = np.bincount(on, requests.weight * (requests.steps_before == inf), count)
         generated = np.bincount(on, requests.weight * requests.generated, count)
         backlog = np.maximum(replicas.enqueued - replicas.prefilled, 0.0)
         decoded, expected = self._corrections.sums(now)

@@ -194,7 +194,7 @@ class Peers:
     @property
     def decoded(self) -> Floats:
         """Seconds of decoding, actual and predicted, a column a replica."""
-        return self._replicas.others[[_DECODED, _EXPECTED]]
+        return self._replicas.peers[[_DECODED, _EXPECTED]]
 
     def clear(self, row: int) -> None:
         """Another replica has that row of the table from now on, or the table has grown."""
@@ -260,7 +260,7 @@ class Peers:
         replicas.chunk[longer] = np.clip(backlog, 1.0, replicas.token_budget[longer])
 
     def _add_up(self) -> None:
-        self._replicas.others[:] = self._load.sum(axis=1) if self.counted else 0.0
+        self._replicas.peers[:] = self._load.sum(axis=1) if self.counted else 0.0
 
     def _explain(self, load: Floats) -> None:
         """What polls saw beyond the router's own requests was this, or some of it."""
