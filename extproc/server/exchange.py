@@ -18,12 +18,11 @@ from functools import cache
 from typing import NamedTuple
 
 from extproc.predict.inputs import least
-from extproc.request.answer import AnswerNamer
 from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.request.rename import rename
+from extproc.request.rename import AnswerNamer, rename
 from extproc.request.session import session_key, session_of
 from extproc.route.router import Decision
 from extproc.server import messages
