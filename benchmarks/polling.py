@@ -5,7 +5,6 @@ from random import Random
 
 from benchmarks.machine import Machine
 from extproc.backoff import Backoff
-from extproc.poll.counts import engine_counts
 from extproc.poll.metrics_text import EngineFigures
 from extproc.predict.calibration import Calibration
 from extproc.predict.step import StepModel
@@ -31,7 +30,7 @@ def poll_interval(policy: str) -> float:
 
 
 class Watch:
-    """Scrapes one replica; the counterpart of :class:`extproc.poll.watch.Watch`."""
+    """Scrapes one replica; the counterpart of :class:`extproc.poll.replica.PolledReplica`."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class Watch:
     def _learn(self, figures: EngineFigures, now: float) -> StepModel:
         if self._calibration is None:
             return self._machine.step_model
-        self._calibration.poll(engine_counts(figures, now), self._typical.value)
+        self._calibration.poll(figures.counts(now), self._typical.value)
         self._typical.report(self._machine.name, self._calibration.ratio)
         return self._calibration.model
 

@@ -46,8 +46,8 @@ class Speeds:
         _, machine, slow, before = self._changes.pop(0)
         if machine.name not in view.ids:
             return  # it is down
-        index, costs = view.ids.index(machine.name), view.costs
-        each = costs.c0, costs.c_prefill, costs.c_batch, costs.c_kv
+        index = view.ids.index(machine.name)
+        each = view.c0, view.c_prefill, view.c_batch, view.c_kv
         learned = StepModel(*(float(values[index]) for values in each))
         truth = replace(machine.step_model, c_att=0.0)
         steps, computed, generated = _work(machine) - before
