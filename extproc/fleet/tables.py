@@ -162,10 +162,11 @@ def count(replicas: Replicas, requests: Requests, row: int, sign: int) -> None:
     Sums that only change when a request comes, starts to decode or goes cost a microsecond each
     time instead of four passes over all requests at every decision.
     """
-    on = requests.replica[row]
+    on = requests.replica.item(row)
     replicas.requests[on] += sign
-    if requests.before[row] == inf:
+    if requests.before.item(row) == inf:
         replicas.queued[on] += sign
     else:
-        replicas.decoding[on] += sign * requests.weight[row]
-        replicas.held[on] += sign * requests.weight[row] * requests.each[row]
+        weight = sign * requests.weight.item(row)
+        replicas.decoding[on] += weight
+        replicas.held[on] += weight * requests.each.item(row)
