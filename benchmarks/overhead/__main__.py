@@ -21,6 +21,7 @@ from benchmarks.limits import allow_many_connections
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.stack import Cores, Setup, Stack, running
 from benchmarks.overhead.streams import RATES, measure_streams
+from extproc.demo.envoy_config import TEMPLATE
 from extproc.demo.processes import ProcessError
 
 _AT_ONCE = 64
@@ -88,6 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--in-flight", type=int, default=5000, metavar="N", help="requests held for memory's sake"
     )
     parser.add_argument(
+        "--envoy", type=Path, action="append", default=[], metavar="FILE",
+        help="measure an Envoy with this file, too, by turns with the project's own",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="measure everything so often"
+    )
+    parser.add_argument(
         "--stream",
         type=arguments.count,
         metavar="TOKENS",
@@ -102,6 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = [int(size) for size in args.replicas.split(",")]
     except ValueError:
         parser.error(f"--replicas {args.replicas}: numbers with commas between are wanted")
+    files = [TEMPLATE, *args.envoy]
+    setups = [Setup("none", sizes[0]), *(Setup("proceed", sizes[0], file) for file in files)]
+    setups += [Setup("extproc", size, file) for size in sizes for file in files]
+    setups *= args.rounds
     if args.stream and args.report:
         parser.error("--stream has no page: leave --report out, or take --json")
     allow_many_connections()  # each request is two of Envoy's
@@ -114,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed = any(one.report.failed for one in streams)
             measured = {"streams": [asdict(one) | {"cpu_us": one.cpu_us} for one in streams]}
         else:
-            figures = asyncio.run(measure_all(sizes, args.seconds, args.in_flight))
+            figures = asyncio.run(measure_all(setups, args.seconds, args.in_flight))
             failed = any(one.failed for one in figures)
             measured = {"setups": [_to_json(one) for one in figures]}
     except (OSError, ValueError, ProcessError) as error:
@@ -129,8 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-async def measure_all(sizes: Sequence[int], seconds: float, in_flight: int) -> list[Figures]:
-    """Measures every setup and prints its line."""
+async def measure_all(setups: Sequence[Setup], seconds: float, in_flight: int) -> list[Figures]:
+    """Measures every setup and prints its line; the first of them is without a router."""
     cores = Cores.of_this_machine()
     print(cores)
     print(
@@ -138,8 +150,6 @@ async def measure_all(sizes: Sequence[int], seconds: float, in_flight: int) -> l
         f"memory at {in_flight} in flight\n"
     )
     print(_HEADER)
-    setups = [Setup("none", sizes[0]), Setup("proceed", sizes[0])]
-    setups += [Setup("extproc", size) for size in sizes]
     hold_s = in_flight / _RAMP + HELD_S
     measured: list[Figures] = []
     for setup in setups:

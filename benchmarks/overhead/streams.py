@@ -55,7 +55,7 @@ async def measure_streams(
     measured: list[Streamed] = []
     for size in sizes:
         for length in (1, tokens):
-            setup = Setup("extproc", size, length)
+            setup = Setup("extproc", size, tokens=length)
             with TemporaryDirectory() as directory:
                 async with running(setup, Path(directory), cores, 0.0) as stack:
                     for rate in rates:

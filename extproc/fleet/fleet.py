@@ -17,22 +17,22 @@ from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.lone_requests import Baseline, LoneRequests
-from extproc.fleet.members import Members
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import Members, ModelNames
 from extproc.fleet.peers import Peers
 from extproc.fleet.prefixes import Held, Prefixes
 from extproc.fleet.progress import Progress
 from extproc.fleet.reconcile import Reconciliation
 from extproc.fleet.sent import SentPrompts
-from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
+from extproc.fleet.tables import SEEN, Replicas, Requests
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
-from extproc.predict.inputs import FleetView, Sequences, StepCosts
+from extproc.predict.inputs import Columns, FleetView, Sequences
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
+_IN_VIEW = len(Columns.__annotations__)
 _UNBOUNDED = 131_072.0
 """Tokens that a sequence which only polls saw may generate."""
 
@@ -200,7 +200,7 @@ class Fleet:
         self._progress.advance(now)
         ticket = self._ledger.take(row, profile, now, cached)
         self._enter(row, profile.prefix)
-        [adapter] = self._adapters_on([replica], profile.model)
+        [adapter] = self._adapters_on([replica], profile.model) or ("",)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
         self.lone.sent(row, ticket.number, profile, self.members.by_row[row])
@@ -330,43 +330,27 @@ class Fleet:
                 requests += table.others_requests
             candidates = self.eligibility.without_full(candidates, requests)
         rows = candidates.rows
-        here = table.copy(IN_VIEW, None if len(rows) == len(table) else rows)
-        if self.peers.counted:
-            here.requests += table.others_requests[rows]
-            here.queued += table.others_queued[rows]
-            here.enqueued += table.others_backlog[rows]
+        columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
+        adapters = self._adapters_on(candidates.ids, model)
         view = FleetView(
-            rows=rows,
-            ids=candidates.ids,
-            names=candidates.names,
-            requests=here.requests + here.foreign,
-            waiting=np.maximum(here.queued, here.polled_waiting),
-            polled_waiting=here.polled_waiting,
-            polled_kv_usage=here.polled_kv_usage,
-            backlog=here.enqueued - here.prefilled + here.foreign_backlog,
-            batch=here.batch,
-            kv_used=here.kv_used,
-            kv_capacity=here.kv_capacity,
-            token_budget=here.token_budget,
-            max_num_seqs=here.max_num_seqs,
-            longest_prompt=here.longest_prompt,
-            costs=StepCosts(
-                here.c0, here.c_prefill, here.c_batch, here.c_kv, here.c_att, here.frontend
-            ),
-            decode_step=here.decode_step,
-            tokens_per_step=here.tokens_per_step,
-            stretch=here.stretch,
-            excluded=candidates.excluded,
+            rows, candidates.ids, candidates.names, columns, candidates.excluded, adapters
         )
+        if self.peers.counted:
+            view.requests += table.others_requests[rows]
+            view.queued += table.others_queued[rows]
+            view.enqueued += table.others_backlog[rows]
+        view.requests += view.foreign
+        view.waiting = np.maximum(view.queued, view.polled_waiting)
+        view.backlog = view.enqueued - view.prefilled + view.foreign_backlog
         if self.eligibility.any_new:
             self.eligibility.favour_idle(view)
         return view
 
-    def held(self, prefix: Prefix, view: FleetView, model: str = "") -> Held:
+    def held(self, prefix: Prefix, view: FleetView) -> Held:
         """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
         or what they should by what was sent."""
         held = self._prefixes.held(prefix, view.rows)
-        told = self.blocks.held(prefix, self._adapters_on(view.ids, model), view.ids)
+        told = self.blocks.held(prefix, view.adapters, view.ids)
         if told is None:
             return held
         estimated = np.isnan(told)
@@ -399,22 +383,22 @@ class Fleet:
             others[0] = foreign = foreign[theirs]
             others[1] = np.maximum(self._replicas.kv_beyond[rows[theirs]], 0.0) / foreign
             others[2] = self.lengths.expected(0, _UNBOUNDED)
-            on, figures = np.concatenate([on, theirs]), np.hstack([figures, others])
+            on = np.concatenate([on, theirs])
+            figures = np.concatenate([figures, others], axis=1)
         return Sequences(on, *figures)
 
-    def adapter_times(self, model: str, view: FleetView) -> AdapterTimes | None:
+    def adapter_times(self, view: FleetView) -> AdapterTimes | None:
         """What a request for a LoRA adapter meets on the candidates of a view; None where the model
         is none. Call :meth:`sequences` before."""
-        adapters = self._adapters_on(view.ids, model)
-        if not any(adapters):
+        if not any(view.adapters):
             return None
         typical = self.lengths.expected(0, _UNBOUNDED)
-        return self.adapters.times(adapters, view, typical, self._clock())
+        return self.adapters.times(view, typical, self._clock())
 
-    def _adapters_on(self, replicas: Sequence[str], model: str) -> list[str]:
-        """The LoRA adapter that each of these replicas is asked for; empty: none."""
+    def _adapters_on(self, replicas: Sequence[str], model: str) -> Sequence[str]:
+        """As :attr:`FleetView.adapters` of these replicas."""
         adapters, members = self.adapters, self.members
-        if not any(name in adapters for name in members.names.served(model)):
-            return [""] * len(replicas)
+        if not adapters or not any(name in adapters for name in members.names.served(model)):
+            return ()
         names = (members.name_on(replica, model) for replica in replicas)
         return [name if name in adapters else "" for name in names]

@@ -71,7 +71,7 @@ class Ledger:
         Raises:
             KeyError: it was released.
         """
-        return int(self._requests.replica[self._row[ticket.number]])
+        return self._requests.replica.item(self._row[ticket.number])
 
     def generated(self, ticket: Ticket) -> float:
         """Tokens that each of a request's sequences has, by the steps of its replica."""
@@ -117,41 +117,41 @@ class Ledger:
         requests = self._requests
         self._progress.leaves(row)
         count(self._replicas, requests, row, -1)
-        replica = int(requests.replica[row])
+        replica = requests.replica.item(row)
         if requests.drop(row) != row:
-            self._row[int(requests.ticket[row])] = row
+            self._row[requests.ticket.item(row)] = row
         return replica
 
     def _enqueue(self, replica: int, tokens: float, parts: float) -> tuple[float, float]:
         """The mark and the turn of a request that comes last."""
         replicas = self._replicas
-        turn = float(replicas.sent[replica]) + parts
+        turn = replicas.sent.item(replica) + parts
         replicas.sent[replica] = turn
-        mark = float(replicas.enqueued[replica]) + tokens
+        mark = replicas.enqueued.item(replica) + tokens
         replicas.enqueued[replica] = mark
-        backlog = mark - replicas.prefilled[replica] + replicas.others_backlog[replica]
-        replicas.chunk[replica] = max(min(backlog, replicas.token_budget[replica]), 1.0)
+        backlog = mark - replicas.prefilled.item(replica) + replicas.others_backlog.item(replica)
+        replicas.chunk[replica] = max(min(backlog, replicas.token_budget.item(replica)), 1.0)
         return mark, turn
 
     def _dequeue(self, row: int) -> None:
         """Takes what is not prefilled of its prompt from the replica's backlog."""
         requests, replicas = self._requests, self._replicas
-        if requests.before[row] < inf or requests.mark[row] <= self._prefilled_of(row):
+        replica, mark = requests.replica.item(row), requests.mark.item(row)
+        missing = mark - replicas.prefilled.item(replica)
+        if requests.before.item(row) < inf or missing <= 0.0:
             return
-        replica, mark, turn = requests.replica[row], requests.mark[row], requests.turn[row]
-        left = min(max(mark - replicas.prefilled[replica], 0.0), requests.prompt[row])
-        parts = requests.parts[row]
+        left = min(missing, requests.prompt.item(row))
+        turn, parts = requests.turn.item(row), requests.parts.item(row)
         behind = ((requests.replica == replica) & (requests.turn >= turn)).nonzero()[0]
         requests.mark[behind] -= left
         requests.turn[behind] -= parts
         replicas.sent[replica] -= parts
-        enqueued = replicas.enqueued[replica] - left
-        replicas.enqueued[replica] = max(enqueued, replicas.prefilled[replica])  # by rounding
-
-    def _prefilled_of(self, row: int) -> float:
-        return self._replicas.prefilled.item(self._requests.replica[row])
+        enqueued = replicas.enqueued.item(replica) - left
+        replicas.enqueued[replica] = max(enqueued, replicas.prefilled.item(replica))  # by rounding
 
     def _prefilled(self, row: int) -> None:
-        requests, replicas, replica = self._requests, self._replicas, self._requests.replica[row]
-        replicas.prefilled[replica] = max(replicas.prefilled[replica], requests.mark[row])
-        replicas.known[replica] = max(replicas.known[replica], requests.turn[row])
+        requests, replicas = self._requests, self._replicas
+        replica = requests.replica.item(row)
+        mark, turn = requests.mark.item(row), requests.turn.item(row)
+        replicas.prefilled[replica] = max(replicas.prefilled.item(replica), mark)
+        replicas.known[replica] = max(replicas.known.item(replica), turn)

@@ -3,21 +3,29 @@
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from operator import ne
+from functools import lru_cache
 
 import numpy as np
 
-from extproc.fleet.belief import DEPTHS, Belief
 from extproc.fleet.key_holders import KeyHolders
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
-from extproc.request.prefix import Prefix
+from extproc.request.prefix import Keys, Prefix
 
 _ENOUGH_TOKENS = 10_000.0
 """Prompt tokens that a replica counts before its hits are compared with what was expected: some of
 them were sent before the last comparison."""
 _PLACES_REMEMBERED = 1000
+_DEPTHS = 4
+"""Parts of a cache that are told apart, from what was used last to what is evicted next."""
+_PRIOR_TOKENS = 2_000.0
+"""Tokens' worth of evidence that all of it is there."""
+_SURE = 0.98
+"""Reported ÷ expected from which on nothing is doubted."""
+_MOST = 2.0
+"""Reported ÷ expected, at most: who finds more than was expected is not believed blindly later."""
+_MEMORY_TOKENS = 50_000.0
+"""Expected tokens after which older reports weigh 1/e as much."""
 
 
 @dataclass(slots=True)
@@ -48,7 +56,7 @@ class _Cache:
     """Prompt tokens sent since the last comparison with what the replica counts."""
     told: float = 0.0
     """Of these, the ones of prompts whose answers told what was cached."""
-    expected: Floats = field(default_factory=lambda: np.zeros(DEPTHS))
+    expected: Floats = field(default_factory=lambda: np.zeros(_DEPTHS))
     """And the ones that were taken to be cached, by depth."""
     before: ReplicaState | None = None
     """What it counted at the last comparison."""
@@ -61,7 +69,7 @@ class _Cache:
 
     def depth(self, key: int) -> int:
         since = self.entered - self.recent[key]
-        return min(since * DEPTHS // self.room, DEPTHS - 1)
+        return min(since * _DEPTHS // self.room, _DEPTHS - 1)
 
 
 @lru_cache
@@ -69,6 +77,47 @@ def _nothing(candidates: int) -> Held:
     none, depths = np.zeros(candidates), np.zeros(candidates, np.intp)
     none.flags.writeable = depths.flags.writeable = False
     return Held(none, depths, none)
+
+
+class _Belief:
+    """Reported ÷ expected hits of each replica, by how much was sent there since.
+
+    What others send, a cache that is smaller than it seems, or none at all: whatever the reason,
+    what was used long ago is gone first.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((2, 0, _DEPTHS))
+        """Reported and expected tokens, by row and depth."""
+        self.doubted = np.zeros(0, np.bool_)
+        """By row: whether less was found than expected at any depth, so that depth matters."""
+
+    def reset(self, row: int) -> None:
+        """The replica in that row is believed to hold all, until it reports something else."""
+        missing = row + 1 - self._sums.shape[1]
+        if missing > 0:
+            self._sums = np.pad(self._sums, ((0, 0), (0, missing), (0, 0)))
+            self.doubted = np.pad(self.doubted, (0, missing))
+        self._sums[:, row] = _PRIOR_TOKENS
+        self.doubted[row] = False
+
+    def observe(self, row: int, expected: Floats, reported: float) -> None:
+        """The replica in that row found ``reported`` tokens, where so many of each depth were
+        expected."""
+        total = float(expected.sum())
+        if total <= 0.0:
+            return
+        keep = 1.0 / (1.0 + expected / _MEMORY_TOKENS)
+        share = min(reported / total, _MOST)
+        self._sums[:, row] = self._sums[:, row] * keep + (expected * share, expected)
+        reported, expected = self._sums[:, row]
+        self.doubted[row] = bool((reported < expected * _SURE).any())
+
+    def share(self, rows: Indices, depths: Indices) -> Floats:
+        """Of what is expected at these depths on the replicas in these rows, what is there."""
+        reported, expected = self._sums[:, rows, depths]
+        share: Floats = np.minimum(reported / expected, 1.0)
+        return share
 
 
 class Prefixes:
@@ -85,7 +134,7 @@ class Prefixes:
         self._caches: list[_Cache] = []
         self._blocks = np.ones(0)
         """By row: tokens in a block; a replica finds whole ones."""
-        self._belief = Belief()
+        self._belief = _Belief()
         self._rows = np.zeros(0, np.intp)
         self._places: dict[int, Indices] = {}
         """By holders: where they stand in ``_rows``, the last candidates that were asked about."""
@@ -123,19 +172,20 @@ class Prefixes:
 
     def held(self, prefix: Prefix, rows: Indices) -> Held:
         """What the replicas in these rows should hold of a prompt."""
-        keys = prefix.keys.tolist()
-        masks = [*self._holders.masks(keys), 0]
-        end, mask = 0, masks[0]
+        keys, holders = prefix.keys, self._holders
+        mask = holders.mask(keys.item(0)) if len(keys) else 0
         if not mask:
             return _nothing(len(rows))
         expected, depths = np.zeros(len(rows)), np.zeros(len(rows), np.intp)
+        end = 0
         while mask:
-            end = bisect_left(masks, True, end, key=partial(ne, mask))
-            last = self._find(mask & ~masks[end], rows)
+            end = self._end_of_run(keys, end, mask)
+            after = holders.mask(keys.item(end)) if end < len(keys) else 0
+            last = self._find(mask & ~after, rows)
             expected[last] = end * prefix.unit
-            self._sound(depths, last, rows, keys[end - 1])
-            mask = masks[end]
-        if answered := self._holders.masks([prefix.asked])[0]:
+            self._sound(depths, last, rows, keys.item(end - 1))
+            mask = after
+        if answered := holders.mask(prefix.asked):
             there = self._find(answered, rows)
             expected[there] = np.maximum(expected[there], prefix.answered)
             self._sound(depths, there, rows, prefix.asked)
@@ -143,11 +193,18 @@ class Prefixes:
         expected = expected // blocks * blocks
         return Held(expected, depths, expected * self._belief.share(rows, depths))
 
+    def _end_of_run(self, keys: Keys, start: int, mask: int) -> int:
+        """Up to where these replicas, no more and no fewer, hold the keys from there on: found in a
+        dozen looks, however long the prompt."""
+        mask_of = self._holders.mask
+        places = range(len(keys))
+        return bisect_left(places, True, start, key=lambda at: mask_of(keys.item(at)) != mask)
+
     def reported(self, row: int, expected: float, depth: int, prompt: float, tokens: float) -> None:
         """The replica in that row said how many tokens of a prompt it had, where so many at that
         depth were expected."""
         self._caches[row].told += prompt
-        at_depth = np.zeros(DEPTHS)
+        at_depth = np.zeros(_DEPTHS)
         at_depth[depth] = expected
         self._belief.observe(row, at_depth, tokens)
 
@@ -163,7 +220,7 @@ class Prefixes:
             hits = (state.cached_tokens - before.cached_tokens) / prompts
             self._belief.observe(row, cache.expected, hits * cache.sent)
         cache.before, cache.sent, cache.told = state, 0.0, 0.0
-        cache.expected = np.zeros(DEPTHS)
+        cache.expected = np.zeros(_DEPTHS)
 
     def _find(self, mask: int, rows: Indices) -> Indices:
         """Where the replicas in the mask stand among these rows."""

@@ -55,12 +55,12 @@ class Progress:
         second; it is done at the next tick.
         """
         requests, replicas = self._requests, self._replicas
-        if requests.before[row] == inf:
+        if requests.before.item(row) == inf:
             return
-        on, weight = requests.replica[row], requests.weight[row]
-        held = weight * (requests.generated[row] + requests.each[row])
-        replicas.kv_used[on] = max(replicas.kv_used[on] - held, 0.0)
-        replicas.batch[on] = max(replicas.batch[on] - weight, 0.0)
+        on, weight = requests.replica.item(row), requests.weight.item(row)
+        held = weight * (requests.generated.item(row) + requests.each.item(row))
+        replicas.kv_used[on] = max(replicas.kv_used.item(on) - held, 0.0)
+        replicas.batch[on] = max(replicas.batch.item(on) - weight, 0.0)
         self._set_step(on)
 
     def _speculative(self) -> bool:
@@ -69,9 +69,9 @@ class Progress:
 
     def _set_step(self, row: int) -> None:
         replicas = self._replicas
-        loaded = replicas.c_batch[row] * replicas.batch[row]
-        loaded += replicas.c_kv[row] * replicas.kv_used[row]
-        replicas.decode_step[row] = replicas.c0[row] + loaded
+        loaded = replicas.c_batch.item(row) * replicas.batch.item(row)
+        loaded += replicas.c_kv.item(row) * replicas.kv_used.item(row)
+        replicas.decode_step[row] = replicas.c0.item(row) + loaded
 
     def advance(self, now: float) -> None:
         """Brings the replicas' counts up to ``now``, where that is worth it."""

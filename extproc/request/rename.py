@@ -5,7 +5,7 @@ import re
 from pydantic_core import from_json, to_json
 
 from extproc.request.body import ending, readable
-from extproc.request.form import model_in_form
+from extproc.request.media import model_in_form
 from extproc.request.profile import Endpoint
 
 _TOKEN = re.compile(rb'"[^"]*+(?:"|\Z)|[\[\]{}]')

@@ -39,10 +39,12 @@ class Forecast:
     decode_time_per_token: float
     expected_hits: float
     hits_depth: int
+    """Both as in :class:`~extproc.fleet.prefixes.Held`."""
     adapter_load: float
     adapter_wait: float
+    """These, and the times above, as in :class:`Decision`."""
     adapter_overrun: float
-    """All as in :class:`Decision`."""
+    """As in :class:`~extproc.predict.adapter.AdapterTimes`."""
 
 
 @dataclass(slots=True)
@@ -61,13 +63,13 @@ class Decision:
     """Index of the second choice."""
     news_age: float | None = None
     """Seconds since the newest news of other routers was sent; None where there are no others."""
-    alone: bool = False
+    stale: bool = False
     """That was too long ago: what they told does not count, only what polls saw."""
 
     @property
     def fallback(self) -> str:
         """Why others' requests did not count, in a few words; empty where they did."""
-        if not self.alone or self.news_age is None:
+        if not self.stale or self.news_age is None:
             return ""
         return f"news of other routers is {seconds(self.news_age)} old and does not count"
 
@@ -75,7 +77,7 @@ class Decision:
     def why(self) -> str:
         """The reason for people, in words and figures; worked out anew each time."""
         reason = self.made_by.why(self.situation, self.choice)
-        return f"{self.fallback}: {reason}" if self.alone else reason
+        return f"{self.fallback}: {reason}" if self.stale else reason
 
     @property
     def replica(self) -> str:
@@ -98,35 +100,25 @@ class Decision:
         return self.situation.prediction
 
     @property
-    def expected_hits(self) -> float:
-        """Tokens of the prompt that the replica chosen should hold, by what was sent there."""
-        return float(self.situation.held.expected[self.choice.first])
-
-    @property
     def cached(self) -> float:
         """Tokens of the prompt that it is believed to have in its prefix cache."""
-        return float(self.prediction.cached[self.choice.first])
+        return self.prediction.cached.item(self.choice.first)
 
     @property
     def predicted_ttft(self) -> float:
         """Seconds to the first token on the replica chosen."""
-        return float(self.prediction.ttft[self.choice.first])
+        return self.prediction.ttft.item(self.choice.first)
 
     @property
     def predicted_completion(self) -> float:
         """Seconds to the last token on the replica chosen."""
-        return float(self.prediction.completion[self.choice.first])
+        return self.prediction.completion.item(self.choice.first)
 
     @property
     def adapter_wait(self) -> float:
         """Seconds of that until there is a place in the batch for its LoRA adapter."""
         adapter = self.situation.adapter
         return 0.0 if adapter is None else adapter.wait.item(self.choice.first)
-
-    @property
-    def adapter_overrun(self) -> float:
-        """As in :class:`~extproc.predict.adapter.AdapterTimes`."""
-        return 1.0 if self.situation.adapter is None else self.situation.adapter.overrun
 
     @property
     def adapter_load(self) -> float:
@@ -141,7 +133,8 @@ class Decision:
         """Seconds a token on the replica chosen, before the correction of its decode time."""
         later = max(self.prediction.output_tokens - 1.0, 1.0)
         first = self.choice.first
-        return float(self.prediction.decode[first] / self.situation.view.stretch[first]) / later
+        decode = self.prediction.decode.item(first)
+        return decode / self.situation.view.stretch.item(first) / later
 
     def forget_token_ids(self) -> None:
         """Those of a long prompt take 100 kB, and a decision is kept for long."""
@@ -152,17 +145,18 @@ class Decision:
 
     def forecast(self) -> Forecast:
         """What has to be remembered of it until the request ends."""
+        first, situation = self.choice.first, self.situation
         return Forecast(
-            self.profile,
-            self.replica,
-            self.predicted_ttft,
-            self.predicted_completion,
+            situation.profile,
+            situation.view.ids[first],
+            situation.prediction.ttft.item(first),
+            situation.prediction.completion.item(first),
             self.decode_time_per_token,
-            self.expected_hits,
-            int(self.situation.held.depths[self.choice.first]),
+            situation.held.expected.item(first),
+            situation.held.depths.item(first),
             self.adapter_load,
             self.adapter_wait,
-            self.adapter_overrun,
+            1.0 if situation.adapter is None else situation.adapter.overrun,
         )
 
 
@@ -205,9 +199,9 @@ class Router:
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
-        held = fleet.held(profile.prefix, view, profile.model)
+        held = fleet.held(profile.prefix, view)
         prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
-        adapter = fleet.adapter_times(profile.model, view)
+        adapter = fleet.adapter_times(view)
         if adapter is not None:
             add_adapter(prediction, adapter)
         situation = Situation(profile, view, held, prediction, adapter)
@@ -283,7 +277,7 @@ class Router:
         tokens: float,
         seconds: float,
         ttft: float | None = None,
-        alone: Baseline | None = None,
+        baseline: Baseline | None = None,
         prompt_tokens: int | None = None,
         reported: bool = True,
     ) -> None:
@@ -298,7 +292,7 @@ class Router:
             tokens: generated by each of its sequences.
             seconds: from the decision to the last token, or until the client hung up.
             ttft: from the decision to the first token; None where that was not seen.
-            alone: from :meth:`~extproc.fleet.fleet.Fleet.release`, if it may have been alone.
+            baseline: from :meth:`~extproc.fleet.fleet.Fleet.release`, if it may have been alone.
             prompt_tokens: as reported; None: as estimated.
             reported: the response said so; else ``tokens`` are the ledger's. Of several sequences
                 that is the longest, which tells nothing of how long one is.
@@ -313,10 +307,10 @@ class Router:
                 self.fleet.adapters.took(replica, load + later)
             if wait:
                 self.fleet.adapters.waited(forecast.adapter_overrun * (1.0 + later / wait))
-        if alone is not None and profile.sequences <= 1 and not load:
+        if baseline is not None and profile.sequences <= 1 and not load:
             if reported:
                 prompt = profile.prompt_tokens if prompt_tokens is None else prompt_tokens
-                self.fleet.lone.served(replica, alone, Served(prompt, tokens, seconds, ttft))
+                self.fleet.lone.served(replica, baseline, Served(prompt, tokens, seconds, ttft))
             return
         if ttft is None and forecast.predicted_ttft <= _SMALL * seconds:
             ttft = forecast.predicted_ttft

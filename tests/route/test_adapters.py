@@ -9,7 +9,7 @@ import pytest
 from extproc.fleet.adapters import LOAD_S
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
@@ -286,6 +286,6 @@ def test_a_name_that_no_replica_lists_any_more_is_no_adapter() -> None:
 
 
 def times(system: System, model: str) -> AdapterTimes | None:
-    view = system.fleet.view(MODEL)
+    view = system.fleet.view(model)
     system.fleet.sequences(view)
-    return system.fleet.adapter_times(model, view)
+    return system.fleet.adapter_times(view)

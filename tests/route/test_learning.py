@@ -36,9 +36,11 @@ class System:
             polled = state(1, A10, self.clock, running=2, steps=self._steps, kv_usage=0.01)
             self.fleet.put(polled)
         generated = self.fleet.generated(ticket)
-        alone = self.fleet.release(ticket, prefilled=False)
+        baseline = self.fleet.release(ticket, prefilled=False)
         forecast, seconds = decision.forecast(), ticks * TICK_S
-        self.router.learn(forecast, replica(1), generated, seconds, alone=alone, reported=False)
+        self.router.learn(
+            forecast, replica(1), generated, seconds, baseline=baseline, reported=False
+        )
 
     def expected(self, profile: RequestProfile) -> float:
         return self.fleet.lengths.expected(self.fleet.lengths.row(profile), 60_000.0)
@@ -94,7 +96,9 @@ def test_a_request_that_was_alone_and_not_read_tells_nothing_of_decode_times() -
     ticket = fleet.dispatch(replica(1), chat(100))
     clock.advance(10.0)
     generated = fleet.generated(ticket)
-    alone = fleet.release(ticket)
-    assert alone is not None
-    router.learn(decision.forecast(), replica(1), generated, 10.0, alone=alone, reported=False)
+    baseline = fleet.release(ticket)
+    assert baseline is not None
+    router.learn(
+        decision.forecast(), replica(1), generated, 10.0, baseline=baseline, reported=False
+    )
     assert fleet.view(MODEL).stretch.item() == 1.0

@@ -1,0 +1,52 @@
+"""The ways in which a cluster or a route can follow the router's choice."""
+
+from collections.abc import Iterable
+
+from envoy_data_plane.envoy.config.cluster.v3 import Cluster
+from envoy_data_plane.envoy.config.route.v3 import RouteAction
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
+from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey
+
+from extproc.server.messages import DESTINATION, METADATA_NAMESPACE
+
+
+def is_subset(cluster: Cluster) -> bool:
+    """Whether its members are told apart by the metadata that the router sets."""
+    config = cluster.lb_subset_config
+    return config is not None and any(
+        DESTINATION in selector.keys for selector in config.subset_selectors
+    )
+
+
+def is_destination(cluster: Cluster) -> bool:
+    """Whether it goes to any address that metadata or a header names (ORIGINAL_DST)."""
+    config = cluster.original_dst_lb_config
+    return config is not None and (config.use_http_header or _is_choice(config.metadata_key))
+
+
+def follows_header(cluster: Cluster) -> bool:
+    """Whether it goes to any address that a header names, a client's as well."""
+    config = cluster.original_dst_lb_config
+    return config is not None and config.use_http_header
+
+
+def by_header(routes: Iterable[RouteAction]) -> bool:
+    """Whether a route leads to the cluster that the router's header names."""
+    return any((route.cluster_header or "").lower() == DESTINATION for route in routes)
+
+
+def reads_header(policy: OverrideHost) -> bool:
+    """Whether the policy takes the choice from the header."""
+    return any(source.header.lower() == DESTINATION for source in policy.override_host_sources)
+
+
+def reads_metadata(policy: OverrideHost) -> bool:
+    """Whether the policy takes the choice from metadata."""
+    keys = (source.metadata for source in policy.override_host_sources)
+    return any(key and key.key == METADATA_NAMESPACE for key in keys)
+
+
+def _is_choice(key: MetadataKey | None) -> bool:
+    if key is None or key.key != METADATA_NAMESPACE:
+        return False
+    return [part.key for part in key.path] == [DESTINATION]

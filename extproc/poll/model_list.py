@@ -1,0 +1,69 @@
+"""Which models a replica serves, asked beside its scrapes so that a slow answer delays none."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from extproc.poll.scrape import ScrapeError
+
+log = logging.getLogger(__name__)
+
+MODELS_EVERY_S = 10.0
+"""A LoRA adapter may be loaded at any time, and ``/v1/models`` alone tells."""
+
+
+class Models:
+    """One replica's list of models, as its present process last told it.
+
+    Args:
+        ask: asks the replica; what it answers are fields of a ``ReplicaState``.
+        changed: called when that is another than before.
+        who: the replica's name in the log.
+        known: what another poller was told before.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[Mapping[str, Any]]],
+        changed: Callable[[], None],
+        who: str,
+        known: Mapping[str, Any],
+    ) -> None:
+        self.fields = known
+        """What is known; empty: nothing."""
+        self._ask = ask
+        self._changed = changed
+        self._who = who
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at: float | None = None
+        self._silent = False
+
+    def refresh(self, now: float) -> None:
+        """Have the replica asked, unless it is being asked or was within ``MODELS_EVERY_S``."""
+        if self._asking is not None and not self._asking.done():
+            return
+        if self._asked_at is None or now - self._asked_at >= MODELS_EVERY_S:
+            self._asked_at = now
+            self._asking = asyncio.create_task(self._refresh())
+
+    def forget(self) -> None:
+        """The replica's process is gone, and with it what it told or was about to tell."""
+        if self._asking is not None:
+            self._asking.cancel()
+        self._asking = self._asked_at = None
+        self.fields = {}
+
+    async def _refresh(self) -> None:
+        try:
+            fields = await self._ask()
+        except ScrapeError as error:
+            if not self._silent:
+                extra = {"replica": self._who, "problem": str(error)}
+                log.warning("replica does not tell its models", extra=extra)
+            self._silent = True
+            return
+        self._silent = False
+        if fields != self.fields:
+            self.fields = fields
+            self._changed()
