@@ -2,6 +2,8 @@
 
 from typing import Any
 
+_ASKING = ("ext_proc", "buffer")
+
 
 def manager(bootstrap: Any) -> Any:
     """What the file says of HTTP connections."""
@@ -10,6 +12,6 @@ def manager(bootstrap: Any) -> Any:
 
 
 def drop_ext_proc(bootstrap: Any) -> None:
-    """From now on it asks no router."""
+    """From now on it asks no router, and holds nothing back for its answer."""
     filters = manager(bootstrap)["http_filters"]
-    filters[:] = [one for one in filters if one["name"] != "envoy.filters.http.ext_proc"]
+    filters[:] = [one for one in filters if one["name"].rpartition(".")[2] not in _ASKING]

@@ -1,5 +1,6 @@
 """Every setting, in one model. ``extproc/settings.py`` fills it from file, environment, flags."""
 
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -414,6 +415,18 @@ class Config(PoolReplicas):
                 "do: with state 'memory' there can be one. Set the one to 'redis' or the other to 1"
             )
         return self
+
+    @cached_property
+    def headers(self) -> frozenset[str]:
+        """Request headers that settings name, in lower case."""
+        route = self.route
+        named = [
+            route.policy_header if route.allow_policy_header else None,
+            route.session_header,
+            "cookie" if route.session_cookie else None,
+            self.request.tenant_header,
+        ]
+        return frozenset(name.lower() for name in named if name)
 
     @property
     def each_pool(self) -> "tuple[Config, ...]":

@@ -20,6 +20,7 @@ from benchmarks.about import about
 from benchmarks.limits import allow_many_connections
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.stack import Cores, Setup, Stack, running
+from extproc.demo.envoy_config import TEMPLATE
 from extproc.demo.processes import ProcessError
 
 _AT_ONCE = 64
@@ -86,6 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--in-flight", type=int, default=5000, metavar="N", help="requests held for memory's sake"
     )
+    parser.add_argument(
+        "--envoy", type=Path, action="append", default=[], metavar="FILE",
+        help="measure an Envoy with this file, too, by turns with the project's own",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="measure everything so often"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="a page and a picture there: needs matplotlib"
@@ -95,11 +103,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = [int(size) for size in args.replicas.split(",")]
     except ValueError:
         parser.error(f"--replicas {args.replicas}: numbers with commas between are wanted")
+    files = [TEMPLATE, *args.envoy]
+    setups = [Setup("none", sizes[0]), *(Setup("proceed", sizes[0], file) for file in files)]
+    setups += [Setup("extproc", size, file) for size in sizes for file in files]
+    setups *= args.rounds
     allow_many_connections()  # each request is two of Envoy's
     try:
         if args.report:
             report.writable(args.report)
-        figures = asyncio.run(measure_all(sizes, args.seconds, args.in_flight))
+        figures = asyncio.run(measure_all(setups, args.seconds, args.in_flight))
     except (OSError, ValueError, ProcessError) as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
@@ -114,8 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(one.failed for one in figures) else 0
 
 
-async def measure_all(sizes: Sequence[int], seconds: float, in_flight: int) -> list[Figures]:
-    """Measures every setup and prints its line."""
+async def measure_all(setups: Sequence[Setup], seconds: float, in_flight: int) -> list[Figures]:
+    """Measures every setup and prints its line; the first of them is without a router."""
     cores = Cores.of_this_machine()
     print(cores)
     print(
@@ -123,8 +135,6 @@ async def measure_all(sizes: Sequence[int], seconds: float, in_flight: int) -> l
         f"memory at {in_flight} in flight\n"
     )
     print(_HEADER)
-    setups = [Setup("none", sizes[0]), Setup("proceed", sizes[0])]
-    setups += [Setup("extproc", size) for size in sizes]
     hold_s = in_flight / _RAMP + HELD_S
     measured: list[Figures] = []
     for setup in setups:

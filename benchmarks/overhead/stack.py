@@ -14,7 +14,7 @@ from benchmarks.envoy_file import drop_ext_proc, manager
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.states import POOL, addresses
 from benchmarks.pages import get_text
-from extproc.demo.envoy_config import render
+from extproc.demo.envoy_config import TEMPLATE, render
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Check, Process, answers, envoy_binary, listening, start_redis
 
@@ -31,10 +31,16 @@ class Setup:
     router: str
     """``none``: Envoy alone; ``proceed``: an ext_proc server that does nothing; ``extproc``."""
     replicas: int
+    envoy: Path = TEMPLATE
+    """The file that Envoy runs with."""
 
     @property
     def name(self) -> str:
         """As it is printed."""
+        return self._router if self.envoy == TEMPLATE else f"{self._router}, {self.envoy.stem}"
+
+    @property
+    def _router(self) -> str:
         match self.router:
             case "none":
                 return "Envoy alone"
@@ -194,6 +200,7 @@ def _front(setup: Setup, ports: dict[str, int], replicas: Sequence[str]) -> str:
         admin_port=ports["envoy-admin"],
         router_ports=[ports["router"]],
         replica_addresses=replicas,
+        template=setup.envoy,
     )
     if setup.router != "none":
         return text

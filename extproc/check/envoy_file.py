@@ -7,6 +7,7 @@ from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap, BootstrapDynam
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.route.v3 import FilterConfig, RouteAction
+from envoy_data_plane.envoy.extensions.filters.http.buffer.v3 import Buffer
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
     ExtProcOverrides,
@@ -174,6 +175,10 @@ class EnvoyFile(Parts):
     def ends_before(self, filter: Part[ExternalProcessor]) -> bool:
         """Whether the filter that ends the list, the router, stands before that one."""
         return any(_precedes(part.path, filter.path) is True for part in self.all(Router))
+
+    def is_buffered_after(self, filter: Part[ExternalProcessor]) -> bool:
+        """Whether a filter after that one holds a request until all of it is there."""
+        return any(_precedes(filter.path, part.path) is not False for part in self.all(Buffer))
 
     def removes_before(self, filter: Part[ExternalProcessor], header: str) -> bool:
         """Whether a client's header is gone before a request reaches that filter."""

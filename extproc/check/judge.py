@@ -1,5 +1,7 @@
 """What there is to say about an Envoy file."""
 
+from collections.abc import Set
+
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 
 from extproc.check.envoy_file import EnvoyFile, is_of_envoy_gateway
@@ -26,12 +28,15 @@ _OF_ENVOY_GATEWAY = (
 _SERVE = ServeSettings()
 
 
-def check_envoy(tree: object, serve: ServeSettings = _SERVE) -> list[Finding]:
+def check_envoy(
+    tree: object, serve: ServeSettings = _SERVE, headers: Set[str] = frozenset()
+) -> list[Finding]:
     """What there is to say about an Envoy file, worst first.
 
     Args:
         tree: what is in it, as :func:`extproc.yaml_file.read_yaml` returns it.
         serve: how each router is configured.
+        headers: of requests that its settings name, in lower case.
     """
     file = EnvoyFile(tree)
     found = [*file.findings]
@@ -45,7 +50,7 @@ def check_envoy(tree: object, serve: ServeSettings = _SERVE) -> list[Finding]:
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
     elif not any(problem.level is Level.ERROR for problem in found):
         # The rules judge a file that Envoy would take.
-        rules = [*RULES, *rules_for(serve)]
+        rules = [*RULES, *rules_for(serve, headers)]
         found += [finding for rule in rules for finding in rule.apply(file)]
     order = list(Level)
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType
 from envoy_data_plane.envoy.config.listener.v3 import Listener
 from envoy_data_plane.envoy.config.route.v3 import RouteAction
+from envoy_data_plane.envoy.extensions.filters.http.buffer.v3 import Buffer
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
     ProcessingMode,
@@ -27,6 +28,7 @@ from extproc.envoy.finding import Finding, Level
 from extproc.server.messages import DESTINATION
 from extproc.server.messages import METADATA_NAMESPACE as NAMESPACE
 
+_HEADERS = ("request.path", "request.headers['content-encoding']")
 _ATTRIBUTES = ("upstream.address", "response.code", "response.flags")
 _LIMITS = {"max_connections": 1024, "max_pending_requests": 1024, "max_requests": 1024}
 """Circuit breakers and their defaults."""
@@ -36,7 +38,7 @@ _RETRY_POLICY = (
     "retriable_status_codes: [500, 502, 503], num_retries: 1}"
 )
 _DEFAULT_BUFFER = 1024 * 1024
-_LONG_MESSAGE = timedelta(seconds=1)
+_LONG_MESSAGE = timedelta(seconds=2)
 _SHORT_ROUTE = timedelta(minutes=10)
 _SHORT_WAIT = timedelta(minutes=1)
 _WHOLE_BODY = (
@@ -90,6 +92,15 @@ def _whole(file: EnvoyFile) -> list[Part[EnvoyFile]]:
 
 def _filters(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
     return file.filters
+
+
+def bodies_first(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+    """Filters that send the body alone before a request leaves."""
+    return [part for part in file.filters if _is_body_first(part)]
+
+
+def _headers_first(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+    return [part for part in file.filters if not _is_body_first(part)]
 
 
 def _policies(file: EnvoyFile) -> list[Part[OverrideHost]]:
@@ -213,13 +224,39 @@ def filter_is_reached(part: Part[ExternalProcessor], file: EnvoyFile) -> str | N
 
 
 @_rule(Level.ERROR, _filters)
-def request_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
-    """Requests wait for the router: their headers are sent."""
-    if _mode(part).request_header_mode is not ProcessingModeHeaderSendMode.SKIP:
+def requests_wait(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """Requests wait for the router: their headers are sent, or a buffer filter holds them."""
+    if not _is_body_first(part) or file.is_buffered_after(part):
         return None
     return (
-        "request_header_mode is SKIP: the request leaves before its body was seen. "
-        "Write request_header_mode: SEND"
+        "request_header_mode is SKIP: the request leaves before its body was seen. Put a filter "
+        "envoy.filters.http.buffer right after this one, or write request_header_mode: SEND"
+    )
+
+
+@_rule(Level.ERROR, bodies_first)
+def headers_are_told(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """The router hears with the body what it has to know of the headers."""
+    missing = [name for name in _HEADERS if name not in part.message.request_attributes]
+    if not missing:
+        return None
+    return (
+        f"request_header_mode is SKIP and request_attributes lacks {', '.join(missing)}: the "
+        "router does not know which requests make a replica compute, or refuses compressed ones. "
+        f"Write request_attributes: [request.id, {', '.join(_HEADERS)}]"
+    )
+
+
+@_rule(Level.ERROR, bodies_first)
+def metadata_is_followed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """The router's answer to a body has an effect: the replicas' cluster reads metadata."""
+    if not file.reads_header:
+        return None
+    return (
+        "request_header_mode is SKIP: Envoy sets no header then that the router names, and a "
+        f"cluster or route goes by the header {DESTINATION}. Let override_host read the choice "
+        f"from metadata: [{{metadata: {{key: {NAMESPACE}, path: [{{key: {DESTINATION}}}]}}}}], or "
+        "write request_header_mode: SEND"
     )
 
 
@@ -326,17 +363,17 @@ def fails_open(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
 
 @_rule(Level.WARNING, _filters)
 def waits_briefly(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
-    """A router that hangs holds a request for a moment only (Envoy's default is 0.2 s)."""
+    """A router that hangs holds no request for long."""
     timeout = part.message.message_timeout
     if timeout is None or timeout <= _LONG_MESSAGE:
         return None
     return (
         f"message_timeout is {timeout.total_seconds():g} s: a router that hangs holds every "
-        "request that long. Write message_timeout: 0.2s"
+        "request that long. Write message_timeout: 2s"
     )
 
 
-@_rule(Level.ERROR, lambda file: _filters(file) if _header_matters(file) else [])
+@_rule(Level.ERROR, lambda file: _headers_first(file) if _header_matters(file) else [])
 def forged_header_is_removed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Clients cannot choose a replica: their destination header is removed before ext_proc."""
     if file.removes_before(part, DESTINATION):
@@ -488,6 +525,17 @@ def large_bodies_pass(part: Part[Listener], file: EnvoyFile) -> str | None:
     )
 
 
+@_rule(Level.WARNING, lambda file: file.all(Buffer))
+def large_bodies_are_buffered(part: Part[Buffer], file: EnvoyFile) -> str | None:
+    """The buffer filter takes bodies larger than 1 MiB."""
+    if (part.message.max_request_bytes or 0) > _DEFAULT_BUFFER:
+        return None
+    return (
+        "max_request_bytes is 1 MiB or less: a larger body, such as one with an image, gets 413. "
+        "Write max_request_bytes: 67108864"
+    )
+
+
 @_rule(Level.ERROR, lambda file: file.replica_routes)
 def answers_may_be_long(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """No route timeout cuts a long answer."""
@@ -556,6 +604,11 @@ def failures_are_retried(part: Part[RouteAction], file: EnvoyFile) -> str | None
         "no retry on status 500: until the router has left out a replica that fails, its failures "
         f"reach clients. Write retry_policy: {_RETRY_POLICY}"
     )
+
+
+def _is_body_first(part: Part[ExternalProcessor]) -> bool:
+    """Whether the body is the first that the router sees of a request."""
+    return _mode(part).request_header_mode is ProcessingModeHeaderSendMode.SKIP
 
 
 def _mode(part: Part[ExternalProcessor]) -> ProcessingMode:

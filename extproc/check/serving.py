@@ -1,15 +1,18 @@
-"""Rules for Envoy's cluster of routers, by how each router is configured."""
+"""Rules by how each router is configured."""
 
 from collections import defaultdict
+from collections.abc import Set
 
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 
 from extproc.check.envoy_file import EnvoyFile
-from extproc.check.rules import Rule
+from extproc.check.rules import Rule, bodies_first
 from extproc.config import ServeSettings
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Level
+from extproc.server.messages import expression_of
 
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
@@ -21,15 +24,25 @@ _TLS_ALONE = (
     "cluster {!r} speaks TLS, and the router as it is configured here plain text: no request "
     "would reach it. Set serve.tls_cert and serve.tls_key, or name their file with --config"
 )
+_NOT_TOLD = (
+    "request_header_mode is SKIP and request_attributes lacks headers that the router's "
+    "settings name, so that they have no effect. Add"
+)
 _WORKERS = (
     "cluster {!r} lists {} of {} workers (serve.workers): the others get no request. "
     "List the ports {} to {}, each as an endpoint"
 )
 
 
-def rules_for(serve: ServeSettings) -> list[Rule]:
-    """What should hold beside a router with these settings."""
+def rules_for(serve: ServeSettings, headers: Set[str]) -> list[Rule]:
+    """What should hold beside a router with these settings.
+
+    Args:
+        serve: how each router is configured.
+        headers: of requests that its settings name, in lower case.
+    """
     tls = serve.tls_cert is not None
+    wanted = sorted(map(expression_of, headers))
 
     def listing(file: EnvoyFile) -> list[Part[Cluster]]:
         """Clusters that list their members, where a router is several processes."""
@@ -54,11 +67,21 @@ def rules_for(serve: ServeSettings) -> list[Rule]:
             return None
         return (_NO_TLS if tls else _TLS_ALONE).format(part.message.name)
 
+    def skipping(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+        """Filters that skip headers."""
+        return bodies_first(file) if headers else []
+
+    def tells_headers(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+        missing = [one for one in wanted if one not in part.message.request_attributes]
+        return f"{_NOT_TOLD} {', '.join(missing)}" if missing else None
+
     all_listed = f"All {serve.workers} workers of the router are listed."
     alike = "Envoy and the router speak TLS."
+    told = "The router hears the headers that its settings name."
     return [
         Rule("workers_are_listed", all_listed, Level.WARNING, listing, lists_workers),
         Rule("transport_fits", alike, Level.WARNING, speaking, speaks_alike),
+        Rule("named_headers_are_told", told, Level.ERROR, skipping, tells_headers),
     ]
 
 

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(_understood(config))
     for doubt in doubts:
         print(f"{Level.WARNING:<8} {doubt}: Envoy will not trust it", file=sys.stderr)
-    return 0 if args.envoy is None else _check(args.envoy, config.serve)
+    return 0 if args.envoy is None else _check(args.envoy, config)
 
 
 def _doubts(section: str, files: TlsFiles) -> list[str]:
@@ -56,14 +56,14 @@ def _doubts(section: str, files: TlsFiles) -> list[str]:
     return [f"{section}.tls_cert: {doubt}"] if doubt else []
 
 
-def _check(path: Path, serve: ServeSettings) -> int:
+def _check(path: Path, config: Config) -> int:
     try:
         tree = read_yaml(path)
     except OSError as error:
         raise CommandError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"{path}: {error}") from None
-    findings = check_envoy(tree, serve)
+    findings = check_envoy(tree, config.serve, config.headers)
     print(path)
     for finding in findings:
         print(finding)

@@ -2,6 +2,8 @@
 
 import argparse
 import logging
+from collections.abc import Callable
+from dataclasses import fields
 
 import uvloop
 
@@ -15,62 +17,55 @@ from extproc.simulator.server import start
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT = ReplicaSettings()
 _COUNT = whole(1)
 _PORT = whole(0, 65535)
+_NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
+    "speed": (above_zero, "times as fast as the profile"),
+    "kv-tokens": (_COUNT, "KV cache, in tokens (default: the profile's)"),
+    "max-num-seqs": (_COUNT, "sequences in a step (default: the profile's)"),
+    "max-model-len": (_COUNT, "context length, in tokens"),
+    "block-size": (_COUNT, "tokens in a KV block"),
+    "output-median": (_COUNT, "median output length, in tokens"),
+    "seed": (int, "of output lengths and drafts"),
+    "draft-tokens": (_COUNT, "decode speculatively: tokens drafted for a sequence in each step"),
+    "acceptance": (number, "probability that a drafted token is accepted, 0 to 1"),
+    "max-loras": (_COUNT, "adapters in a batch"),
+    "lora-load-seconds": (above_zero, "what it takes to load an adapter"),
+}
+"""Options that are a number, by name: its type, and what it is."""
+_FIELDS = {"lora-load-seconds": "adapter_load_s"}
+"""Those whose setting is not called as they are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of the command."""
+    """Adds the options of the command; vLLM's have its names."""
+    default = ReplicaSettings()
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
         "--port", type=_PORT, default=8000, help="port to listen on; 0 picks a free one"
     )
-    parser.add_argument("--model", default=_DEFAULT.model, help="model name it serves")
+    parser.add_argument("--model", default=default.model, help="model name it serves")
     parser.add_argument(
-        "--profile", default=_DEFAULT.profile, choices=PROFILES, help="hardware it simulates"
+        "--profile",
+        default=default.profile,
+        choices=PROFILES,
+        metavar="PROFILE",
+        help=f"hardware it simulates: {', '.join(PROFILES)}",
     )
+    for name, (kind, what) in _NUMBERS.items():
+        field = _FIELDS.get(name, name.replace("-", "_"))
+        value = getattr(default, field)
+        shown = f" (default: {value})" if value else ""
+        parser.add_argument(
+            f"--{name}", type=kind, dest=field, default=value, metavar="N", help=what + shown
+        )
     parser.add_argument(
-        "--speed", type=above_zero, default=1.0, help="times as fast as the profile"
-    )
-    parser.add_argument("--kv-tokens", type=_COUNT, help="KV cache, in tokens [profile's]")
-    parser.add_argument("--max-num-seqs", type=_COUNT, help="sequences in a step [profile's]")
-    parser.add_argument("--max-model-len", type=_COUNT, help="context length, in tokens")
-    parser.add_argument(
-        "--block-size", type=_COUNT, default=_DEFAULT.block_size, help="tokens in a KV block"
-    )
-    parser.add_argument(
-        "--output-median",
-        type=_COUNT,
-        default=_DEFAULT.output_median,
-        help="median output length, in tokens",
-    )
-    parser.add_argument(
-        "--seed", type=whole(0), default=0, help="seed of output lengths and drafts"
-    )
-    parser.add_argument(
-        "--draft-tokens",
-        type=_COUNT,
-        default=_DEFAULT.draft_tokens,
-        help="decode speculatively: tokens drafted for a sequence in each step",
-    )
-    parser.add_argument(
-        "--acceptance",
-        type=number,
-        default=_DEFAULT.acceptance,
-        help="probability that a drafted token is accepted, 0 to 1",
-    )
-    parser.add_argument(
-        "--lora-modules", nargs="+", default=[], metavar="NAME", help="LoRA adapters of the model"
-    )
-    parser.add_argument(
-        "--max-loras", type=_COUNT, default=_DEFAULT.max_loras, help="adapters in a batch"
-    )
-    parser.add_argument(
-        "--lora-load-seconds",
-        type=above_zero,
-        default=_DEFAULT.adapter_load_s,
-        help="what it takes to load an adapter",
+        "--lora-modules",
+        dest="adapters",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="LoRA adapters of the model",
     )
     parser.add_argument(
         "--no-enable-prefix-caching",
@@ -99,23 +94,7 @@ def run(args: argparse.Namespace) -> int:
         CommandError: the address is taken, the engine failed, or the options contradict each other.
     """
     settings = ReplicaSettings(
-        model=args.model,
-        profile=args.profile,
-        speed=args.speed,
-        kv_tokens=args.kv_tokens,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        output_median=args.output_median,
-        seed=args.seed,
-        draft_tokens=args.draft_tokens,
-        acceptance=args.acceptance,
-        prefix_caching=args.prefix_caching,
-        adapters=tuple(args.lora_modules),
-        max_loras=args.max_loras,
-        adapter_load_s=args.lora_load_seconds,
-        enable_prompt_tokens_details=args.enable_prompt_tokens_details,
-        kv_events_ports=args.kv_events_ports and tuple(args.kv_events_ports),
+        **{one.name: getattr(args, one.name) for one in fields(ReplicaSettings)}
     )
     try:
         replica = Replica(settings)

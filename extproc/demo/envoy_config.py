@@ -18,6 +18,7 @@ def render(
     admin_port: int,
     router_ports: Sequence[int],
     replica_addresses: Sequence[str],
+    template: Path = TEMPLATE,
 ) -> str:
     """The template as YAML, on loopback: its ports, routers and replicas replaced, all else kept.
 
@@ -26,8 +27,9 @@ def render(
         admin_port: Envoy's own admin port.
         router_ports: one for each router process.
         replica_addresses: ``host:port`` of each replica.
+        template: another such file.
     """
-    bootstrap = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
+    bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
     resources = bootstrap["static_resources"]
     (listener,) = resources["listeners"]
     clusters = {cluster["name"]: cluster for cluster in resources["clusters"]}

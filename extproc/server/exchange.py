@@ -1,17 +1,28 @@
-"""One HTTP request, from its headers to the end of its response."""
+"""One HTTP request, from its first message to the end of its response.
 
-from collections.abc import Iterable, Iterator, Sequence
+Its way through the code::
+
+    server/service.py     a gRPC stream opens: one request, in one of three protocols
+    server/exchange.py    what Envoy tells of it, phase by phase, and what is answered
+    request/inspect.py    its body: model, prompt tokens, output bound, prefix
+    route/router.py       a prediction for every replica, a policy's choice
+    fleet/fleet.py        the replica's ledger, until the stream closes
+    server/messages.py    the choice, as Envoy takes it
+
+The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway.py``.
+"""
+
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import lru_cache
-from itertools import chain
+from functools import cache
+from typing import NamedTuple
 
 from extproc.predict.inputs import least
 from extproc.request.answer import AnswerNamer
 from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
-from extproc.request.large import LARGE_BODY, of_length
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
-from extproc.request.profile import NO_WORK, Endpoint, RequestProfile
+from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.rename import rename
 from extproc.request.session import session_key, session_of
 from extproc.route.router import Decision
@@ -25,66 +36,48 @@ _LONGEST_ID = 128
 """Characters of a request id: one is kept with every decision."""
 _DIGITS = 15
 """Of a content-length: a petabyte."""
-_NONE_READY = "no replica is ready to serve this request"
+NONE_READY = "no replica is ready to serve this request"
 _RETRY_AFTER_S = 1
-_PIECE = 2**16
-"""Bytes of a body that was held back, in each message that returns it."""
 _REQUEST_HEADERS = frozenset(
     {":path", ":method", "x-request-id", "content-length", "content-encoding"}
 )
+
+
+class Asked(NamedTuple):
+    """What the headers of an inference request say."""
+
+    endpoint: Endpoint
+    request_id: str
+    policy: str
+    """That the client chooses; empty: none."""
+    tenant: str
+    session: str
+    """As the client names it."""
+    length: int | None
+    """Bytes of the body."""
+    readable: bool
+    """Whether the body is not compressed."""
 
 
 class Exchange:
     """Owns a request for its whole life: profiles it, has its replica chosen, and keeps what is in
     flight until the stream closes.
 
-    Phases may come in any order; each is answered as it is, and one that is unknown with a
-    continue.
+    How a request comes in is up to the protocol; what is here is the same in each. Phases may come
+    in any order; each is answered as it is, and one that is unknown with a continue.
     """
 
-    __slots__ = (
-        "_answer",
-        "_asked",
-        "_body_mode",
-        "_content_length",
-        "_endpoint",
-        "_held",
-        "_in_flight",
-        "_large_for",
-        "_policy",
-        "_refused",
-        "_request_id",
-        "_response_body_mode",
-        "_services",
-        "_session",
-        "_subset",
-        "_taken",
-        "_tenant",
-        "_unseen",
-    )
+    __slots__ = ("_answer", "_in_flight", "_response_body_mode", "_services", "_subset", "_unseen")
 
-    def __init__(self, services: Services) -> None:
+    has_fallback = True
+    """Whether Envoy has a choice of its own where the router makes none."""
+
+    def __init__(self, services: Services, first: ProcessingRequest) -> None:
+        """Takes the stream's first message, which says how Envoy speaks; it is not answered yet."""
         self._services = services
-        self._endpoint: Endpoint | None = None
-        """What it asks for; None: what makes no replica compute."""
-        self._request_id = ""
-        self._policy = ""
-        self._tenant = ""
-        self._session = ""
-        """As the client names it."""
-        self._content_length: int | None = None
-        self._body_mode = messages.BUFFERED
-        self._response_body_mode = messages.NONE
-        self._subset: frozenset[str] | None = None
+        self._response_body_mode = first.protocol_config.response_body_mode
+        self._subset = messages.subset_of(first)
         """The only endpoints that may be chosen, where a gateway says so."""
-        self._held: bytearray | None = None
-        """What came of the body while the headers are held back for it."""
-        self._taken = 0
-        """Bytes of the room for bodies."""
-        self._asked = False
-        self._refused = False
-        self._large_for: str | None = None
-        """The only model there is, where the body is too large to be looked at."""
         self._unseen = False
         """Whether Envoy was told not to tell of the response."""
         self._in_flight: InFlight | None = None
@@ -92,230 +85,168 @@ class Exchange:
         """Where the answer is to have the name that was asked for."""
 
     def answer(self, request: ProcessingRequest) -> Iterable[bytes]:
-        """The replies to one message of the stream, in their order, as bytes.
+        """The replies to one message of the stream, in their order, as bytes."""
+        try:
+            match request.WhichOneof("request"):
+                case "request_headers" if self._in_flight is None:
+                    return self._on_request_headers(request.request_headers)
+                case "request_body":
+                    return self._on_request_body(request)
+                case "request_trailers":
+                    return self._on_request_trailers()
+                case "response_headers":
+                    return [self._on_response_headers(request)]
+                case "response_body":
+                    return [self._on_response_body(request.response_body)]
+                case phase:
+                    return [messages.proceed(phase or "")]
+        except Refusal as error:
+            self._services.metrics.requests.add("refused")
+            return [refuse(error)]
 
-        Mostly it is one. In full duplex the headers wait for the body, and all of it is answered at
-        once: each reply is made when the one before it has been taken.
-        """
-        if request.HasField("protocol_config"):
-            self._body_mode = request.protocol_config.request_body_mode
-            self._response_body_mode = request.protocol_config.response_body_mode
-        match request.WhichOneof("request"):
-            case "request_headers":
-                self._subset = messages.subset_of(request)
-                return self._on_request_headers(request.request_headers)
-            case "request_body":
-                return self._on_request_body(request.request_body)
-            case "request_trailers":
-                return chain(
-                    self._let_go(complete=True, last=False), [messages.proceed("request_trailers")]
-                )
-            case "response_headers":
-                return [self._on_response_headers(request)]
-            case "response_body":
-                return [self._on_response_body(request.response_body)]
-            case phase:
-                return [messages.proceed(phase or "")]
-
-    @property
-    def _gateway(self) -> bool:
-        """Whether it is a gateway that asks for an endpoint, and has no choice of its own.
-
-        Only the endpoint picker protocol (Gateway API Inference Extension) has full duplex.
-        """
-        return self._body_mode == messages.FULL_DUPLEX_STREAMED
+    def close(self) -> None:
+        """The stream is over: the response has ended, or the client or Envoy gave up."""
+        if self._in_flight is not None:
+            self._in_flight.end()
+            self._in_flight = None
 
     # -- the request ------------------------------------------------------------------------
 
-    def _on_request_headers(self, message: HttpHeaders) -> Sequence[bytes]:
+    def _on_request_headers(self, message: HttpHeaders) -> Iterable[bytes]:
+        return [messages.proceed("request_headers")]
+
+    def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
+        return [messages.proceed("request_body")]
+
+    def _on_request_trailers(self) -> Iterable[bytes]:
+        return [messages.proceed("request_trailers")]
+
+    @property
+    def _headers(self) -> frozenset[str]:
+        """Those of a request that matter: to read all takes twice as long."""
+        return _with_own(self._services.config.headers)
+
+    def _asked(self, headers: Mapping[str, str]) -> Asked | None:
+        """None: what makes no replica compute."""
+        endpoint = endpoint_of(headers.get(":path", ""))
+        if endpoint is None or headers.get(":method") != "POST":
+            return None
         config = self._services.config
         route, tenant_header = config.route, config.request.tenant_header
-        cookies = "cookie" if route.session_cookie else None
-        wanted = _headers_read(route.policy_header, tenant_header, route.session_header, cookies)
-        headers = messages.headers_of(message, wanted)
-        path = headers.get(":path", "")
-        endpoint = endpoint_of(path)
-        if endpoint is None or headers.get(":method") != "POST":
-            return [self._pass_on(path, headers.get(":method", ""))]
-        self._endpoint = endpoint
-        self._request_id = headers.get("x-request-id", "")[:_LONGEST_ID]
-        if route.allow_policy_header:
-            self._policy = headers.get(route.policy_header, "")
-        if route.keeps_sessions:
-            self._session = session_of(headers, route.session_header, route.session_cookie)
-        if tenant_header:
-            self._tenant = headers.get(tenant_header.lower(), "")[:_LONGEST_ID]
         length = headers.get("content-length", "")
-        self._content_length = int(length[:_DIGITS]) if length.isdecimal() else None
-        if message.end_of_stream:
-            return [self._route("request_headers", b"", partial=False)[0]]
-        readable = headers.get("content-encoding", "identity") == "identity"
-        if readable and self._gateway:
-            self._held = bytearray()
-            return []
-        if readable and self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
-            if (self._content_length or 0) <= LARGE_BODY or route.models:
-                return [self._wait_for_body()]
-            self._large_for = self._services.fleet.members.only_model
-            if self._large_for is None:
-                return [self._wait_for_body()]
-        # The headers leave before the body is seen, so its length must do.
-        return [self._route("request_headers", b"", partial=True)[0]]
+        return Asked(
+            endpoint,
+            request_id=headers.get("x-request-id", "")[:_LONGEST_ID],
+            policy=headers.get(route.policy_header, "") if route.allow_policy_header else "",
+            tenant=headers.get(tenant_header.lower(), "")[:_LONGEST_ID] if tenant_header else "",
+            session=session_of(headers, route.session_header, route.session_cookie),
+            length=int(length[:_DIGITS]) if length.isdecimal() else None,
+            readable=headers.get("content-encoding", "identity") == "identity",
+        )
 
-    def _wait_for_body(self) -> bytes:
-        services = self._services
-        sees = services.watch.sees(services.clock(), services.fleet.eligibility.doubtful)
-        reads = self._endpoint is Endpoint.RESPONSES  # their ids
-        self._unseen = not (sees or reads or services.config.route.answer_asked_name)
-        if self._unseen:
-            return messages.body_only(self._body_mode)
-        return messages.proceed("request_headers")
-
-    def _pass_on(self, path: str, method: str) -> bytes:
-        """What is no inference goes wherever Envoy sends it; a gateway has to be told where.
+    def _pass_on(self, phase: str, headers: Mapping[str, str]) -> bytes:
+        """The reply to what is no inference.
 
         What is about a stored response goes to the replica that holds it. A replica knows no name
         but its own, so where others are configured the list of models is not asked for there.
         """
-        services = self._services
+        services, path = self._services, headers.get(":path", "")
         services.metrics.requests.add("passed")
-        if services.config.route.models and method == "GET" and lists_models(path):
-            states = services.fleet.members
-            if states:
-                created = int(services.wall())
-                return messages.answer(
-                    200, model_list(services.fleet.members.names, states, created)
-                )
+        listed = headers.get(":method") == "GET" and lists_models(path)
+        if listed and services.config.route.models and (members := services.fleet.members):
+            listing = model_list(members.names, members, int(services.wall()))
+            return messages.answer(200, listing)
         holder = services.fleet.holder(stored_response_of(path))
         if holder is not None and (self._subset is None or holder in self._subset):
-            return self._send_to("request_headers", holder, leave_body=not self._gateway)
-        if not self._gateway:
-            return messages.LEAVE_ALONE
-        decision = services.router.decide(NO_WORK, among=self._subset)
-        if decision is None:
-            return _refuse(NoReplica(_NONE_READY))
-        return self._send_to("request_headers", self._destination(decision))
+            leave_body = phase == "request_headers" and self.has_fallback
+            return self._send_to(phase, holder, leave_body)
+        return self._to_any(phase)
 
-    def _on_request_body(self, message: HttpBody) -> Iterable[bytes]:
-        if self._held is not None:
-            self._held += message.body
-            more = not message.end_of_stream
-            if self._take_room(len(message.body)) and more and len(self._held) < LARGE_BODY:
-                return []
-            return self._let_go(complete=not more, last=not more)
-        if self._body_mode == messages.FULL_DUPLEX_STREAMED:
-            return [messages.pass_chunk("request_body", message.body, message.end_of_stream)]
-        whole, came = message.end_of_stream, message.body
-        reply, body = self._route("request_body", came, partial=not whole)
-        if body is came:
-            return [reply]
-        length = len(came) if whole else self._content_length
-        longer = len(body) - len(came)
-        return [messages.with_body(reply, body, None if length is None else length + longer)]
+    def _to_any(self, phase: str) -> bytes:
+        """The reply to what any replica may get."""
+        return messages.proceed(phase)
 
-    def _take_room(self, size: int) -> bool:
-        if not self._services.room.take(size):
-            return False
-        self._taken += size
-        return True
+    def _route(self, phase: str, asked: Asked, body: bytes, partial: bool) -> tuple[bytes, bytes]:
+        """The reply to a phase, and the body as the replica chosen is to get it.
 
-    def _leave_room(self) -> None:
-        self._services.room.give_back(self._taken)
-        self._taken = 0
+        ``partial``: ``body`` is the beginning of a larger one.
 
-    def _let_go(self, complete: bool, last: bool) -> Iterable[bytes]:
-        """The headers that were held back, with a destination now, and after them the body.
-
-        ``complete``: there is no more of it; ``last``: nor trailers.
+        Raises:
+            Refusal: it is not to be served.
         """
-        if self._held is None:
-            return []
-        body, self._held = bytes(self._held), None
-        reply, body = self._route("request_headers", body, partial=not complete)
-        if self._refused:
-            self._leave_room()
-            return [reply]
-        return self._with_body(reply, body, last)
-
-    def _with_body(self, reply: bytes, body: bytes, last: bool) -> Iterator[bytes]:
-        """Holds its room until an Envoy that is slow to read has taken it all."""
-        try:
-            yield reply
-            for start in range(0, len(body) or last, _PIECE):
-                end = start + _PIECE
-                ended = last and end >= len(body)
-                yield messages.pass_chunk("request_body", body[start:end], ended)
-        finally:
-            self._leave_room()
-
-    def _profile(self, endpoint: Endpoint, body: bytes, partial: bool) -> RequestProfile:
-        profile = self._inspect(endpoint, body, partial)
-        if not (self._tenant or self._session):
-            return profile
-        session = session_key(self._session, profile.model) if self._session else ""
-        return replace(profile, tenant=self._tenant, session=session)
-
-    def _inspect(self, endpoint: Endpoint, body: bytes, partial: bool) -> RequestProfile:
-        if self._large_for is not None:
-            length = self._content_length or 0
-            return of_length(endpoint, length, self._large_for, self._services.tokens)
-        return inspect(
-            endpoint,
-            body,
-            self._services.tokens,
-            partial=partial,
-            content_length=self._content_length,
-            model_of=self._model,
-        )
-
-    def _model(self, asked: str, previous_response: str) -> str:
-        router = self._services.router
-        return router.model(asked, previous_response, self._subset, self._session)
-
-    def _route(self, phase: str, body: bytes, partial: bool) -> tuple[bytes, bytes]:
-        """The reply to a phase, and the body as the replica chosen is to get it."""
         services = self._services
-        if self._asked or self._endpoint is None:
-            return messages.proceed(phase), body
-        self._asked = True
         started = services.clock()
-        try:
-            decision = self._decide(self._profile(self._endpoint, body, partial))
-        except Refusal as error:
-            self._refused = True
-            services.metrics.requests.add("refused")
-            return _refuse(error), body
+        profile = inspect(
+            asked.endpoint,
+            body,
+            services.tokens,
+            partial=partial,
+            content_length=asked.length,
+            model_of=lambda name, previous: services.router.model(
+                name, previous, self._subset, asked.session
+            ),
+        )
+        decision = self._decide(asked, profile, started)
+        if decision is None:
+            return messages.proceed(phase), body
+        return self._send_to(phase, self._destination(decision)), self._named(decision, body)
+
+    def _route_body(self, asked: Asked, message: HttpBody) -> bytes:
+        """The reply to a body that came in one piece."""
+        came, whole = message.body, message.end_of_stream
+        reply, body = self._route("request_body", asked, came, partial=not whole)
+        if body is came:
+            return reply
+        length = len(came) if whole else asked.length
+        longer = len(body) - len(came)
+        return messages.with_body(reply, body, None if length is None else length + longer)
+
+    def _decide(self, asked: Asked, profile: RequestProfile, started: float) -> Decision | None:
+        """Chooses a replica and books the request there; None where Envoy is to choose.
+
+        Args:
+            asked: what its headers say.
+            profile: what its body says.
+            started: when it was begun to be looked at; seconds.
+
+        Raises:
+            Refusal: it is not to be served.
+        """
+        services = self._services
+        if asked.tenant or asked.session:
+            session = session_key(asked.session, profile.model) if asked.session else ""
+            profile = replace(profile, tenant=asked.tenant, session=session)
+        decision = services.router.decide(profile, asked.policy, self._subset)
+        self._admit(profile, decision)
         if decision is None:
             services.metrics.requests.add("unrouted")
-            return messages.proceed(phase), body
-        body = self._named(decision, body)
-        self._in_flight = InFlight(services, decision, self._request_id, self._unseen)
+            return None
+        if services.config.route.answer_asked_name and profile.asked not in ("", decision.name):
+            self._answer = AnswerNamer(decision.name, profile.asked)
+        self._in_flight = InFlight(services, decision, asked.request_id, self._unseen)
         services.metrics.decision_seconds.observe(services.clock() - started)
-        leave_body = self._large_for is not None
-        return self._send_to(phase, self._destination(decision), leave_body), body
+        return decision
 
-    def _decide(self, profile: RequestProfile) -> Decision | None:
-        """None where Envoy is to choose.
+    def _admit(self, profile: RequestProfile, decision: Decision | None) -> None:
+        """Nothing, where it may be served or Envoy may choose.
 
         Raises:
             Refusal: it is not to be served.
         """
         router, route = self._services.router, self._services.config.route
-        decision = router.decide(profile, self._policy, self._subset)
         if route.listed_models_only and self._is_unknown(profile, decision):
             raise NoModel(profile.asked, router.fleet.members.models)
         if decision is None:
             apart = router.fleet.eligibility.only_some_serve(profile.model)
             served = router.fleet.members.names.served(profile.model)
             apart |= profile.asked != "" and served != (profile.asked,)
-            if self._gateway or self._subset is not None or apart:
-                raise NoReplica(_NONE_READY)
-            return None
+            if apart or self._subset is not None or not self.has_fallback:
+                raise NoReplica(NONE_READY)
+            return
         soonest = least(decision.prediction.ttft)
         if route.max_ttft_s is not None and soonest > route.max_ttft_s:
             message = f"every replica is busy: the first token would come in {soonest:.0f} s"
             raise Saturated(message, code="saturated")
-        return decision
 
     def _is_unknown(self, profile: RequestProfile, decision: Decision | None) -> bool:
         """Whether the request names a model that no replica serves, as far as all are known."""
@@ -331,19 +262,13 @@ class Exchange:
         profile, name = decision.profile, decision.name
         if profile.asked in ("", name):
             return body
-        if self._services.config.route.answer_asked_name:
-            self._answer = AnswerNamer(name, profile.asked)
         return rename(profile.endpoint, body, profile.asked, name)
 
     def _destination(self, decision: Decision) -> str:
         if not self._services.config.serve.second_choice:
             return decision.replica
-        second = decision.second
-        if (
-            second is None
-            and decision.name
-            and not self._services.fleet.members.all_serve(decision.name)
-        ):
+        second, members = decision.second, self._services.fleet.members
+        if second is None and decision.name and not members.all_serve(decision.name):
             second = decision.replica  # for Envoy's fallback policy would try it on any
         return decision.replica if second is None else f"{decision.replica},{second}"
 
@@ -373,20 +298,34 @@ class Exchange:
             return messages.replace_chunk(body)
         return messages.proceed("response_body")
 
-    def close(self) -> None:
-        """The stream is over: the response has ended, or the client or Envoy gave up."""
-        self._leave_room()
-        if self._in_flight is not None:
-            self._in_flight.end()
-            self._in_flight = None
+
+class BodyFirst(Exchange):
+    """The body is the first message and the only one before the request leaves; Envoy tells what
+    matters of the headers in its attributes (``request_header_mode: SKIP``).
+
+    What has no body, such as a GET, is told of with its response, if at all.
+    """
+
+    __slots__ = ()
+
+    def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
+        message = request.request_body
+        headers = {":method": "POST"} | messages.attributes_of(request, self._headers)
+        asked = self._asked(headers)
+        if asked is None or self._in_flight is not None:
+            return [self._pass_on("request_body", headers)]
+        if asked.readable:
+            return [self._route_body(asked, message)]
+        asked = asked._replace(length=len(message.body))
+        return [self._route("request_body", asked, b"", partial=True)[0]]
 
 
-@lru_cache(maxsize=16)
-def _headers_read(*configured: str | None) -> frozenset[str]:
-    """The headers of a request that matter: to read all takes twice as long."""
-    return _REQUEST_HEADERS | {(name or "").lower() for name in configured}
+@cache
+def _with_own(named: frozenset[str]) -> frozenset[str]:
+    return _REQUEST_HEADERS | named
 
 
-def _refuse(error: Refusal) -> bytes:
+def refuse(error: Refusal) -> bytes:
+    """The answer to a request that is not to be served."""
     retry_after = 0 if isinstance(error, BadRequest | NoModel) else _RETRY_AFTER_S
     return messages.answer(error.status, error_body(error), retry_after)

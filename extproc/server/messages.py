@@ -28,6 +28,11 @@ METADATA_NAMESPACE = "envoy.lb"
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
+_OWN_ATTRIBUTES = {
+    ":path": "request.path",
+    ":method": "request.method",
+    "x-request-id": "request.id",
+}
 
 NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED = range(5)
 """``ProcessingMode.BodySendMode``."""
@@ -200,6 +205,25 @@ def headers_of(message: HttpHeaders, names: Container[str]) -> dict[str, str]:
         for header in message.headers.headers
         if (name := header.key) in names
     }
+
+
+def attributes_of(message: ProcessingRequest, names: frozenset[str]) -> dict[str, str]:
+    """Those headers that Envoy tells in ``request_attributes``, where the body comes first."""
+    if _ATTRIBUTES not in message.attributes:
+        return {}
+    fields = message.attributes[_ATTRIBUTES].fields
+    told = [(name, key) for name, key in _expressions(names) if key in fields]
+    return {name: fields[key].string_value for name, key in told}
+
+
+@cache
+def _expressions(names: frozenset[str]) -> list[tuple[str, str]]:
+    return [(name, expression_of(name)) for name in names]
+
+
+def expression_of(header: str) -> str:
+    """The attribute by which Envoy tells a header of the request."""
+    return _OWN_ATTRIBUTES.get(header, f"request.headers['{header}']")
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:

@@ -11,7 +11,10 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc.server import threads, tls
-from extproc.server.exchange import Exchange
+from extproc.server.exchange import BodyFirst, Exchange
+from extproc.server.gateway import Gateway
+from extproc.server.headers_first import HeadersFirst
+from extproc.server.messages import FULL_DUPLEX_STREAMED
 from extproc.server.proto.ext_proc_pb2 import ProcessingRequest
 from extproc.server.services import Services
 
@@ -81,13 +84,15 @@ class ExternalProcessor:
         if self._full and self._open < self._most // 2:
             self._full = False
             logger.info("again fewer requests are in flight than serve.max_streams allows")
-        exchange = Exchange(self._asked_for(context))
+        services, exchange = self._asked_for(context), None
         self._open += 1
         self._opened_at = self._services.clock()
         try:
             while (raw := await context.read()) is not grpc.aio.EOF:
-                replies = exchange.answer(ProcessingRequest.FromString(raw))
-                del raw  # see above
+                message = ProcessingRequest.FromString(raw)
+                exchange = exchange or _protocol(message)(services, message)
+                replies = exchange.answer(message)
+                del raw, message  # see above
                 for reply in replies:
                     await context.write(reply)
         except DecodeError:
@@ -100,7 +105,8 @@ class ExternalProcessor:
             raise
         finally:
             self._open -= 1
-            exchange.close()
+            if exchange is not None:
+                exchange.close()
 
     @property
     def idle(self) -> bool:
@@ -140,6 +146,14 @@ class ExternalProcessor:
         """The handler to add to a gRPC server."""
         process = grpc.stream_stream_rpc_method_handler(self.process)
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
+
+
+def _protocol(first: ProcessingRequest) -> type[Exchange]:
+    """How Envoy speaks, by the first message of a stream."""
+    if first.WhichOneof("request") == "request_body":
+        return BodyFirst
+    full_duplex = first.protocol_config.request_body_mode == FULL_DUPLEX_STREAMED
+    return Gateway if full_duplex else HeadersFirst
 
 
 def _peer(context: grpc.aio.ServicerContext) -> dict[str, str]:

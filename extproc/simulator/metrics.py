@@ -1,4 +1,8 @@
-"""``/metrics``: the page of vLLM 0.32, in its names, labels and buckets."""
+"""``/metrics``: the page of vLLM 0.32, in its names, labels and buckets.
+
+Written here and not by prometheus_client, which takes ten times as long for it (37 ms against 3):
+a replica that is scraped five times a second would deliver its tokens late.
+"""
 
 from collections.abc import Iterable, Iterator
 

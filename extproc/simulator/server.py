@@ -46,10 +46,10 @@ OUTPUT_TOKENS_STATE = "simulate-output-tokens"
 """The same as an entry of ``tracestate``, which gets through proxies that drop unknown headers."""
 
 SERVED_BY_HEADER = "x-served-by"
+"""In every response: the ``ip:port`` that answered."""
+
 BACKLOG = 2048
 """Connections that wait to be accepted, as many as vLLM's own server lets wait."""
-
-"""In every response: the ``ip:port`` that answered."""
 
 GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
     Endpoint.CHAT: (ChatBody, ChatReply),
@@ -108,12 +108,11 @@ class ReplicaServer:
         self.replica = replica
         self._random = random
         self._responses = ResponseStore()
-        self._fail = 0
-        self._metrics_seconds = (0.0, 0.0)
+        self._faults = Faults()
 
     def app(self) -> web.Application:
         """The application; it runs the replica's engine while it is up."""
-        app = web.Application(middlewares=[self._faults, _errors], client_max_size=MAX_BODY_BYTES)
+        app = web.Application(middlewares=[self._fault, _errors], client_max_size=MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._engine)
         app.on_response_prepare.append(_sign)
         for path in GENERATING:
@@ -142,12 +141,12 @@ class ReplicaServer:
         await asyncio.wait([self.engine])
 
     @web.middleware
-    async def _faults(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _fault(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == "/simulate":
             return await handler(request)
         await self.replica.live.awake()
-        if self._fail and request.path in _INFERENCE:
-            return _error(request, self._fail, "This failure was asked for with /simulate.")
+        if self._faults.fail and request.path in _INFERENCE:
+            return _error(request, self._faults.fail, "This failure was asked for with /simulate.")
         return await handler(request)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -196,11 +195,7 @@ class ReplicaServer:
     async def _pool(self, request: web.Request) -> web.Response:
         body = await _parse(request, POOLING[request.path])
         self.replica.check_model(body.model)
-        generation = self.replica.pool(body.prompts, body.model)
-        try:
-            await generation.done()
-        finally:
-            self._leave(generation)
+        await self._whole(self.replica.pool(body.prompts, body.model))
         return web.json_response(
             body.reply(uuid4().hex, body.model or self.replica.settings.model, int(time.time()))
         )
@@ -213,11 +208,14 @@ class ReplicaServer:
         body = AudioBody(model=str(form.get("model", "")), file=file.file.read())
         self.replica.check_model(body.model)
         generation = self.replica.generate(body, _output_tokens(request))
+        await self._whole(generation)
+        return web.json_response(body.reply(generation.outputs()))
+
+    async def _whole(self, generation: Generation) -> None:
         try:
             await generation.done()
         finally:
             self._leave(generation)
-        return web.json_response(body.reply(generation.outputs()))
 
     def _leave(self, generation: Generation) -> None:
         """Count its prompts if it is complete; end what a client that hung up left behind."""
@@ -243,22 +241,11 @@ class ReplicaServer:
         )
 
     async def _simulate(self, request: web.Request) -> web.Response:
-        live, engine = self.replica.live, self.replica.engine
-        faults = await _parse(request, Faults)
-        if "slow" in faults.model_fields_set:
-            engine.slow = faults.slow
-        if "hang" in faults.model_fields_set:
-            live.hanging = faults.hang
-        if "fail" in faults.model_fields_set:
-            self._fail = faults.fail
-        if "metrics_seconds" in faults.model_fields_set:
-            self._metrics_seconds = faults.metrics_seconds
-        now = Faults(
-            slow=engine.slow,
-            hang=live.hanging,
-            fail=self._fail,
-            metrics_seconds=self._metrics_seconds,
-        ).model_dump()
+        given = (await _parse(request, Faults)).model_dump(exclude_unset=True)
+        self._faults = faults = self._faults.model_copy(update=given)
+        self.replica.engine.slow = faults.slow
+        self.replica.live.hanging = faults.hang
+        now = faults.model_dump()
         logger.info("simulated faults changed", extra=now)
         return web.json_response(now)
 
@@ -282,7 +269,7 @@ class ReplicaServer:
         return web.json_response({"object": "list", "data": [base, *adapters]})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        await asyncio.sleep(self._random.uniform(*self._metrics_seconds))
+        await asyncio.sleep(self._random.uniform(*self._faults.metrics_seconds))
         page = self.replica.metrics.page()
         return web.Response(body=page.encode(), headers={"content-type": CONTENT_TYPE})
 

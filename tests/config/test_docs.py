@@ -2,6 +2,7 @@
 
 import random
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -68,6 +69,13 @@ def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None
     assert len(commands) > 3
     told = text("README.md") + text("CHANGELOG.md")
     assert all(f"extproc {command}" in told for command in commands)
+
+
+def test_the_configuration_of_the_readme_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "extproc.yaml"
+    (block,) = re.findall(r"```yaml\n(.*?)```", text("README.md"), re.DOTALL)
+    file.write_text(textwrap.dedent(block), encoding="utf-8")
+    assert cli.main(["check", "--config", str(file)]) == 0
 
 
 def test_every_field_of_a_decision_record_is_documented() -> None:

@@ -26,7 +26,7 @@ REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 
 
 class Behind(Stack):
-    """Its Envoy sends request bodies in the given mode."""
+    """Its Envoy sends request bodies in the given mode, and but for BUFFERED the headers first."""
 
     def __init__(self, mode: str, directory: Path) -> None:
         super().__init__(directory, REPLICA, UNREAD)
@@ -39,6 +39,9 @@ class Behind(Stack):
         (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
         settings = ext_proc["typed_config"]
         settings["processing_mode"]["request_body_mode"] = self._mode
+        if self._mode != "BUFFERED":
+            settings["processing_mode"]["request_header_mode"] = "SEND"
+            filters[:] = [one for one in filters if one["name"] != "envoy.filters.http.buffer"]
         if self._mode == "FULL_DUPLEX_STREAMED":
             settings["processing_mode"]["request_trailer_mode"] = "SEND"
             settings["failure_mode_allow"] = False

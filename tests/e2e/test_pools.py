@@ -51,25 +51,26 @@ class Pools(Stack):
         manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
         hosts = manager["route_config"]["virtual_hosts"]
         hosts += [_host(hosts[0], "second", "second"), _host(hosts[0], "lost", "second")]
-        hosts[0]["routes"].insert(0, _by_prefix(hosts[1]["routes"][0]))
+        hosts[0]["routes"].insert(0, _by_prefix(hosts[1]))
         file.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
 
 
 def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:
     host = deepcopy(pattern) | {"name": pool, "domains": [f"{pool}.example"]}
-    (route,) = host["routes"]
-    route["route"]["cluster"] = cluster
+    for route in host["routes"]:
+        route["route"]["cluster"] = cluster
     kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
     metadata = [{"key": "x-extproc-pool", "value": pool}]
     overrides = {"@type": kind, "overrides": {"grpc_initial_metadata": metadata}}
-    route["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": overrides}
+    host["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": overrides}
     return host
 
 
-def _by_prefix(pattern: dict[str, Any]) -> dict[str, Any]:
+def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
     """As docs/configuration.md has it: the filter sees the path before it is rewritten."""
-    route = pattern["route"] | {"prefix_rewrite": "/"}
-    return pattern | {"match": {"prefix": "/batch/"}, "route": route}
+    route = host["routes"][-1]["route"] | {"prefix_rewrite": "/"}
+    metadata = host["typed_per_filter_config"]
+    return {"match": {"prefix": "/batch/"}, "route": route, "typed_per_filter_config": metadata}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -34,7 +34,7 @@ class Hedging(Stack):
         bootstrap = yaml.safe_load(super()._bootstrap())
         (listener,) = bootstrap["static_resources"]["listeners"]
         manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-        (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
+        route, *_ = manager["route_config"]["virtual_hosts"][0]["routes"]  # all have one action
         route["route"]["retry_policy"] |= {
             "retry_on": "5xx,connect-failure,refused-stream,reset",
             "per_try_timeout": f"{PATIENCE_S}s",

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 import pytest_asyncio
+import yaml
 
 from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
@@ -29,10 +30,22 @@ TIMES = 6
 """By chance it is the right one of four replicas so often in one of 4,096 cases."""
 
 
+class Told(Stack):
+    """Envoy tells the router the headers that its settings name."""
+
+    def _bootstrap(self) -> str:
+        bootstrap = yaml.safe_load(super()._bootstrap())
+        (listener,) = bootstrap["static_resources"]["listeners"]
+        ext_proc, *_ = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        told = ["request.headers['x-session-id']", "request.headers['cookie']"]
+        ext_proc["typed_config"]["request_attributes"] += told
+        return yaml.safe_dump(bootstrap)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     directory = tmp_path_factory.mktemp("sessions")
-    async with Stack(directory, REPLICAS, SETTINGS, routers=2) as running:
+    async with Told(directory, REPLICAS, SETTINGS, routers=2) as running:
         yield running
 
 

@@ -13,7 +13,7 @@ from extproc.check.envoy_file import EnvoyFile
 from extproc.check.judge import check_envoy
 from extproc.check.rules import RULES
 from extproc.cli import main
-from extproc.config import ServeSettings
+from extproc.config import Config, ServeSettings
 from extproc.envoy.finding import Finding, Level
 from extproc.yaml_file import read_yaml
 
@@ -21,6 +21,7 @@ ENVOY = Path(__file__).parents[2] / "envoy"
 GOOD = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
 
 DESTINATION = "x-gateway-destination-endpoint"
+OF_HEADERS_FIRST = {"forged_header_is_removed"}
 OF_WHOLE_FILES = {"router_cluster_exists", "route_cluster_exists"}
 
 Breakage = Callable[["Bootstrap"], object]
@@ -35,10 +36,11 @@ class Bootstrap:
         self.listener = resources["listeners"][0]
         self.manager = self.listener["filter_chains"][0]["filters"][0]["typed_config"]
         self.filters = self.manager["http_filters"]
-        self.ext_proc = self.filters[1]["typed_config"]
+        self.ext_proc = self.filters[0]["typed_config"]
         self.mode = self.ext_proc["processing_mode"]
         self.host = self.manager["route_config"]["virtual_hosts"][0]
         self.routes = self.host["routes"]
+        del self.routes[:-1]  # the others lead to the same
         self.route = self.routes[0]["route"]
         self.clusters = resources["clusters"]
         self.router, self.replicas = self.clusters
@@ -62,9 +64,12 @@ class Bootstrap:
             type="ORIGINAL_DST", lb_policy="CLUSTER_PROVIDED", original_dst_lb_config=config
         )
 
-    def use_metadata(self) -> Self:
-        path = [{"key": DESTINATION}]
-        self.override["override_host_sources"] = [{"metadata": {"key": "envoy.lb", "path": path}}]
+    def headers_first(self) -> Self:
+        """Let the headers come first, and the cluster go by the header that the answer sets."""
+        self.mode["request_header_mode"] = "SEND"
+        self.override["override_host_sources"] = [{"header": DESTINATION}]
+        ext_proc, _, forget, router = self.filters
+        self.filters[:] = [forget, ext_proc, router]
         return self
 
 
@@ -99,7 +104,7 @@ def broken(breakage: Breakage) -> list[Finding]:
 @pytest.mark.parametrize("name", ["envoy.yaml", "ext_proc.yaml"])
 def test_our_own_files_pass_every_rule(name: str) -> None:
     findings = check_envoy(read_yaml(ENVOY / name))
-    unjudged = OF_WHOLE_FILES if name == "ext_proc.yaml" else set()
+    unjudged = OF_HEADERS_FIRST | (OF_WHOLE_FILES if name == "ext_proc.yaml" else set())
     assert {finding.rule for finding in findings} == {rule.name for rule in RULES} - unjudged
     assert {finding.level for finding in findings} == {Level.OK}
 
@@ -136,8 +141,17 @@ def test_a_cluster_without_members_is_right_but_for_the_lack_of_a_fallback() -> 
 
 
 BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
-    ("request_headers_are_sent", Level.ERROR, "SEND",
-     lambda b: b.mode.update(request_header_mode="SKIP")),
+    ("requests_wait", Level.ERROR, "SEND", lambda b: b.filters.pop(1)),
+    ("requests_wait", Level.ERROR, "envoy.filters.http.buffer",
+     lambda b: b.filters.insert(0, b.filters.pop(1))),
+    ("headers_are_told", Level.ERROR, "request.path",
+     lambda b: b.ext_proc.pop("request_attributes")),
+    ("headers_are_told", Level.ERROR, "lacks request.headers['content-encoding']:",
+     lambda b: b.ext_proc.update(request_attributes=["request.path"])),
+    ("metadata_is_followed", Level.ERROR, "SEND",
+     lambda b: b.override.update(override_host_sources=[{"header": DESTINATION}])),
+    ("large_bodies_are_buffered", Level.WARNING, "413",
+     lambda b: b.filters[1]["typed_config"].update(max_request_bytes=2**20)),
     ("body_is_buffered", Level.ERROR, "NONE", lambda b: b.mode.pop("request_body_mode")),
     ("body_is_buffered", Level.ERROR, "STREAMED",
      lambda b: b.mode.update(request_body_mode="STREAMED")),
@@ -152,21 +166,22 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
     ("fails_open", Level.ERROR, "failure_mode_allow: true",
      lambda b: b.ext_proc.update(failure_mode_allow=False)),
     ("waits_briefly", Level.WARNING, "30 s", lambda b: b.ext_proc.update(message_timeout="30s")),
-    ("forged_header_is_removed", Level.ERROR, "header_mutation", lambda b: b.filters.pop(0)),
+    ("forged_header_is_removed", Level.ERROR, "header_mutation",
+     lambda b: b.headers_first().filters.pop(0)),
     ("forged_header_is_removed", Level.ERROR, "before",
-     lambda b: b.filters.insert(1, b.filters.pop(0))),
+     lambda b: b.headers_first().filters.insert(1, b.filters.pop(0))),
     ("replicas_obey", Level.ERROR, "'replicas' ignores",
      lambda b: b.replicas.pop("load_balancing_policy")),
     ("replicas_obey", Level.ERROR, "ignores",
      lambda b: (b.replicas.pop("load_balancing_policy"), b.replicas.update(type="ORIGINAL_DST"))),
     ("no_header_chooses_any_address", Level.ERROR, "use_http_header",
-     lambda b: b.original_dst(use_http_header=True, http_header_name=DESTINATION)),
+     lambda b: b.headers_first().original_dst(use_http_header=True, http_header_name=DESTINATION)),
     ("goes_on_without_router", Level.WARNING, "503",
      lambda b: b.original_dst(metadata_key={"key": "envoy.lb", "path": [{"key": DESTINATION}]})),
     ("source_is_known", Level.ERROR, "names nothing",
      lambda b: b.override.update(override_host_sources=[{"header": "x-other"}])),
     ("metadata_is_received", Level.ERROR, "envoy.lb",
-     lambda b: (b.use_metadata(), b.ext_proc.pop("metadata_options"))),
+     lambda b: b.ext_proc.pop("metadata_options")),
     ("has_fallback", Level.ERROR, "least_request", lambda b: b.override.pop("fallback_policy")),
     ("members_are_addresses", Level.ERROR, "LOGICAL_DNS",
      lambda b: b.replicas.update(type="LOGICAL_DNS")),
@@ -190,9 +205,9 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
     ("route_cluster_exists", Level.ERROR, "'other'",
      lambda b: b.route.update(weighted_clusters={"clusters": [
          {"name": b.route.pop("cluster"), "weight": 1}, {"name": "other", "weight": 1}]})),
-    ("filter_is_enabled", Level.ERROR, "disabled", lambda b: b.filters[1].update(disabled=True)),
+    ("filter_is_enabled", Level.ERROR, "disabled", lambda b: b.filters[0].update(disabled=True)),
     ("filter_is_enabled", Level.ERROR, "no route enables it",
-     lambda b: (b.filters[1].update(disabled=True), b.routes[0].update(per_filter(disabled=True)))),
+     lambda b: (b.filters[0].update(disabled=True), b.routes[0].update(per_filter(disabled=True)))),
     ("router_is_health_checked", Level.WARNING, "hangs", lambda b: b.router.pop("health_checks")),
     ("trailers_are_sent", Level.ERROR, "request_trailer_mode: SEND",
      lambda b: b.mode.update(request_body_mode="FULL_DUPLEX_STREAMED")),
@@ -214,18 +229,16 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
     ("routes_ask", Level.ERROR, "weighted clusters",
      lambda b: b.split({"name": "replicas", **per_filter(PER_ROUTE, disabled=True)})),
     ("routes_ask", Level.ERROR, "disabled",
-     lambda b: (b.filters[1].update(disabled=True),
+     lambda b: (b.filters[0].update(disabled=True),
                 b.routes.append({"match": {"prefix": "/x"}, "redirect": {}, **override()}))),
     ("body_is_buffered", Level.ERROR, "NONE",
      lambda b: b.routes[0].update(override(processing_mode={"request_body_mode": "NONE"}))),
     ("body_is_buffered", Level.ERROR, "NONE",
      lambda b: b.host.update(override(processing_mode={"response_body_mode": "STREAMED"}))),
-    ("request_headers_are_sent", Level.ERROR, "SKIP", lambda b: b.host.update(
-        override(processing_mode={**WHOLE_BODY, "request_header_mode": "SKIP"}))),
     ("fails_open", Level.ERROR, "fails",
      lambda b: b.routes[0].update(override(failure_mode_allow=False))),
     ("filter_is_reached", Level.ERROR, "last",
-     lambda b: b.filters.insert(1, b.filters.pop())),
+     lambda b: b.headers_first().filters.insert(1, b.filters.pop())),
     ("filter_is_reached", Level.ERROR, "refuses",
      lambda b: b.filters.insert(0, b.filters.pop())),
     ("second_choice_is_used", Level.WARNING, "num_retries: 1",
@@ -265,14 +278,14 @@ ALLOWED: list[Breakage] = [
     lambda b: b.tree.update(dynamic_resources={"cds_config": {"ads": {}}}) or b.clusters.pop(0),
     lambda b: (b.route.pop("cluster"), b.route.update(cluster_header="x-cluster")),
     lambda b: (
-        b.filters[1].update(disabled=True),
+        b.filters[0].update(disabled=True),
         b.routes[0].update(per_filter(config={})),
     ),
     lambda b: b.replicas["circuit_breakers"]["thresholds"][0].update(
         max_retries=None, retry_budget={"budget_percent": {"value": 50}}
     ),
     lambda b: b.ext_proc.pop("message_timeout"),
-    lambda b: b.use_metadata(),
+    lambda b: b.headers_first(),
     lambda b: b.route.update(timeout="3600s"),
     lambda b: (b.manager.pop("stream_idle_timeout"), b.route.update(idle_timeout="0s")),
     lambda b: b.replicas.update(type="EDS", eds_cluster_config={"eds_config": {"ads": {}}}),
@@ -310,7 +323,7 @@ ALLOWED: list[Breakage] = [
         ),
     ),
     lambda b: (
-        b.filters.pop(0),
+        b.headers_first().filters.pop(0),
         b.manager.update(
             early_header_mutation_extensions=[
                 {
@@ -333,8 +346,26 @@ def test_other_ways_to_have_it_right_are_right(change: Breakage) -> None:
 
 
 def test_a_file_without_the_filter_says_so_and_no_more() -> None:
-    (finding,) = broken(lambda b: b.filters.pop(1))
+    (finding,) = broken(lambda b: b.filters.pop(0))
     assert (finding.rule, finding.level) == ("has_ext_proc", Level.ERROR)
+
+
+def test_headers_that_settings_name_must_be_told() -> None:
+    named = Config.model_validate(
+        {
+            "route": {"allow_policy_header": True, "session_cookie": "sid"},
+            "request": {"tenant_header": "X-Tenant"},
+        }
+    ).headers
+    file = Bootstrap()
+    (finding,) = [one for one in check_envoy(file.tree, headers=named) if one.level is not Level.OK]
+    assert (finding.rule, finding.level) == ("named_headers_are_told", Level.ERROR)
+    lacking = ["request.headers['cookie']", "request.headers['x-tenant']"]
+    assert finding.text.endswith("Add " + ", ".join(lacking))  # the policy's is there
+    file.ext_proc["request_attributes"] += lacking
+    assert {one.level for one in check_envoy(file.tree, headers=named)} == {Level.OK}
+    file.headers_first()
+    assert {one.level for one in check_envoy(file.tree, headers=named)} == {Level.OK}
 
 
 @pytest.mark.parametrize("tree", [None, [], {}, [1, 2], {"a": 1}, "text", [{"name": "x"}]])
@@ -366,7 +397,7 @@ MISSPELT: list[tuple[str, str, Breakage]] = [
     ("load_balancing_policy.policies[0]", "null",
      lambda b: b.replicas.update(load_balancing_policy={"policies": [None]})),
     ("static_resources.clusters[2]", "null", lambda b: b.clusters.append(None)),
-    ("http_filters[3]", "null", lambda b: b.filters.append(None)),
+    ("http_filters[4]", "null", lambda b: b.filters.append(None)),
     ("response_attributes", "string", lambda b: b.ext_proc.update(response_attributes=[None])),
     ("failure_mode_allow", "boolean", lambda b: b.ext_proc.update(failure_mode_allow="perhaps")),
     ("routes[0].route", "cluster_specifier has more than one value",
@@ -421,7 +452,7 @@ def test_patches_of_an_istio_envoy_filter_are_looked_into() -> None:
     }
     found = {finding.rule: finding for finding in complaints(wrapped)}
     assert found.keys() == {"fails_open", "is_complete"}
-    assert found["fails_open"].where == "spec.configPatches[1].patch.value.typed_config"
+    assert found["fails_open"].where == "spec.configPatches[0].patch.value.typed_config"
 
 
 def test_the_patches_for_istio_lack_only_the_route() -> None:
@@ -544,7 +575,7 @@ def test_the_command_prints_what_it_understood_and_found(
     assert "error" not in good
 
     bad = Bootstrap()
-    bad.filters.pop(0)
+    bad.filters.pop(1)
     bad.ext_proc.pop("allow_mode_override")
     path = tmp_path / "bad.yaml"
     path.write_text(yaml.safe_dump(bad.tree), encoding="utf-8")

@@ -13,15 +13,14 @@ import grpc
 import pytest
 import yaml
 from aiohttp import web
-from envoy_data_plane.envoy.config.core.v3 import HeaderValue, HeaderValueOption
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
     BodyResponse,
     CommonResponse,
-    HeaderMutation,
     HeadersResponse,
     ProcessingRequest,
     ProcessingResponse,
 )
+from envoy_data_plane.google.protobuf import Struct, Value
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from yarl import URL
 
@@ -85,7 +84,7 @@ def merged(port: int = 0) -> dict[str, Any]:
                 {
                     "name": "mine",
                     "domains": ["*"],
-                    "routes": [{"match": {"prefix": "/v1/"}, "route": part["route"]}],
+                    "routes": part["routes"],
                 }
             ]
         },
@@ -157,32 +156,37 @@ class Chooser:
     def __init__(self) -> None:
         self.destination = ""
         self.served_by = ""
-        self.path = ""
+        self.asked: list[str] = []
+        """The messages that came before the request left."""
+        self.told: dict[str, str] = {}
+        """What was told of the last request's headers."""
 
     async def process(
         self, requests: AsyncIterator[ProcessingRequest], _: object
     ) -> AsyncIterator[ProcessingResponse]:
         async for request in requests:
-            if request.request_headers is not None:
-                headers = request.request_headers.headers
-                found = {one.key: one.raw_value for one in (headers.headers if headers else [])}
-                self.path = found[":path"].decode()
-                yield ProcessingResponse(request_headers=HeadersResponse(self._choice()))
-            elif request.request_body is not None:
-                yield ProcessingResponse(request_body=BodyResponse(CommonResponse()))
-            else:
+            if request.response_headers is not None:
                 fields = request.attributes["envoy.filters.http.ext_proc"].fields
                 self.served_by = fields["upstream.address"].string_value or ""
                 assert fields["response.code"].number_value == 200
                 yield ProcessingResponse(response_headers=HeadersResponse(CommonResponse()))
+            elif request.request_headers is not None:
+                self.asked.append("headers")
+                yield ProcessingResponse(
+                    request_headers=HeadersResponse(CommonResponse()),
+                    dynamic_metadata=self._choice(),
+                )
+            else:
+                self.asked.append("body")
+                for told in request.attributes.values():
+                    self.told = {key: one.string_value or "" for key, one in told.fields.items()}
+                yield ProcessingResponse(
+                    request_body=BodyResponse(CommonResponse()), dynamic_metadata=self._choice()
+                )
 
-    def _choice(self) -> CommonResponse:
-        if not self.destination:
-            return CommonResponse()
-        header = HeaderValue(key=DESTINATION, raw_value=self.destination.encode())
-        return CommonResponse(
-            header_mutation=HeaderMutation(set_headers=[HeaderValueOption(header=header)])
-        )
+    def _choice(self) -> Struct:
+        chosen = Struct(fields={DESTINATION: Value(string_value=self.destination)})
+        return Struct(fields={"envoy.lb": Value(struct_value=chosen)} if self.destination else {})
 
 
 @asynccontextmanager
@@ -256,11 +260,19 @@ async def running(
 
 
 async def post(
-    url: str, headers: dict[str, str] | None = None, body: bytes = b"{}"
+    url: str,
+    headers: dict[str, str] | None = None,
+    body: bytes = b"{}",
+    path: str = "/v1/completions",
 ) -> dict[str, Any]:
+    """Asks for a path just as it is written."""
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{url}/v1/completions", data=io.BytesIO(body), headers=headers) as response,
+        session.post(
+            URL(url + path, encoded=True),
+            data=io.BytesIO(body),
+            headers=headers,
+        ) as response,
     ):
         assert response.status == 200, await response.text()
         answer: dict[str, Any] = await response.json()
@@ -302,24 +314,13 @@ async def test_the_first_choice_serves_and_the_router_hears_who_it_was(tmp_path:
             assert chooser.served_by == address
 
 
-async def get(url: str, path: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
-    """Asks for a path just as it is written."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(URL(url + path, encoded=True), headers=headers) as response,
-    ):
-        assert response.status == 200, await response.text()
-        answer: dict[str, Any] = await response.json()
-        return answer
-
-
 @pytest.mark.parametrize(
     ("asked", "arrives"),
     [
         # What clients of such servers send stays as it is.
         *[(path, path) for path in (
             "/v1/chat/completions", "/v1/models/org%2Fmodel", "/v1/models/a%20b%C3%A9:7b@main",
-            "/v1/files/f.1/content?u=http://x//y&z=..", "/v1/responses/resp_1/cancel", "/",
+            "/v1/files/f.1/content?u=http://x//y&z=..", "/v1/responses", "/",
         )],
         ("//v1//completions", "/v1/completions"),
         ("/v1/../metrics", "/metrics"),
@@ -330,8 +331,42 @@ async def test_router_and_replica_see_one_path(
     whole_file: tuple[Chooser, str], asked: str, arrives: str
 ) -> None:
     chooser, url = whole_file
-    assert (await get(url, asked))["path"] == arrives
-    assert chooser.path == arrives
+    assert (await post(url, path=asked))["path"] == arrives
+    assert chooser.told["request.path"] == arrives
+
+
+async def test_a_request_leaves_after_one_message(whole_file: tuple[Chooser, str]) -> None:
+    chooser, url = whole_file
+    named = {"x-request-id": "mine", "content-encoding": "identity", "x-other": "o"}
+    answer = await post(url, named)
+    assert chooser.asked == ["body"]
+    assert chooser.told == {
+        "request.path": "/v1/completions",
+        "request.id": "mine",
+        "request.headers['content-encoding']": "identity",
+    }
+    assert answer["header"] == chooser.destination  # for logs and other filters
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "asked"),
+    [
+        ("/v1/models", 0, ["headers"]),
+        ("/pool/v1/responses/resp_1/cancel?a=b", 0, ["headers"]),
+        ("/v1/responses", 10, ["body"]),
+        ("/v1/completions", 8 * 2**20, ["body"]),
+        ("/v1/completions", 8 * 2**20 + 1, ["headers", "body"]),
+        ("/v1/completions", 0, []),
+    ],
+)
+async def test_what_has_no_body_or_a_large_one_is_decided_on_its_headers(
+    whole_file: tuple[Chooser, str], path: str, size: int, asked: list[str]
+) -> None:
+    chooser, url = whole_file
+    answer = await post(url, body=bytes(size), path=path)
+    assert chooser.asked == asked
+    assert answer["bytes"] == size
+    assert answer["header"] == (chooser.destination if asked else None)
 
 
 @pytest.mark.parametrize("in_compose", [False, True])
@@ -355,7 +390,7 @@ async def test_headers_with_underscores_do_not_pass_for_those_without(
 ) -> None:
     _, url = whole_file
     forged = {DESTINATION.replace("-", "_"): "1.2.3.4:5", "x-mine": "kept"}
-    arrived = (await get(url, "/v1/models", forged))["headers"]
+    arrived = (await post(url, forged))["headers"]
     assert arrived["x-mine"] == "kept"
     assert not [name for name in arrived if "_" in name]
 
@@ -441,6 +476,7 @@ async def test_a_client_cannot_choose_when_the_router_makes_no_choice(tmp_path: 
     ):
         forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
     assert {answer["name"] for answer in forged} == {"a", "b"}
+    assert {answer["header"] for answer in forged} == {None}
 
 
 async def test_a_body_of_40_mb_passes(tmp_path: Path) -> None:

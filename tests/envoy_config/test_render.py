@@ -1,6 +1,13 @@
+from pathlib import Path
+
 import yaml
 
 from extproc.demo.envoy_config import TEMPLATE, render
+
+
+def test_users_and_demo_have_one_file() -> None:
+    own = Path(__file__).parents[2] / "envoy" / "envoy.yaml"
+    assert TEMPLATE.read_text(encoding="utf-8") == own.read_text(encoding="utf-8")
 
 
 def test_only_addresses_differ_from_the_template() -> None:

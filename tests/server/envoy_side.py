@@ -76,6 +76,26 @@ class Stream:
             )
         )
 
+    async def body_first(
+        self,
+        body: dict[str, Any] | bytes,
+        path: str = "/v1/chat/completions",
+        headers: dict[str, str] | None = None,
+        end_of_stream: bool = True,
+    ) -> ProcessingResponse:
+        """Sends the body as the only message, with attributes as in ``envoy/envoy.yaml``."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        told = {f"request.headers['{name}']": value for name, value in (headers or {}).items()}
+        if request_id := (headers or {}).get("x-request-id"):
+            told["request.id"] = request_id
+        told["request.path"] = path
+        fields = {name: Value(string_value=value) for name, value in told.items()}
+        return await self.send(
+            request_body=HttpBody(body=data, end_of_stream=end_of_stream),
+            attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
+            protocol_config=ProtocolConfiguration(request_body_mode=BodyMode.BUFFERED),
+        )
+
     async def write_body(self, body: bytes, end_of_stream: bool = True) -> None:
         """Sends a chunk of the request's body."""
         await self.write(
@@ -153,6 +173,15 @@ def destination(reply: ProcessingResponse) -> list[str]:
         if option.header.key == DESTINATION:
             return option.header.raw_value.decode().split(",")
     return []
+
+
+def chosen(reply: ProcessingResponse) -> list[str]:
+    """The same, as the metadata says it; the only thing that counts where the body comes first."""
+    if reply.dynamic_metadata is None or "envoy.lb" not in reply.dynamic_metadata.fields:
+        return []
+    namespace = reply.dynamic_metadata.fields["envoy.lb"].struct_value
+    assert namespace is not None
+    return (namespace.fields[DESTINATION].string_value or "").split(",")
 
 
 def headers_message(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders:

@@ -6,9 +6,8 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from extproc.simulator import tokens
-from extproc.simulator.endpoints.base import Bound, Output
+from extproc.simulator.endpoints.base import Bound
 from extproc.simulator.endpoints.openai import OpenAIBody, OpenAIReply
-from extproc.simulator.sequence import FinishReason
 
 
 class Message(BaseModel):
@@ -55,6 +54,7 @@ class ChatReply(OpenAIReply):
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    piece = b'"delta":{"content":"%b"}'
 
     def opening(self, sequences: int) -> bytes:
         """The role, for each sequence."""
@@ -64,19 +64,5 @@ class ChatReply(OpenAIReply):
             for index in range(sequences)
         )
 
-    def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
-        """A chunk with the token."""
-        finish = b'"%b"' % reason.encode() if reason else b"null"
-        return (
-            b'%b,"choices":[{"index":%d,"delta":{"content":"%b"},"logprobs":null,'
-            b'"finish_reason":%b}]}\n\n'
-        ) % (self._chunk_head, index, text.encode(), finish)
-
-    def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": output.text, "tool_calls": []},
-            "logprobs": None,
-            "finish_reason": output.reason,
-            "stop_reason": None,
-        }
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "tool_calls": []}}

@@ -4,9 +4,8 @@ from typing import Any
 
 from pydantic import field_validator
 
-from extproc.simulator.endpoints.base import Bound, Output, Prompts, encode_prompts
+from extproc.simulator.endpoints.base import Bound, Prompts, encode_prompts
 from extproc.simulator.endpoints.openai import OpenAIBody, OpenAIReply
-from extproc.simulator.sequence import FinishReason
 
 DEFAULT_MAX_TOKENS = 16
 """``max_tokens`` where it is absent or null."""
@@ -40,19 +39,7 @@ class CompletionReply(OpenAIReply):
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
+    piece = b'"text":"%b"'
 
-    def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
-        """A chunk with the token."""
-        finish = b'"%b"' % reason.encode() if reason else b"null"
-        return (
-            b'%b,"choices":[{"index":%d,"text":"%b","logprobs":null,"finish_reason":%b}]}\n\n'
-        ) % (self._chunk_head, index, text.encode(), finish)
-
-    def _choice(self, index: int, output: Output) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": output.text,
-            "logprobs": None,
-            "finish_reason": output.reason,
-            "stop_reason": None,
-        }
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"text": text}

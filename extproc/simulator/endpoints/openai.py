@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, Field, model_validator
 
 from extproc.simulator.endpoints.base import GenerateBody, Output, Reply, Usage, compact
+from extproc.simulator.sequence import FinishReason
 
 MAX_CHOICES = 128
 """OpenAI's limit on ``n``."""
@@ -48,11 +49,24 @@ class OpenAIReply(Reply):
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
+    piece: ClassVar[bytes]
+    """What a chunk says of a token, as a format of its text."""
 
     def __post_init__(self) -> None:
         """Name it, and prepare what every chunk begins with."""
         super().__post_init__()
         self._chunk_head = b"data: %b" % compact(self._frame(self.chunk_object))[:-1]
+
+    def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
+        """A chunk with the token."""
+        finish = b'"%b"' % reason.encode() if reason else b"null"
+        said = self.piece % text.encode()
+        return b'%b,"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (
+            self._chunk_head,
+            index,
+            said,
+            finish,
+        )
 
     def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
         """The usage, if asked for, and the end."""
@@ -63,8 +77,12 @@ class OpenAIReply(Reply):
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return {**self._frame(self.object), "choices": choices, "usage": self._usage(usage)}
 
+    def _choice(self, index: int, output: Output) -> dict[str, Any]:
+        reason = {"logprobs": None, "finish_reason": output.reason, "stop_reason": None}
+        return {"index": index, **self._said(output.text), **reason}
+
     @abstractmethod
-    def _choice(self, index: int, output: Output) -> dict[str, Any]: ...
+    def _said(self, text: str) -> dict[str, Any]: ...
 
     def _chunk(self, **fields: Any) -> bytes:
         return b"data: %b\n\n" % compact({**self._frame(self.chunk_object), **fields})

@@ -1,0 +1,108 @@
+"""The endpoint picker's protocol (Gateway API Inference Extension): full duplex."""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from extproc.request.errors import NoReplica, Refusal
+from extproc.request.large import LARGE_BODY
+from extproc.request.profile import NO_WORK
+from extproc.server import messages
+from extproc.server.exchange import NONE_READY, Asked, Exchange, refuse
+from extproc.server.proto.ext_proc_pb2 import HttpHeaders, ProcessingRequest
+from extproc.server.services import Services
+
+_PIECE = 2**16
+"""Bytes of a body that was held back, in each message that returns it."""
+
+
+class Gateway(Exchange):
+    """A gateway asks for an endpoint, and has no choice of its own.
+
+    Headers wait for the body, which comes in chunks, and all of it is answered at once: each reply
+    is made when the one before it has been taken.
+    """
+
+    __slots__ = ("_held", "_taken", "_waiting")
+
+    has_fallback = False
+
+    def __init__(self, services: Services, first: ProcessingRequest) -> None:
+        """As any exchange."""
+        super().__init__(services, first)
+        self._waiting: Asked | None = None
+        self._held = bytearray()
+        """What came of the body while the headers wait for it."""
+        self._taken = 0
+        """Bytes of the room for bodies."""
+
+    def close(self) -> None:
+        """As any exchange; what it held is given back."""
+        self._leave_room()
+        super().close()
+
+    def _on_request_headers(self, message: HttpHeaders) -> Iterable[bytes]:
+        headers = messages.headers_of(message, self._headers)
+        asked = self._asked(headers)
+        if asked is None:
+            return [self._pass_on("request_headers", headers)]
+        if asked.readable and not message.end_of_stream:
+            self._waiting = asked
+            return []
+        partial = not message.end_of_stream
+        return [self._route("request_headers", asked, b"", partial)[0]]
+
+    def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
+        message = request.request_body
+        if self._waiting is None:
+            return [messages.pass_chunk("request_body", message.body, message.end_of_stream)]
+        self._held += message.body
+        more = not message.end_of_stream
+        if self._take_room(len(message.body)) and more and len(self._held) < LARGE_BODY:
+            return []
+        return self._let_go(self._waiting, complete=not more, last=not more)
+
+    def _on_request_trailers(self) -> Iterable[bytes]:
+        trailers = [messages.proceed("request_trailers")]
+        if self._waiting is None:
+            return trailers
+        return chain(self._let_go(self._waiting, complete=True, last=False), trailers)
+
+    def _to_any(self, phase: str) -> bytes:
+        decision = self._services.router.decide(NO_WORK, among=self._subset)
+        if decision is None:
+            return refuse(NoReplica(NONE_READY))
+        return self._send_to(phase, self._destination(decision))
+
+    def _let_go(self, asked: Asked, complete: bool, last: bool) -> Iterator[bytes]:
+        """The headers that were held back, with a destination now, and after them the body.
+
+        ``complete``: there is no more of it; ``last``: nor trailers.
+        """
+        body, self._held, self._waiting = bytes(self._held), bytearray(), None
+        try:
+            reply, body = self._route("request_headers", asked, body, partial=not complete)
+        except Refusal:
+            self._leave_room()
+            raise
+        return self._with_body(reply, body, last)
+
+    def _with_body(self, reply: bytes, body: bytes, last: bool) -> Iterator[bytes]:
+        """Holds its room until an Envoy that is slow to read has taken it all."""
+        try:
+            yield reply
+            for start in range(0, len(body) or last, _PIECE):
+                end = start + _PIECE
+                ended = last and end >= len(body)
+                yield messages.pass_chunk("request_body", body[start:end], ended)
+        finally:
+            self._leave_room()
+
+    def _take_room(self, size: int) -> bool:
+        if not self._services.room.take(size):
+            return False
+        self._taken += size
+        return True
+
+    def _leave_room(self) -> None:
+        self._services.room.give_back(self._taken)
+        self._taken = 0
