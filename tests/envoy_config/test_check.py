@@ -427,7 +427,7 @@ def test_a_typed_struct_is_looked_into() -> None:
         fields = dict(bootstrap.ext_proc)
         del fields["failure_mode_allow"]
         struct = {"type_url": fields.pop("@type"), "value": fields}
-        bootstrap.filters[1]["typed_config"] = {
+        bootstrap.filters[0]["typed_config"] = {
             "@type": "type.googleapis.com/xds.type.v3.TypedStruct",
             **struct,
         }
