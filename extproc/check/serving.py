@@ -1,4 +1,4 @@
-"""Rules by how each router is configured."""
+"""Rules for what Envoy must know of the routers, by how each is configured."""
 
 from collections import defaultdict
 from collections.abc import Set
@@ -24,25 +24,29 @@ _TLS_ALONE = (
     "cluster {!r} speaks TLS, and the router as it is configured here plain text: no request "
     "would reach it. Set serve.tls_cert and serve.tls_key, or name their file with --config"
 )
-_NOT_TOLD = (
-    "request_header_mode is SKIP and request_attributes lacks headers that the router's "
-    "settings name, so that they have no effect. Add"
-)
 _WORKERS = (
     "cluster {!r} lists {} of {} workers (serve.workers): the others get no request. "
     "List the ports {} to {}, each as an endpoint"
 )
+_UNTOLD = (
+    "request_header_mode is SKIP and request_attributes lacks headers that the router's settings "
+    "name, so that they have no effect. Add {}"
+)
 
 
 def rules_for(serve: ServeSettings, headers: Set[str]) -> list[Rule]:
-    """What should hold beside a router with these settings.
-
-    Args:
-        serve: how each router is configured.
-        headers: of requests that its settings name, in lower case.
-    """
-    tls = serve.tls_cert is not None
+    """What should hold beside a router with these settings; ``headers``: those of requests that
+    they name, in lower case."""
     wanted = sorted(map(expression_of, headers))
+
+    def skipping(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+        return bodies_first(file) if wanted else []
+
+    def tells(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+        missing = [one for one in wanted if one not in part.message.request_attributes]
+        return _UNTOLD.format(", ".join(missing)) if missing else None
+
+    tls = serve.tls_cert is not None
 
     def listing(file: EnvoyFile) -> list[Part[Cluster]]:
         """Clusters that list their members, where a router is several processes."""
@@ -67,21 +71,13 @@ def rules_for(serve: ServeSettings, headers: Set[str]) -> list[Rule]:
             return None
         return (_NO_TLS if tls else _TLS_ALONE).format(part.message.name)
 
-    def skipping(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
-        """Filters that skip headers."""
-        return bodies_first(file) if headers else []
-
-    def tells_headers(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
-        missing = [one for one in wanted if one not in part.message.request_attributes]
-        return f"{_NOT_TOLD} {', '.join(missing)}" if missing else None
-
     all_listed = f"All {serve.workers} workers of the router are listed."
     alike = "Envoy and the router speak TLS."
     told = "The router hears the headers that its settings name."
     return [
         Rule("workers_are_listed", all_listed, Level.WARNING, listing, lists_workers),
         Rule("transport_fits", alike, Level.WARNING, speaking, speaks_alike),
-        Rule("named_headers_are_told", told, Level.ERROR, skipping, tells_headers),
+        Rule("named_headers_are_told", told, Level.ERROR, skipping, tells),
     ]
 
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from extproc.clock import monotonic, wall
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics

@@ -16,6 +16,7 @@ from extproc.store.connection import connect
 from extproc.store.replicas import Put, Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
 from tests.poll.replica import Replica
+from tests.waiting import PATIENCE_S
 
 PATIENT = {"timeout_s": 1.5, "ttl_s": 100}
 """Waits for an answer as long as can be."""
@@ -72,7 +73,7 @@ class Seen:
                 self._changed.set()
 
     async def until(self, holds: Callable[[dict[str, ReplicaState]], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not holds(self.states):
                 self._changed.clear()
                 await self._changed.wait()

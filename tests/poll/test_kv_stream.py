@@ -23,6 +23,7 @@ from extproc.poll.kv_stream import KvStream
 from extproc.predict.lengths import OutputLengths
 from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
+from tests.waiting import PATIENCE_S
 
 
 class Engine:
@@ -77,7 +78,7 @@ class Engine:
 
 async def _bind(socket: zmq.asyncio.Socket, port: int) -> None:
     """A socket that was closed lets go of its port a moment later."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 socket.bind(f"tcp://127.0.0.1:{port}")
@@ -117,7 +118,7 @@ class Followed(Destination):
         self._some.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not holds():
                 self._some.clear()
                 await self._some.wait()
@@ -297,7 +298,7 @@ async def test_a_router_that_polls_itself_dumps_nothing(
         followed.stream.tell_again()
         dumps.clear()
         for _ in range(4):
-            await asyncio.wait_for(router.looks.get(), 10)
+            await asyncio.wait_for(router.looks.get(), PATIENCE_S)
     assert not dumps
 
 
@@ -437,7 +438,7 @@ async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
             broken.setattr(KvBlocks, "apply", fail)
             await engine.tell(stored(0, [11]))
             for _ in range(3):
-                await asyncio.wait_for(failures.get(), 10)
+                await asyncio.wait_for(failures.get(), PATIENCE_S)
             assert followed.stream.number is None
         await followed.holds(KEYS[0])
     assert [line.getMessage() for line in caplog.records] == [

@@ -23,6 +23,7 @@ from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.poll.polling import PATIENT, Seen, config, polling, watching
 from tests.poll.replica import Handler, Replica, page, serving, text
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -50,7 +51,7 @@ async def poller_process(settings: Config, directory: Path) -> AsyncIterator[Pro
 async def leases(redis: Redis, replicas: list[Replica], holds: Callable[[Owners], bool]) -> Owners:
     """Wait until this is true of the leases."""
     keys = [Keys("default").lease + replica.id for replica in replicas]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             values = zip(replicas, await redis.mget(keys), strict=True)
             owners = {replica.id: str_if_bytes(owner) for replica, owner in values if owner}

@@ -21,6 +21,7 @@ from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
 from extproc.store.replicas import StateWriter
 from tests.poll.replica import serving
+from tests.waiting import PATIENCE_S
 
 A, B, C = (ReplicaState(id=f"10.0.0.{number}:8000") for number in range(3))
 
@@ -75,7 +76,7 @@ async def attempt(writer: Writer, there: bool) -> None:
 async def test_what_is_back_while_it_is_being_removed_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with publishing(monkeypatch) as (publisher, writer), asyncio.timeout(10):
+    async with publishing(monkeypatch) as (publisher, writer), asyncio.timeout(PATIENCE_S):
         for state in (A, B):
             publisher.put(state)
             publisher.remove(state.id)
@@ -114,7 +115,7 @@ class Noting(Destination):
     async def until(self, what: str) -> list[str]:
         """What was noted up to this."""
         noted: list[str] = []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while what not in noted:
                 noted.append(await self._noted.get())
         return noted

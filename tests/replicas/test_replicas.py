@@ -20,6 +20,7 @@ from tests.fakes import ManualClock
 from tests.poll.polling import config, polling, watching
 from tests.poll.replica import Replica, page, serving, text
 from tests.store.servers import command
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -197,7 +198,7 @@ async def test_a_redis_that_comes_back_empty_is_filled_again(
             await logged.line("redis is lost, retrying")
             await redis_server.start()
 
-            async with connect(redis_server.url, "default") as redis, asyncio.timeout(10):
+            async with connect(redis_server.url, "default") as redis, asyncio.timeout(PATIENCE_S):
                 store = DesiredStore(redis, settings.pool)
                 members: dict[str, Desired] = {}
                 while len(members) < 3:

@@ -19,8 +19,9 @@ from extproc.store.keys import Keys
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import replica
-from tests.store.servers import command, eventually
+from tests.store.servers import command
 from tests.store.test_bounds import ACL
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -58,7 +59,7 @@ class Router:
         async def same() -> bool:
             return self.held.get(replica(number)) == keys
 
-        await eventually(same)
+        await until(same)
 
 
 @asynccontextmanager
@@ -88,6 +89,18 @@ async def poller(url: str, name: str = "mine") -> AsyncIterator[Tell]:
 async def lease(client: Redis, name: str = "mine") -> None:
     for number in (1, 2):
         await client.set(Keys("test").lease + replica(number), name)
+
+
+@pytest.fixture
+async def heard(
+    redis_server: RedisServer, redis_client: Redis
+) -> AsyncIterator[tuple[Tell, Router]]:
+    """A poller that has the lease, and a router that heard from it of one block."""
+    await lease(redis_client)
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+        yield tell, one
 
 
 async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
@@ -175,60 +188,48 @@ async def test_all_that_is_held_is_sent_once(
 
 
 async def test_who_could_not_use_the_last_news_gets_all_with_the_next(
-    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    heard: tuple[Tell, Router], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
-    await lease(redis_client)
-    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
-        await tell(whole(1, {1}), whole(1, {1}))
-        await one.holds({1})
-        one.held.clear()
-        one.reader.forget(replica(1))
-        await tell(news(2, {2}))
-        await one.holds({1, 2})
+    tell, one = heard
+    one.held.clear()
+    one.reader.forget(replica(1))
+    await tell(news(2, {2}))
+    await one.holds({1, 2})
 
 
 async def test_news_that_follow_nothing_are_told_whole_next(
-    redis_server: RedisServer, redis_client: Redis
+    heard: tuple[Tell, Router], redis_client: Redis
 ) -> None:
     """As when Redis came back empty."""
-    await lease(redis_client)
-    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
-        await tell(whole(1, {1}), whole(1, {1}))
-        await one.holds({1})
-        await redis_client.delete(Keys("test").blocks + replica(1))
-        assert await tell(news(2, {2})) == {replica(1)}
-        await one.holds({1, 2})
-        assert await tell(whole(3, {1, 2}), whole(3, {1, 2})) == set()
+    tell, one = heard
+    await redis_client.delete(Keys("test").blocks + replica(1))
+    assert await tell(news(2, {2})) == {replica(1)}
+    await one.holds({1, 2})
+    assert await tell(whole(3, {1, 2}), whole(3, {1, 2})) == set()
 
 
 async def test_a_full_redis_still_passes_news_on(
-    redis_server: RedisServer, redis_client: Redis
+    heard: tuple[Tell, Router], redis_client: Redis
 ) -> None:
-    await lease(redis_client)
-    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
-        await tell(whole(1, {1}), whole(1, {1}))
-        await one.holds({1})
-        await redis_client.config_set("maxmemory", 1)
-        assert await tell(news(2, {2})) == {replica(1)}
-        await one.holds({1, 2})
+    tell, one = heard
+    await redis_client.config_set("maxmemory", 1)
+    assert await tell(news(2, {2})) == {replica(1)}
+    await one.holds({1, 2})
 
 
 async def test_what_was_missed_on_the_way_is_read(
-    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+    heard: tuple[Tell, Router], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
-    await lease(redis_client)
-    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
-        await tell(whole(1, {1}), whole(1, {1}))
-        await one.holds({1})
-        log: Any = await redis_client.get(Keys("test").blocks + replica(1))
-        await redis_client.set(Keys("test").blocks + replica(1), log + news(2, {2}).encode())
-        await tell(news(3, {3}))
-        await one.holds({1, 2, 3})
-        assert await redis_client.client_kill_filter(_type="pubsub")
-        await tell(news(4, {4}))
-        await one.holds({1, 2, 3, 4})
+    tell, one = heard
+    log: Any = await redis_client.get(Keys("test").blocks + replica(1))
+    await redis_client.set(Keys("test").blocks + replica(1), log + news(2, {2}).encode())
+    await tell(news(3, {3}))
+    await one.holds({1, 2, 3})
+    assert await redis_client.client_kill_filter(_type="pubsub")
+    await tell(news(4, {4}))
+    await one.holds({1, 2, 3, 4})
 
 
 async def test_garbage_is_harmless_and_said_once(

@@ -22,6 +22,7 @@ from extproc.store.keys import Keys
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, replica, state
 from tests.store.servers import command
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
@@ -38,7 +39,7 @@ async def reading(url: str) -> AsyncIterator[Next]:
     ):
 
         async def following() -> News:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 return await anext(news)
 
         yield following
@@ -196,6 +197,4 @@ async def test_a_router_that_is_told_to_stop_says_farewell(
 
 
 async def _sees(fleet: Fleet, requests: int) -> None:
-    async with asyncio.timeout(10):
-        while fleet.view(MODEL).requests[0] != requests:  # noqa: ASYNC110 - no event is there
-            await asyncio.sleep(0.01)
+    await until(lambda: fleet.view(MODEL).requests[0] == requests)

@@ -15,6 +15,7 @@ from extproc.store.leases import LIFE_S, Held, Leases
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -89,7 +90,7 @@ async def test_a_lease_passes_over_without_a_moment_in_between(redis_client: Red
 async def test_a_dead_pollers_leases_are_taken(redis_client: Redis) -> None:
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
     await rounds(a, b)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while (await b.tend(TEN)).replicas != set(TEN):  # a never comes again
             pass
 
@@ -103,8 +104,8 @@ async def test_what_was_scraped_under_a_lost_lease_is_not_written(redis_client: 
         await pushed.psubscribe("*")
         writer = StateWriter(redis_client, POOL, ttl_s=60, poller="a")
         await writer.put([ReplicaState(id=lost), ReplicaState(id=mine)])
-        message = await pushed.get_message(timeout=5)
-        message = await pushed.get_message(timeout=5)
+        message = await pushed.get_message(timeout=PATIENCE_S)
+        message = await pushed.get_message(timeout=PATIENCE_S)
         assert message is not None
         assert mine in message["data"].decode()
     assert await redis_client.exists(Keys(POOL).replica + mine)

@@ -12,8 +12,9 @@ from extproc.store.keys import Keys
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, replica
 from tests.store.routers import router
-from tests.store.servers import command, eventually
+from tests.store.servers import command
 from tests.store.test_bounds import ACL
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -36,7 +37,7 @@ async def holds(fleet: Fleet, number: int, prefix: Prefix) -> None:
         whole = len(prefix.keys) * prefix.unit
         return list(held) == [whole * (number == 1), whole * (number == 2)]
 
-    await eventually(it_does)
+    await until(it_does)
 
 
 @pytest.mark.parametrize("protocol", [2, 3])

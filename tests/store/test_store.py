@@ -16,6 +16,7 @@ from extproc.store.connection import connect
 from extproc.store.keys import Keys
 from extproc.store.replicas import Change, Put, Removed, Snapshot, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -39,7 +40,7 @@ async def reading(url: str, pool: str = "test") -> AsyncIterator[Next]:
     ):
 
         async def following() -> Change:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 return await anext(changes)
 
         yield following
@@ -71,7 +72,7 @@ async def test_state_that_nobody_refreshes_ends(
     await StateWriter(redis_client, "test", ttl_s=60).put([A])
     assert 0 < await redis_client.pttl(Keys("test").replica + A.id) <= 60_000
     await StateWriter(redis_client, "test", ttl_s=0.001).put([A])
-    async with reading(redis_server.url) as following, asyncio.timeout(10):
+    async with reading(redis_server.url) as following, asyncio.timeout(PATIENCE_S):
         while await redis_client.exists(Keys("test").replica + A.id):
             pass
         assert await following() == Snapshot(())
@@ -287,5 +288,5 @@ async def test_a_reader_and_a_writer_end_when_cancelled_at_whatever_moment(
             await asyncio.sleep(0)
         for task in tasks:
             task.cancel()
-        done, _ = await asyncio.wait(tasks, timeout=5)
+        done, _ = await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert done == set(tasks)

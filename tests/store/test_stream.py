@@ -17,8 +17,9 @@ from extproc.store.stream import StreamReader, StreamWriter
 from tests.conftest import RedisServer
 from tests.fakes import replica
 from tests.store.routers import router
-from tests.store.servers import command, eventually
+from tests.store.servers import command
 from tests.store.test_bounds import ACL
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
@@ -29,7 +30,7 @@ async def knows(fleet: Fleet, *names: str) -> None:
     async def all_are() -> bool:
         return all(fleet.holder(name) == replica(2) for name in names)
 
-    await eventually(all_are)
+    await until(all_are)
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
@@ -93,7 +94,7 @@ async def reading(url: str) -> AsyncIterator[Next]:
                     heard.put_nowait(str_if_bytes(name))
 
     async def following() -> str:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             return await heard.get()
 
     async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
@@ -115,7 +116,7 @@ async def test_who_was_cut_off_reads_on_where_it_was(
     async with reading(redis_server.url) as following:
         await writer.send([{"resp_1": replica(2)}])
         assert await following() == "resp_1"
-        await eventually(lambda: is_reading(redis_client))
+        await until(lambda: is_reading(redis_client))
         assert await redis_client.client_kill_filter(_type="normal", skipme=True)
         await writer.send([{"resp_2": replica(2)}])
         assert await following() == "resp_2"
@@ -128,7 +129,7 @@ async def test_redis_may_come_back_empty_and_with_an_earlier_clock(
         async with connect(redis_server.url, "test") as client:
             await client.xadd(Keys("test").responses, {"resp_1": replica(2)}, id="9999999999999-0")
             assert await following() == "resp_1"
-            await eventually(lambda: is_reading(client))
+            await until(lambda: is_reading(client))
         await redis_server.kill()
         await redis_server.start()
         async with connect(redis_server.url, "test") as client:

@@ -22,9 +22,9 @@ from extproc.xds.resources import resources
 from extproc.xds.server import XdsServer
 from tests.certificates import Authority
 from tests.conftest import Logged
-from tests.e2e.client import until
 from tests.e2e.test_security import documented
 from tests.envoy_config.test_envoy import post, replica, validate
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
