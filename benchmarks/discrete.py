@@ -13,7 +13,7 @@ from benchmarks.fleet import FleetEvent, FleetFile
 from benchmarks.machine import Machine
 from benchmarks.oracle import Oracle
 from benchmarks.polling import MODEL, Watch, poll_interval
-from benchmarks.routers import Deciding, News, Node, Routers
+from benchmarks.routers import Deciding, Node, Routers
 from benchmarks.served import Failed, Served
 from benchmarks.speeds import Speeds
 from benchmarks.trace import ID_TOKENS, TracedRequest
@@ -22,11 +22,8 @@ from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
 from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.route.router import Router
 from extproc.simulator.blocks import trace_hashes
-from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
-from extproc.simulator.speculation import Speculation
 from extproc.simulator.steps import Outcome
 
 KNOWN = ("lengths", "coefficients")
@@ -61,7 +58,7 @@ class Simulation:
         self._random = Random(self.seed)
         self._poll_s = self.poll_interval or poll_interval(self.policy)
         self.machines = {
-            name: Machine(name, profile, self._speculation(name))
+            name: Machine(name, profile, self.fleet_file.group(name), self.seed)
             for name, profile in self.fleet_file.members.items()
         }
         self.nodes: list[Node] = []
@@ -77,7 +74,8 @@ class Simulation:
             self._deciding = Routers(self.nodes, self.share_lag, self.clock, Random(self.seed))
         self._events = sorted(self.fleet_file.events, key=lambda event: event.at, reverse=True)
         self._poll_at = 0.0
-        self._speeds = Speeds()
+        self.speeds = Speeds()
+        """What was learned of replicas whose speed changed."""
         self._sent = 0
         self._open: dict[int, Served] = {}
         self.failed: list[Failed] = []
@@ -87,21 +85,6 @@ class Simulation:
     def fleet(self) -> Fleet:
         """The first router's."""
         return self.nodes[0].fleet
-
-    @property
-    def router(self) -> Router:
-        """The first one's decisions."""
-        return self.nodes[0].router
-
-    @property
-    def engines(self) -> dict[str, Engine]:
-        """Every replica's engine, by name."""
-        return {name: machine.engine for name, machine in self.machines.items()}
-
-    @property
-    def speeds(self) -> Speeds:
-        """What was learned of replicas whose speed changed."""
-        return self._speeds
 
     def run(self, trace: PySequence[TracedRequest]) -> Iterator[Served]:
         """Plays the trace; yields every request that was answered when it has finished."""
@@ -152,7 +135,7 @@ class Simulation:
         def sent(node: Node) -> None:
             served.watched |= node.sent(number, decision)
 
-        self._tell(served, sent)
+        self._deciding.tell(served.number, sent)
         self._send(served)
 
     def _sequence(self, number: int, traced: TracedRequest) -> Sequence:
@@ -190,7 +173,7 @@ class Simulation:
         if not served.answered:
             self._answer(served, well=False)
         seen = served.watched and served.profile.stream and served.first_token is not None
-        self._tell(served, lambda node: node.ended(served, prefilled=seen))
+        self._deciding.tell(served.number, lambda node: node.ended(served, prefilled=seen))
         del self._open[served.number]
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
@@ -201,13 +184,12 @@ class Simulation:
         served.answered = True
         replica, chosen = served.replica, served.decision.replica
         if replica != chosen:
-            self._tell(served, lambda node: node.answered(chosen, well=False))
+            self._deciding.tell(served.number, lambda node: node.answered(chosen, well=False))
             prefix = served.profile.prefix
-            self._tell(served, lambda node: node.moved(served.number, replica, prefix))
-        self._tell(served, lambda node: node.answered(replica, well))
-
-    def _tell(self, served: Served, news: News) -> None:
-        self._deciding.tell(served.number, news)
+            self._deciding.tell(
+                served.number, lambda node: node.moved(served.number, replica, prefix)
+            )
+        self._deciding.tell(served.number, lambda node: node.answered(replica, well))
 
     def _give_up_on_hung(self) -> None:
         """The last requests wait for replicas that never come back."""
@@ -221,7 +203,7 @@ class Simulation:
         machine = self.machines[event.replica]
         machine.happen(event, self.clock())
         if event.slow is not None and self.nodes:
-            self._speeds.changed(machine, event.slow, self.clock())
+            self.speeds.changed(machine, event.slow, self.clock())
         if event.do == "down":
             for served in list(self._open.values()):
                 if served.replica == machine.name:
@@ -253,12 +235,14 @@ class Simulation:
         if served.profile.stream:
             self._answer(served, well=True)
             if served.watched:
-                self._tell(served, lambda node: node.first_token(served.number))
+                self._deciding.tell(served.number, lambda node: node.first_token(served.number))
 
     def _finish(self, served: Served) -> None:
         served.finished = self.clock()
         self._answer(served, well=True)
-        self._tell(served, lambda node: node.ended(served, prefilled=served.watched))
+        self._deciding.tell(
+            served.number, lambda node: node.ended(served, prefilled=served.watched)
+        )
         self._deciding.learn(served)
 
     def _poll(self) -> None:
@@ -267,16 +251,13 @@ class Simulation:
             state = watch.poll(now)
             if state is not None:
                 self._deciding.publish(state)
-        if now >= self._speeds.due:
-            self._speeds.compare(now, self.fleet.view(MODEL))
+        if now >= self.speeds.due:
+            self.speeds.compare(now, self.fleet.view(MODEL))
         self._poll_at += self._poll_s
 
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)
         return Node(Fleet(OutputLengths(), self.clock, self.clock), self.policy, random, self.clock)
-
-    def _speculation(self, name: str) -> Speculation | None:
-        return self.fleet_file.group(name).speculation(Random(f"{self.seed} {name}"))
 
     def _watch(self, machine: Machine, typical: Typical) -> Watch:
         known = "coefficients" in self.know

@@ -1,11 +1,11 @@
 """Routers of the simulation, each with its own ledger, that share digests as in production."""
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import cycle
 from math import inf
 from random import Random
-from typing import Protocol
 
 from benchmarks.clock import VirtualClock
 from benchmarks.served import Served
@@ -85,9 +85,10 @@ class Node:
 News = Callable[[Node], object]
 
 
-class Deciding(Protocol):
-    """Whoever decides: routers as in production, or the oracle."""
+class Deciding(ABC):
+    """Whoever decides: routers as in production, or the oracle, which is told nothing new."""
 
+    @abstractmethod
     def decide(
         self, number: int, profile: RequestProfile, prefix: Sequence[int]
     ) -> Decision | None:
@@ -95,26 +96,22 @@ class Deciding(Protocol):
 
         ``prefix``: hashes of the prompt's blocks.
         """
-        ...
 
-    def tell(self, number: int, news: News) -> None:
-        """Tells the router of a request."""
-        ...
-
+    @abstractmethod
     def learn(self, served: Served) -> None:
         """A request has just ended."""
-        ...
 
-    def publish(self, state: ReplicaState) -> None:
+    def tell(self, number: int, news: News) -> None:  # noqa: B027 - the oracle knows
+        """Tells the router of a request."""
+
+    def publish(self, state: ReplicaState) -> None:  # noqa: B027
         """A poll's news of a replica."""
-        ...
 
-    def deliver(self, until: float) -> None:
+    def deliver(self, until: float) -> None:  # noqa: B027
         """Lets routers send and hear digests, each at its time."""
-        ...
 
 
-class Routers:
+class Routers(Deciding):
     """Routers that share polls, and digests with a lag; requests are dealt at random."""
 
     def __init__(

@@ -28,7 +28,7 @@ from benchmarks.compare import envoy, terminal
 from benchmarks.compare.contenders import Contender
 from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, Product
-from benchmarks.compare.play import Traffic, play
+from benchmarks.compare.play import play
 from benchmarks.compare.router import Router
 from benchmarks.report import figures
 from extproc.demo.processes import ProcessError
@@ -95,8 +95,6 @@ async def _compare(
     logs: Path,
 ) -> None:
     """Every contender once, then again: what changes on the machine meets all of them."""
-    part = args.speed, args.skip, args.duration
-    traffic = Traffic(tuple(args.trace), *part, args.stream_share, args.seed)
     for one in contenders:
         print(f"{one.name:30}{one.about}")
     print("\n" + terminal.progress_header(), flush=True)
@@ -104,7 +102,7 @@ async def _compare(
         for one in _rotated(contenders, repeat):
             directory = logs / f"{repeat}-{one.name.replace(':', '-')}"
             try:
-                turns.runs.append(await play(one, replicas, traffic, repeat, directory))
+                turns.runs.append(await play(one, replicas, args, repeat, directory))
                 print(terminal.progress_line(turns.runs[-1]), flush=True)
             except (ProcessError, aiohttp.ClientError, OSError, ValueError) as error:
                 turns.not_run.append({"name": one.name, "repeat": repeat, "why": str(error)})
