@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from extproc.demo.processes import Process, free_port, start_redis
 from extproc.store.connection import connect
+from tests.waiting import PATIENCE_S
 
 # Tests with gRPC threads start processes: gRPC's own handlers around a fork may abort the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -51,7 +52,7 @@ class Logged(logging.Handler):
 
     async def line(self, message: str, times: int = 1) -> dict[str, object]:
         """Wait until this message was logged so many times; returns the first."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.lines(message)) < times:
                 self._more.clear()
                 await self._more.wait()

@@ -10,6 +10,7 @@ import pytest
 
 from extproc import __version__
 from extproc.cli import main
+from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -135,7 +136,7 @@ def start(*argv: str) -> "subprocess.Popen[str]":
 @pytest.mark.process
 def test_a_missing_tokenizer_is_one_line() -> None:
     with start("serve", "--request.tokenizers", '{"m": "/nowhere/tokenizer.json"}') as process:
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=PATIENCE_S)
     (line,) = errors.splitlines()
     assert process.returncode == 1
     assert line.startswith("extproc serve: the tokenizer configured for model 'm' does not exist")
@@ -150,7 +151,7 @@ def test_an_address_in_use_is_one_line(flag: str) -> None:
         addresses[flag] = f"127.0.0.1:{port}"
         argv = [word for pair in addresses.items() for word in pair]
         with start("serve", *argv, "--log.level", "error") as process:
-            _, errors = process.communicate(timeout=20)
+            _, errors = process.communicate(timeout=PATIENCE_S)
     (line,) = errors.splitlines()
     assert process.returncode == 1
     assert line.startswith("extproc serve: ")

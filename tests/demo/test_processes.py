@@ -13,6 +13,7 @@ from extproc.demo.processes import (
     listening,
     start_redis,
 )
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -83,7 +84,7 @@ async def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     argv: list[str | Path] = [sys.executable, "-c", STARTS_REDIS_AND_IS_KILLED, tmp_path, str(port)]
     parent = await Process.start("parent", argv, log=tmp_path / "parent.log")
     assert await parent.wait() == -9, parent.last_lines()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while await listening(port)():  # noqa: ASYNC110  # nobody tells us of an orphan's end
             await asyncio.sleep(0.01)
 

@@ -18,7 +18,8 @@ import yaml
 from docker.client import DockerClient
 from docker.errors import DockerException, ImageNotFound
 
-from extproc.demo.processes import Check, answers, free_port
+from extproc.demo.processes import answers, free_port
+from tests.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
@@ -64,14 +65,6 @@ def engine_answers() -> bool:
             answered = False
         gc.collect()
     return answered
-
-
-async def until(check: Check, seconds: float) -> None:
-    async with asyncio.timeout(seconds):
-        while True:
-            if await check():
-                return
-            await asyncio.sleep(0.2)
 
 
 class System:
@@ -186,7 +179,7 @@ async def test_no_request_fails_while_the_router_is_killed_and_comes_back(system
         async def so() -> bool:
             return len(answered) >= wanted or any(one.done() for one in clients)
 
-        await until(so, 60)
+        await until(so)
 
     with closing(docker.from_env()) as engine:
         router = container_of(engine, "router")
@@ -196,8 +189,8 @@ async def test_no_request_fails_while_the_router_is_killed_and_comes_back(system
             await asyncio.to_thread(router.kill)
             await more(80)
             await asyncio.to_thread(router.start)
-            await until(answers(f"{system.router_admin}/healthz"), 60)
-            await until(system.routed, 60)
+            await until(answers(f"{system.router_admin}/healthz"))
+            await until(system.routed)
             await more(40)
         finally:
             over.set()
@@ -219,4 +212,4 @@ async def test_every_service_gets_healthy(system: System) -> None:
             assert len(found) == 8
             return all(one.attrs["State"]["Health"]["Status"] == "healthy" for one in found)
 
-        await until(healthy, 60)
+        await until(healthy)

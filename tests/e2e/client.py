@@ -1,19 +1,19 @@
 """A client of the whole system, and what the router says of its requests."""
 
-import asyncio
 import io
 import json
 import re
 import uuid
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
+from extproc.clock import monotonic
 from extproc.demo.stack import MODEL
 from tests.e2e.stack import Stack
+from tests.waiting import until
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 CHAT = "/v1/chat/completions"
@@ -21,6 +21,8 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class Answer:
+    sent: float
+    """On the monotonic clock."""
     status: int
     body: bytes
     headers: dict[str, str]
@@ -31,13 +33,6 @@ class Answer:
     def decision(self) -> dict[str, Any]:
         (record,) = self.decisions
         return record
-
-
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
-    """Returns when the condition holds; fails when it does not in time."""
-    async with asyncio.timeout(seconds):
-        while not await condition():  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.02)
 
 
 class Client:
@@ -63,7 +58,7 @@ class Client:
         headers: dict[str, str] | None = None,
     ) -> Answer:
         """Any request; a dict is sent as JSON, anything else as it is."""
-        name = str(uuid.uuid4())
+        name, sent = str(uuid.uuid4()), monotonic()
         if isinstance(body, dict):
             body = io.BytesIO(json.dumps(body).encode())
             headers = {"content-type": "application/json"} | (headers or {})
@@ -75,7 +70,7 @@ class Client:
         ) as response:
             content = await response.read()
             told = dict(response.headers)
-        return Answer(response.status, content, told, await self._settled(name))
+        return Answer(sent, response.status, content, told, await self._settled(name))
 
     async def _settled(self, request_id: str) -> list[dict[str, Any]]:
         """The records, once the router has heard that the response has ended."""
@@ -85,7 +80,7 @@ class Client:
             return all(one["completion_s"] or (one["status"] or 0) >= 400 for one in outcomes)
 
         with suppress(TimeoutError):  # a request that Envoy did not wait for has no outcome
-            await self.until(settled, seconds=1)
+            await until(settled, seconds=5)
         return await self.decisions(request_id)
 
     async def decisions(self, request_id: str) -> list[dict[str, Any]]:
@@ -106,12 +101,17 @@ class Client:
 
     async def metric(self, name: str) -> float:
         """The router's, summed over its workers."""
-        total = 0.0
-        for admin in self._stack.worker_admins():
-            async with self._session.get(f"{admin}/metrics") as page:
-                found = re.search(rf"^{re.escape(name)} (\S+)$", await page.text(), re.M)
-                total += float(found[1]) if found else 0.0
-        return total
+        return sum([await self.metric_of(admin, name) for admin in self._stack.worker_admins()])
+
+    async def metric_of(self, admin: str, name: str) -> float:
+        """One worker's."""
+        async with self._session.get(f"{admin}/metrics") as page:
+            found = re.search(rf"^{re.escape(name)} (\S+)$", await page.text(), re.M)
+        return float(found[1]) if found else 0.0
+
+    async def routed(self, admin: str) -> float:
+        """How many requests a router, or one of its workers, has routed."""
+        return await self.metric_of(admin, 'extproc_requests_total{result="routed"}')
 
     async def simulate(self, name: str, **door: Any) -> None:
         """Makes a simulated replica slow, hung or failing."""
@@ -122,19 +122,15 @@ class Client:
         async with self._session.post(url, json=body) as response:
             assert response.status == 200, await response.text()
 
-    async def until(self, condition: Callable[[], Awaitable[bool]], seconds: float = 10) -> None:
-        """Returns when the condition holds; fails when it does not in time."""
-        await until(condition, seconds)
-
     async def ledger_empty(self) -> None:
         """Returns when the router has no request in flight."""
 
         async def empty() -> bool:
             return bool((await self.fleet())["in_flight"] == 0)
 
-        await self.until(empty)
+        await until(empty)
 
     async def _admin(self, path: str) -> Any:
-        url, limit = self._stack.router_admin + path, aiohttp.ClientTimeout(total=1)
+        url, limit = self._stack.router_admin + path, aiohttp.ClientTimeout(total=5)
         async with self._session.get(url, timeout=limit) as response:
             return await response.json()

@@ -23,8 +23,10 @@ class Stack(stack.Stack):
 
 
 def patient(envoy_file: str) -> str:
-    """The same, with three seconds for every message to the router and every health check."""
-    return re.sub(r"\b(message_timeout|timeout): 0\.\d+s", r"\1: 3s", envoy_file)
+    """The same, with four seconds for a connection, a message to the router and its health."""
+    return re.sub(
+        r"(\b(?:connect|message)_timeout: )[\d.]+s|( timeout: )0\.5s", r"\1\g<2>4s", envoy_file
+    )
 
 
 class XdsStack(Stack):

@@ -10,6 +10,7 @@ import pytest_asyncio
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -54,7 +55,7 @@ async def homes(client: Client) -> dict[str, str]:
         loads = [sorted(terms(decision).values()) for decision in decisions.values()]
         return all(here == 0.0 < there for here, there in loads) and len({*found.values()}) == 2
 
-    await client.until(settled, seconds=60)
+    await until(settled)
     return found
 
 
@@ -89,7 +90,7 @@ async def test_a_request_whose_adapter_would_wait_for_another_goes_elsewhere(
     async def code_runs() -> bool:
         return bool((await client.replica(code))["in_flight"] == 4)
 
-    await client.until(code_runs)
+    await until(code_runs)
     decision = await ask(client, "law")
     assert decision["replica_name"] == law
     assert terms(decision)[law] == 0.0

@@ -16,9 +16,10 @@ import yaml
 from extproc.demo.processes import answers
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests import envoy_gateway, istio
-from tests.e2e.client import CHAT, MESSAGES, Client, until
+from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import ENVOY, Stack, XdsStack, on_ports
 from tests.envoy_config.test_envoy import around_the_fragment
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -130,7 +131,7 @@ async def test_it_follows_the_choice_to_either(client: Client, stack: AnyExample
     served: set[str] = set()
     try:
         await client.simulate("one", slow=20.0)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while len(served) < 2:
                 answers = await asyncio.gather(*(client.chat(tokens=30) for _ in range(8)))
                 assert {answer.status for answer in answers} == {200}

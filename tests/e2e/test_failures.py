@@ -1,4 +1,4 @@
-"""Parts die, hang and come back while requests run."""
+"""Parts die, hang, slow down and come back while requests run."""
 
 import asyncio
 import signal
@@ -9,13 +9,17 @@ from math import log2
 import pytest
 
 from extproc.clock import monotonic
+from extproc.predict.hardware import PROFILES
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 
 OUTLIER = "outlier_detection.ejections"
+FAST = PROFILES["llama-8b-h100"].step
+IN_TURN = {"x-extproc-policy": "round_robin"}
 
 
 @asynccontextmanager
@@ -42,12 +46,15 @@ async def traffic(client: Client, per_second: float = 20) -> AsyncIterator[list[
         await asyncio.gather(*tasks)
 
 
-async def more(answers: list[Answer], count: int) -> None:
-    """Returns when that many more requests were answered."""
-    wanted = len(answers) + count
-    async with asyncio.timeout(20):
-        while len(answers) < wanted:  # noqa: ASYNC110 - nothing signals an answer
-            await asyncio.sleep(0.02)
+async def more(answers: list[Answer], count: int) -> list[Answer]:
+    """That many answers to requests that are sent from now on."""
+    since = monotonic()
+
+    def later() -> list[Answer]:
+        return [answer for answer in answers if answer.sent > since]
+
+    await until(lambda: len(later()) >= count)
+    return later()
 
 
 async def routed_again(client: Client) -> None:
@@ -56,7 +63,7 @@ async def routed_again(client: Client) -> None:
     async def routed() -> bool:
         return bool((await client.chat(tokens=1)).decisions)
 
-    await client.until(routed)
+    await until(routed)
 
 
 async def test_without_the_router_envoy_serves_and_routing_resumes(
@@ -114,7 +121,7 @@ async def test_while_the_router_is_down_a_replica_that_fails_is_left_out(
 
     await stack.kill("router")
     await client.simulate("fast-2", fail=500)
-    await client.until(untouched, seconds=30)
+    await until(untouched)
     assert await count("retry.upstream_rq_500") >= 5
     await client.simulate("fast-2", fail=0)
     await stack.start("router")
@@ -152,7 +159,7 @@ async def test_without_redis_routing_goes_on(client: Client, stack: Stack) -> No
             replicas = (await client.fleet())["replicas"]
             return all(replica["scraped_at"] > seen + 1 for replica in replicas)
 
-        await client.until(fresh)
+        await until(fresh)
         await more(answers, 5)
     assert {answer.status for answer in answers} == {200}
     assert all(answer.decisions for answer in answers)
@@ -161,21 +168,20 @@ async def test_without_redis_routing_goes_on(client: Client, stack: Stack) -> No
 async def test_a_dead_replica_costs_no_request_and_comes_back(client: Client, stack: Stack) -> None:
     async with traffic(client) as answers:
         await more(answers, 5)
+        stopped = monotonic()
         await stack.stop("fast-1")
 
         async def known(healthy: bool) -> bool:
             return bool((await client.replica("fast-1"))["healthy"] is healthy)
 
-        await client.until(lambda: known(False))
-        dead = len(answers)
-        await more(answers, 15)
+        await until(lambda: known(False))
+        later = await more(answers, 15)
         await stack.start("fast-1")
-        await client.until(lambda: known(True))
+        await until(lambda: known(True))
         await more(answers, 5)
     # Those being answered by the replica when it ended are its own.
-    assert sum(answer.status != 200 for answer in answers) <= 1
-    later = [answer.decision["replica_name"] for answer in answers[dead + 5 : dead + 15]]
-    assert "fast-1" not in later
+    assert {answer.status for answer in answers if answer.sent > stopped} == {200}
+    assert "fast-1" not in {answer.decision["replica_name"] for answer in later}
 
 
 async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast(
@@ -183,7 +189,7 @@ async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast
 ) -> None:
     await client.simulate("fast-2", fail=500)
     began = monotonic()
-    turns = [await client.chat(headers={"x-extproc-policy": "round_robin"}) for _ in range(8)]
+    turns = [await client.chat(headers=IN_TURN) for _ in range(8)]
     answers = turns + [await client.chat() for _ in range(32)]
     tries = int(log2(monotonic() - began + 1.0))  # after pauses of 1, 2, 4, … s
     assert {answer.status for answer in answers} == {200}
@@ -192,10 +198,10 @@ async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast
     await client.simulate("fast-2", fail=0)
 
     async def back() -> bool:
-        answer = await client.chat()
+        answer = await client.chat(headers=IN_TURN)
         return bool(answer.decision["replica_name"] == "fast-2" and answer.status == 200)
 
-    await client.until(back, seconds=20)
+    await until(back)
 
 
 async def test_sigterm_lets_open_streams_end(client: Client, stack: Stack) -> None:
@@ -204,7 +210,7 @@ async def test_sigterm_lets_open_streams_end(client: Client, stack: Stack) -> No
     async def running() -> bool:
         return bool((await client.fleet())["in_flight"] == 1)
 
-    await client.until(running)
+    await until(running)
     await stack.stop("router")
     answer = await long
     assert answer.status == 200
@@ -212,3 +218,31 @@ async def test_sigterm_lets_open_streams_end(client: Client, stack: Stack) -> No
     assert stack.process("router").returncode == 0
     await stack.start("router")
     await routed_again(client)
+
+
+async def test_a_throttled_replica_is_seen_and_avoided(client: Client, stack: Stack) -> None:
+    await client.simulate("fast-1", slow=5.0)
+    ended = asyncio.Event()
+
+    async def load() -> None:
+        url = f"http://{stack.address('fast-1')}/v1/completions"
+        body = {"model": "llama-8b", "prompt": "the sea " * 200, "max_tokens": 100}
+        while not ended.is_set():
+            await client.post(url, body)
+
+    loads = [asyncio.create_task(load()) for _ in range(3)]
+
+    async def seen() -> bool:
+        learned = (await client.replica("fast-1"))["learned"]
+        return bool(learned and learned["c0"] > 4 * FAST.c0)
+
+    async def avoided() -> bool:
+        answers = [await client.chat(tokens=20) for _ in range(10)]
+        return {answer.decision["replica_name"] for answer in answers} == {"fast-2"}
+
+    try:
+        await until(seen)
+        await until(avoided)
+    finally:
+        ended.set()
+        await asyncio.gather(*loads)

@@ -16,6 +16,7 @@ from extproc.simulator import tokens
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -51,7 +52,7 @@ async def known(client: Client, known: bool = True) -> None:
         replicas = (await client.fleet())["replicas"]
         return all((one["known_blocks"] is not None) is known for one in replicas)
 
-    await client.until(all_are)
+    await until(all_are)
 
 
 async def news(client: Client) -> list[int]:
@@ -64,7 +65,7 @@ async def heard(client: Client, before: list[int]) -> None:
     async def some() -> bool:
         return await news(client) != before
 
-    await client.until(some)
+    await until(some)
     now: list[int] = []
     while now != (before := await news(client)):
         now = before
@@ -127,7 +128,7 @@ async def test_after_a_poller_a_replica_and_redis_started_anew(
             await known(client, False)
         await stack.start(name)
         await known(client)
-        await client.until(counted)
+        await until(counted)
         assert (await complete(client, prompt))[:2] == (96, 96)
     for name in ("one", "two"):
         await stack.kill(name)

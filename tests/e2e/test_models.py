@@ -10,6 +10,7 @@ import pytest_asyncio
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,7 +35,7 @@ async def test_a_model_whose_replicas_are_down_is_said_to_be_and_not_to_be_unkno
 
     assert (await client.chat()).decision["replica_name"] == "one"
     await stack.kill("one")
-    await client.until(gone)
+    await until(gone)
     for _ in range(4):
         answer = await client.chat()
         assert answer.status == 503, "another model's replica answers 404, and nobody tries again"
@@ -47,7 +48,7 @@ async def test_a_model_whose_replicas_are_down_is_said_to_be_and_not_to_be_unkno
     async def back() -> bool:
         return (await client.chat()).status == 200
 
-    await client.until(back)
+    await until(back)
     assert (await client.chat(model=MODEL)).decision["replica_name"] == "one"
 
 
@@ -57,7 +58,7 @@ async def test_a_model_that_nobody_serves_is_said_not_to_exist(
     async def all_listed() -> bool:
         return (await client.chat(model="nobody's")).status == 404
 
-    await client.until(all_listed)
+    await until(all_listed)
     answer = await client.chat(model="nobody's")
     assert "Retry-After" not in answer.headers
     error = json.loads(answer.body)["error"]

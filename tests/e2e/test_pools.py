@@ -15,6 +15,7 @@ from extproc.cli import main
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -92,7 +93,7 @@ async def test_each_model_goes_to_the_replicas_that_serve_it(
     async def known() -> bool:
         return model in (await client.replica(replica))["models"]
 
-    await client.until(known)
+    await until(known)
     for _ in range(4):
         answer = await client.chat(model=model)
         assert answer.status == 200

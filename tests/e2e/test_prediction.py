@@ -20,6 +20,7 @@ from extproc.predict.step import StepModel
 from tests.e2e.client import Answer, Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -160,7 +161,7 @@ async def decodes(client: Client, replica: str, sequences: int) -> None:
         right_since = (right_since or state["scraped_at"]) if right else None
         return right_since is not None and state["scraped_at"] - right_since > WINDOW_S
 
-    await client.until(known, seconds=30)
+    await until(known)
 
 
 async def test_two_short_ones_about_to_finish_beat_one_long_one(
@@ -274,7 +275,7 @@ async def test_a_long_queue_beats_a_full_kv_cache(client: Client, stack: Stack) 
         async def queued() -> bool:
             return bool((await client.fleet())["in_flight"] == 5)
 
-        await client.until(queued)
+        await until(queued)
         answer = await ask(client, "small-cache", 4000, 50)
         (chosen,) = {stream.replica for stream in await asyncio.gather(*queue)}
 

@@ -9,10 +9,12 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
+from redis.asyncio import Redis
 
 from extproc.demo.stack import FLEET, MODEL
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -29,6 +31,21 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 DECODING = list(BODIES)[:4]
 EIGHT = {"x-simulate-output-tokens": "8"}
+LARGEST_KEY = 8192
+"""Bytes in Redis."""
+
+
+async def test_every_key_ends_by_itself_and_is_small(stack: Stack, client: Client) -> None:
+    for _ in range(8):
+        assert (await client.chat()).status == 200
+    async with Redis.from_url(stack.redis_url) as redis:
+        keys = await redis.keys()
+        lives = {key: await redis.pttl(key) for key in keys}
+        sizes = {key: await redis.memory_usage(key, samples=0) for key in keys}
+    assert {key for key in keys if b":replica:" in key}
+    # One that just ended has none either, which pttl tells apart.
+    assert not [key for key, life in lives.items() if life == -1]
+    assert not [key for key, size in sizes.items() if size is not None and size > LARGEST_KEY]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -217,7 +234,7 @@ async def test_a_client_that_hangs_up_leaves_nothing(
         async def arrived() -> bool:
             return bool((await client.fleet())["in_flight"])
 
-        await client.until(arrived)
+        await until(arrived)
     writer.close()
     with suppress(OSError):
         await writer.wait_closed()
@@ -227,4 +244,4 @@ async def test_a_client_that_hangs_up_leaves_nothing(
         async def idle(name: str = name.name) -> bool:
             return bool((await client.replica(name))["running"] == 0)
 
-        await client.until(idle)
+        await until(idle)

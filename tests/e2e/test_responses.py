@@ -5,14 +5,13 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
-from tests.e2e.test_workers import routed
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -31,17 +30,6 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     directory = tmp_path_factory.mktemp("responses")
     async with Stack(directory, REPLICAS, SETTINGS, routers=2) as running:
         yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def session() -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield session
-
-
-@pytest.fixture
-def client(stack: Stack, session: aiohttp.ClientSession) -> Client:
-    return Client(stack, session)
 
 
 async def respond(client: Client, tokens: int = 8, **fields: Any) -> Answer:
@@ -73,22 +61,22 @@ async def known(client: Client, answer: Answer) -> None:
             assert asked.decisions == []
         return True
 
-    await client.until(held)
+    await until(held)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_conversation_goes_on_where_it_is_held(
-    client: Client, stack: Stack, session: aiohttp.ClientSession, streamed: bool
+    client: Client, stack: Stack, streamed: bool
 ) -> None:
     admins = [stack.admin(router) for router in stack.routers]
-    before = [await routed(session, admin) for admin in admins]
+    before = [await client.routed(admin) for admin in admins]
     last = await respond(client, stream=streamed)
     holder = server_of(last)
     for _ in range(TIMES):
         await known(client, last)
         last = await respond(client, stream=streamed, previous_response_id=id_of(last))
         assert (last.status, server_of(last)) == (200, holder)
-    after = [await routed(session, admin) for admin in admins]
+    after = [await client.routed(admin) for admin in admins]
     assert all(now > then for now, then in zip(after, before, strict=True))
 
 
@@ -145,6 +133,6 @@ async def test_a_replica_that_is_gone_is_not_waited_for(client: Client, stack: S
     async def left_out() -> bool:
         return not (await client.replica(holder))["healthy"]
 
-    await client.until(left_out)
+    await until(left_out)
     answer = await respond(client, previous_response_id=id_of(last))
     assert answer.status == 404

@@ -14,6 +14,7 @@ import yaml
 from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -113,7 +114,7 @@ class Watched:
         async def so() -> bool:
             return self.way(await self.client.chat(tokens=1)) == ("one", "one")
 
-        await self.client.until(so, seconds=20)
+        await until(so)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -163,7 +164,7 @@ async def test_failures_are_held_against_who_failed(system: Watched) -> None:
         async def known() -> bool:
             return await system.left_out() == ["one"]
 
-        await system.client.until(known)
+        await until(known)
     finally:
         await system.client.simulate("one", fail=0)
     await system.forgiven()
@@ -176,7 +177,7 @@ async def test_the_ledger_holds_it_where_it_is_served(system: Watched) -> None:
         async def moved() -> bool:
             return await system.in_flight("two") == 1
 
-        await system.client.until(moved)
+        await until(moved)
         assert await system.in_flight("one") == 0
         return await request
 
@@ -209,7 +210,7 @@ async def test_a_request_whose_replica_dies_under_it(system: Watched) -> None:
         async def taken() -> bool:
             return await system.in_flight("one") == 1
 
-        await system.client.until(taken)
+        await until(taken)
         await system.stack.kill("one")
         return await request
 

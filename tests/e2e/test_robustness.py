@@ -17,6 +17,7 @@ from extproc.demo.processes import free_port
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack, on_ports
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -81,7 +82,7 @@ async def nothing_left(client: Client) -> AsyncIterator[None]:
         running = [(await client.replica(one.name))["running"] for one in REPLICAS]
         return not any(held + running)
 
-    await client.until(idle, seconds=20)
+    await until(idle)
     answer = await client.chat(tokens=2)
     assert answer.status == 200
     assert answer.decision["outcome"]["served_by"] == answer.decision["replica"]
@@ -125,7 +126,7 @@ async def test_a_thousand_uploads_at_once_in_small_chunks(
             some = (upload(session, stack.ports[door], half_sent) for _ in range(AT_ONCE))
             uploads += map(asyncio.ensure_future, some)
             if door == "envoy":
-                await client.until(all_open)
+                await until(all_open)
         await half_sent.wait()
         assert Counter(await asyncio.gather(*uploads)) == {200: UPLOADS}
 
@@ -181,7 +182,7 @@ async def taken(client: Client, count: int) -> None:
     async def so() -> bool:
         return bool((await client.fleet())["in_flight"] == count)
 
-    await client.until(so)
+    await until(so)
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -221,7 +222,7 @@ async def test_clients_that_close_over_http_2(stack: Doubled, client: Client, ph
         async def asked() -> bool:
             return await client.metric("extproc_open_streams") == 1
 
-        await client.until(asked)
+        await until(asked)
     else:
         process.stdin.close()
         if phase == "reading":

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import aiohttp
 import pytest
 import pytest_asyncio
 import yaml
@@ -12,7 +11,7 @@ from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
 from tests.e2e.test_membership import replicas
-from tests.e2e.test_workers import routed
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -62,7 +61,7 @@ async def stays(client: Client, headers: dict[str, str]) -> str:
         served[:] = [server_of(await client.chat(headers=headers)) for _ in range(TIMES)]
         return len(set(served)) == 1
 
-    await client.until(so)
+    await until(so)
     return served[0]
 
 
@@ -70,12 +69,11 @@ async def stays(client: Client, headers: dict[str, str]) -> str:
 async def test_a_session_stays_where_it_is(
     client: Client, stack: Stack, named: dict[str, str]
 ) -> None:
-    async with aiohttp.ClientSession() as session:
-        admins = [stack.admin(router) for router in stack.routers]
-        before = [await routed(session, admin) for admin in admins]
-        home = await stays(client, named)
-        again = [await client.chat(headers=named) for _ in range(TIMES)]
-        after = [await routed(session, admin) for admin in admins]
+    admins = [stack.admin(router) for router in stack.routers]
+    before = [await client.routed(admin) for admin in admins]
+    home = await stays(client, named)
+    again = [await client.chat(headers=named) for _ in range(TIMES)]
+    after = [await client.routed(admin) for admin in admins]
     assert {server_of(answer) for answer in again} == {home}
     assert all(now > then for now, then in zip(after, before, strict=True))
 
@@ -124,7 +122,7 @@ async def test_a_session_leaves_a_replica_that_drains_and_one_that_died(
     async def drains() -> bool:
         return bool((await client.replica(stack.name_of(home)))["draining"])
 
-    await client.until(drains)
+    await until(drains)
     second = await stays(client, named)
     assert second != home
     assert await replicas(stack, "add", home) == 0
@@ -133,5 +131,5 @@ async def test_a_session_leaves_a_replica_that_drains_and_one_that_died(
     async def left_out() -> bool:
         return not (await client.replica(stack.name_of(second)))["healthy"]
 
-    await client.until(left_out)
+    await until(left_out)
     assert await stays(client, named) != second

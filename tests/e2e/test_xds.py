@@ -13,16 +13,15 @@ import pytest_asyncio
 from extproc.cli import main
 from extproc.demo.processes import Process, answers, free_port
 from extproc.demo.stack import MODEL, SimulatedReplica
-from tests.e2e.client import Answer, Client, until
+from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack, XdsStack
 from tests.e2e.test_failures import more, traffic
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 FLEET = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-h100"))
 ANY = {"x-extproc-policy": "round_robin"}
-SLOW_S = 30
-"""An Envoy that lost its control plane asks for it again after some seconds."""
 
 
 class Envoy:
@@ -70,13 +69,13 @@ class Envoy:
     def name_of(self, address: str) -> str:
         return next(name for name in self.stack.ports if self.stack.address(name) == address)
 
-    async def has(self, seconds: float = 10, **health: str) -> None:
+    async def has(self, **health: str) -> None:
         """Returns when the replicas are these."""
 
         async def so() -> bool:
             return await self.health() == health
 
-        await until(so, seconds)
+        await until(so)
 
     async def start_redis(self) -> None:
         """It starts empty; returns when pollers have filled it again."""
@@ -203,7 +202,7 @@ async def test_without_the_control_plane_envoy_goes_on_and_follows_it_again(envo
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
         await stack.start("xds")
         await envoy.replicas("drain", "two")
-        await envoy.has(SLOW_S, one="HEALTHY", two="DRAINING")
+        await envoy.has(one="HEALTHY", two="DRAINING")
         await envoy.replicas("add", stack.address("two"))
         await envoy.has(one="HEALTHY", two="HEALTHY")
     assert {answer.status for answer in answers} == {200}
@@ -214,9 +213,9 @@ async def test_a_control_plane_that_knows_no_replica_yet_removes_none(envoy: Env
     async with traffic(envoy.client, per_second=5) as answers:
         await stack.kill("redis")
         await stack.kill("xds")
-        await until(lambda: envoy.connected(0), SLOW_S)
+        await until(lambda: envoy.connected(0))
         await stack.start("xds")
-        await until(lambda: envoy.connected(1), SLOW_S)
+        await until(lambda: envoy.connected(1))
         await more(answers, 5)
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
         await envoy.start_redis()

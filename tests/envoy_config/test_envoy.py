@@ -27,7 +27,7 @@ from yarl import URL
 from extproc.address import split_address
 from extproc.demo.envoy_config import render
 from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
-from tests.e2e.client import until
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 

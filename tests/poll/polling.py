@@ -10,12 +10,13 @@ import pytest
 
 from extproc.config import Config
 from extproc.demo.processes import free_port
-from extproc.poll.app import run_poller
+from extproc.poll.into_redis import run_poller
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
 from extproc.store.replicas import Put, Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
 from tests.poll.replica import Replica
+from tests.waiting import PATIENCE_S
 
 PATIENT = {"timeout_s": 1.5, "ttl_s": 100}
 """Waits for an answer as long as can be."""
@@ -72,7 +73,7 @@ class Seen:
                 self._changed.set()
 
     async def until(self, holds: Callable[[dict[str, ReplicaState]], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not holds(self.states):
                 self._changed.clear()
                 await self._changed.wait()

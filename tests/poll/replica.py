@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from extproc.demo.processes import free_port
+from tests.waiting import PATIENCE_S
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -120,7 +121,7 @@ class Replica:
 
     async def asked_for(self, path: str, times: int) -> None:
         """Wait until it was asked so often."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while self.asked.count(path) < times:
                 self._asked.clear()
                 await self._asked.wait()

@@ -15,6 +15,7 @@ from extproc.poll.discovery import Discovery, Target
 from extproc.poll.resolve import resolve_host
 from extproc.predict.hardware import DEFAULT_PROFILE
 from tests.conftest import Logged
+from tests.waiting import PATIENCE_S
 
 
 class Names:
@@ -134,7 +135,7 @@ async def test_a_lookup_that_hangs_is_not_asked_again_and_takes_no_thread_of_the
         for _ in range(50):  # more than the loop has threads
             assert await ids(found) == ["10.0.0.9:80"]
         assert asked == ["hangs"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await asyncio.to_thread(int)
     finally:
         released.set()
@@ -241,6 +242,6 @@ async def test_a_file_that_comes_back_unchanged_is_usable_again(
         assert await ids(found) == ["10.0.0.1:80"]
         aside.rename(file)
         assert await ids(found) == ["10.0.0.1:80"]
-        problem = "replicas file is not usable, keeping its last list"
+        problem = "replicas file is not usable, keeping its last content"
         assert len(logged.lines(problem)) == count
         assert len(logged.lines("replicas file is usable again")) == count

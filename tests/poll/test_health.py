@@ -11,7 +11,7 @@ from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling
 from tests.poll.replica import serving
-from tests.store.servers import eventually
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -35,12 +35,12 @@ async def test_a_poller_without_redis_is_not_ready_and_lives(
 
         async with polling(settings):
             await logged.line("poller ready")
-            await eventually(ready)
+            await until(ready)
             await redis_server.kill()
-            await eventually(alone)
+            await until(alone)
             assert await says("/livez") == await says("/healthz") == (200, "ok\n")
             await redis_server.start()
-            await eventually(ready)
+            await until(ready)
 
 
 async def test_a_poller_whose_rounds_have_ended_does_not_live(redis_client: Redis) -> None:

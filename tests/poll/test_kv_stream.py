@@ -12,15 +12,18 @@ import zmq.asyncio
 
 from extproc.clock import monotonic
 from extproc.demo.processes import free_port
-from extproc.fleet.held_blocks import HeldBlocks
+from extproc.fleet.fleet import Fleet
 from extproc.poll import kv_stream
+from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
-from extproc.poll.inside import BlocksIntoFleet
+from extproc.poll.into_fleet import IntoFleet
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream
+from extproc.predict.lengths import OutputLengths
 from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
+from tests.waiting import PATIENCE_S
 
 
 class Engine:
@@ -75,7 +78,7 @@ class Engine:
 
 async def _bind(socket: zmq.asyncio.Socket, port: int) -> None:
     """A socket that was closed lets go of its port a moment later."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 socket.bind(f"tcp://127.0.0.1:{port}")
@@ -84,12 +87,13 @@ async def _bind(socket: zmq.asyncio.Socket, port: int) -> None:
                 await asyncio.sleep(0.01)
 
 
-class Followed:
+class Followed(Destination):
     """What a poller makes of it."""
 
     def __init__(
         self, context: zmq.asyncio.Context, ports: tuple[int, int], kept: bytes = b""
     ) -> None:
+        super().__init__()
         self.kept = kept
         self.saves = 0
         target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
@@ -114,7 +118,7 @@ class Followed:
         self._some.set()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not holds():
                 self._some.clear()
                 await self._some.wait()
@@ -271,11 +275,11 @@ async def test_what_has_not_changed_is_not_saved_again(
         await followed.until(lambda: followed.saves == 3)
 
 
-class Itself(BlocksIntoFleet):
+class Itself(IntoFleet):
     """A router that polls."""
 
     def __init__(self) -> None:
-        super().__init__(HeldBlocks(monotonic))
+        super().__init__(Fleet(OutputLengths()))
         self.looks: asyncio.Queue[None] = asyncio.Queue()
 
     def changed(self, replica: str, blocks: KvBlocks) -> None:
@@ -290,11 +294,11 @@ async def test_a_router_that_polls_itself_dumps_nothing(
     monkeypatch.setattr(KvBlocks, "dump", lambda _, mark: dumps.append(mark))
     async with following(context, engine) as followed:
         await followed.holds()
-        followed.stream._sink = router = Itself()
+        followed.stream._into = router = Itself()
         followed.stream.tell_again()
         dumps.clear()
         for _ in range(4):
-            await asyncio.wait_for(router.looks.get(), 10)
+            await asyncio.wait_for(router.looks.get(), PATIENCE_S)
     assert not dumps
 
 
@@ -434,7 +438,7 @@ async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
             broken.setattr(KvBlocks, "apply", fail)
             await engine.tell(stored(0, [11]))
             for _ in range(3):
-                await asyncio.wait_for(failures.get(), 10)
+                await asyncio.wait_for(failures.get(), PATIENCE_S)
             assert followed.stream.number is None
         await followed.holds(KEYS[0])
     assert [line.getMessage() for line in caplog.records] == [

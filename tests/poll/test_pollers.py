@@ -18,11 +18,12 @@ from extproc.demo.processes import Process, free_port
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
-from extproc.store.keys import lease_key
+from extproc.store.keys import Keys
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.poll.polling import PATIENT, Seen, config, polling, watching
 from tests.poll.replica import Handler, Replica, page, serving, text
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -49,8 +50,8 @@ async def poller_process(settings: Config, directory: Path) -> AsyncIterator[Pro
 
 async def leases(redis: Redis, replicas: list[Replica], holds: Callable[[Owners], bool]) -> Owners:
     """Wait until this is true of the leases."""
-    keys = [lease_key("default", replica.id) for replica in replicas]
-    async with asyncio.timeout(10):
+    keys = [Keys("default").lease + replica.id for replica in replicas]
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             values = zip(replicas, await redis.mget(keys), strict=True)
             owners = {replica.id: str_if_bytes(owner) for replica, owner in values if owner}

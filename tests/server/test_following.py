@@ -18,7 +18,7 @@ from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, state
 from tests.large import A_FEW_MS, longest_piece, thousand
-from tests.store.servers import eventually
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -55,14 +55,14 @@ async def test_a_pollers_clock_may_be_wrong(
         clock = ManualClock(wall() - SKEW_S)
         seen = state(1, "llama-8b-a10", clock, running=1, steps=1300.0, life_s=LIFE_S)
         await writer.put([seen])
-        await eventually(knows(fleet, [seen]))
+        await until(knows(fleet, [seen]))
         fleet.dispatch(seen.id, chat(10, 2000))
         fleet.first_token(fleet.dispatch(seen.id, chat(10, 2000)))
         before = fleet.sequences(fleet.view(MODEL)).remaining.max()
         await redis.client_kill_filter(_type="pubsub")
         await logged.line("redis is back")
         await writer.put([other := state(2, "llama-8b-a10", clock)])
-        await eventually(knows(fleet, [seen, other]))
+        await until(knows(fleet, [seen, other]))
         after = fleet.sequences(fleet.view(MODEL)).remaining.max()
         assert after > before - 200  # else the skew is taken for steps done
 
@@ -78,5 +78,5 @@ async def test_a_large_fleet_does_not_hold_requests_up_as_it_comes(
         async def all_known() -> bool:
             return len(fleet.members) == len(replicas)
 
-        await eventually(all_known)
+        await until(all_known)
     assert longest[0] < A_FEW_MS

@@ -2,7 +2,7 @@
 
 import asyncio
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -24,6 +24,7 @@ from extproc.server.services import Services
 from tests.conftest import Logged
 from tests.fakes import replica
 from tests.server.envoy_side import CHAT, EnvoySide, destination
+from tests.waiting import until
 
 MEMBERS = {replica(1), replica(2)}
 DUPLEX: dict[str, Any] = {
@@ -32,12 +33,6 @@ DUPLEX: dict[str, Any] = {
 }
 ROOM = 10_000
 BEGUN = b'{"model": "llama", "messages": [{"role": "user", "content": "'
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - nothing signals it
-            await asyncio.sleep(0.001)
 
 
 class TestStreams:

@@ -14,7 +14,7 @@ from extproc.demo.processes import Process, answers, free_port
 from tests.poll.replica import Replica, models, page, serving, text
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 from tests.server.test_gateway import status_of
-from tests.store.servers import eventually
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -51,7 +51,7 @@ async def test_one_process_routes_to_replicas_that_come_and_go(
             return await known() == expected
 
         async with await Process.start("router", argv, log=log, ready=ready) as process:
-            await eventually(lambda: are({one.id: 2}))
+            await until(lambda: are({one.id: 2}))
             async with (
                 grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
                 EnvoySide(channel).stream() as stream,
@@ -61,9 +61,9 @@ async def test_one_process_routes_to_replicas_that_come_and_go(
                 assert destination(reply) == [one.id]
             router(tmp_path, ports, one, two)
             one.answers["/metrics"] = text(page(running=77))
-            await eventually(lambda: are({one.id: 77, two.id: 2}))
+            await until(lambda: are({one.id: 77, two.id: 2}))
             router(tmp_path, ports, two)
-            await eventually(lambda: are({two.id: 2}))
+            await until(lambda: are({two.id: 2}))
             async with session.get(f"{admin}/metrics") as response:
                 metrics = await response.text()
             assert 'extproc_poll_replicas{pool="default"} 1.0' in metrics
@@ -107,10 +107,10 @@ async def test_no_model_is_unknown_before_each_replica_told_its_own(
             async def unknown() -> bool:
                 return await asked("nobody's") == 404
 
-            await eventually(listed)
+            await until(listed)
             assert await asked("large") == [one.id, one.id]
             told.set()
-            await eventually(unknown)
+            await until(unknown)
             assert await asked("large") == [two.id, two.id]
 
 

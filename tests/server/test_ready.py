@@ -16,7 +16,7 @@ from extproc.store.replicas import StateWriter
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, ManualClock, state
 from tests.server.envoy_side import CHAT, EnvoySide
-from tests.store.servers import eventually
+from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
@@ -63,15 +63,15 @@ async def test_a_router_is_ready_as_long_as_it_can_choose(
         assert await says("/livez") == await says("/healthz") == (200, "ok\n")
         async with connect(redis_server.url, "default") as redis:
             await StateWriter(redis, "default", 60).put([state(1, "", ManualClock())])
-        await eventually(ready)
+        await until(ready)
         await redis_server.kill()
-        await eventually(lost)
+        await until(lost)
         assert await ready()
         async with envoy.stream() as stream:
             await stream.request_headers()
             await stream.request_body(CHAT | {"model": MODEL})
             process.signal(signal.SIGTERM)
-            await eventually(stopping)
+            await until(stopping)
             assert await says("/livez") == (200, "ok\n")
             await stream.response_headers()
             await stream.end()

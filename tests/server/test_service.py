@@ -1,7 +1,6 @@
 import asyncio
 import gc
 import json
-from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -22,15 +21,10 @@ from extproc.server.services import Services
 from tests.conftest import Logged
 from tests.fakes import ManualClock, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, destination
+from tests.waiting import PATIENCE_S, until
 
 MEMBERS = {replica(1), replica(2)}
 ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - nothing signals the end of a call
-            await asyncio.sleep(0)
 
 
 def samples(metric: Collector) -> dict[tuple[str, ...], float]:
@@ -344,7 +338,7 @@ async def test_stopping_lets_open_streams_end(services: Services) -> None:
         await stream.response_body(ANSWER)
         assert not stopping.done()
         await stream.end()
-        await asyncio.wait_for(stopping, 5)
+        await asyncio.wait_for(stopping, PATIENCE_S)
     assert services.fleet.in_flight == 0
 
 
@@ -357,7 +351,7 @@ async def test_stopping_does_not_wait_for_ever(services: Services) -> None:
     ):
         await stream.request_headers()
         await stream.request_body(CHAT)
-        await asyncio.wait_for(server.stop(drain_s=0.05), 5)
+        await asyncio.wait_for(server.stop(drain_s=0.05), PATIENCE_S)
         await until(lambda: services.fleet.in_flight == 0)
 
 

@@ -19,6 +19,7 @@ from extproc.xds.catalog import Catalog
 from extproc.xds.server import XdsServer
 from tests.certificates import Authority
 from tests.conftest import Logged, too_many_open_files
+from tests.waiting import PATIENCE_S
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -89,7 +90,7 @@ async def health(port: int, trusted: Authority, shown: tuple[Path, Path] | None 
     own = [("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=own) as channel:
         asked = health_pb2.HealthCheckRequest()
-        answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=10)
+        answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=PATIENCE_S)
         return int(answer.status)
 
 

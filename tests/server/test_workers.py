@@ -18,6 +18,7 @@ from extproc.config import Config
 from extproc.demo.ports import pick_ports
 from extproc.server.supervisor import Worker
 from tests.children import worker_pid
+from tests.waiting import PATIENCE_S
 
 
 def configured(**serve: object) -> Config:
@@ -109,7 +110,7 @@ def supervised() -> Iterator[tuple[Supervisor, int]]:
 
 
 def metrics(admin: int) -> list[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{admin}/metrics", timeout=5) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{admin}/metrics", timeout=PATIENCE_S) as page:
         return list(page.read().decode().splitlines())
 
 

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import ClientError, ClientSession
 
+from tests.waiting import PATIENCE_S
+
 pytestmark = pytest.mark.process
 
 
@@ -45,13 +47,13 @@ from extproc import __main__
 
 async def ready(process: asyncio.subprocess.Process) -> str:
     assert process.stdout is not None
-    line = (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+    line = (await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)).decode()
     assert line.startswith("replica ready on http://127.0.0.1:")
     return line.split()[-1]
 
 
 async def problem(process: asyncio.subprocess.Process) -> str:
-    _, errors = await asyncio.wait_for(process.communicate(), 30)
+    _, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     return errors.decode()
 
 
@@ -67,7 +69,7 @@ async def test_it_serves_until_sigterm_even_while_streaming() -> None:
             assert (await models.json())["data"][0]["id"] == "mine"
             assert await stream.content.readline()
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
 
 async def test_it_reports_cached_tokens_where_the_flag_says_so() -> None:
@@ -84,7 +86,9 @@ async def test_it_ends_when_its_engine_fails() -> None:
     async with replica("--port", "0", python=("-c", BROKEN)) as process:
         async with ClientSession(await ready(process)) as session:
             with pytest.raises(ClientError):
-                await asyncio.wait_for(session.post("/v1/completions", json={"prompt": "a"}), 10)
+                await asyncio.wait_for(
+                    session.post("/v1/completions", json={"prompt": "a"}), PATIENCE_S
+                )
         errors = await problem(process)
         assert process.returncode == 1
         assert errors.startswith("the engine failed")

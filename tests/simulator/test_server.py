@@ -7,6 +7,7 @@ from aiohttp import ClientSession
 
 from extproc.simulator.replica import Replica
 from extproc.simulator.server import OUTPUT_TOKENS_HEADER
+from tests.waiting import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 
@@ -195,7 +196,7 @@ async def test_a_responses_stream_opens_before_the_engine_begins(
 ) -> None:
     replica.engine.slow = 1000
     body = {"input": "hello", "stream": True}
-    async with asyncio.timeout(10), client.post("/v1/responses", json=body) as response:
+    async with asyncio.timeout(PATIENCE_S), client.post("/v1/responses", json=body) as response:
         opening = b""
         while opening.count(b"\n\n") < 2:
             opening += await response.content.readany()
@@ -255,7 +256,7 @@ async def test_a_client_that_hangs_up_leaves_nothing_behind(
     body = chat(stream=stream, ignore_eos=True, max_tokens=4000)
     replica.engine.slow = 20.0
     request = asyncio.ensure_future(client.post(CHAT, json=body))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not await load(client):
             pass
         if stream:
@@ -290,7 +291,7 @@ async def test_a_replica_told_to_hang_answers_nothing_until_told_otherwise(
     done, _ = await asyncio.wait(waiting, timeout=0.1)
     assert not done
     await reply(client, "/simulate", {"hang": False})
-    await asyncio.wait_for(asyncio.gather(*waiting), 10)
+    await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
 
 
 async def test_a_replica_told_to_be_slow_is(client: ClientSession, replica: Replica) -> None:

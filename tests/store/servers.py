@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -11,11 +11,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from extproc.backoff import Backoff
+from extproc.config import Config, PollSettings
 from extproc.demo.processes import Process, free_port, listening, redis_binary
-from extproc.poll.publisher import Publisher
-from extproc.store.connection import Outage, connect
-from extproc.store.replicas import StateWriter
+from extproc.poll.into_redis import IntoRedis
+from extproc.store.connection import connect
+from tests.waiting import until
 
 HOST = "127.0.0.1"
 
@@ -54,9 +54,9 @@ class Watched:
             self.servers.append(await stack.enter_async_context(server))
         await stack.enter_async_context(await self._start_sentinel())
         async with Redis(port=self.ports[1]) as replica:
-            await eventually(partial(replication_is, replica, "master_link_status", "up"))
+            await until(partial(replication_is, replica, "master_link_status", "up"))
         async with Redis(port=self.sentinel_port, password=self.PASSWORD) as sentinel:
-            await eventually(lambda: sentinel.sentinel_slaves(self.SERVICE))
+            await until(lambda: sentinel.sentinel_slaves(self.SERVICE))
 
     async def _start_sentinel(self) -> Process:
         file = self._directory / "sentinel.conf"
@@ -111,20 +111,11 @@ class Cluster:
             await command(client, "CLUSTER", "MEET", HOST, self.ports[0])
         first = str(await command(clients[0], "CLUSTER", "MYID"), "ascii")
         for client in clients:
-            await eventually(partial(_cluster_is, client, "cluster_known_nodes", "4"))
+            await until(partial(_cluster_is, client, "cluster_known_nodes", "4"))
         await command(clients[3], "CLUSTER", "REPLICATE", first)
-        await eventually(partial(replication_is, clients[3], "master_link_status", "up"))
+        await until(partial(replication_is, clients[3], "master_link_status", "up"))
         for client in clients:
-            await eventually(partial(_cluster_is, client, "cluster_state", "ok"))
-
-
-async def eventually(holds: Callable[[], Awaitable[object]]) -> None:
-    """Wait until something is so."""
-    async with asyncio.timeout(30):
-        while True:
-            if await holds():
-                return
-            await asyncio.sleep(0.02)
+            await until(partial(_cluster_is, client, "cluster_state", "ok"))
 
 
 async def command(client: Redis, *words: str | int) -> Any:
@@ -184,10 +175,9 @@ async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def publishing(url: str, pool: str = "test") -> AsyncIterator[Publisher]:
+async def publishing(url: str, pool: str = "test") -> AsyncIterator[IntoRedis]:
     async with connect(url, pool) as redis:
-        writer = StateWriter(redis, pool, ttl_s=60)
-        publisher = Publisher(writer, Outage(redis), Backoff(0.05, 0.5, Random(1)))
+        publisher = IntoRedis(redis, Config(pool=pool, poll=PollSettings(ttl_s=60)), "", Random(1))
         task = asyncio.create_task(publisher.run())
         try:
             yield publisher

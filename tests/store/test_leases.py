@@ -10,11 +10,12 @@ from redis.utils import str_if_bytes
 
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import Outage, connect
-from extproc.store.keys import lease_key, pollers_key, replica_key
+from extproc.store.keys import Keys
 from extproc.store.leases import LIFE_S, Held, Leases
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
@@ -27,7 +28,7 @@ def poller(redis: Redis, name: str, clock: ManualClock | None = None) -> Leases:
 
 
 async def owners(redis: Redis, replicas: Collection[str] = TEN) -> list[str | None]:
-    values = await redis.mget([lease_key(POOL, replica) for replica in replicas])
+    values = await redis.mget([Keys(POOL).lease + replica for replica in replicas])
     return [None if value is None else str_if_bytes(value) for value in values]
 
 
@@ -41,14 +42,14 @@ async def test_one_poller_takes_everything_for_a_while(redis_client: Redis) -> N
     held = await poller(redis_client, "a").tend(TEN)
     assert held.replicas == held.taken == set(TEN)
     assert await owners(redis_client) == ["a"] * 10
-    for key in (lease_key(POOL, TEN[0]), pollers_key(POOL)):
+    for key in (Keys(POOL).lease + TEN[0], Keys(POOL).pollers):
         assert 0 < await redis_client.pttl(key) <= LIFE_S * 1000
 
 
 async def test_a_lease_is_renewed_by_its_owner_alone(redis_client: Redis) -> None:
     a = poller(redis_client, "a")
     await a.tend(TEN)
-    lost, kept = lease_key(POOL, TEN[0]), lease_key(POOL, TEN[1])
+    lost, kept = Keys(POOL).lease + TEN[0], Keys(POOL).lease + TEN[1]
     await redis_client.set(lost, "b", px=500)
     await redis_client.pexpire(kept, 500)
     held = await a.tend(TEN)
@@ -89,7 +90,7 @@ async def test_a_lease_passes_over_without_a_moment_in_between(redis_client: Red
 async def test_a_dead_pollers_leases_are_taken(redis_client: Redis) -> None:
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
     await rounds(a, b)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while (await b.tend(TEN)).replicas != set(TEN):  # a never comes again
             pass
 
@@ -98,17 +99,17 @@ async def test_what_was_scraped_under_a_lost_lease_is_not_written(redis_client: 
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
     mine, lost = TEN[:2]
     await rounds(a)
-    await redis_client.set(lease_key(POOL, lost), "b")
+    await redis_client.set(Keys(POOL).lease + lost, "b")
     async with redis_client.pubsub() as pushed:
         await pushed.psubscribe("*")
         writer = StateWriter(redis_client, POOL, ttl_s=60, poller="a")
         await writer.put([ReplicaState(id=lost), ReplicaState(id=mine)])
-        message = await pushed.get_message(timeout=5)
-        message = await pushed.get_message(timeout=5)
+        message = await pushed.get_message(timeout=PATIENCE_S)
+        message = await pushed.get_message(timeout=PATIENCE_S)
         assert message is not None
         assert mine in message["data"].decode()
-    assert await redis_client.exists(replica_key(POOL, mine))
-    assert not await redis_client.exists(replica_key(POOL, lost))
+    assert await redis_client.exists(Keys(POOL).replica + mine)
+    assert not await redis_client.exists(Keys(POOL).replica + lost)
     await rounds(b)
 
 

@@ -11,6 +11,7 @@ from grpc.aio import EOF
 
 from extproc.xds.catalog import Catalog
 from extproc.xds.server import ADS, XdsServer
+from tests.waiting import PATIENCE_S
 
 
 class EnvoySide:
@@ -39,7 +40,7 @@ class EnvoySide:
 
     async def response(self) -> DiscoveryResponse:
         """The next one, which must come."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             raw = await self.call.read()
         assert raw is not EOF, "the stream ended"
         return DiscoveryResponse.parse(raw)

@@ -16,7 +16,7 @@ from extproc.demo.processes import free_port
 from extproc.replica_state import ReplicaState
 from extproc.store.replicas import StateWriter
 from tests.conftest import RedisServer
-from tests.e2e.client import until
+from tests.waiting import until
 from tests.xds import test_envoy
 from tests.xds.test_command import control_plane
 from tests.xds.test_envoy import ENVOY, Envoy
@@ -26,8 +26,6 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 POOL = "default"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-SOON_S = 30
-"""Cut off for 3 s, streams last for 5 s more, and Envoy asks again within seconds."""
 
 
 class Cable:
@@ -78,7 +76,7 @@ class Instance:
             answer = await self._health.Check(health_pb2.HealthCheckRequest())
             return bool(answer.status == status)
 
-        await until(so, SOON_S)
+        await until(so)
 
 
 @asynccontextmanager
@@ -121,7 +119,7 @@ async def test_envoy_leaves_a_control_plane_that_is_cut_off_from_redis(
         await writer.put([ReplicaState(id=address)])
 
     async def has_all(envoy: Envoy) -> None:
-        await until(lambda: test_envoy.has(envoy, known), SOON_S)
+        await until(lambda: test_envoy.has(envoy, known))
 
     async with AsyncExitStack() as stack:
         first, second = [

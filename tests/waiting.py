@@ -1,0 +1,21 @@
+"""How long tests wait for what has to come: a busy machine is slow, not wrong."""
+
+import asyncio
+from collections.abc import Callable
+from inspect import isawaitable
+
+PATIENCE_S = 60.0
+
+
+async def until(holds: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    """Returns when something is so that nobody signals; it may have to be awaited.
+
+    Raises:
+        TimeoutError: it is not so in time.
+    """
+    async with asyncio.timeout(seconds):
+        while True:
+            now = holds()
+            if await now if isawaitable(now) else now:
+                return
+            await asyncio.sleep(0.01)
