@@ -14,7 +14,7 @@ from benchmarks.served import Served
 from extproc.fleet.prefixes import Held
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
-from extproc.predict.inputs import FleetView, Floats, Sequences, StepCosts
+from extproc.predict.inputs import FleetView, Floats, Sequences
 from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 from extproc.route.policy import Choice, Situation, lowest
@@ -163,38 +163,36 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
     capacity = _floats(engine.capacity for engine in engines)
     speculations = [engine.speculation for engine in engines]
     drafts = _floats(one.tokens if one else 0 for one in speculations)
+    kv_used = kv_usage * capacity
     c_prefill = _floats(model.c_prefill for model in models)
     c_att = _floats(model.c_att for model in models)
-    costs = StepCosts(
-        c0=_floats(model.c0 for model in models),
-        c_prefill=c_prefill,
-        # To verify a draft takes what to prefill as many tokens would.
-        c_batch=_floats(model.c_batch for model in models) + drafts * c_prefill,
-        c_kv=_floats(model.c_kv for model in models) + drafts * c_att,
-        c_att=c_att,
-        frontend=_floats(model.frontend for model in models),
-    )
-    kv_used = kv_usage * capacity
-    return FleetView(
-        rows=np.arange(len(machines)),
-        ids=names,
-        names=names,
-        requests=running + waiting,
-        waiting=waiting,
-        polled_waiting=waiting,
-        polled_kv_usage=kv_usage,
-        backlog=_floats(one.backlog for one in exact),
-        batch=running,
-        kv_used=kv_used,
-        kv_capacity=capacity,
-        token_budget=_floats(engine.token_budget for engine in engines),
-        max_num_seqs=_floats(engine.max_num_seqs for engine in engines),
-        longest_prompt=capacity,
-        costs=costs,
-        decode_step=costs.c0 + costs.c_batch * running + costs.c_kv * kv_used,
-        tokens_per_step=_floats(one.tokens_per_step if one else 1 for one in speculations),
-        stretch=stretch,
-    )
+    c0 = _floats(model.c0 for model in models)
+    # To verify a draft takes what to prefill as many tokens would.
+    c_batch = _floats(model.c_batch for model in models) + drafts * c_prefill
+    c_kv = _floats(model.c_kv for model in models) + drafts * c_att
+    columns = {
+        "requests": running + waiting,
+        "waiting": waiting,
+        "polled_waiting": waiting,
+        "polled_kv_usage": kv_usage,
+        "backlog": _floats(one.backlog for one in exact),
+        "batch": running,
+        "kv_used": kv_used,
+        "kv_capacity": capacity,
+        "token_budget": _floats(engine.token_budget for engine in engines),
+        "max_num_seqs": _floats(engine.max_num_seqs for engine in engines),
+        "longest_prompt": capacity,
+        "c0": c0,
+        "c_prefill": c_prefill,
+        "c_batch": c_batch,
+        "c_kv": c_kv,
+        "c_att": c_att,
+        "frontend": _floats(model.frontend for model in models),
+        "decode_step": c0 + c_batch * running + c_kv * kv_used,
+        "tokens_per_step": _floats(one.tokens_per_step if one else 1 for one in speculations),
+        "stretch": stretch,
+    }
+    return FleetView(np.arange(len(machines)), names, names, columns.items())
 
 
 def _held(exact: Items[_Exact]) -> Held:

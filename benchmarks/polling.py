@@ -30,7 +30,7 @@ def poll_interval(policy: str) -> float:
 
 
 class Watch:
-    """Scrapes one replica; the counterpart of :class:`extproc.poll.watch.Watch`."""
+    """Scrapes one replica; the counterpart of :class:`extproc.poll.replica.PolledReplica`."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ class Node:
 
     def learn(self, served: Served) -> None:
         """It has just ended."""
-        number, generated, alone = self._ended
+        number, generated, baseline = self._ended
         assert number == served.number
         self.router.learn(
             served.decision.forecast(),
@@ -70,7 +70,7 @@ class Node:
             served.sequence.output_tokens if served.watched else generated,
             served.completion,
             served.ttft if served.watched and served.profile.stream else None,
-            alone,
+            baseline,
             reported=served.watched,
         )
 

@@ -68,12 +68,11 @@ class Speeds:
         if name not in view.ids:
             return  # it is down
         index = view.ids.index(name)
-        costs = view.costs
         learned = StepModel(
-            float(costs.c0[index]),
-            float(costs.c_prefill[index]),
-            float(costs.c_batch[index]),
-            float(costs.c_kv[index]),
+            float(view.c0[index]),
+            float(view.c_prefill[index]),
+            float(view.c_batch[index]),
+            float(view.c_kv[index]),
         )
         truth = replace(change.machine.step_model, c_att=0.0)
         ratio = _average_step(learned, change) / _average_step(truth, change)

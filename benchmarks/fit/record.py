@@ -18,7 +18,6 @@ from benchmarks.trace import TracedRequest
 from benchmarks.vllm import MODEL, vllm_servers
 from extproc.clock import monotonic
 from extproc.demo import traffic
-from extproc.poll.counts import engine_counts
 from extproc.poll.scrape import open_session, scrape
 from extproc.predict.windows import EngineCounts
 
@@ -193,7 +192,7 @@ async def _polls(server: str) -> AsyncIterator[list[EngineCounts]]:
         async with open_session(_GIVE_UP_S) as session:
             while True:
                 figures = await scrape(session, server, health=False)
-                polls.append(engine_counts(figures, monotonic()))
+                polls.append(figures.counts(monotonic()))
                 due = max(due + _POLL_INTERVAL_S, monotonic())
                 await asyncio.sleep(due - monotonic())
 

@@ -1,14 +1,12 @@
 """An Envoy file as the rules see it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from betterproto2 import Message
 from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap, BootstrapDynamicResources
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
-from envoy_data_plane.envoy.config.route.v3 import RouteAction
+from envoy_data_plane.envoy.config.route.v3 import FilterConfig, RouteAction
 from envoy_data_plane.envoy.extensions.filters.http.buffer.v3 import Buffer
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
@@ -23,9 +21,7 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 )
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 
-from extproc.check.tree import Node, Path, nodes, snake, written
-from extproc.check.typed import typed
-from extproc.check.ways import (
+from extproc.envoy.choice import (
     by_header,
     follows_header,
     is_destination,
@@ -33,6 +29,7 @@ from extproc.check.ways import (
     reads_header,
     reads_metadata,
 )
+from extproc.envoy.file import Part, Parts, Path, snake
 
 _OVERRIDABLE = (
     "processing_mode",
@@ -42,61 +39,28 @@ _OVERRIDABLE = (
     "failure_mode_allow",
 )
 
-T = TypeVar("T")
-M = TypeVar("M", bound=Message)
+Said = Part[FilterConfig] | Part[ExtProcPerRoute]
+"""What a route says of a filter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part(Generic[T]):
-    """A typed message and where it stands in the file."""
-
-    path: Path
-    message: T
-
-    @property
-    def where(self) -> str:
-        """The path as people write it."""
-        return written(self.path)
-
-
-class EnvoyFile:
+class EnvoyFile(Parts):
     """Finds the parts of a bootstrap, of a fragment of one, or of a patch for a mesh.
 
-    The file must meet the schema (:func:`extproc.check.schema.problems`).
+    What it says holds for a file that meets the schema, without errors among its ``findings``.
     """
-
-    def __init__(self, tree: object) -> None:
-        self.nodes: tuple[Node, ...] = tuple(nodes(tree))
-
-    def has(self, cls: type[Any]) -> bool:
-        """Whether there is a message of that type."""
-        return any(node.type == _full_name(cls) for node in self.nodes)
-
-    def all(self, cls: type[M], within: Part[Any] | None = None) -> list[Part[M]]:
-        """Every message of that type, in the whole file or within one part of it."""
-        root = within.path if within else ()
-        return [
-            Part(node.path, typed(cls, node.fields, packed=False))
-            for node in self.nodes
-            if node.type == _full_name(cls) and node.path[: len(root)] == root
-        ]
 
     @property
     def has_all_clusters(self) -> bool:
         """Whether it is a whole bootstrap that takes no clusters from a control plane."""
-        return self.has(Bootstrap) and not any(
-            one.cds_config or one.cds_resources_locator for one in self._dynamic
-        )
+        dynamic = [part.message for part in self.all(BootstrapDynamicResources)]
+        elsewhere = any(one.cds_config or one.cds_resources_locator for one in dynamic)
+        return self.has(Bootstrap) and not elsewhere
 
     @property
     def takes_listeners(self) -> bool:
         """Whether it is a bootstrap that takes listeners from a control plane."""
-        return any(one.lds_config or one.lds_resources_locator for one in self._dynamic)
-
-    @property
-    def _dynamic(self) -> list[BootstrapDynamicResources]:
-        resources = [part.message.dynamic_resources for part in self.all(Bootstrap)]
-        return [one for one in resources if one is not None]
+        dynamic = [part.message for part in self.all(BootstrapDynamicResources)]
+        return any(one.lds_config or one.lds_resources_locator for one in dynamic)
 
     @property
     def cluster_names(self) -> set[str]:
@@ -111,7 +75,7 @@ class EnvoyFile:
 
     @property
     def replica_clusters(self) -> list[Part[Cluster]]:
-        """Clusters that obey the router's choice, in one of the :mod:`~extproc.check.ways`."""
+        """Clusters that obey the router's choice, in one of the :mod:`~extproc.envoy.choice`."""
         named = by_header(part.message for part in self.all(RouteAction))
         routers = {router_cluster(part.message) for part in self.all(ExternalProcessor)}
         return [
@@ -151,16 +115,16 @@ class EnvoyFile:
     def filters(self) -> list[Part[ExternalProcessor]]:
         """The ext_proc filters as they are written, and as routes to the replicas override them."""
         written = self.all(ExternalProcessor)
-        paths = {
-            node.path
+        said = {
+            one.path: one.message
             for entry in self._entries
             for route in self.replica_routes
-            for node in self._said_for(route, entry.message)
+            for one in self._said_for(route, entry.message)
         }
         overridden = [
-            Part(part.path, _overridden(filter.message, part.message.overrides))
-            for part in self.all(ExtProcPerRoute)
-            if part.path in paths and part.message.overrides
+            Part(path, _overridden(filter.message, message.overrides))
+            for path, message in said.items()
+            if isinstance(message, ExtProcPerRoute) and message.overrides
             for filter in written
         ]
         return written + overridden
@@ -168,7 +132,7 @@ class EnvoyFile:
     def is_enabled(self, filter: Part[ExternalProcessor]) -> bool:
         """Whether requests pass that filter: its entry is not disabled, or a route enables it."""
         return all(
-            any(not _is_disabled(node) for _, node in self._settings(entry.message))
+            any(not one.message.disabled for _, one in self._settings(entry.message))
             for entry in self._entries
             if entry.message.disabled and entry.path == filter.path[: len(entry.path)]
         )
@@ -180,27 +144,28 @@ class EnvoyFile:
 
     def _pass(self, filter: HttpFilter, route: Part[RouteAction]) -> bool:
         said = self._said_for(route, filter)
-        return not any(map(_is_disabled, said)) if said else not filter.disabled
+        return not any(one.message.disabled for one in said) if said else not filter.disabled
 
-    def _said_for(self, route: Part[RouteAction], filter: HttpFilter) -> list[Node]:
+    def _said_for(self, route: Part[RouteAction], filter: HttpFilter) -> list[Said]:
         """What is said of a filter within a route (of weighted clusters) and nearest around it."""
-        within: list[Node] = []
-        around: dict[Path, list[Node]] = {}
-        for scope, node in self._settings(filter):
+        within: list[Said] = []
+        around: dict[Path, list[Said]] = {}
+        for scope, one in self._settings(filter):
             if scope[: len(route.path)] == route.path:
-                within.append(node)
+                within.append(one)
             elif route.path[: len(scope)] == scope:
-                around.setdefault(scope, []).append(node)
+                around.setdefault(scope, []).append(one)
         return within + around.get(max(around, key=len, default=()), [])
 
-    def _settings(self, filter: HttpFilter) -> Iterator[tuple[Path, Node]]:
+    def _settings(self, filter: HttpFilter) -> Iterator[tuple[Path, Said]]:
         """What routes, virtual hosts and the like say of a filter, each with where it holds."""
-        for node in self.nodes:
-            keys = [snake(str(part)) for part in node.path]
+        said: list[Said] = [*self.all(FilterConfig), *self.all(ExtProcPerRoute)]
+        for one in said:
+            keys = [snake(str(part)) for part in one.path]
             if "typed_per_filter_config" in keys:
                 at = keys.index("typed_per_filter_config")
-                if node.path[at + 1 : at + 2] == (filter.name,):
-                    yield node.path[:at], node
+                if one.path[at + 1 : at + 2] == (filter.name,):
+                    yield one.path[:at], one
 
     @property
     def _entries(self) -> list[Part[HttpFilter]]:
@@ -226,10 +191,6 @@ class EnvoyFile:
         )
 
 
-def _full_name(cls: type[Any]) -> str:
-    return f"{cls.__module__}.{cls.__name__}".partition(".")[2]
-
-
 def router_cluster(filter: ExternalProcessor) -> str:
     """Name of the cluster of ext_proc servers; empty where the filter names none."""
     service = filter.grpc_service
@@ -246,10 +207,6 @@ def _removes(mutations: list[Mutation], header: str) -> bool:
     return any(one.remove is not None and one.remove.lower() == header for one in mutations)
 
 
-def _is_disabled(node: Node) -> bool:
-    return bool(node.fields.get("disabled"))
-
-
 def _overridden(filter: ExternalProcessor, overrides: ExtProcOverrides) -> ExternalProcessor:
     given = {name: getattr(overrides, name) for name in _OVERRIDABLE}
     return replace(
@@ -264,3 +221,10 @@ def _precedes(first: Path, second: Path) -> bool | None:
     if list_of_first == list_of_second and isinstance(index, int) and isinstance(other, int):
         return index < other
     return None
+
+
+def is_of_envoy_gateway(tree: object) -> bool:
+    """Whether it holds a resource of Envoy Gateway's own."""
+    documents = tree if isinstance(tree, list) else [tree]
+    versions = [str(one.get("apiVersion")) for one in documents if isinstance(one, Mapping)]
+    return any(one.startswith("gateway.envoyproxy.io/") for one in versions)

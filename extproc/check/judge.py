@@ -4,15 +4,11 @@ from collections.abc import Set
 
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 
-from extproc.check.envoy_file import EnvoyFile
-from extproc.check.finding import Finding, Level
-from extproc.check.headers import named_headers_are_told
+from extproc.check.envoy_file import EnvoyFile, is_of_envoy_gateway
 from extproc.check.rules import RULES
-from extproc.check.schema import problems
-from extproc.check.transport import transport_fits
-from extproc.check.tree import is_of_envoy_gateway
-from extproc.check.workers import workers_are_listed
+from extproc.check.serving import rules_for
 from extproc.config import ServeSettings
+from extproc.envoy.finding import Finding, Level
 
 _NO_ENVOY = (
     "this is no Envoy file: nothing in it is a part of Envoy's configuration. Give a bootstrap, "
@@ -43,10 +39,10 @@ def check_envoy(
         headers: of requests that its settings name, in lower case.
     """
     file = EnvoyFile(tree)
-    found = [problem for node in file.nodes if not node.inside for problem in problems(node)]
-    if not file.nodes and is_of_envoy_gateway(tree):
+    found = [*file.findings]
+    if not file and is_of_envoy_gateway(tree):
         found.append(Finding("is_envoy", Level.WARNING, "", _OF_ENVOY_GATEWAY))
-    elif not file.nodes:
+    elif not file:
         found.append(Finding("is_envoy", Level.ERROR, "", _NO_ENVOY))
     elif not file.has(ExternalProcessor) and file.takes_listeners:
         found.append(Finding("has_ext_proc", Level.WARNING, "", _LISTENERS_ELSEWHERE))
@@ -54,9 +50,7 @@ def check_envoy(
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
     elif not any(problem.level is Level.ERROR for problem in found):
         # The rules judge a file that Envoy would take.
-        found += [finding for rule in RULES for finding in rule.apply(file)]
-        found += workers_are_listed(file, serve.workers)
-        found += transport_fits(file, serve)
-        found += named_headers_are_told(file, headers)
+        rules = [*RULES, *rules_for(serve, headers)]
+        found += [finding for rule in rules for finding in rule.apply(file)]
     order = list(Level)
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))

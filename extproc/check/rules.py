@@ -21,16 +21,12 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions
 
-from extproc.check.envoy_file import EnvoyFile, Part, clusters_of, router_cluster
-from extproc.check.finding import Finding, Level
-from extproc.check.ways import (
-    DESTINATION,
-    NAMESPACE,
-    follows_header,
-    is_destination,
-    reads_header,
-    reads_metadata,
-)
+from extproc.check.envoy_file import EnvoyFile, clusters_of, router_cluster
+from extproc.envoy.choice import follows_header, is_destination, reads_header, reads_metadata
+from extproc.envoy.file import Part
+from extproc.envoy.finding import Finding, Level
+from extproc.server.messages import DESTINATION
+from extproc.server.messages import METADATA_NAMESPACE as NAMESPACE
 
 _HEADERS = ("request.path", "request.headers['content-encoding']")
 _ATTRIBUTES = ("upstream.address", "response.code", "response.flags")

@@ -5,11 +5,11 @@ import sys
 from itertools import starmap
 from pathlib import Path
 
-from extproc.check.finding import Level
 from extproc.check.judge import check_envoy
 from extproc.cli.configuration import add_flags, configured
 from extproc.cli.errors import CommandError
 from extproc.config import Config, ModelTargets, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
+from extproc.envoy.finding import Level
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.server import certificates
 from extproc.store.connection import address, connect

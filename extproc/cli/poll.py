@@ -4,7 +4,7 @@ import argparse
 
 from extproc.cli.configuration import add_flags
 from extproc.cli.service import run_service
-from extproc.poll.app import run_poller
+from extproc.poll.into_redis import run_poller
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

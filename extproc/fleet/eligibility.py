@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from extproc.clock import Clock
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.fleet.silence import Silence
 from extproc.predict.inputs import Excluded, FleetView, Floats, Indices
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState
@@ -206,10 +206,9 @@ class Eligibility:
         idle = (view.requests == 0).nonzero()[0].tolist()
         idle = [place for place in idle if self._replicas[view.ids[place]].new]
         if idle:
-            costs = view.costs
             for column in (
-                *(view.decode_step, costs.c0, costs.c_prefill),
-                *(costs.c_batch, costs.c_kv, costs.c_att),
+                *(view.decode_step, view.c0, view.c_prefill),
+                *(view.c_batch, view.c_kv, view.c_att),
             ):
                 column[idle] = np.minimum(column[idle], np.median(column))
 

@@ -17,22 +17,22 @@ from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.lone_requests import Baseline, LoneRequests
-from extproc.fleet.members import Members
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import Members, ModelNames
 from extproc.fleet.peers import Peers
 from extproc.fleet.prefixes import Held, Prefixes
 from extproc.fleet.progress import Progress
 from extproc.fleet.reconcile import Reconciliation
 from extproc.fleet.sent import SentPrompts
-from extproc.fleet.tables import IN_VIEW, SEEN, Replicas, Requests
+from extproc.fleet.tables import SEEN, Replicas, Requests
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
-from extproc.predict.inputs import FleetView, Sequences, StepCosts
+from extproc.predict.inputs import Columns, FleetView, Sequences
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
+_IN_VIEW = len(Columns.__annotations__)
 _UNBOUNDED = 131_072.0
 """Tokens that a sequence which only polls saw may generate."""
 
@@ -330,34 +330,15 @@ class Fleet:
                 requests += table.others_requests
             candidates = self.eligibility.without_full(candidates, requests)
         rows = candidates.rows
-        here = table.copy(IN_VIEW, None if len(rows) == len(table) else rows)
+        columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
+        view = FleetView(rows, candidates.ids, candidates.names, columns, candidates.excluded)
         if self.peers.counted:
-            here.requests += table.others_requests[rows]
-            here.queued += table.others_queued[rows]
-            here.enqueued += table.others_backlog[rows]
-        view = FleetView(
-            rows=rows,
-            ids=candidates.ids,
-            names=candidates.names,
-            requests=here.requests + here.foreign,
-            waiting=np.maximum(here.queued, here.polled_waiting),
-            polled_waiting=here.polled_waiting,
-            polled_kv_usage=here.polled_kv_usage,
-            backlog=here.enqueued - here.prefilled + here.foreign_backlog,
-            batch=here.batch,
-            kv_used=here.kv_used,
-            kv_capacity=here.kv_capacity,
-            token_budget=here.token_budget,
-            max_num_seqs=here.max_num_seqs,
-            longest_prompt=here.longest_prompt,
-            costs=StepCosts(
-                here.c0, here.c_prefill, here.c_batch, here.c_kv, here.c_att, here.frontend
-            ),
-            decode_step=here.decode_step,
-            tokens_per_step=here.tokens_per_step,
-            stretch=here.stretch,
-            excluded=candidates.excluded,
-        )
+            view.requests += table.others_requests[rows]
+            view.queued += table.others_queued[rows]
+            view.enqueued += table.others_backlog[rows]
+        view.requests += view.foreign
+        view.waiting = np.maximum(view.queued, view.polled_waiting)
+        view.backlog = view.enqueued - view.prefilled + view.foreign_backlog
         if self.eligibility.any_new:
             self.eligibility.favour_idle(view)
         return view

@@ -8,7 +8,6 @@ from operator import ne
 
 import numpy as np
 
-from extproc.fleet.belief import DEPTHS, Belief
 from extproc.fleet.key_holders import KeyHolders
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
@@ -18,6 +17,16 @@ _ENOUGH_TOKENS = 10_000.0
 """Prompt tokens that a replica counts before its hits are compared with what was expected: some of
 them were sent before the last comparison."""
 _PLACES_REMEMBERED = 1000
+_DEPTHS = 4
+"""Parts of a cache that are told apart, from what was used last to what is evicted next."""
+_PRIOR_TOKENS = 2_000.0
+"""Tokens' worth of evidence that all of it is there."""
+_SURE = 0.98
+"""Reported ÷ expected from which on nothing is doubted."""
+_MOST = 2.0
+"""Reported ÷ expected, at most: who finds more than was expected is not believed blindly later."""
+_MEMORY_TOKENS = 50_000.0
+"""Expected tokens after which older reports weigh 1/e as much."""
 
 
 @dataclass(slots=True)
@@ -48,7 +57,7 @@ class _Cache:
     """Prompt tokens sent since the last comparison with what the replica counts."""
     told: float = 0.0
     """Of these, the ones of prompts whose answers told what was cached."""
-    expected: Floats = field(default_factory=lambda: np.zeros(DEPTHS))
+    expected: Floats = field(default_factory=lambda: np.zeros(_DEPTHS))
     """And the ones that were taken to be cached, by depth."""
     before: ReplicaState | None = None
     """What it counted at the last comparison."""
@@ -61,7 +70,7 @@ class _Cache:
 
     def depth(self, key: int) -> int:
         since = self.entered - self.recent[key]
-        return min(since * DEPTHS // self.room, DEPTHS - 1)
+        return min(since * _DEPTHS // self.room, _DEPTHS - 1)
 
 
 @lru_cache
@@ -69,6 +78,47 @@ def _nothing(candidates: int) -> Held:
     none, depths = np.zeros(candidates), np.zeros(candidates, np.intp)
     none.flags.writeable = depths.flags.writeable = False
     return Held(none, depths, none)
+
+
+class _Belief:
+    """Reported ÷ expected hits of each replica, by how much was sent there since.
+
+    What others send, a cache that is smaller than it seems, or none at all: whatever the reason,
+    what was used long ago is gone first.
+    """
+
+    def __init__(self) -> None:
+        self._sums = np.zeros((2, 0, _DEPTHS))
+        """Reported and expected tokens, by row and depth."""
+        self.doubted = np.zeros(0, np.bool_)
+        """By row: whether less was found than expected at any depth, so that depth matters."""
+
+    def reset(self, row: int) -> None:
+        """The replica in that row is believed to hold all, until it reports something else."""
+        missing = row + 1 - self._sums.shape[1]
+        if missing > 0:
+            self._sums = np.pad(self._sums, ((0, 0), (0, missing), (0, 0)))
+            self.doubted = np.pad(self.doubted, (0, missing))
+        self._sums[:, row] = _PRIOR_TOKENS
+        self.doubted[row] = False
+
+    def observe(self, row: int, expected: Floats, reported: float) -> None:
+        """The replica in that row found ``reported`` tokens, where so many of each depth were
+        expected."""
+        total = float(expected.sum())
+        if total <= 0.0:
+            return
+        keep = 1.0 / (1.0 + expected / _MEMORY_TOKENS)
+        share = min(reported / total, _MOST)
+        self._sums[:, row] = self._sums[:, row] * keep + (expected * share, expected)
+        reported, expected = self._sums[:, row]
+        self.doubted[row] = bool((reported < expected * _SURE).any())
+
+    def share(self, rows: Indices, depths: Indices) -> Floats:
+        """Of what is expected at these depths on the replicas in these rows, what is there."""
+        reported, expected = self._sums[:, rows, depths]
+        share: Floats = np.minimum(reported / expected, 1.0)
+        return share
 
 
 class Prefixes:
@@ -85,7 +135,7 @@ class Prefixes:
         self._caches: list[_Cache] = []
         self._blocks = np.ones(0)
         """By row: tokens in a block; a replica finds whole ones."""
-        self._belief = Belief()
+        self._belief = _Belief()
         self._rows = np.zeros(0, np.intp)
         self._places: dict[int, Indices] = {}
         """By holders: where they stand in ``_rows``, the last candidates that were asked about."""
@@ -147,7 +197,7 @@ class Prefixes:
         """The replica in that row said how many tokens of a prompt it had, where so many at that
         depth were expected."""
         self._caches[row].told += prompt
-        at_depth = np.zeros(DEPTHS)
+        at_depth = np.zeros(_DEPTHS)
         at_depth[depth] = expected
         self._belief.observe(row, at_depth, tokens)
 
@@ -163,7 +213,7 @@ class Prefixes:
             hits = (state.cached_tokens - before.cached_tokens) / prompts
             self._belief.observe(row, cache.expected, hits * cache.sent)
         cache.before, cache.sent, cache.told = state, 0.0, 0.0
-        cache.expected = np.zeros(DEPTHS)
+        cache.expected = np.zeros(_DEPTHS)
 
     def _find(self, mask: int, rows: Indices) -> Indices:
         """Where the replicas in the mask stand among these rows."""

@@ -1,42 +1,102 @@
-"""The two tables of a fleet: a row a replica, a row a request in flight."""
+"""The two tables of a fleet, a row a replica and a row a request in flight; and how tables grow."""
 
+from collections.abc import Iterable
+from inspect import get_annotations
 from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from extproc.fleet.digest import FIGURES
-from extproc.fleet.table import Table
-from extproc.predict.inputs import Floats, Indices
+from extproc.predict.inputs import Columns, Floats, Indices
+
+_FIRST_CAPACITY = 16
+_LENGTHS_REMEMBERED = 64
+
 
 COSTS = ("c0", "c_prefill", "c_batch", "c_kv", "c_att", "frontend")
 """Coefficients of the step-time model."""
 
 
-class Replicas(Table):
+class Table:
+    """Rows 0…len−1 of the columns that a subclass names, whose capacity doubles when it is full.
+
+    A column is an annotation, ``Floats`` or ``Indices``, and an attribute: a view until rows come
+    or go, and writing to it writes to the table. Columns of a kind are the rows of one array, in
+    the order they are named, so that a thing is written, moved and read in one go.
+    """
+
+    def __init__(self) -> None:
+        classes = [get_annotations(one) for one in reversed(type(self).__mro__)]
+        kinds = [kind for named in classes for kind in named.items()]
+        self._names = [
+            [name for name, kind in kinds if kind is Floats],
+            [name for name, kind in kinds if kind is Indices],
+        ]
+        self._floats: Floats = np.zeros((len(self._names[0]), _FIRST_CAPACITY))
+        self._indices: Indices = np.zeros((len(self._names[1]), _FIRST_CAPACITY), dtype=np.intp)
+        self._views: dict[int, dict[str, NDArray[Any]]] = {}
+        """By length: rows come and go all the time, and to make 17 views anew takes 3 µs."""
+        self._resize(0)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, **values: float) -> int:
+        """Adds a row, zero where no value is given, and returns its index."""
+        row = self._length
+        if row == self._floats.shape[1]:
+            self._views.clear()
+            self._floats = np.hstack([self._floats, np.zeros_like(self._floats)])
+            self._indices = np.hstack([self._indices, np.zeros_like(self._indices)])
+        self._resize(row + 1)
+        self.write(row, **values)
+        return row
+
+    def write(self, row: int, **values: float) -> None:
+        """Sets a whole row, zero where no value is given."""
+        self._floats[:, row] = 0.0
+        self._indices[:, row] = 0
+        columns = self.__dict__
+        for name, value in values.items():
+            columns[name][row] = value
+
+    def drop(self, row: int) -> int:
+        """Removes a row by moving the last one into its place; returns the row it moved from."""
+        last = self._length - 1
+        self._floats[:, row] = self._floats[:, last]
+        self._indices[:, row] = self._indices[:, last]
+        self._resize(last)
+        return last
+
+    def first(self, columns: int) -> Floats:
+        """The first so many columns of ``Floats``, as the rows of one array."""
+        return self._floats[:columns, : self._length]
+
+    def copy(self, columns: int, rows: Indices | None = None) -> Iterable[tuple[str, Floats]]:
+        """Names and figures of the first so many columns; of these rows alone, if given."""
+        floats = self._floats[:columns, : self._length]
+        floats = floats.copy() if rows is None else floats.take(rows, axis=1)
+        return zip(self._names[0], floats, strict=False)
+
+    def _resize(self, length: int) -> None:
+        self._length = length
+        views = self._views.get(length)
+        if views is None:
+            if len(self._views) >= _LENGTHS_REMEMBERED:
+                self._views.clear()
+            floats, indices = self._names
+            views = self._views[length] = {
+                **dict(zip(floats, self._floats[:, :length], strict=True)),
+                **dict(zip(indices, self._indices[:, :length], strict=True)),
+            }
+        self.__dict__.update(views)
+
+
+class Replicas(Columns, Table):
     """A row a replica."""
 
-    requests: Floats  # in this router's ledger
-    queued: Floats  # of these, without a token yet
-    enqueued: Floats  # prompt tokens sent, in all
-    prefilled: Floats  # of these, prefilled
-    foreign: Floats  # sequences that two polls in a row saw and no router told of
-    foreign_backlog: Floats  # prompt tokens of those of them that the replica has not admitted
-    polled_waiting: Floats  # requests in the replica's queue
-    polled_kv_usage: Floats  # fraction of its KV cache in use, as it says
-    batch: Floats  # sequences decoding
-    kv_used: Floats  # KV tokens of the sequences decoding
-    kv_capacity: Floats
-    token_budget: Floats
-    max_num_seqs: Floats
-    longest_prompt: Floats  # tokens that its context and its KV cache can hold
-    decode_step: Floats  # seconds of a step that only decodes
-    tokens_per_step: Floats  # that a sequence gets; more than one where they are drafted
-    stretch: Floats  # actual ÷ predicted decode time
-    c0: Floats
-    c_prefill: Floats
-    c_batch: Floats
-    c_kv: Floats
-    c_att: Floats
-    frontend: Floats
-    # A view is made of those above.
     steps: Floats  # engine steps, as the replica counts them
     polled_steps: Floats  # the last count a poll gave
     chunk: Floats  # prompt tokens in the prefill step in progress
@@ -65,10 +125,6 @@ class Replicas(Table):
     def others(self) -> Floats:
         """The columns of other routers, as the rows of one array."""
         return self._floats[-len(FIGURES) :, : self._length]
-
-
-IN_VIEW = [*Replicas.__annotations__].index("steps")
-"""Columns of replicas that a view is made of: the first ones."""
 
 
 class Requests(Table):

@@ -2,21 +2,19 @@
 commands added and removed."""
 
 import asyncio
-import ipaddress
-import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from extproc.address import join_address
 from extproc.config import Config, ReplicaSource
-from extproc.poll.members import Membership
-from extproc.poll.resolve import Lookups, Resolve, resolve_host
+from extproc.poll.membership import Membership
+from extproc.poll.resolve import Host, Resolve, resolve_host
+from extproc.watched_file import WatchedFile
 from extproc.yaml_file import read_yaml
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,20 +46,17 @@ class Discovery:
         membership: Membership | None = None,
     ) -> None:
         self._sources = tuple(sources)
-        self._file = None if file is None else ReplicasFile(file)
-        self._lookups = Lookups(resolve, timeout_s)
-        self._addresses: dict[str, tuple[str, ...]] = {}
-        self._unresolved: set[str] = set()
+        self._file = file and WatchedFile(file, "replicas file", read_replicas)
+        self._listed: tuple[ReplicaSource, ...] = ()
+        self._new_host = partial(Host, resolve=resolve, timeout_s=timeout_s)
+        self._hosts: dict[str, Host] = {}
         self._membership = membership or Membership()
-
-    async def wait(self, seconds: float) -> None:
-        """Returns when it is time to look again: after so many seconds, at a command at once."""
-        await self._membership.wait(seconds)
 
     async def targets(self) -> tuple[Target, ...]:
         """Return the replicas as of now; an address named twice counts once, the first."""
-        listed = self._file.sources() if self._file else ()
-        sources = (*self._sources, *listed, *self._membership.added)
+        if self._file and (listed := self._file.news()) is not None:
+            self._listed = listed
+        sources = (*self._sources, *self._listed, *self._membership.added)
         await self._look_up({source.host_and_port[0] for source in sources})
         found: dict[str, Target] = {}
         for source in sources:
@@ -72,69 +67,26 @@ class Discovery:
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:
         host, port = source.host_and_port
-        addresses = self._addresses.get(host, ())
+        addresses = self._hosts[host].addresses
         for ip in addresses if source.dns else addresses[:1]:
             address = join_address(ip, port)
             name = f"{source.name}/{address}" if source.name and source.dns else source.name
             yield Target(address, name or address, source.profile, source.kv_events_ports)
 
-    async def _look_up(self, hosts: set[str]) -> None:
-        self._forget_all_but(hosts)
-        await asyncio.gather(*map(self._look_up_one, hosts))
-
-    def _forget_all_but(self, hosts: set[str]) -> None:
-        self._addresses = {host: self._addresses[host] for host in hosts & self._addresses.keys()}
-        self._unresolved &= hosts
-        self._lookups.forget_all_but(hosts)
-
-    async def _look_up_one(self, host: str) -> None:
-        try:
-            addresses = [host] if _is_ip(host) else await self._lookups.addresses(host)
-        except (OSError, UnicodeError) as error:
-            if host not in self._unresolved:
-                extra = {"host": host, "error": str(error)}
-                log.warning("replica's host does not resolve, retrying", extra=extra)
-            self._unresolved.add(host)
-            return
-        if host in self._unresolved:
-            self._unresolved.discard(host)
-            log.warning("replica's host resolves again", extra={"host": host})
-        self._addresses[host] = one_family(addresses)
+    async def _look_up(self, names: set[str]) -> None:
+        for gone in self._hosts.keys() - names:
+            if self._hosts[gone].is_asked:  # kept, so that it is not asked twice
+                self._hosts[gone].addresses = ()
+            else:
+                del self._hosts[gone]
+        for name in names - self._hosts.keys():
+            self._hosts[name] = self._new_host(name)
+        await asyncio.gather(*(self._hosts[name].look_up() for name in names))
 
 
-class ReplicasFile:
-    """A YAML list of replicas, read again when the file changes; a broken one changes nothing."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen: tuple[int, int] | None = None
-        self._problem = ""
-        self._sources: tuple[ReplicaSource, ...] = ()
-
-    def sources(self) -> tuple[ReplicaSource, ...]:
-        """Return the list as last read without an error."""
-        try:
-            stat = self._path.stat()
-            version = (stat.st_mtime_ns, stat.st_size)
-            if version != self._seen:
-                self._sources = read_replicas(self._path)
-                self._seen = version
-                self._note("")
-        except OSError as error:
-            self._seen = None  # it may come back as it was
-            self._note(error.strerror or str(error))
-        except ValueError as error:
-            self._seen = version
-            self._note(str(error))
-        return self._sources
-
-    def _note(self, problem: str) -> None:
-        if problem and problem != self._problem:
-            extra = {"file": str(self._path), "error": problem, "kept": len(self._sources)}
-            log.error("replicas file is not usable, keeping its last list", extra=extra)
-        elif self._problem and not problem:
-            log.warning("replicas file is usable again", extra={"file": str(self._path)})
-        self._problem = problem
+def names_replicas(config: Config) -> bool:
+    """Whether there may be anything to poll but what commands add."""
+    return any(pool.replicas or pool.replicas_file for pool in config.each_pool)
 
 
 def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
@@ -153,21 +105,3 @@ def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where}: {first['msg']}") from None
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def one_family(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Sort the addresses; of a replica that has both IPv4 and IPv6 it keeps one, IPv4."""
-    ips = sorted({ipaddress.ip_address(address) for address in addresses}, key=_order)
-    return tuple(str(ip) for ip in ips if ip.version == ips[0].version)
-
-
-def _order(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[int, int]:
-    return ip.version, int(ip)

@@ -4,17 +4,18 @@ again."""
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from hashlib import blake2b
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 import zmq
 import zmq.asyncio
 
 from extproc.address import join_address, split_address
 from extproc.clock import Clock
+from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import read_batch
@@ -41,19 +42,6 @@ _UNBOUNDED = 0
 _NUMBER_BYTES = 8
 
 
-class KvSink(Protocol):
-    """Where what is known of replicas' blocks goes."""
-
-    def changed(self, replica: str, blocks: KvBlocks) -> None:
-        """There may be news of them."""
-
-    async def load(self, replica: str) -> bytes:
-        """What was saved last of that replica, by whichever poller; empty: nothing is to be had."""
-
-    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
-        """Keep what ``dump`` gives for the next poller, where there can be one."""
-
-
 class KvStream:
     """Brings the events of one replica into its blocks.
 
@@ -67,7 +55,7 @@ class KvStream:
         target: the replica.
         ports: where it pushes, and where it is asked.
         blocks: what events are brought into.
-        sink: told when these have changed, or may be told again.
+        into: told when these have changed, or may be told again.
         clock: tells the time.
     """
 
@@ -77,7 +65,7 @@ class KvStream:
         target: Target,
         ports: tuple[int, int],
         blocks: KvBlocks,
-        sink: KvSink,
+        into: Destination,
         clock: Clock,
     ) -> None:
         self._context = context
@@ -85,7 +73,7 @@ class KvStream:
         self._pushes, self._asked = (f"tcp://{join_address(host, port)}" for port in ports)
         self._ipv6 = ":" in host
         self._blocks = blocks
-        self._sink = sink
+        self._into = into
         self._replica, self._who = target.id, target.who
         self._clock = clock
         self._last: Mark | None = None
@@ -111,7 +99,7 @@ class KvStream:
 
     async def run(self) -> NoReturn:
         """Follow it until cancelled."""
-        self._last = self._blocks.restore(await self._sink.load(self._replica))
+        self._last = self._blocks.restore(await self._into.load(self._replica))
         while True:
             try:
                 with self._socket(zmq.SUB, self._pushes, _MOST_WAITING) as pushed:
@@ -153,10 +141,10 @@ class KvStream:
         due = since > (_SAVE_AGAIN_S if self._last == self._saved else SAVE_S)
         if due and self._last is not None and self.number is not None:
             self._saved, self._saved_at = self._last, self._clock()
-            await self._sink.save(self._replica, partial(self._blocks.dump, self._last))
+            await self._into.save(self._replica, partial(self._blocks.dump, self._last))
 
     def _changed(self) -> None:
-        self._sink.changed(self._replica, self._blocks)
+        self._into.changed(self._replica, self._blocks)
 
     async def _catch_up(self) -> bool:
         """Apply what came after the last batch; begin anew where the replica no longer knows that.

@@ -8,16 +8,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from extproc.predict.windows import EngineCounts
+
 _LARGEST = 2.0**53
 """Counters are exact up to here; nothing true is larger."""
 
 _BLOCK_SIZE_ON_GPUS = 16
 
-_RUNNING = (b"num_requests_running",)
-_WAITING = (b"num_requests_waiting",)
+_RUNNING = b"num_requests_running"
 _KV_USAGE = (b"kv_cache_usage_perc", b"gpu_cache_usage_perc")
-_STEPS = (b"iteration_tokens_total_count",)
-_PROMPT = (b"prompt_tokens_total", b"prompt_tokens")
+_STEPS = b"iteration_tokens_total_count"
 _CACHED = (
     b"prompt_tokens_cached_total",
     b"prompt_tokens_cached",
@@ -26,14 +26,8 @@ _CACHED = (
     b"gpu_prefix_cache_hits_total",
     b"gpu_prefix_cache_hits",
 )
-_GENERATED = (b"generation_tokens_total", b"generation_tokens")
-_FIRST_TOKENS = (b"time_to_first_token_seconds_count",)
-_ACCEPTED = (b"spec_decode_num_accepted_tokens_total", b"spec_decode_num_accepted_tokens")
-_PREEMPTIONS = (b"num_preemptions_total", b"num_preemptions")
-_FINISHED = (b"request_success_total",)
-_CACHE_CONFIG = (b"cache_config_info",)
-_ADAPTERS = (b"lora_requests_info",)
-_LENGTHS = (b"request_generation_tokens_bucket",)
+_ADAPTERS = b"lora_requests_info"
+_LENGTHS = b"request_generation_tokens_bucket"
 
 _MODEL_NAME = re.compile(rb'[{,]model_name="((?:[^"\\]|\\.)*)"')
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,6})"')
@@ -81,6 +75,25 @@ class EngineFigures:
         """By name, as they are: ``dataclasses.asdict`` would copy every number, in 100 µs."""
         return {name: getattr(self, name) for name in self.__slots__}
 
+    def counts(self, at: float) -> EngineCounts:
+        """The figures that step times are learned from, read at that time.
+
+        vLLM says which share of its KV blocks is in use; the last block of a sequence is half full
+        on average. Where blocks are large (128 tokens on CPUs) that is a quarter of what is in
+        use, and its time would be taken for that of KV tokens.
+        """
+        unfilled = self.running * self.block_size / 2
+        return EngineCounts(
+            at=at,
+            steps=self.steps,
+            computed_tokens=self.prompt_tokens - self.cached_tokens,
+            # A step gives a sequence one token and those drafted before that were right.
+            generated_tokens=self.generated_tokens - self.accepted_tokens,
+            in_flight=self.running + self.waiting,
+            kv_tokens=max(self.kv_usage * self.kv_tokens - unfilled, 0.0),
+            finished=self.finished,
+        )
+
 
 def read_metrics(page: bytes) -> EngineFigures:
     """Read the text of a ``/metrics`` page.
@@ -92,27 +105,29 @@ def read_metrics(page: bytes) -> EngineFigures:
     running = _series(page, _RUNNING)
     if not running:
         raise MetricsError("/metrics has no line of vllm:num_requests_running: is this vLLM?")
-    usage = [_value(_KV_USAGE[0], line) for line in _series(page, _KV_USAGE)]
+    usage = [_value(_KV_USAGE[0], line) for line in _series(page, *_KV_USAGE)]
     steps = _series(page, _STEPS)
-    configs = _series(page, _CACHE_CONFIG)
+    configs = _series(page, b"cache_config_info")
     block_size, kv_tokens = _kv_cache(configs)
     max_loras, adapters = _adapters(_series(page, _ADAPTERS))
     return EngineFigures(
         models=_models(running),
         running=int(_sum(_RUNNING, running)),
-        waiting=int(_total(page, _WAITING)),
+        waiting=int(_total(page, b"num_requests_waiting")),
         kv_usage=min(1.0, sum(usage) / len(usage)) if usage else 0.0,
         kv_tokens=kv_tokens,
         block_size=block_size,
         # A sequence gets a token from each step of its own engine, not of all.
         steps=_sum(_STEPS, steps) / max(len(steps), 1),
-        prompt_tokens=_total(page, _PROMPT),
-        cached_tokens=_total(page, _CACHED),
-        generated_tokens=_total(page, _GENERATED),
-        first_tokens=_total(page, _FIRST_TOKENS),
-        accepted_tokens=_total(page, _ACCEPTED),
-        preemptions=_total(page, _PREEMPTIONS),
-        finished=_total(page, _FINISHED),
+        prompt_tokens=_total(page, b"prompt_tokens_total", b"prompt_tokens"),
+        cached_tokens=_total(page, *_CACHED),
+        generated_tokens=_total(page, b"generation_tokens_total", b"generation_tokens"),
+        first_tokens=_total(page, b"time_to_first_token_seconds_count"),
+        accepted_tokens=_total(
+            page, b"spec_decode_num_accepted_tokens_total", b"spec_decode_num_accepted_tokens"
+        ),
+        preemptions=_total(page, b"num_preemptions_total", b"num_preemptions"),
+        finished=_total(page, b"request_success_total"),
         output_lengths=_output_lengths(_series(page, _LENGTHS)),
         engines=len(running),
         prefix_caching=not any(_NO_PREFIX_CACHE in config for config in configs),
@@ -121,7 +136,7 @@ def read_metrics(page: bytes) -> EngineFigures:
     )
 
 
-def _series(page: bytes, names: tuple[bytes, ...]) -> list[bytes]:
+def _series(page: bytes, *names: bytes) -> list[bytes]:
     """Lines of the first name that has any, without the name: ``{labels} value [timestamp]``."""
     return next((found for name in names if (found := _lines(page, b"\nvllm:" + name))), [])
 
@@ -137,14 +152,14 @@ def _lines(page: bytes, start: bytes) -> list[bytes]:
     return [line.partition(b"\n")[0] for line in lines if line[:1] in (b"{", b" ")]
 
 
-def _total(page: bytes, names: tuple[bytes, ...]) -> float:
-    return _sum(names, _series(page, names))
+def _total(page: bytes, *names: bytes) -> float:
+    return _sum(names[0], _series(page, *names))
 
 
-def _sum(names: tuple[bytes, ...], lines: list[bytes]) -> float:
-    total = sum(_value(names[0], line) for line in lines)
+def _sum(name: bytes, lines: list[bytes]) -> float:
+    total = sum(_value(name, line) for line in lines)
     if total > _LARGEST:
-        raise MetricsError(f"/metrics has no sensible sum of vllm:{names[0].decode()}: {total:g}")
+        raise MetricsError(f"/metrics has no sensible sum of vllm:{name.decode()}: {total:g}")
     return total
 
 
@@ -182,7 +197,7 @@ def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
     for line in buckets:
         if edge := _EDGE.search(line):
             tokens = float(edge[1])
-            below[tokens] = below.get(tokens, 0.0) + _value(_LENGTHS[0], line)
+            below[tokens] = below.get(tokens, 0.0) + _value(_LENGTHS, line)
     edges = sorted(below)
     counts = [below[edge] for edge in edges]
     return tuple(
@@ -198,7 +213,7 @@ def _adapters(lines: list[bytes]) -> tuple[int, tuple[str, ...]]:
     """
     if not lines:
         return 0, ()
-    line = max(lines, key=lambda line: _value(_ADAPTERS[0], line))
+    line = max(lines, key=lambda line: _value(_ADAPTERS, line))
     used: dict[str, None] = {}
     for label in (_RUNNING_ADAPTERS, _WAITING_ADAPTERS):
         if (match := label.search(line)) and match[1]:

@@ -1,145 +1,143 @@
-"""Keeps one watch per replica of this poller's share, as replicas and pollers come and go."""
+"""Scrapes the replicas of one pool that are this poller's, as replicas and pollers come and go."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from random import Random
 
+import aiohttp
+import zmq.asyncio
+
+from extproc.clock import monotonic, wall
+from extproc.config import Config
+from extproc.poll.destination import Destination
 from extproc.poll.discovery import Discovery, Target
-from extproc.poll.metrics import PollMetrics
-from extproc.poll.watch import Watch
+from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.kv_stream import KvStream
+from extproc.poll.replica import PolledReplica
+from extproc.poll.scrape import open_session
+from extproc.poll.scrape_metrics import PollMetrics
+from extproc.predict.typical import Typical
 from extproc.replica_state import ReplicaState
-from extproc.store.leases import TEND_S, Held
+from extproc.store.leases import TEND_S
 
 log = logging.getLogger(__name__)
 
-Known = Callable[[Collection[str]], Awaitable[Mapping[str, ReplicaState]]]
-"""What the pollers before saw of these replicas, by id, as far as anybody knows."""
-
-
-class Sink(Protocol):
-    """Where states go: :class:`~extproc.poll.publisher.Publisher`, or the fleet of one router."""
-
-    def put(self, state: ReplicaState) -> None:
-        """A replica's newest state."""
-
-    def put_again(self, replica_id: str) -> None:
-        """Nobody may know the newest state any more."""
-
-    def forget(self, replica_id: str) -> None:
-        """Another poller has the replica now."""
-
-    def remove(self, replica_id: str) -> None:
-        """The replica left the pool."""
-
-    async def run(self) -> None:
-        """What has to go on beside that, until cancelled."""
-
-
-class Shares(Protocol):
-    """Says which of a pool's replicas are this poller's: :class:`~extproc.store.leases.Leases`."""
-
-    async def tend(self, replicas: Collection[str]) -> Held:
-        """The part of these replicas that is this poller's until the next call."""
-
-    async def release(self) -> None:
-        """Give up everything."""
-
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
+class _Polled:
     target: Target
-    watch: Watch
+    replica: PolledReplica
     task: asyncio.Task[None]
 
 
 class Poller:
-    """Scrapes its share of the replicas that discovery names."""
+    """Scrapes its share of the replicas that discovery names.
+
+    Args:
+        config: which replicas, and how they are scraped.
+        into: where what is seen of them goes; it says which of them are this poller's.
+        metrics: where it counts.
+        random: spreads the scrapes.
+    """
 
     def __init__(
-        self,
-        discovery: Discovery,
-        shares: Shares,
-        known: Known,
-        sink: Sink,
-        watch: Callable[[Target, ReplicaState | None], Watch],
-        metrics: PollMetrics,
-        resolve_s: float,
+        self, config: Config, into: Destination, metrics: PollMetrics, random: Random
     ) -> None:
-        self._discovery = discovery
-        self._shares = shares
-        self._known = known
-        self._sink = sink
-        self._new_watch = watch
-        self._resolve_s = resolve_s
+        self._settings = config.poll
+        self._into = into
+        self._metrics = metrics
+        self._random = random
+        self._discovery = Discovery(
+            config.replicas, config.replicas_file, config.poll.resolve_s, membership=into.membership
+        )
+        self._typical = Typical()
         self._targets: dict[str, Target] = {}
-        self._watched: dict[str, _Watched] = {}
-        metrics.replicas.set_function(lambda: len(self._watched))
-        metrics.healthy.set_function(
-            lambda: sum(watched.watch.healthy for watched in self._watched.values())
+        self._polled: dict[str, _Polled] = {}
+        metrics.replicas.labels(config.pool).set_function(lambda: len(self._polled))
+        metrics.healthy.labels(config.pool).set_function(
+            lambda: sum(polled.replica.healthy for polled in self._polled.values())
         )
 
     async def run(self) -> None:
         """Poll until cancelled; states in Redis then live on for their TTL."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._sink.run())
-                await self._discover()
-                tasks.create_task(self._rediscover())
-                while True:
-                    await self._follow(tasks)
-                    await asyncio.sleep(TEND_S)
+            async with open_session(self._settings.give_up_s) as session:
+                with zmq.asyncio.Context() as context:
+                    async with asyncio.TaskGroup() as tasks:
+                        start = partial(self._start, tasks, session, context)
+                        await self._discover()
+                        tasks.create_task(self._rediscover())
+                        while True:
+                            await self._follow(start)
+                            await asyncio.sleep(TEND_S)
         finally:
-            await self._shares.release()
+            await self._into.release()
+
+    def _start(
+        self,
+        tasks: asyncio.TaskGroup,
+        session: aiohttp.ClientSession,
+        context: zmq.asyncio.Context,
+        target: Target,
+        known: ReplicaState | None,
+    ) -> _Polled:
+        kv_stream = None
+        if (ports := target.kv_events_ports) is not None:
+            blocks = KvBlocks(self._random, monotonic)
+            kv_stream = KvStream(context, target, ports, blocks, self._into, monotonic)
+        replica = PolledReplica(
+            target,
+            session,
+            lambda state: self._into.put(self._into.membership.marked(state)),
+            self._metrics,
+            self._settings,
+            self._typical,
+            known,
+            kv_stream,
+            monotonic=monotonic,
+            wall=wall,
+            random=self._random,
+        )
+        return _Polled(target, replica, tasks.create_task(replica.run()))
 
     async def _rediscover(self) -> None:
         while True:
-            await self._discovery.wait(self._resolve_s)
+            await self._into.membership.wait(self._settings.resolve_s)
             await self._discover()
 
     async def _discover(self) -> None:
         targets = {target.id: target for target in await self._discovery.targets()}
         for replica in targets.keys() - self._targets.keys():
-            self._sink.forget(replica)  # it may have left while Redis was away: that is over
+            self._into.forget(replica)  # it may have left while Redis was away: that is over
         self._targets = targets
 
-    async def _follow(self, tasks: asyncio.TaskGroup) -> None:
+    async def _follow(self, start: Callable[[Target, ReplicaState | None], _Polled]) -> None:
         targets = self._targets
-        self._drop_departed(targets)
-        held = await self._shares.tend(targets)
-        lost = self._watched.keys() - (held.replicas - held.taken)
+        for replica in self._polled.keys() - targets.keys():
+            self._stop(replica)
+            self._into.remove(replica)
+            log.info("replica left", extra={"replica": replica})
+        held = await self._into.share(targets)
+        lost = self._polled.keys() - (held.replicas - held.taken)
         for replica in lost:
             self._stop(replica)
-            self._sink.forget(replica)
+            self._into.forget(replica)
         for replica in held.reclaimed:
-            self._sink.put_again(replica)
-            self._watched[replica].watch.tell_again()
-        new = held.replicas - self._watched.keys()
-        known = await self._known(new) if new else {}
+            self._polled[replica].replica.tell_again()
+        new = held.replicas - self._polled.keys()
+        known = await self._into.known(new) if new else {}
         for replica in new:
-            self._start(targets[replica], known.get(replica), tasks)
+            self._polled[replica] = start(targets[replica], known.get(replica))
         if new or lost:
-            extra = {"taken": len(new), "lost": len(lost), "scraped": len(self._watched)}
+            extra = {"taken": len(new), "lost": len(lost), "scraped": len(self._polled)}
             log.info("replicas to scrape changed", extra=extra)
-        self._rewatch_changed(targets, tasks)
-
-    def _drop_departed(self, targets: Mapping[str, Target]) -> None:
-        for replica in self._watched.keys() - targets.keys():
-            self._stop(replica)
-            self._sink.remove(replica)
-            log.info("replica left", extra={"replica": replica})
-
-    def _rewatch_changed(self, targets: Mapping[str, Target], tasks: asyncio.TaskGroup) -> None:
-        """A replica may get another name or profile."""
-        for replica, watched in list(self._watched.items()):
-            if watched.target != targets[replica]:
+        for replica, polled in list(self._polled.items()):
+            if polled.target != targets[replica]:  # it got another name or profile
                 self._stop(replica)
-                self._start(targets[replica], watched.watch.state, tasks)
-
-    def _start(self, target: Target, known: ReplicaState | None, tasks: asyncio.TaskGroup) -> None:
-        watch = self._new_watch(target, known)
-        self._watched[target.id] = _Watched(target, watch, tasks.create_task(watch.run()))
+                self._polled[replica] = start(targets[replica], polled.replica.state)
 
     def _stop(self, replica: str) -> None:
-        self._watched.pop(replica).task.cancel()
+        self._polled.pop(replica).task.cancel()

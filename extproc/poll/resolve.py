@@ -1,4 +1,4 @@
-"""Name lookups: one that hangs holds up nothing but itself.
+"""Host names to addresses: a lookup that hangs holds up nothing but itself.
 
 The system's resolver can be neither cancelled nor bounded. The loop's own ``getaddrinfo`` runs it
 on a few threads shared with every other lookup and connection, which a name server that does not
@@ -6,10 +6,14 @@ answer would fill (uvloop has four).
 """
 
 import asyncio
+import ipaddress
+import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
+
+log = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
 """Host name to IP addresses; raises ``OSError`` when there are none."""
@@ -37,37 +41,68 @@ def _ask(host: str, answer: Future[Sequence[str]]) -> None:
         answer.set_result([str(sockaddr[0]) for *_, sockaddr in found])
 
 
-class Lookups:
-    """At most one lookup of each host at a time; an answer that comes late serves the next caller.
+class Host:
+    """A host name, or an address, that is looked up again and again; what fails keeps its last
+    answer.
 
     Args:
-        resolve: looks a host up.
-        timeout_s: seconds a caller waits.
+        name: the host's.
+        resolve: looks it up.
+        timeout_s: seconds to wait; an answer that comes later is there at the next look.
     """
 
-    def __init__(self, resolve: Resolve, timeout_s: float) -> None:
+    def __init__(self, name: str, resolve: Resolve, timeout_s: float) -> None:
+        self.addresses: tuple[str, ...] = ()
+        """Of one family, in order."""
+        self._name = name
         self._resolve = resolve
         self._timeout_s = timeout_s
-        self._running: dict[str, asyncio.Future[Sequence[str]]] = {}
+        self._lookup: asyncio.Future[Sequence[str]] | None = None
+        self._problem = False
 
-    async def addresses(self, host: str) -> Sequence[str]:
-        """Return the host's IP addresses.
+    @property
+    def is_asked(self) -> bool:
+        """Whether a lookup has not come back yet."""
+        return self._lookup is not None and not self._lookup.done()
 
-        Raises:
-            OSError: it has none, or there was no answer in time.
-            UnicodeError: it can be no host's name.
-        """
-        lookup = self._running.get(host)
-        if lookup is None:
-            lookup = self._running[host] = asyncio.ensure_future(self._resolve(host))
-        await asyncio.wait([lookup], timeout=self._timeout_s)
-        if not lookup.done():
+    async def look_up(self) -> None:
+        """Bring its addresses up to date, by one lookup at a time."""
+        try:
+            self.addresses = one_family(await self._found())
+        except (OSError, UnicodeError) as error:
+            if not self._problem:
+                extra = {"host": self._name, "error": str(error)}
+                log.warning("replica's host does not resolve, retrying", extra=extra)
+            self._problem = True
+        else:
+            if self._problem:
+                log.warning("replica's host resolves again", extra={"host": self._name})
+            self._problem = False
+
+    async def _found(self) -> Sequence[str]:
+        if is_address(self._name):
+            return [self._name]
+        if self._lookup is None:
+            self._lookup = asyncio.ensure_future(self._resolve(self._name))
+            # Perhaps nobody asks for it any more when it fails: asyncio would log that.
+            self._lookup.add_done_callback(lambda lookup: lookup.cancelled() or lookup.exception())
+        await asyncio.wait([self._lookup], timeout=self._timeout_s)
+        if self.is_asked:
             raise TimeoutError(f"no answer within {self._timeout_s:g} s")
-        del self._running[host]
+        lookup, self._lookup = self._lookup, None
         return lookup.result()
 
-    def forget_all_but(self, hosts: set[str]) -> None:
-        """Drop answers nobody will ask for; what still hangs is kept, so as not to be doubled."""
-        for host in self._running.keys() - hosts:
-            if self._running[host].done():
-                self._running.pop(host).exception()  # has it seen, or asyncio would log it
+
+def is_address(host: str) -> bool:
+    """Whether it is an IP address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def one_family(addresses: Iterable[str]) -> tuple[str, ...]:
+    """Sort the addresses; of a replica that has both IPv4 and IPv6 it keeps one, IPv4."""
+    ips = sorted(map(ipaddress.ip_address, {*addresses}), key=lambda ip: (ip.version, int(ip)))
+    return tuple(dict.fromkeys(str(ip) for ip in ips if ip.version == ips[0].version))

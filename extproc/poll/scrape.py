@@ -3,6 +3,7 @@
 import asyncio
 import os
 from functools import lru_cache
+from typing import Any
 
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -26,7 +27,7 @@ class UnreachableError(ScrapeError):
     """No connection to it: its process is gone, or its machine."""
 
 
-class Model(BaseModel):
+class _Model(BaseModel):
     """One entry of ``/v1/models``: the model itself, or a LoRA adapter."""
 
     model_config = ConfigDict(extra="ignore")
@@ -37,27 +38,26 @@ class Model(BaseModel):
     max_model_len: int | None = Field(default=None, gt=0, le=_LONGEST_CONTEXT)
 
 
-class ModelList(BaseModel):
+class _ModelList(BaseModel):
     """What ``/v1/models`` answers."""
 
     model_config = ConfigDict(extra="ignore")
 
-    data: tuple[Model, ...]
+    data: tuple[_Model, ...]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names a request may ask for."""
-        return tuple(model.id for model in self.data)
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Those of them that are LoRA adapters."""
-        return tuple(model.id for model in self.data if model.parent)
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Context length in tokens; adapters have their model's."""
-        return next((model.max_model_len for model in self.data if model.max_model_len), None)
+    def fields(self) -> dict[str, Any]:
+        """What a ``ReplicaState`` says of it; nothing where it names none."""
+        if not self.data:
+            return {}
+        return {
+            "models": tuple(model.id for model in self.data),
+            "listed": True,
+            "adapters": tuple(model.id for model in self.data if model.parent),
+            # Adapters have their model's.
+            "max_model_len": next(
+                (one.max_model_len for one in self.data if one.max_model_len), None
+            ),
+        }
 
 
 def open_session(timeout_s: float) -> aiohttp.ClientSession:
@@ -85,37 +85,27 @@ async def scrape(
     Raises:
         ScrapeError: either failed.
     """
-    page = await (_metrics_of_healthy(session, replica) if health else _metrics(session, replica))
+    paths = ("/metrics", "/health") if health else ("/metrics",)
+    asked = [asyncio.ensure_future(_get(session, replica, path)) for path in paths]
     try:
+        page, *_ = await asyncio.gather(*asked)
         return read_metrics(page)
     except MetricsError as error:
         raise ScrapeError(str(error)) from None
-
-
-async def _metrics(session: aiohttp.ClientSession, replica: str) -> bytes:
-    return await _get(session, replica, "/metrics")
-
-
-async def _metrics_of_healthy(session: aiohttp.ClientSession, replica: str) -> bytes:
-    health = asyncio.create_task(_get(session, replica, "/health"))
-    metrics = asyncio.create_task(_metrics(session, replica))
-    try:
-        _, page = await asyncio.gather(health, metrics)
-        return page
     finally:
-        health.cancel()
-        metrics.cancel()
+        for one in asked:
+            one.cancel()
 
 
-async def read_models(session: aiohttp.ClientSession, replica: str) -> ModelList:
-    """Ask the replica at ``ip:port`` which models it serves.
+async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
+    """Ask the replica at ``ip:port`` which models it serves; returns fields of its state.
 
     Raises:
         ScrapeError: it does not say.
     """
     body = await _get(session, replica, "/v1/models")
     try:
-        return ModelList.model_validate_json(body)
+        return _ModelList.model_validate_json(body).fields()
     except ValidationError:
         raise ScrapeError("/v1/models is not a list of models") from None
 

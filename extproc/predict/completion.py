@@ -94,7 +94,7 @@ def predict(
     if most(held) > 0.0:
         cached = np.minimum(held, prompt - 1.0)
         new = prompt - cached
-        avoidable = (new - least(new)) * (view.costs.c_prefill * (view.batch + 1.0))
+        avoidable = (new - least(new)) * (view.c_prefill * (view.batch + 1.0))
     taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
     wait = admission(view, sequences, taken, own, new)
@@ -112,7 +112,7 @@ def predict(
         decode,
         ttft,
         completion,
-        view.costs.c_prefill * new * view.batch + slower,
+        view.c_prefill * new * view.batch + slower,
         kv_pressure,
         cached,
         avoidable,
@@ -136,20 +136,19 @@ def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
 
 
 def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
-    costs = view.costs
     queue = view.backlog + new
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
-    seconds: Floats = queue * costs.c_prefill + steps * view.decode_step + costs.frontend
-    return seconds + costs.c_att * (new * (prompt - new / 2))
+    seconds: Floats = queue * view.c_prefill + steps * view.decode_step + view.frontend
+    return seconds + view.c_att * (new * (prompt - new / 2))
 
 
 def _decode(
     view: FleetView, sequences: Sequences, own: int, prompt: float, out: float
 ) -> tuple[Floats, Floats]:
     """Decode time, and what the sequences in flight lose by it."""
-    costs, count = view.costs, len(view)
+    count = len(view)
     # The first token comes out of the prefill; `later` decode steps follow.
     later, each = max(out - 1.0, 0.0), prompt / own
     on, together = sequences.replica, np.minimum(sequences.remaining, later)
@@ -159,9 +158,9 @@ def _decode(
     kv = np.bincount(on, shared * sequences.context, count) + kv_growth
     step_share = 1.0 / view.tokens_per_step
     decode = (view.stretch * step_share) * (
-        later * costs.c0
-        + costs.c_batch * (steps + own * later)
-        + costs.c_kv * (kv + own * later * (each + later / 2))
+        later * view.c0
+        + view.c_batch * (steps + own * later)
+        + view.c_kv * (kv + own * later * (each + later / 2))
     )
-    slower = step_share * (costs.c_batch * steps + costs.c_kv * (each * steps + kv_growth))
+    slower = step_share * (view.c_batch * steps + view.c_kv * (each * steps + kv_growth))
     return decode, own * slower

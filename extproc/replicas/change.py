@@ -7,11 +7,10 @@ from pydantic import ValidationError
 
 from extproc.address import join_address
 from extproc.config import ReplicaSource
-from extproc.poll.discovery import one_family
-from extproc.poll.resolve import resolve_host
+from extproc.poll.resolve import one_family, resolve_host
 from extproc.replicas.pool import Pool, Replica, ReplicaError
 from extproc.replicas.wait import left
-from extproc.store.members import Member, Wish
+from extproc.store.desired import Desired, Wish
 
 _RESOLVE_S = 5.0
 
@@ -32,7 +31,7 @@ async def add(pool: Pool, address: str, profile: str | None, name: str | None) -
     given = _source(address, profile, name)
     id_ = await _resolved(given)
     known = {replica.id: replica for replica in await pool.replicas()}.get(id_)
-    before = known.member.source if known and known.member else None
+    before = known.desired.source if known and known.desired else None
     elsewhere = known is not None and known.state is not None and before is None
     if known and elsewhere and known.wish == "drain" and not (profile or name):
         await _ask(pool, known, "serve")
@@ -49,9 +48,9 @@ async def add(pool: Pool, address: str, profile: str | None, name: str | None) -
         profile=given.profile if profile or before is None else before.profile,
         name=name or (before.name if before else "") or _host_name(given, id_),
     )
-    member = Member(wish="serve", source=source)
-    await pool.members.write({id_: member})
-    return f"{Replica(id_, None, member).title} is added"
+    desired = Desired(wish="serve", source=source)
+    await pool.desired.write({id_: desired})
+    return f"{Replica(id_, None, desired).title} is added"
 
 
 async def drain(pool: Pool, word: str) -> tuple[Replica, str]:
@@ -98,8 +97,8 @@ async def remove(pool: Pool, word: str) -> str:
 
 
 async def _ask(pool: Pool, replica: Replica, wish: Wish) -> None:
-    source = replica.member.source if replica.member else None
-    await pool.members.write({replica.id: Member(wish=wish, source=source)})
+    source = replica.desired.source if replica.desired else None
+    await pool.desired.write({replica.id: Desired(wish=wish, source=source)})
 
 
 def _source(address: str, profile: str | None, name: str | None) -> ReplicaSource:

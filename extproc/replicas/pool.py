@@ -7,7 +7,7 @@ from redis.asyncio import Redis
 
 from extproc.nearest import nearest
 from extproc.replica_state import ReplicaState
-from extproc.store.members import Member, MemberStore
+from extproc.store.desired import Desired, DesiredStore
 from extproc.store.replicas import StateReader
 
 
@@ -23,7 +23,7 @@ class Replica:
     """``ip:port``."""
     state: ReplicaState | None
     """What a poller saw; None: no poller has yet, or it left."""
-    member: Member | None
+    desired: Desired | None
     """What was asked for by command."""
 
     @property
@@ -31,7 +31,7 @@ class Replica:
         """What people call it."""
         if self.state is not None:
             return self.state.name or self.id
-        source = self.member.source if self.member else None
+        source = self.desired.source if self.desired else None
         return (source.name if source else "") or self.id
 
     @property
@@ -42,7 +42,7 @@ class Replica:
     @property
     def wish(self) -> str:
         """``serve``, ``drain`` or ``remove``."""
-        return self.member.wish if self.member else "serve"
+        return self.desired.wish if self.desired else "serve"
 
 
 class Pool:
@@ -50,7 +50,7 @@ class Pool:
 
     def __init__(self, redis: Redis, name: str) -> None:
         self.name = name
-        self.members = MemberStore(redis, name)
+        self.desired = DesiredStore(redis, name)
         self.states = StateReader(redis, name, Random())
 
     async def replicas(self) -> list[Replica]:
@@ -59,9 +59,9 @@ class Pool:
         Raises:
             RedisError: Redis did not tell.
         """
-        members = await self.members.read()
-        states = {state.id: state for state in await self.states.states()}
-        known = [Replica(id_, states.get(id_), members.get(id_)) for id_ in members | states]
+        desired = await self.desired.read()
+        states = {state.id: state for state in (await self.states.read()).states}
+        known = [Replica(id_, states.get(id_), desired.get(id_)) for id_ in desired | states]
         return sorted(known, key=lambda replica: (replica.name, replica.id))
 
     async def find(self, word: str) -> Replica:

@@ -28,7 +28,7 @@ def as_json(replica: Replica, now: float) -> dict[str, Any]:
     """Everything that is known of one."""
     seen = replica.state.model_dump() if replica.state else {"name": replica.name}
     more = {"id": replica.id, "state": condition(replica), "wish": replica.wish}
-    added = replica.member is not None and replica.member.source is not None
+    added = replica.desired is not None and replica.desired.source is not None
     return more | {"added_by_command": added, "age_s": _age(replica, now)} | seen
 
 

@@ -22,7 +22,7 @@ async def until_empty(pool: Pool, replica: Replica, seconds: float, clock: Clock
     started = clock()
     empty: set[float] = set()
     while True:
-        state = await pool.states.state(replica.id)
+        state = next(iter((await pool.states.read([replica.id])).states), None)
         if state is None and await _removed(pool, replica):
             return f"{replica.title} has left the pool"
         if state and state.draining and state.healthy and not state.running + state.waiting:
@@ -40,8 +40,8 @@ async def until_empty(pool: Pool, replica: Replica, seconds: float, clock: Clock
 
 async def _removed(pool: Pool, replica: Replica) -> bool:
     """Whether a command had it removed: else pollers or Redis are gone, and it may be busy."""
-    member = (await pool.members.read()).get(replica.id)
-    return member is not None and member.wish == "remove"
+    desired = (await pool.desired.read()).get(replica.id)
+    return desired is not None and desired.wish == "remove"
 
 
 def left(state: ReplicaState) -> str:

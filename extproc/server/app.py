@@ -14,13 +14,12 @@ from prometheus_client import CollectorRegistry
 from extproc.clock import monotonic, wall
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
-from extproc.poll.app import check_some
-from extproc.poll.inside import poll_into
-from extproc.poll.metrics import PollMetrics
+from extproc.poll.into_fleet import check_some, poll_into
+from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router

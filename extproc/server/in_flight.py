@@ -108,7 +108,7 @@ class InFlight:
         complete = well and self._ended
         prefilled = self._first_token is not None or (complete and not profile.stream)
         generated = services.fleet.generated(self._ticket)
-        alone = services.fleet.release(self._ticket, prefilled)
+        baseline = services.fleet.release(self._ticket, prefilled)
         seconds = services.clock() - self._sent_at
         if self._status is None and not self._unseen:
             services.metrics.requests.add("unanswered")
@@ -119,11 +119,11 @@ class InFlight:
             self._account(self._forecast.predicted_completion, seconds)
         usage = self._usage.usage() if self._usage is not None and complete else None
         if usage is not None:
-            self._learn(usage, seconds, alone)
+            self._learn(usage, seconds, baseline)
         elif well:
             ttft = outcome.ttft_s
             services.router.learn(
-                self._forecast, self._served_by, generated, seconds, ttft, alone, reported=False
+                self._forecast, self._served_by, generated, seconds, ttft, baseline, reported=False
             )
 
     def _served(self, upstream: str) -> None:
@@ -163,7 +163,7 @@ class InFlight:
         loads = forecast.adapter_load > 0.0 or forecast.adapter_wait > 0.0
         return loads or self._services.fleet.teaches(self._ticket)
 
-    def _learn(self, usage: Usage, seconds: float, alone: Baseline | None) -> None:
+    def _learn(self, usage: Usage, seconds: float, baseline: Baseline | None) -> None:
         """From the usage a response reported, ``seconds`` after the decision."""
         services, profile, outcome = self._services, self._forecast.profile, self._outcome
         outcome.prompt_tokens = usage.prompt_tokens
@@ -188,7 +188,7 @@ class InFlight:
                 each,
                 seconds,
                 outcome.ttft_s,
-                alone,
+                baseline,
                 usage.prompt_tokens,
             )
 

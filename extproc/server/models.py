@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pydantic_core import to_json
 
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.replica_state import ReplicaState
 
 

@@ -8,7 +8,6 @@ from random import Random
 from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
-from extproc.backoff import Backoff
 from extproc.clock import Clock, monotonic, wall
 from extproc.config import Config
 from extproc.fleet.digest import EVERY_S
@@ -17,11 +16,10 @@ from extproc.fleet.holders import MOST_HELD, Holders
 from extproc.fleet.sent import MOST_KEPT
 from extproc.observe.metrics import RouterMetrics
 from extproc.store.blocks import BlockReader
-from extproc.store.connection import connect
+from extproc.store.connection import connect, reconnecting
 from extproc.store.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.store.keys import prompts_key, responses_key, sessions_key
+from extproc.store.keys import Keys
 from extproc.store.read import Garbage
-from extproc.store.replicas import RECONNECT_FIRST_S, RECONNECT_MOST_S
 from extproc.store.stream import Fields, StreamReader, StreamWriter
 
 _HELD_AT_ONCE = 100
@@ -32,22 +30,22 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
     async with connect(config.redis.url, config.pool) as redis, asyncio.TaskGroup() as tasks:
         tasks.create_task(tell(DigestWriter(redis, config.pool), fleet))
         tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
-        kinds = [(fleet.responses, responses_key(config.pool))]
+        keys = Keys(config.pool)
+        kinds = [(fleet.responses, keys.responses)]
         if config.route.keeps_sessions:
-            kinds.append((fleet.sessions, sessions_key(config.pool)))
+            kinds.append((fleet.sessions, keys.sessions))
         for holders, key in kinds:
             tasks.create_task(tell_holders(StreamWriter(redis, key, MOST_HELD), holders))
             tasks.create_task(hear_holders(StreamReader(redis, key, Random()), holders))
-        prompts = prompts_key(config.pool)
         blocks = BlockReader(redis, config.pool, Random(), monotonic)
         tasks.create_task(hear_blocks(blocks, fleet))
-        tasks.create_task(tell_prompts(StreamWriter(redis, prompts, MOST_KEPT), fleet))
-        tasks.create_task(hear_prompts(StreamReader(redis, prompts, Random()), fleet))
+        tasks.create_task(tell_prompts(StreamWriter(redis, keys.prompts, MOST_KEPT), fleet))
+        tasks.create_task(hear_prompts(StreamReader(redis, keys.prompts, Random()), fleet))
 
 
 async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> None:
     """Sends each digest when it is due, for ever; the last one when it is cancelled."""
-    backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, Random())
+    backoff = reconnecting(Random())
     try:
         while True:
             started = clock()
@@ -123,7 +121,7 @@ async def hear_prompts(reader: StreamReader, fleet: Fleet) -> None:
 
 async def _deliver(writer: StreamWriter, entries: Sequence[Fields]) -> None:
     """Tries until Redis has taken them."""
-    backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, Random())
+    backoff = reconnecting(Random())
     while True:
         try:
             return await writer.send(entries)

@@ -1,33 +1,22 @@
 """News of replicas' KV blocks in Redis: pollers write them, every router hears of each.
 
-Redis keeps, of each replica, all that it held at some time and the news since then. Of Redis being
-away the reader of replica states logs; here it is only lived with.
+Redis keeps, of each replica, all that it held at some time and the news since then.
 """
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from random import Random
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 from redis.utils import str_if_bytes
 
-from extproc.backoff import Backoff
 from extproc.clock import Clock
 from extproc.fleet.block_news import BlockNews, decode, is_up_to
 from extproc.store.connection import in_time
-from extproc.store.keys import (
-    blocks_channel,
-    blocks_key,
-    blocks_pattern,
-    kv_stream_key,
-    lease_key,
-)
-from extproc.store.read import Garbage, keys_like, pushed
-from extproc.store.replicas import RECONNECT_FIRST_S, RECONNECT_MOST_S
+from extproc.store.keys import Keys
+from extproc.store.read import Follower, keys_after
 
 LIFE_S = 3600
 """Of a replica's blocks in Redis, from the last news on."""
@@ -61,7 +50,7 @@ Told = tuple[BlockNews, BlockNews | None]
 """What is new, and all that is held where that is due."""
 
 
-class Heard(NamedTuple):
+class NewsOfReplica(NamedTuple):
     """News of one replica."""
 
     replica: str
@@ -72,6 +61,8 @@ class Heard(NamedTuple):
 class BlockWriter:
     """Tells the pool's routers of blocks.
 
+    Each method raises RedisError where Redis did not do all of it.
+
     Args:
         redis: where to.
         pool: the replicas' pool.
@@ -80,7 +71,7 @@ class BlockWriter:
 
     def __init__(self, redis: Redis, pool: str, poller: str) -> None:
         self._redis = redis
-        self._pool = pool
+        self._keys = Keys(pool)
         self._poller = poller
 
     async def tell(self, news: Mapping[str, Told]) -> set[str]:
@@ -88,9 +79,6 @@ class BlockWriter:
 
         Returns:
             The replicas of which all is to be told next: Redis does not have what this follows.
-
-        Raises:
-            RedisError: Redis did not take it; some may be told.
         """
         if not news:
             return set()
@@ -99,8 +87,8 @@ class BlockWriter:
                 pipe.eval(
                     _TELL,
                     2,
-                    *(lease_key(self._pool, replica), blocks_key(self._pool, replica)),
-                    *(self._poller, LIFE_S, blocks_channel(self._pool), f"{replica}\n"),
+                    *(self._keys.lease + replica, self._keys.blocks + replica),
+                    *(self._poller, LIFE_S, self._keys.blocks_channel, f"{replica}\n"),
                     b"" if new is held else new.encode(),
                     held.encode() if held else b"",
                 )
@@ -108,84 +96,60 @@ class BlockWriter:
         return {replica for replica, is_kept in zip(news, kept, strict=True) if not is_kept}
 
     async def save(self, replica: str, data: bytes) -> None:
-        """Keep what a poller needs to go on from here.
-
-        Raises:
-            RedisError: Redis did not take it.
-        """
-        keys = lease_key(self._pool, replica), kv_stream_key(self._pool, replica)
+        """Keep what a poller needs to go on from here."""
+        keys = self._keys.lease + replica, self._keys.kv_stream + replica
         async with in_time():
             await self._redis.eval(_SAVE, 2, *keys, self._poller, LIFE_S, data)
 
     async def load(self, replica: str) -> bytes:
-        """What was saved last, by whichever poller; empty: nothing.
-
-        Raises:
-            RedisError: Redis did not tell.
-        """
+        """What was saved last, by whichever poller; empty: nothing."""
         async with in_time():
-            data: Any = await self._redis.get(kv_stream_key(self._pool, replica))
+            data: Any = await self._redis.get(self._keys.kv_stream + replica)
         return data or b""
 
 
-class BlockReader:
+class BlockReader(Follower[NewsOfReplica]):
     """Hears of blocks."""
 
     def __init__(self, redis: Redis, pool: str, random: Random, clock: Clock) -> None:
-        self._redis = redis
-        self._pool = pool
+        super().__init__(redis, pool, random)
         self._clock = clock
-        self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
         self._numbers: dict[str, int] = {}
         """Of the last news of each replica."""
         self._read_at: dict[str, float] = {}
-        self._garbage = Garbage()
 
-    async def news(self) -> AsyncGenerator[Heard]:
-        """Yield what Redis has of each replica, then all news, for ever; each follows the one
-        before of the same replica, or is whole.
+    def news(self) -> AsyncGenerator[NewsOfReplica]:
+        """What Redis has of each replica, then all news, for ever; each follows the one before of
+        the same replica, or is whole.
 
         While Redis is away it yields nothing.
         """
-        while True:
-            try:
-                async with aclosing(self._connected()) as news:
-                    async for one in news:
-                        yield one
-            except (RedisError, OSError):
-                await asyncio.sleep(self._backoff.next())
+        return self._follow(self._keys.blocks_channel)
 
     def forget(self, replica: str) -> None:
         """Its last news were of no use: have the next ones whole."""
         self._numbers.pop(replica, None)
 
-    async def _connected(self) -> AsyncGenerator[Heard]:
-        async with aclosing(pushed(self._redis, blocks_channel(self._pool))) as pushes:
-            async for data in pushes:
-                if data is None:
-                    self._numbers.clear()
-                    beginning = blocks_key(self._pool, "")
-                    for key in await keys_like(self._redis, blocks_pattern(self._pool)):
-                        for one in await self._read(str_if_bytes(key).removeprefix(beginning)):
-                            yield one
-                    self._backoff.reset()
-                else:
-                    for one in await self._pushed(data):
-                        yield one
+    async def _found(self) -> AsyncIterator[NewsOfReplica]:
+        self._numbers.clear()
+        beginning = self._keys.blocks
+        for key in await keys_after(self._redis, beginning):
+            for one in await self._read(key.removeprefix(beginning)):
+                yield one
 
-    async def _pushed(self, data: bytes) -> list[Heard]:
+    async def _pushed(self, data: bytes) -> list[NewsOfReplica]:
         """News that were pushed; where some before them were missed, all that Redis has."""
         name, _, encoded = data.partition(b"\n")
         replica = str_if_bytes(name)
-        news = self._following(replica, blocks_channel(self._pool), encoded)
+        news = self._following(replica, self._keys.blocks_channel, encoded)
         if news is not None:
             return news
         since = self._clock() - self._read_at.get(replica, -math.inf)
         return await self._read(replica) if since >= _READ_AGAIN_S else []
 
-    async def _read(self, replica: str) -> list[Heard]:
+    async def _read(self, replica: str) -> list[NewsOfReplica]:
         """All that Redis has of a replica."""
-        key = blocks_key(self._pool, replica)
+        key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
         try:
             async with in_time():
@@ -194,7 +158,7 @@ class BlockReader:
             return []
         return self._following(replica, key, data or b"") or []
 
-    def _following(self, replica: str, source: str, data: bytes) -> list[Heard] | None:
+    def _following(self, replica: str, source: str, data: bytes) -> list[NewsOfReplica] | None:
         """The news among these that were not heard yet; None where some before them are missing."""
         heard = []
         try:
@@ -205,7 +169,7 @@ class BlockReader:
                 if not news.whole and news.previous != known:
                     return None
                 self._numbers[replica] = news.number
-                heard.append(Heard(replica, news))
+                heard.append(NewsOfReplica(replica, news))
         except ValueError as error:
             self._garbage.skipped(source, error)
         return heard

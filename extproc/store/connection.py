@@ -4,16 +4,23 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from random import Random
 
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from extproc.backoff import Backoff
 from extproc.redis_url import parse
-from extproc.store.cluster import Owner
-from extproc.store.located import Fixed, Locate, LocatedConnection, LocatedTlsConnection
-from extproc.store.sentinel import Primary
+from extproc.store.keys import Keys
+from extproc.store.location import (
+    LocatedConnection,
+    LocatedTlsConnection,
+    Primary,
+    Server,
+    SlotOwner,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +57,19 @@ def connect(url: str, pool: str) -> Redis:
         case "unix":
             return Redis(unix_socket_path=parsed.path, **options)
         case "sentinel":
-            asked = options | login | {"db": 0}
-            locate: Locate = Primary(parsed.path, parsed.nodes, parsed.tls, asked)
+            server: Server = Primary(parsed, options | login | {"db": 0})
         case "cluster":
-            locate = Owner(pool, parsed.nodes, parsed.tls, options)
+            server = SlotOwner(parsed, options, Keys(pool).slot)
         case _:
-            locate = Fixed(parsed.nodes[0])
+            server = Server(parsed)
     kind = LocatedTlsConnection if parsed.tls else LocatedConnection
-    return Redis.from_pool(ConnectionPool(connection_class=kind, locate=locate, **options))
+    return Redis.from_pool(ConnectionPool(connection_class=kind, server=server, **options))
+
+
+def reconnecting(random: Random) -> Backoff:
+    """Waits between attempts to reach Redis: at most half of the second within which a router is to
+    be full again after Redis is back."""
+    return Backoff(0.05, 0.5, random)
 
 
 @asynccontextmanager
@@ -77,7 +89,7 @@ async def in_time() -> AsyncIterator[None]:
 def address(redis: Redis) -> str:
     """Return where the client connects to, without its password."""
     options = redis.connection_pool.connection_kwargs
-    return str(options["path"] if "path" in options else options["locate"])
+    return str(options["path"] if "path" in options else options["server"])
 
 
 class Outage:

@@ -8,7 +8,7 @@ from redis.exceptions import RedisError
 
 from extproc.clock import Clock
 from extproc.store.connection import Outage, in_time
-from extproc.store.keys import lease_key, pollers_key
+from extproc.store.keys import Keys
 
 LIFE_S = 1.2
 """Seconds a lease lives without being renewed. With ``TEND_S`` and a scrape on top of it, the
@@ -101,7 +101,7 @@ class Leases:
 
     def __init__(self, redis: Redis, pool: str, poller: str, outage: Outage, clock: Clock) -> None:
         self._redis = redis
-        self._pool = pool
+        self._keys = Keys(pool)
         self._poller = poller
         self._outage = outage
         self._clock = clock
@@ -117,23 +117,18 @@ class Leases:
         Args:
             replicas: all of the pool; leases on others are left to expire.
         """
-        try:
-            return await self._tend(replicas)
-        finally:
-            self.tended_at = self._clock()
-
-    async def _tend(self, replicas: Collection[str]) -> Held:
         mine = [replica for replica in replicas if replica in self._held]
-        others = [replica for replica in replicas if replica not in self._held]
+        asked = mine + [replica for replica in replicas if replica not in self._held]
         try:
-            answers = await self._ask([*mine, *others], len(mine))
+            answers = await self._ask(asked, len(mine))
         except (RedisError, OSError) as error:
             self._outage.failed(error)
             self._held = frozenset(mine)
             return Held(self._held)
-        answered = list(zip([*mine, *others], answers, strict=True))
+        finally:
+            self.tended_at = self._clock()
         renewed, reclaimed, taken = (
-            frozenset(replica for replica, answer in answered if answer == wanted)
+            frozenset(one for one, answer in zip(asked, answers, strict=True) if answer == wanted)
             for wanted in (_RENEWED, _RECLAIMED, _TAKEN)
         )
         self._held = renewed | reclaimed | taken
@@ -143,7 +138,7 @@ class Leases:
 
     async def release(self) -> None:
         """Give up everything, for others to take at once; without Redis it expires by itself."""
-        keys = self._keys(self._held)
+        keys = self._keys_of(self._held)
         self._held = frozenset()
         try:
             async with in_time():
@@ -152,7 +147,7 @@ class Leases:
             self._outage.failed(error)
 
     async def _ask(self, replicas: Collection[str], held: int) -> list[int]:
-        keys = self._keys(replicas)
+        keys = self._keys_of(replicas)
         flags = int(self._introduced), int(self._clock() >= self._takes_from)
         async with in_time():
             forgotten, answers = await self._redis.eval(
@@ -163,5 +158,5 @@ class Leases:
             self._takes_from = self._clock() + LIFE_S
         return list(answers)
 
-    def _keys(self, replicas: Collection[str]) -> list[str]:
-        return [pollers_key(self._pool), *(lease_key(self._pool, id_) for id_ in replicas)]
+    def _keys_of(self, replicas: Collection[str]) -> list[str]:
+        return [self._keys.pollers, *(self._keys.lease + replica for replica in replicas)]

@@ -1,20 +1,28 @@
-"""What every reader of Redis does: looks for keys, waits for messages, and passes over garbage."""
+"""What every reader of Redis does: finds keys, follows a channel, passes over garbage."""
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
-from typing import Any
+from random import Random
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.utils import str_if_bytes
 
-from extproc.store.connection import TIMEOUT_S, in_time
+from extproc.store.connection import TIMEOUT_S, in_time, reconnecting
+from extproc.store.keys import Keys
 
 log = logging.getLogger(__name__)
 
 _SCAN_PAGE = 1000
+
+D = TypeVar("D")
+T = TypeVar("T")
 
 
 class Garbage:
@@ -24,50 +32,88 @@ class Garbage:
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
-    def skipped(self, source: str, problem: object) -> None:
+    def skipped(self, source: str, problem: ValueError) -> None:
         """Something that came from there, for that reason."""
         if source not in self._warned:
             self._warned.add(source)
-            extra = {"source": source, "error": str(problem)}
-            log.warning("skipped garbage in redis", extra=extra)
+            text = str(problem)
+            if isinstance(problem, ValidationError):  # without the value itself
+                text = problem.errors(include_url=False, include_input=False)[0]["msg"]
+            log.warning("skipped garbage in redis", extra={"source": source, "error": text})
+
+    def read(self, source: str, parse: Callable[[D], T], data: D) -> T | None:
+        """What came from there, parsed; None for garbage."""
+        try:
+            return parse(data)
+        except ValueError as error:
+            self.skipped(source, error)
+            return None
 
 
-def what_is_wrong(error: ValidationError) -> str:
-    """With a value that is none of its model, without the value itself."""
-    return error.errors(include_url=False, include_input=False)[0]["msg"]
-
-
-async def keys_like(redis: Redis, pattern: str) -> set[bytes | str]:
-    """The keys that match a pattern, found page by page, which keeps nobody else waiting.
+async def keys_after(redis: Redis, beginning: str) -> list[str]:
+    """The keys with that beginning, found page by page, which keeps nobody else waiting.
 
     Raises:
         RedisError: Redis did not tell.
     """
-    keys: set[bytes | str] = set()
+    keys: set[str] = set()
     cursor = 0
     while True:
         async with in_time():
-            cursor, page = await redis.scan(cursor, match=pattern, count=_SCAN_PAGE)
-        keys.update(page)
+            cursor, page = await redis.scan(cursor, match=f"{beginning}*", count=_SCAN_PAGE)
+        keys.update(map(str_if_bytes, page))
         if cursor == 0:
-            return keys
+            return sorted(keys)
 
 
-async def pushed(redis: Redis, channel: str) -> AsyncGenerator[Any]:
-    """Yield what is pushed into a channel, and None when from then on nothing of it is missed: at
-    first, and whenever the client has reconnected, for it subscribes again by itself.
+class Follower(Generic[T]):
+    """Yields what Redis has, then all that is pushed into a channel, for ever.
 
-    Raises:
-        RedisError: Redis cannot be heard.
+    Where it is cut off it begins anew. Of that the reader of replica states logs, for all.
     """
-    async with redis.pubsub() as pubsub, aclosing(_messages_of(pubsub)) as messages:
-        async with in_time():
-            await pubsub.subscribe(channel)
-        async for message in messages:
-            if message["type"] == "subscribe":
-                yield None
-            elif message["type"] == "message":
-                yield message["data"]
+
+    def __init__(self, redis: Redis, pool: str, random: Random) -> None:
+        self._redis = redis
+        self._keys = Keys(pool)
+        self._backoff = reconnecting(random)
+        self._garbage = Garbage()
+
+    async def _follow(self, channel: str) -> AsyncGenerator[T]:
+        while True:
+            try:
+                async with aclosing(self._connected(channel)) as news:
+                    async for one in news:
+                        yield one
+            except (RedisError, OSError) as error:
+                for one in self._cut_off(error):
+                    yield one
+                await asyncio.sleep(self._backoff.next())
+
+    async def _connected(self, channel: str) -> AsyncGenerator[T]:
+        async with self._redis.pubsub() as pubsub, aclosing(_messages_of(pubsub)) as messages:
+            async with in_time():
+                await pubsub.subscribe(channel)
+            async for message in messages:
+                if message["type"] == "subscribe":
+                    # Nothing is missed from now on; the client subscribes again by itself.
+                    async for one in self._found():
+                        yield one
+                    self._backoff.reset()
+                elif message["type"] == "message":
+                    for one in await self._pushed(message["data"]):
+                        yield one
+
+    def _found(self) -> AsyncIterator[T]:
+        """What Redis has."""
+        raise NotImplementedError
+
+    async def _pushed(self, data: bytes) -> Iterable[T]:
+        """What a message says."""
+        raise NotImplementedError
+
+    def _cut_off(self, error: Exception) -> Iterable[T]:
+        """What an attempt that failed says."""
+        return ()
 
 
 async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:

@@ -3,34 +3,17 @@
 A state is a value, not an event: the last one wins, and a lost one is repaired by the next.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
-from redis.utils import str_if_bytes
 
-from extproc.backoff import Backoff
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import Outage, in_time
-from extproc.store.keys import (
-    blocks_key,
-    changes_channel,
-    kv_stream_key,
-    lease_key,
-    replica_key,
-    replica_pattern,
-)
-from extproc.store.read import Garbage, keys_like, pushed, what_is_wrong
-
-RECONNECT_FIRST_S = 0.05
-RECONNECT_MOST_S = 0.5
-"""Half of the second within which a router is to be full again after Redis is back."""
-
+from extproc.store.keys import Keys
+from extproc.store.read import Follower, keys_after
 
 _IN_A_MESSAGE = 16
 """States at most. To receive a message of one costs every router as much as to read and to apply
@@ -128,7 +111,9 @@ return {values, left}
 
 
 class StateWriter:
-    """Writes replica states and tells the pool's routers.
+    """Writes replica states and tells the pool's routers, each in one round trip.
+
+    Each method raises RedisError where Redis did not take all of it.
 
     Args:
         redis: where to.
@@ -139,104 +124,65 @@ class StateWriter:
 
     def __init__(self, redis: Redis, pool: str, ttl_s: float, poller: str = "") -> None:
         self._redis = redis
-        self._pool = pool
+        self._keys = Keys(pool)
         self._ttl_ms = max(1, round(ttl_s * 1000))
         self._poller = poller
 
     async def put(self, states: Sequence[ReplicaState]) -> None:
-        """Write and announce the states in one round trip; each lives for the TTL.
-
-        Raises:
-            RedisError: Redis did not take them; some may be written.
-        """
+        """Write and announce the states; each lives for the TTL."""
         if not states:
             return
-        keys = self._keys([state.id for state in states], lease_key, replica_key)
+        kinds = (self._keys.lease, self._keys.replica)
+        keys = [kind + state.id for state in states for kind in kinds]
         values = [state.model_dump_json() for state in states]
-        options = (self._poller, self._ttl_ms, changes_channel(self._pool))
+        options = (self._poller, self._ttl_ms, self._keys.changes)
         async with in_time():
             await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
 
     async def remove(self, replicas: Sequence[str]) -> None:
-        """Delete what is known of them and announce it in one round trip; not of what another
-        poller has.
-
-        Raises:
-            RedisError: Redis did not take it.
-        """
+        """Delete what is known of them and announce it; not of what another poller has."""
         if not replicas:
             return
-        keys = self._keys(replicas, lease_key, replica_key, blocks_key, kv_stream_key)
+        of = self._keys
+        kinds = (of.lease, of.replica, of.blocks, of.kv_stream)
+        keys = [kind + replica for replica in replicas for kind in kinds]
         messages = [_Message(removed=one).model_dump_json(exclude_none=True) for one in replicas]
-        options = (self._poller, changes_channel(self._pool))
         async with in_time():
-            await self._redis.eval(_REMOVE, len(keys), *keys, *options, *messages)
-
-    def _keys(self, replicas: Sequence[str], *kinds: Callable[[str, str], str]) -> list[str]:
-        return [key(self._pool, replica) for replica in replicas for key in kinds]
+            await self._redis.eval(_REMOVE, len(keys), *keys, self._poller, of.changes, *messages)
 
 
-class StateReader:
-    """Reads replica states as they change."""
+class StateReader(Follower[Change]):
+    """Reads replica states, and how they change; logs that Redis is away."""
 
     def __init__(self, redis: Redis, pool: str, random: Random) -> None:
-        self._redis = redis
-        self._pool = pool
+        super().__init__(redis, pool, random)
         self._outage = Outage(redis)
-        self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
-        self._garbage = Garbage()
 
     @property
     def lost(self) -> bool:
         """Whether Redis is away, so that changes are not heard of."""
         return self._outage.lost
 
-    async def changes(self) -> AsyncGenerator[Change]:
-        """Yield a snapshot, then every change as it is pushed, for ever.
+    def changes(self) -> AsyncGenerator[Change]:
+        """A snapshot, then every change as it is pushed, for ever.
 
         While Redis is away it yields nothing; then it begins with a snapshot again. A state whose
         life has ended is not pushed: it is missing from the next snapshot.
         """
-        while True:
-            try:
-                async with aclosing(self._connected()) as changes:
-                    async for change in changes:
-                        yield change
-            except (RedisError, OSError) as error:
-                self._outage.failed(error)
-                await asyncio.sleep(self._backoff.next())
+        return self._follow(self._keys.changes)
 
-    async def _connected(self) -> AsyncGenerator[Change]:
-        async with aclosing(pushed(self._redis, changes_channel(self._pool))) as pushes:
-            async for data in pushes:
-                if data is None:
-                    snapshot = await self._read(list(await self._keys()))
-                    self._backoff.reset()
-                    self._outage.succeeded()
-                    yield snapshot
-                else:
-                    for change in self._changes(data):
-                        yield change
+    async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
+        """The states of these replicas that are in Redis now; None: all.
 
-    async def states(self) -> tuple[ReplicaState, ...]:
-        """All states in Redis now.
+        It reads page by page: to read a thousand at once keeps a router from its requests.
 
         Raises:
             RedisError: Redis did not tell.
         """
-        return (await self._read(list(await self._keys()))).states
-
-    async def states_of(self, replicas: Iterable[str]) -> tuple[ReplicaState, ...]:
-        """The states of these replicas, as far as they are in Redis now.
-
-        Raises:
-            RedisError: Redis did not tell.
-        """
-        keys = [replica_key(self._pool, replica) for replica in replicas]
-        return (await self._read(keys)).states
-
-    async def _read(self, keys: Sequence[bytes | str]) -> Snapshot:
-        """Page by page: to read a thousand states at once keeps a router from its requests."""
+        if replicas is None:
+            keys = await keys_after(self._redis, self._keys.replica)
+        else:
+            keys = [self._keys.replica + replica for replica in replicas]
         states: list[ReplicaState] = []
         ages: dict[str, float] = {}
         for first in range(0, len(keys), _IN_A_PAGE):
@@ -244,35 +190,22 @@ class StateReader:
             async with in_time():
                 values, left = await self._redis.eval(_READ, len(page), *page)
             for key, value, left_ms in zip(page, values, left, strict=True):
-                if value is not None and (state := self._state(key, value)) is not None:
+                if value is None:
+                    continue
+                if state := self._garbage.read(key, ReplicaState.model_validate_json, value):
                     states.append(state)
                     ages[state.id] = max(state.life_s - left_ms / 1000, 0.0)
         return Snapshot(tuple(states), ages)
 
-    async def state(self, replica_id: str) -> ReplicaState | None:
-        """One replica's state in Redis now; None where there is none.
+    async def _found(self) -> AsyncIterator[Change]:
+        snapshot = await self.read()
+        self._outage.succeeded()
+        yield snapshot
 
-        Raises:
-            RedisError: Redis did not tell.
-        """
-        key = replica_key(self._pool, replica_id)
-        async with in_time():
-            value = await self._redis.get(key)
-        return None if value is None else self._state(key, value)
+    async def _pushed(self, data: bytes) -> Iterable[Change]:
+        message = self._garbage.read(self._keys.changes, _Message.model_validate_json, data)
+        return message.changes() if message else ()
 
-    async def _keys(self) -> set[bytes | str]:
-        return await keys_like(self._redis, replica_pattern(self._pool))
-
-    def _state(self, key: bytes | str, value: bytes | str) -> ReplicaState | None:
-        try:
-            return ReplicaState.model_validate_json(value)
-        except ValidationError as error:
-            self._garbage.skipped(str_if_bytes(key), what_is_wrong(error))
-            return None
-
-    def _changes(self, data: bytes | str) -> Iterator[Change]:
-        try:
-            return _Message.model_validate_json(data).changes()
-        except ValidationError as error:
-            self._garbage.skipped(changes_channel(self._pool), what_is_wrong(error))
-            return iter(())
+    def _cut_off(self, error: Exception) -> Iterable[Change]:
+        self._outage.failed(error)
+        return ()

@@ -1,7 +1,4 @@
-"""What routers tell each other piece by piece: a stream in Redis that each adds to and follows.
-
-Of Redis being away the reader of replica states logs; here it is only lived with.
-"""
+"""What routers tell each other piece by piece: a stream in Redis that each adds to and follows."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -13,9 +10,7 @@ from redis.exceptions import RedisError
 from redis.typing import EncodableT, FieldT
 from redis.utils import str_if_bytes
 
-from extproc.backoff import Backoff
-from extproc.store.connection import TIMEOUT_S, in_time
-from extproc.store.replicas import RECONNECT_FIRST_S, RECONNECT_MOST_S
+from extproc.store.connection import TIMEOUT_S, in_time, reconnecting
 
 _PAGE = 100
 """Entries read at a time: some 5 ms, in which a router does nothing else."""
@@ -59,7 +54,7 @@ class StreamReader:
     def __init__(self, redis: Redis, key: str, random: Random) -> None:
         self._redis = redis
         self._key = key
-        self._backoff = Backoff(RECONNECT_FIRST_S, RECONNECT_MOST_S, random)
+        self._backoff = reconnecting(random)
 
     async def news(self) -> AsyncGenerator[dict[bytes, bytes]]:
         """Yield each entry that Redis has, then each new one.

@@ -1,11 +1,11 @@
 """What is served: encoded resources by type and name."""
 
+import asyncio
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 _TYPES = "type.googleapis.com/envoy.config"
 CLUSTERS = f"{_TYPES}.cluster.v3.Cluster"
@@ -15,13 +15,6 @@ ROUTES = f"{_TYPES}.route.v3.RouteConfiguration"
 
 WILDCARDS = frozenset({CLUSTERS, LISTENERS})
 """Types of which Envoy takes all there are when it names none."""
-
-
-class Wakeable(Protocol):
-    """As ``asyncio.Event``."""
-
-    def set(self) -> None:
-        """Wake who waits."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,7 @@ class Catalog:
 
     def __init__(self) -> None:
         self._resources: dict[str, dict[str, bytes | None]] = {}
-        self._watchers: set[Wakeable] = set()
+        self._watchers: set[asyncio.Event] = set()
 
     def replace(self, type_url: str, resources: Mapping[str, bytes | None]) -> None:
         """Serve these of the type and no others; wakes the watchers where that is a change."""
@@ -52,6 +45,11 @@ class Catalog:
             self._resources[type_url] = dict(resources)
             for watcher in self._watchers:
                 watcher.set()
+
+    def replace_all(self, resources: Mapping[str, Mapping[str, bytes]]) -> None:
+        """The same for several types."""
+        for type_url, named in resources.items():
+            self.replace(type_url, named)
 
     def names(self, type_url: str) -> Collection[str]:
         """Of a type, also those that are not known yet."""
@@ -71,7 +69,7 @@ class Catalog:
         return Selection(found) if found or type_url in WILDCARDS else None
 
     @contextmanager
-    def watched_by(self, watcher: Wakeable) -> Iterator[None]:
+    def watched_by(self, watcher: asyncio.Event) -> Iterator[None]:
         """The watcher is woken at every change within the block."""
         self._watchers.add(watcher)
         try:

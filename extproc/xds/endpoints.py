@@ -1,34 +1,110 @@
-"""A pool's replicas as the resource that EDS serves."""
+"""A pool's replicas as EDS serves them: which Envoy is to know, and how they are."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
 from betterproto2 import encode_varint
-from envoy_data_plane.envoy.config.core.v3 import Address, Metadata, SocketAddress
+from envoy_data_plane.envoy.config.core.v3 import Address, HealthStatus, Metadata, SocketAddress
 from envoy_data_plane.envoy.config.endpoint.v3 import (
     ClusterLoadAssignment,
     Endpoint,
     LbEndpoint,
+    LocalityLbEndpoints,
 )
 from envoy_data_plane.google.protobuf import Struct
 
 from extproc.address import split_address
+from extproc.clock import Clock, monotonic
+from extproc.fleet.silence import Silence
+from extproc.replica_state import ReplicaState
 from extproc.server.messages import DESTINATION, METADATA_NAMESPACE
-from extproc.xds.members import Member
+from extproc.store.replicas import Change, Put, Removed, Snapshot
 
-_LENGTH_DELIMITED = 2
-_ENDPOINTS = 2  # field of ClusterLoadAssignment
-_LB_ENDPOINTS = 2  # field of LocalityLbEndpoints
+_ENDPOINTS = bytes([2 << 3 | 2])
+"""Tag of that field of ClusterLoadAssignment, of which the length follows."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Member:
+    """One replica as Envoy is told of it."""
+
+    id: str
+    """``ip:port``."""
+    health: HealthStatus
+
+
+class PoolMembers:
+    """A pool's replicas, by the rules that routers have for their fleets."""
+
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._clock = clock
+        self._health: dict[str, HealthStatus] = {}
+        self._silence = Silence(clock())
+        self._known = False
+
+    @property
+    def current(self) -> tuple[Member, ...] | None:
+        """All of them, by address; None before the first was heard of.
+
+        A Redis that was just started holds none yet: Envoy is to keep those it has.
+        """
+        if not self._known:
+            return None
+        return tuple(Member(id_, health) for id_, health in sorted(self._health.items()))
+
+    def apply(self, change: Change) -> bool:
+        """Take in what pollers wrote; returns whether Envoy is to hear of it."""
+        match change:
+            case Snapshot(states):
+                # What is missing in it is dropped only when it stays silent.
+                return True in [self._put(state) for state in states]
+            case Put(state):
+                return self._put(state)
+            case Removed(replica):
+                return self._remove(replica)
+
+    def drop_silent(self, after: float) -> list[str]:
+        """Removes replicas not heard of for ``after`` seconds in which others were; returns them.
+
+        When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
+        """
+        silent = self._silence.silent(after)
+        for id_ in silent:
+            self._remove(id_)
+        return silent
+
+    def _put(self, state: ReplicaState) -> bool:
+        self._silence.heard(state.id, self._clock())
+        before, health = self._health.get(state.id), _health(state)
+        self._health[state.id] = health
+        self._known = True
+        return health != before
+
+    def _remove(self, replica: str) -> bool:
+        self._silence.forget(replica)
+        return self._health.pop(replica, None) is not None
+
+
+def _health(state: ReplicaState) -> HealthStatus:
+    """The fallback policy chooses only among the healthy; the router's header reaches all.
+
+    So a draining replica gets nothing new, unless the router finds no other that could serve.
+    """
+    if state.draining:
+        return HealthStatus.DRAINING
+    return HealthStatus.HEALTHY if state.healthy else HealthStatus.UNHEALTHY
 
 
 def load_assignment(name: str, members: Iterable[Member]) -> bytes:
     """An encoded ``ClusterLoadAssignment``.
 
     To encode a member takes a millisecond, and few of a thousand change at a time. So each is
-    encoded once, and they are put together as protobuf's wire format has it.
+    encoded once; in protobuf's wire format messages one after another are one that has all.
     """
-    locality = b"".join(_field(_LB_ENDPOINTS, _encoded(member)) for member in members)
-    return bytes(ClusterLoadAssignment(cluster_name=name)) + _field(_ENDPOINTS, locality)
+    locality = b"".join(map(_encoded, members))
+    head = bytes(ClusterLoadAssignment(cluster_name=name))
+    return head + _ENDPOINTS + encode_varint(len(locality)) + locality
 
 
 @lru_cache(maxsize=16_384)
@@ -37,14 +113,9 @@ def _encoded(member: Member) -> bytes:
     address = Address(socket_address=SocketAddress(address=host, port_value=port))
     # For clusters that choose by metadata: each member is a subset of its own.
     own = Struct.from_dict({DESTINATION: member.id})
-    return bytes(
-        LbEndpoint(
-            endpoint=Endpoint(address=address),
-            health_status=member.health,
-            metadata=Metadata(filter_metadata={METADATA_NAMESPACE: own}),
-        )
+    endpoint = LbEndpoint(
+        endpoint=Endpoint(address=address),
+        health_status=member.health,
+        metadata=Metadata(filter_metadata={METADATA_NAMESPACE: own}),
     )
-
-
-def _field(number: int, value: bytes) -> bytes:
-    return encode_varint(number << 3 | _LENGTH_DELIMITED) + encode_varint(len(value)) + value
+    return bytes(LocalityLbEndpoints(lb_endpoints=[endpoint]))

@@ -10,11 +10,11 @@ import yaml
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 
 from extproc.check.envoy_file import EnvoyFile
-from extproc.check.finding import Finding, Level
 from extproc.check.judge import check_envoy
 from extproc.check.rules import RULES
 from extproc.cli import main
 from extproc.config import Config, ServeSettings
+from extproc.envoy.finding import Finding, Level
 from extproc.yaml_file import read_yaml
 
 ENVOY = Path(__file__).parents[2] / "envoy"
@@ -400,6 +400,8 @@ MISSPELT: list[tuple[str, str, Breakage]] = [
     ("http_filters[4]", "null", lambda b: b.filters.append(None)),
     ("response_attributes", "string", lambda b: b.ext_proc.update(response_attributes=[None])),
     ("failure_mode_allow", "boolean", lambda b: b.ext_proc.update(failure_mode_allow="perhaps")),
+    ("routes[0].route", "cluster_specifier has more than one value",
+     lambda b: b.route.update(cluster_header="x-a")),
 ]  # fmt: skip
 
 
@@ -418,6 +420,20 @@ def test_a_type_of_another_build_is_a_warning() -> None:
     (finding,) = broken(lambda b: b.filters.insert(0, filter))
     assert (finding.rule, finding.level) == ("schema", Level.WARNING)
     assert "acme.v1.Filter" in finding.text
+
+
+def test_a_typed_struct_is_looked_into() -> None:
+    def break_it(bootstrap: Bootstrap) -> None:
+        fields = dict(bootstrap.ext_proc)
+        del fields["failure_mode_allow"]
+        struct = {"type_url": fields.pop("@type"), "value": fields}
+        bootstrap.filters[0]["typed_config"] = {
+            "@type": "type.googleapis.com/xds.type.v3.TypedStruct",
+            **struct,
+        }
+
+    finding, *_ = broken(break_it)
+    assert (finding.rule, finding.level) == ("fails_open", Level.ERROR)
 
 
 def test_patches_of_an_istio_envoy_filter_are_looked_into() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.check.finding import Level
 from extproc.check.judge import check_envoy
+from extproc.envoy.finding import Level
 from tests.envoy_gateway import bootstrap
 
 FILE = Path(__file__).parents[2] / "envoy" / "envoy_gateway.yaml"

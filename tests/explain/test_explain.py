@@ -169,13 +169,11 @@ async def test_what_was_left_out_is_shown_with_the_reason(
     services: Services, router: str, explain: Explain
 ) -> None:
     decision = decide(services, chat(10))
-    view = decision.situation.view
-    excluded = (
+    decision.situation.view.excluded = (
         Excluded(replica(3), "r3", "the last poll failed: connection refused"),
         Excluded(replica(4), "a-longer-name", "does not serve llama"),
     )
-    situation = replace(decision.situation, view=replace(view, excluded=excluded))
-    services.log.add("other", 1.0, replace(decision, situation=situation))
+    services.log.add("other", 1.0, decision)
     lines = await explain("--router", router, "other")
     assert lines[-3:] == [
         "left out",

@@ -47,7 +47,7 @@ class Idle:
 
     def step(self) -> tuple[float, float]:
         """Believed over true time of a step that decodes, and of one that prefills 1,000 tokens."""
-        costs = self.fleet.view(MODEL).costs
+        costs = self.fleet.view(MODEL)
         decode = (costs.c0[0] + costs.c_batch[0] + costs.c_kv[0] * 1000) / TRUTH.step_time(
             0, 1, 1000
         )
@@ -184,7 +184,7 @@ def test_lone_requests_tell_prompts_from_steps_where_counters_do_not() -> None:
     for _ in range(30):
         server.serve(random.randint(20, 400), random.randint(3, 30))
         server.rest(10.0)
-    costs = server.fleet.view(MODEL).costs
+    costs = server.fleet.view(MODEL)
     assert costs.c0[0] == pytest.approx(DEAR_PROMPTS.c0, rel=0.1)
     assert costs.c_prefill[0] == pytest.approx(DEAR_PROMPTS.c_prefill, rel=0.15)
     # Of a single sequence's part nothing is seen: it stays as it was.

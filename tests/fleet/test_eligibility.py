@@ -4,7 +4,7 @@ import pytest
 
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
 from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
 

@@ -8,7 +8,7 @@ import pytest
 from extproc.fleet.block_news import NUMBERS, BlockNews, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.held_blocks import LATE_S
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of, token_keys
 from extproc.request.profile import Endpoint, RequestProfile

@@ -45,7 +45,7 @@ def test_newcomers_alike_are_taken_alike() -> None:
     fleet.put(state(4, A10, clock))
     for number in (1, 2):
         fleet.put(state(number, H100, clock, measured=True))
-    third, fourth = fleet.view(MODEL).costs.c0[2:]
+    third, fourth = fleet.view(MODEL).c0[2:]
     assert third == fourth
 
 
@@ -122,6 +122,6 @@ def test_an_idle_one_is_tried_though_its_profile_is_slow(in_flight: int) -> None
     for _ in range(in_flight):
         fleet.dispatch(NEW, chat(10, 10))
     view = fleet.view(MODEL)
-    slow = [column[2] > column[0] for column in (view.costs.c_prefill, view.costs.c0)]
+    slow = [column[2] > column[0] for column in (view.c_prefill, view.c0)]
     assert slow == [in_flight > 0] * 2
     assert (view.decode_step[2] > view.decode_step[0]) == (in_flight > 0)

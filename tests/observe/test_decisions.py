@@ -82,8 +82,7 @@ def test_the_words_are_made_only_when_a_record_is_shown(monkeypatch: pytest.Monk
 def test_replicas_left_out_are_in_the_record() -> None:
     made = decision()
     left_out = Excluded(replica(4), "r4", "no answer to the last poll")
-    view = replace(made.situation.view, excluded=(left_out,))
-    made = replace(made, situation=replace(made.situation, view=view))
+    made.situation.view.excluded = (left_out,)
     shown = DecisionLog(10).add("id", 1.0, made).to_json()
     assert shown["excluded"] == [
         {"replica": replica(4), "name": "r4", "why": "no answer to the last poll"}

@@ -10,7 +10,7 @@ import pytest
 
 from extproc.config import Config
 from extproc.demo.processes import free_port
-from extproc.poll.app import run_poller
+from extproc.poll.into_redis import run_poller
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
 from extproc.store.replicas import Put, Removed, Snapshot, StateReader

@@ -242,6 +242,6 @@ async def test_a_file_that_comes_back_unchanged_is_usable_again(
         assert await ids(found) == ["10.0.0.1:80"]
         aside.rename(file)
         assert await ids(found) == ["10.0.0.1:80"]
-        problem = "replicas file is not usable, keeping its last list"
+        problem = "replicas file is not usable, keeping its last content"
         assert len(logged.lines(problem)) == count
         assert len(logged.lines("replicas file is usable again")) == count

@@ -12,13 +12,15 @@ import zmq.asyncio
 
 from extproc.clock import monotonic
 from extproc.demo.processes import free_port
-from extproc.fleet.held_blocks import HeldBlocks
+from extproc.fleet.fleet import Fleet
 from extproc.poll import kv_stream
+from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
-from extproc.poll.inside import BlocksIntoFleet
+from extproc.poll.into_fleet import IntoFleet
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream
+from extproc.predict.lengths import OutputLengths
 from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
 from tests.waiting import PATIENCE_S
@@ -85,12 +87,13 @@ async def _bind(socket: zmq.asyncio.Socket, port: int) -> None:
                 await asyncio.sleep(0.01)
 
 
-class Followed:
+class Followed(Destination):
     """What a poller makes of it."""
 
     def __init__(
         self, context: zmq.asyncio.Context, ports: tuple[int, int], kept: bytes = b""
     ) -> None:
+        super().__init__()
         self.kept = kept
         self.saves = 0
         target = Target("127.0.0.1:8000", "one", "llama-8b-a10", ports)
@@ -272,11 +275,11 @@ async def test_what_has_not_changed_is_not_saved_again(
         await followed.until(lambda: followed.saves == 3)
 
 
-class Itself(BlocksIntoFleet):
+class Itself(IntoFleet):
     """A router that polls."""
 
     def __init__(self) -> None:
-        super().__init__(HeldBlocks(monotonic))
+        super().__init__(Fleet(OutputLengths()))
         self.looks: asyncio.Queue[None] = asyncio.Queue()
 
     def changed(self, replica: str, blocks: KvBlocks) -> None:
@@ -291,7 +294,7 @@ async def test_a_router_that_polls_itself_dumps_nothing(
     monkeypatch.setattr(KvBlocks, "dump", lambda _, mark: dumps.append(mark))
     async with following(context, engine) as followed:
         await followed.holds()
-        followed.stream._sink = router = Itself()
+        followed.stream._into = router = Itself()
         followed.stream.tell_again()
         dumps.clear()
         for _ in range(4):

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from extproc.cli import main
 from extproc.demo.processes import answers
-from extproc.poll.app import run_poller
+from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import EngineFigures, read_metrics
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState

@@ -18,7 +18,7 @@ from extproc.demo.processes import Process, free_port
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
-from extproc.store.keys import lease_key
+from extproc.store.keys import Keys
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.poll.polling import PATIENT, Seen, config, polling, watching
@@ -50,7 +50,7 @@ async def poller_process(settings: Config, directory: Path) -> AsyncIterator[Pro
 
 async def leases(redis: Redis, replicas: list[Replica], holds: Callable[[Owners], bool]) -> Owners:
     """Wait until this is true of the leases."""
-    keys = [lease_key("default", replica.id) for replica in replicas]
+    keys = [Keys("default").lease + replica.id for replica in replicas]
     async with asyncio.timeout(PATIENCE_S):
         while True:
             values = zip(replicas, await redis.mget(keys), strict=True)

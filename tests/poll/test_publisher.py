@@ -6,20 +6,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
+import pytest
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from extproc.backoff import Backoff
 from extproc.config import Config
-from extproc.fleet.fleet import Fleet
-from extproc.poll.app import polling
-from extproc.poll.inside import BlocksIntoFleet, Everything
-from extproc.poll.metrics import PollMetrics
-from extproc.poll.publisher import Publisher
-from extproc.predict.lengths import OutputLengths
+from extproc.poll import into_redis
+from extproc.poll.destination import Destination
+from extproc.poll.into_redis import IntoRedis
+from extproc.poll.poller import Poller
+from extproc.poll.scrape_metrics import PollMetrics
 from extproc.replica_state import ReplicaState
-from extproc.store.connection import Outage, connect
+from extproc.store.connection import connect
 from extproc.store.replicas import StateWriter
 from tests.poll.replica import serving
 from tests.waiting import PATIENCE_S
@@ -53,13 +52,14 @@ class Writer(StateWriter):
 
 
 @asynccontextmanager
-async def publishing() -> AsyncIterator[tuple[Publisher, Writer]]:
+async def publishing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[IntoRedis, Writer]]:
     async with connect("redis://127.0.0.1:1", "default") as redis:
         writer = Writer(redis)
-        publisher = Publisher(writer, Outage(redis), Backoff(0.001, 0.001, Random(1)))
-        task = asyncio.create_task(publisher.run())
+        monkeypatch.setattr(into_redis, "StateWriter", lambda *_: writer)
+        into = IntoRedis(redis, Config(), "", Random(1))
+        task = asyncio.create_task(into.run())
         try:
-            yield publisher, writer
+            yield into, writer
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -73,8 +73,10 @@ async def attempt(writer: Writer, there: bool) -> None:
     await writer.asked.wait()
 
 
-async def test_what_is_back_while_it_is_being_removed_is_not_tried_again() -> None:
-    async with publishing() as (publisher, writer), asyncio.timeout(PATIENCE_S):
+async def test_what_is_back_while_it_is_being_removed_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with publishing(monkeypatch) as (publisher, writer), asyncio.timeout(PATIENCE_S):
         for state in (A, B):
             publisher.put(state)
             publisher.remove(state.id)
@@ -89,31 +91,26 @@ async def test_what_is_back_while_it_is_being_removed_is_not_tried_again() -> No
     assert B not in writer.written
 
 
-class Sink:
+class Noting(Destination):
     """Notes what becomes of a replica."""
 
     def __init__(self, wanted: str) -> None:
+        super().__init__()
         self._wanted = wanted
         self._noted: asyncio.Queue[str] = asyncio.Queue()
 
-    def _note(self, what: str, replica_id: str) -> None:
-        if replica_id == self._wanted:
+    def _note(self, what: str, replica: str) -> None:
+        if replica == self._wanted:
             self._noted.put_nowait(what)
 
     def put(self, state: ReplicaState) -> None:
         self._note("put", state.id)
 
-    def put_again(self, replica_id: str) -> None:
-        self._note("put", replica_id)
+    def forget(self, replica: str) -> None:
+        self._note("forget", replica)
 
-    def forget(self, replica_id: str) -> None:
-        self._note("forget", replica_id)
-
-    def remove(self, replica_id: str) -> None:
-        self._note("remove", replica_id)
-
-    async def run(self) -> None:
-        await asyncio.Event().wait()
+    def remove(self, replica: str) -> None:
+        self._note("remove", replica)
 
     async def until(self, what: str) -> list[str]:
         """What was noted up to this."""
@@ -124,24 +121,18 @@ class Sink:
         return noted
 
 
-async def nothing(_: object) -> dict[str, ReplicaState]:
-    return {}
-
-
 async def test_a_replica_that_left_and_is_back_is_no_longer_to_be_removed(tmp_path: Path) -> None:
     file = tmp_path / "replicas.yaml"
     async with serving() as one:
         file.write_text(f"['{one.id}']")
         settings = Config.model_validate({"replicas_file": file, "poll": {"resolve_s": 0.02}})
-        sink, metrics = Sink(one.id), PollMetrics(CollectorRegistry())
-        fleet = Fleet(OutputLengths())
-        parts = sink, Everything(fleet), nothing, Random(1), BlocksIntoFleet(fleet.blocks)
-        async with polling(settings, metrics, *parts) as poller:
-            task = asyncio.create_task(poller.run())
-            await sink.until("put")
-            file.write_text("[]")
-            await sink.until("remove")
-            file.write_text(f"['{one.id}'] ")
-            assert "forget" in await sink.until("put")
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        sink, metrics = Noting(one.id), PollMetrics(CollectorRegistry())
+        poller = Poller(settings, sink, metrics, Random(1))
+        task = asyncio.create_task(poller.run())
+        await sink.until("put")
+        file.write_text("[]")
+        await sink.until("remove")
+        file.write_text(f"['{one.id}'] ")
+        assert "forget" in await sink.until("put")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

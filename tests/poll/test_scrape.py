@@ -82,8 +82,12 @@ async def test_models_and_adapters() -> None:
     async with serving() as replica, open_session(5) as session:
         replica.answers["/v1/models"] = models("base", adapters=("adapter",), max_model_len=8192)
         listed = await read_models(session, replica.id)
-        assert (listed.names, listed.max_model_len) == (("base", "adapter"), 8192)
-        assert listed.adapters == ("adapter",)
+        assert listed == {
+            "models": ("base", "adapter"),
+            "listed": True,
+            "adapters": ("adapter",),
+            "max_model_len": 8192,
+        }
 
 
 @pytest.mark.parametrize(

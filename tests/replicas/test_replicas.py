@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from extproc.cli import main
-from extproc.poll.members import Membership
+from extproc.poll.membership import Membership
 from extproc.replicas.pool import Pool
 from extproc.replicas.wait import until_empty
 from extproc.store.connection import connect
-from extproc.store.keys import replica_key
-from extproc.store.members import Member, MemberStore
+from extproc.store.desired import Desired, DesiredStore
+from extproc.store.keys import Keys
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling, watching
@@ -173,7 +173,7 @@ async def test_a_replica_of_which_nothing_is_known_any_more_is_not_taken_for_emp
             await seen.until(lambda states: one.id in states)
             await run("drain", one.id)
             await seen.replica(one, lambda state: state.draining)
-        await redis.delete(replica_key("default", one.id))  # as when its life ends
+        await redis.delete(Keys("default").replica + one.id)  # as when its life ends
         error = await run("drain", one.id, "--wait", "0.2", status=1)
         assert f"{one.id} is not polled, so that nobody knows what it has" in error
         pool = Pool(redis, "default")
@@ -199,8 +199,8 @@ async def test_a_redis_that_comes_back_empty_is_filled_again(
             await redis_server.start()
 
             async with connect(redis_server.url, "default") as redis, asyncio.timeout(PATIENCE_S):
-                store = MemberStore(redis, settings.pool)
-                members: dict[str, Member] = {}
+                store = DesiredStore(redis, settings.pool)
+                members: dict[str, Desired] = {}
                 while len(members) < 3:
                     members = await store.read()
                     await asyncio.sleep(0.02)
@@ -216,8 +216,8 @@ async def test_what_concerns_no_replica_is_forgotten_after_an_hour(
 ) -> None:
     here, gone, clock = "10.0.0.1:80", "10.0.0.2:80", ManualClock()
     async with connect(redis_server.url, "default") as redis:
-        store, membership = MemberStore(redis, "default"), Membership()
-        await store.write({here: Member(wish="remove"), gone: Member(wish="remove")})
+        store, membership = DesiredStore(redis, "default"), Membership()
+        await store.write({here: Desired(wish="remove"), gone: Desired(wish="remove")})
         for _ in range(3):
             await membership.look(store, clock())
             clock.advance(3601)
@@ -232,8 +232,8 @@ async def test_what_concerns_no_replica_is_forgotten_after_an_hour(
 async def test_what_one_poller_forgot_no_other_brings_back(redis_server: RedisServer) -> None:
     gone, clock = "10.0.0.2:80", ManualClock()
     async with connect(redis_server.url, "default") as redis:
-        store = MemberStore(redis, "default")
-        await store.write({gone: Member(wish="drain")})
+        store = DesiredStore(redis, "default")
+        await store.write({gone: Desired(wish="drain")})
         pollers = Membership(), Membership()
         for poller in pollers:
             poller.removed_of([])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
 from extproc.route.router import Decision, Router
 from tests.fakes import ManualClock, chat, replica, state

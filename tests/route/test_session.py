@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.model_names import ModelNames
+from extproc.fleet.members import ModelNames
 from extproc.request.session import session_key, session_of
 from extproc.route.router import Decision, Router
 from tests.fakes import ManualClock, chat, fleet_of, replica, state

@@ -11,11 +11,10 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from extproc.backoff import Backoff
+from extproc.config import Config, PollSettings
 from extproc.demo.processes import Process, free_port, listening, redis_binary
-from extproc.poll.publisher import Publisher
-from extproc.store.connection import Outage, connect
-from extproc.store.replicas import StateWriter
+from extproc.poll.into_redis import IntoRedis
+from extproc.store.connection import connect
 from tests.waiting import until
 
 HOST = "127.0.0.1"
@@ -176,10 +175,9 @@ async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def publishing(url: str, pool: str = "test") -> AsyncIterator[Publisher]:
+async def publishing(url: str, pool: str = "test") -> AsyncIterator[IntoRedis]:
     async with connect(url, pool) as redis:
-        writer = StateWriter(redis, pool, ttl_s=60)
-        publisher = Publisher(writer, Outage(redis), Backoff(0.05, 0.5, Random(1)))
+        publisher = IntoRedis(redis, Config(pool=pool, poll=PollSettings(ttl_s=60)), "", Random(1))
         task = asyncio.create_task(publisher.run())
         try:
             yield publisher

@@ -15,7 +15,7 @@ from extproc.fleet.block_news import NUMBERS, BlockNews
 from extproc.store import blocks as shared
 from extproc.store.blocks import LIFE_S, BlockReader, BlockWriter
 from extproc.store.connection import connect
-from extproc.store.keys import blocks_channel, blocks_key, kv_stream_key, lease_key
+from extproc.store.keys import Keys
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import replica
@@ -88,7 +88,7 @@ async def poller(url: str, name: str = "mine") -> AsyncIterator[Tell]:
 
 async def lease(client: Redis, name: str = "mine") -> None:
     for number in (1, 2):
-        await client.set(lease_key("test", replica(number)), name)
+        await client.set(Keys("test").lease + replica(number), name)
 
 
 @pytest.fixture
@@ -125,8 +125,8 @@ async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
         await tell(news(4, {4}), whole(4, {4}))  # to those who heard all, no more than that
         await first.holds({2, 3, 4, 2**64 - 1})
         assert first.wholes == wholes
-    assert await redis_client.strlen(blocks_key("test", replica(1))) == 32 + 8
-    assert 0 < await redis_client.ttl(blocks_key("test", replica(1))) <= LIFE_S
+    assert await redis_client.strlen(Keys("test").blocks + replica(1)) == 32 + 8
+    assert 0 < await redis_client.ttl(Keys("test").blocks + replica(1)) <= LIFE_S
     assert await command(redis_client, "ACL", "LOG") == []
 
 
@@ -154,14 +154,14 @@ async def test_what_a_poller_knows_is_kept_for_the_next(
         await another.save(replica(1), b"what it knew when it had the lease")
         assert await another.load(replica(1)) == b"known"
         assert await mine.load(replica(2)) == b""
-    assert 0 < await redis_client.ttl(kv_stream_key("test", replica(1))) <= LIFE_S
+    assert 0 < await redis_client.ttl(Keys("test").kv_stream + replica(1)) <= LIFE_S
 
 
 async def test_nothing_is_kept_of_a_replica_that_leaves(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     await lease(redis_client)
-    keys = blocks_key("test", replica(1)), kv_stream_key("test", replica(1))
+    keys = Keys("test").blocks + replica(1), Keys("test").kv_stream + replica(1)
     async with poller(redis_server.url) as tell, connect(redis_server.url, "test") as redis:
         await tell(whole(1, {1}), whole(1, {1}))
         await tell(whole(1, {1}), whole(1, {1}), number=2)
@@ -171,7 +171,7 @@ async def test_nothing_is_kept_of_a_replica_that_leaves(
         assert await redis_client.exists(*keys) == 2
         await StateWriter(redis, "test", 10, "mine").remove([replica(1)])
     assert await redis_client.exists(*keys) == 0
-    assert await redis_client.exists(blocks_key("test", replica(2))) == 1
+    assert await redis_client.exists(Keys("test").blocks + replica(2)) == 1
 
 
 async def test_all_that_is_held_is_sent_once(
@@ -203,7 +203,7 @@ async def test_news_that_follow_nothing_are_told_whole_next(
 ) -> None:
     """As when Redis came back empty."""
     tell, one = heard
-    await redis_client.delete(blocks_key("test", replica(1)))
+    await redis_client.delete(Keys("test").blocks + replica(1))
     assert await tell(news(2, {2})) == {replica(1)}
     await one.holds({1, 2})
     assert await tell(whole(3, {1, 2}), whole(3, {1, 2})) == set()
@@ -223,8 +223,8 @@ async def test_what_was_missed_on_the_way_is_read(
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
     tell, one = heard
-    log: Any = await redis_client.get(blocks_key("test", replica(1)))
-    await redis_client.set(blocks_key("test", replica(1)), log + news(2, {2}).encode())
+    log: Any = await redis_client.get(Keys("test").blocks + replica(1))
+    await redis_client.set(Keys("test").blocks + replica(1), log + news(2, {2}).encode())
     await tell(news(3, {3}))
     await one.holds({1, 2, 3})
     assert await redis_client.client_kill_filter(_type="pubsub")
@@ -236,12 +236,12 @@ async def test_garbage_is_harmless_and_said_once(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
     await lease(redis_client)
-    await redis_client.lpush(blocks_key("test", "list"), "no blocks")
-    await redis_client.set(blocks_key("test", "text"), "no blocks")
+    await redis_client.lpush(Keys("test").blocks + "list", "no blocks")
+    await redis_client.set(Keys("test").blocks + "text", "no blocks")
     async with poller(redis_server.url) as tell, router(redis_server.url) as one:
         await logged.line("skipped garbage in redis")
         for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50)):
-            await redis_client.publish(blocks_channel("test"), garbage)
+            await redis_client.publish(Keys("test").blocks_channel, garbage)
         await tell(whole(1, {1}), whole(1, {1}))
         await one.holds({1})
     assert len(logged.lines("skipped garbage in redis")) == 2

@@ -18,7 +18,7 @@ from extproc.predict.lengths import OutputLengths
 from extproc.server.sharing import share
 from extproc.store.connection import connect
 from extproc.store.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.store.keys import digests_channel, router_key
+from extproc.store.keys import Keys
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, replica, state
 from tests.store.servers import command
@@ -73,7 +73,7 @@ async def test_a_reader_hears_what_is_there_and_then_what_comes(
     fleet, writer = router(), DigestWriter(redis_client, "test")
     first = due(fleet)
     await writer.send(first)
-    assert 0 < await redis_client.pttl(router_key("test", fleet.router)) <= 2000
+    assert 0 < await redis_client.pttl(Keys("test").router + fleet.router) <= 2000
     async with reading(redis_server.url) as following:
         assert await following() == Connected()
         found = await following()
@@ -84,25 +84,25 @@ async def test_a_reader_hears_what_is_there_and_then_what_comes(
         assert (await heard(following)).encode() == second.encode()
         await writer.send(last := fleet.digests.farewell())
         assert (await heard(following)).encode() == last.encode()
-        assert not await redis_client.exists(router_key("test", fleet.router))
+        assert not await redis_client.exists(Keys("test").router + fleet.router)
 
 
 async def test_garbage_is_skipped_with_one_line(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
     fleet, writer = router(), DigestWriter(redis_client, "test")
-    await redis_client.set(router_key("test", "garbage"), b"\x63 a later version")
-    await redis_client.hset(router_key("test", "hash"), "field", "value")
+    await redis_client.set(Keys("test").router + "garbage", b"\x63 a later version")
+    await redis_client.hset(Keys("test").router + "hash", "field", "value")
     async with reading(redis_server.url) as following:
         assert await following() == Connected()
         for _ in range(3):
-            await redis_client.publish(digests_channel("test"), b"\x63 a later version")
-            await redis_client.publish(digests_channel("test"), b"\x01 and what is none")
+            await redis_client.publish(Keys("test").digests, b"\x63 a later version")
+            await redis_client.publish(Keys("test").digests, b"\x01 and what is none")
         await writer.send(first := due(fleet))
         assert (await heard(following)).encode() == first.encode()
     assert [line["source"] for line in logged.lines()] == [
-        router_key("test", "garbage"),
-        digests_channel("test"),
+        Keys("test").router + "garbage",
+        Keys("test").digests,
     ]
 
 

@@ -10,7 +10,7 @@ from redis.utils import str_if_bytes
 
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import Outage, connect
-from extproc.store.keys import lease_key, pollers_key, replica_key
+from extproc.store.keys import Keys
 from extproc.store.leases import LIFE_S, Held, Leases
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
@@ -28,7 +28,7 @@ def poller(redis: Redis, name: str, clock: ManualClock | None = None) -> Leases:
 
 
 async def owners(redis: Redis, replicas: Collection[str] = TEN) -> list[str | None]:
-    values = await redis.mget([lease_key(POOL, replica) for replica in replicas])
+    values = await redis.mget([Keys(POOL).lease + replica for replica in replicas])
     return [None if value is None else str_if_bytes(value) for value in values]
 
 
@@ -42,14 +42,14 @@ async def test_one_poller_takes_everything_for_a_while(redis_client: Redis) -> N
     held = await poller(redis_client, "a").tend(TEN)
     assert held.replicas == held.taken == set(TEN)
     assert await owners(redis_client) == ["a"] * 10
-    for key in (lease_key(POOL, TEN[0]), pollers_key(POOL)):
+    for key in (Keys(POOL).lease + TEN[0], Keys(POOL).pollers):
         assert 0 < await redis_client.pttl(key) <= LIFE_S * 1000
 
 
 async def test_a_lease_is_renewed_by_its_owner_alone(redis_client: Redis) -> None:
     a = poller(redis_client, "a")
     await a.tend(TEN)
-    lost, kept = lease_key(POOL, TEN[0]), lease_key(POOL, TEN[1])
+    lost, kept = Keys(POOL).lease + TEN[0], Keys(POOL).lease + TEN[1]
     await redis_client.set(lost, "b", px=500)
     await redis_client.pexpire(kept, 500)
     held = await a.tend(TEN)
@@ -99,7 +99,7 @@ async def test_what_was_scraped_under_a_lost_lease_is_not_written(redis_client: 
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
     mine, lost = TEN[:2]
     await rounds(a)
-    await redis_client.set(lease_key(POOL, lost), "b")
+    await redis_client.set(Keys(POOL).lease + lost, "b")
     async with redis_client.pubsub() as pushed:
         await pushed.psubscribe("*")
         writer = StateWriter(redis_client, POOL, ttl_s=60, poller="a")
@@ -108,8 +108,8 @@ async def test_what_was_scraped_under_a_lost_lease_is_not_written(redis_client: 
         message = await pushed.get_message(timeout=PATIENCE_S)
         assert message is not None
         assert mine in message["data"].decode()
-    assert await redis_client.exists(replica_key(POOL, mine))
-    assert not await redis_client.exists(replica_key(POOL, lost))
+    assert await redis_client.exists(Keys(POOL).replica + mine)
+    assert not await redis_client.exists(Keys(POOL).replica + lost)
     await rounds(b)
 
 

@@ -8,7 +8,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.store.connection import connect
-from extproc.store.keys import prompts_key
+from extproc.store.keys import Keys
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, replica
 from tests.store.routers import router
@@ -86,7 +86,7 @@ async def test_garbage_is_harmless(
         connect(redis_server.url, "test") as client,
     ):
         for garbage in (b"\xff" * 40, b"", b"\x00", b"\x01\x00" + b"\x00" * 16 + b"\xff"):
-            await client.xadd(prompts_key("test"), {b"\xff\xfe": garbage})
+            await client.xadd(Keys("test").prompts, {b"\xff\xfe": garbage})
         send(first, 1, prompt("a", 3))
         await holds(second, 1, prompt("a", 3))
     assert [one.message for one in caplog.records].count("skipped garbage in redis") <= 2

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
-from extproc.store.keys import changes_channel, lease_key, replica_key
+from extproc.store.keys import Keys
 from extproc.store.replicas import Change, Put, Removed, Snapshot, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.waiting import PATIENCE_S
@@ -70,10 +70,10 @@ async def test_state_that_nobody_refreshes_ends(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     await StateWriter(redis_client, "test", ttl_s=60).put([A])
-    assert 0 < await redis_client.pttl(replica_key("test", A.id)) <= 60_000
+    assert 0 < await redis_client.pttl(Keys("test").replica + A.id) <= 60_000
     await StateWriter(redis_client, "test", ttl_s=0.001).put([A])
     async with reading(redis_server.url) as following, asyncio.timeout(PATIENCE_S):
-        while await redis_client.exists(replica_key("test", A.id)):
+        while await redis_client.exists(Keys("test").replica + A.id):
             pass
         assert await following() == Snapshot(())
 
@@ -82,7 +82,7 @@ async def test_what_another_poller_has_is_not_removed(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     before, now = (StateWriter(redis_client, "test", ttl_s=60, poller=name) for name in "ab")
-    lease = lease_key("test", A.id)
+    lease = Keys("test").lease + A.id
     await redis_client.set(lease, "b")
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot(())
@@ -106,7 +106,7 @@ async def test_the_age_of_what_is_there_is_told_by_redis_alone(
     states = [ReplicaState(id=f"10.0.0.1:{port}", life_s=60) for port in range(200)]
     writer = StateWriter(redis_client, "test", ttl_s=60)
     await writer.put([*states, A])
-    await redis_client.pexpire(replica_key("test", states[7].id), 48_000)
+    await redis_client.pexpire(Keys("test").replica + states[7].id, 48_000)
     async with reading(redis_server.url) as following:
         snapshot = await following()
     assert isinstance(snapshot, Snapshot)
@@ -231,17 +231,17 @@ async def test_garbage_is_skipped_with_one_line(
 ) -> None:
     writer = StateWriter(redis_client, "test", ttl_s=60)
     await writer.put([A])
-    await redis_client.set(replica_key("test", "garbage"), garbage)
-    await redis_client.hset(replica_key("test", "a hash"), "field", "value")
+    await redis_client.set(Keys("test").replica + "garbage", garbage)
+    await redis_client.hset(Keys("test").replica + "a hash", "field", "value")
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot((A,))
         for _ in range(3):
-            await redis_client.publish(changes_channel("test"), garbage)
+            await redis_client.publish(Keys("test").changes, garbage)
         await writer.put([B])
         assert await following() == Put(B)
     assert [line["source"] for line in logged.lines()] == [
-        replica_key("test", "garbage"),
-        changes_channel("test"),
+        Keys("test").replica + "garbage",
+        Keys("test").changes,
     ]
 
 
@@ -260,9 +260,9 @@ async def test_a_message_of_a_later_version_is_passed_over(
 ) -> None:
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot(())
-        await redis_client.publish(changes_channel("test"), b'{"digest": {"router": "r1"}}')
+        await redis_client.publish(Keys("test").changes, b'{"digest": {"router": "r1"}}')
         await redis_client.publish(
-            changes_channel("test"), b'{"put": [{"id": "10.0.0.9:80", "colour": "blue"}]}'
+            Keys("test").changes, b'{"put": [{"id": "10.0.0.9:80", "colour": "blue"}]}'
         )
         assert await following() == Put(ReplicaState(id="10.0.0.9:80"))
     assert not logged.lines()

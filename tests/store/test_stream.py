@@ -12,7 +12,7 @@ from redis.utils import str_if_bytes
 from extproc.fleet.fleet import Fleet
 from extproc.server import sharing as shared
 from extproc.store.connection import connect
-from extproc.store.keys import responses_key
+from extproc.store.keys import Keys
 from extproc.store.stream import StreamReader, StreamWriter
 from tests.conftest import RedisServer
 from tests.fakes import replica
@@ -51,7 +51,7 @@ async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
         async with router(url) as third:
             await knows(third, *names)
     assert await command(redis_client, "ACL", "LOG") == []
-    assert 0 < await redis_client.ttl(responses_key("test")) <= 86_400
+    assert 0 < await redis_client.ttl(Keys("test").responses) <= 86_400
 
 
 async def test_redis_keeps_so_many(
@@ -62,7 +62,7 @@ async def test_redis_keeps_so_many(
         for number in range(1_000):
             first.responses.saw(f"resp_{number}", replica(2))
         await knows(second, "resp_999")
-    kept = await redis_client.xlen(responses_key("test"))
+    kept = await redis_client.xlen(Keys("test").responses)
     assert 200 <= kept <= 400  # whole nodes of a hundred go
 
 
@@ -87,7 +87,7 @@ async def reading(url: str) -> AsyncIterator[Next]:
     heard: asyncio.Queue[str] = asyncio.Queue()
 
     async def listen(redis: Redis) -> None:
-        reader = StreamReader(redis, responses_key("test"), Random(1))
+        reader = StreamReader(redis, Keys("test").responses, Random(1))
         async with aclosing(reader.news()) as news:
             async for fields in news:
                 for name in fields:
@@ -112,7 +112,7 @@ async def test_who_was_cut_off_reads_on_where_it_was(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     """A hundred thousand entries take a router seconds."""
-    writer = StreamWriter(redis_client, responses_key("test"), 100)
+    writer = StreamWriter(redis_client, Keys("test").responses, 100)
     async with reading(redis_server.url) as following:
         await writer.send([{"resp_1": replica(2)}])
         assert await following() == "resp_1"
@@ -127,18 +127,18 @@ async def test_redis_may_come_back_empty_and_with_an_earlier_clock(
 ) -> None:
     async with reading(redis_server.url) as following:
         async with connect(redis_server.url, "test") as client:
-            await client.xadd(responses_key("test"), {"resp_1": replica(2)}, id="9999999999999-0")
+            await client.xadd(Keys("test").responses, {"resp_1": replica(2)}, id="9999999999999-0")
             assert await following() == "resp_1"
             await until(lambda: is_reading(client))
         await redis_server.kill()
         await redis_server.start()
         async with connect(redis_server.url, "test") as client:
-            await StreamWriter(client, responses_key("test"), 100).send([{"resp_2": replica(2)}])
+            await StreamWriter(client, Keys("test").responses, 100).send([{"resp_2": replica(2)}])
             assert await following() == "resp_2"
 
 
 async def test_garbage_is_harmless(redis_server: RedisServer, redis_client: Redis) -> None:
-    key = responses_key("test")
+    key = Keys("test").responses
     await redis_client.set(key, "no stream")
     async with router(redis_server.url) as first, router(redis_server.url) as second:
         first.responses.saw("resp_1", replica(2))

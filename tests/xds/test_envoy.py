@@ -17,9 +17,8 @@ from extproc.config import TlsFiles
 from extproc.demo.envoy_config import render
 from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
 from extproc.xds.catalog import CLUSTERS, ENDPOINTS, Catalog
-from extproc.xds.endpoints import load_assignment
-from extproc.xds.envoy_file import resources
-from extproc.xds.members import Member
+from extproc.xds.endpoints import Member, load_assignment
+from extproc.xds.resources import resources
 from extproc.xds.server import XdsServer
 from tests.certificates import Authority
 from tests.conftest import Logged

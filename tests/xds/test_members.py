@@ -5,21 +5,20 @@ from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 
 from extproc.replica_state import ReplicaState
 from extproc.store.replicas import Put, Removed, Snapshot
-from extproc.xds.endpoints import load_assignment
-from extproc.xds.members import Member, Members
+from extproc.xds.endpoints import Member, PoolMembers, load_assignment
 from tests.fakes import ManualClock
 
 A, B = ReplicaState(id="10.0.0.1:8000"), ReplicaState(id="[::1]:8000")
 TTL_S = 10.0
 
 
-def health_of(members: Members) -> dict[str, HealthStatus] | None:
+def health_of(members: PoolMembers) -> dict[str, HealthStatus] | None:
     current = members.current
     return None if current is None else {member.id: member.health for member in current}
 
 
 def test_nothing_is_told_before_a_replica_is_heard_of() -> None:
-    members = Members(ManualClock())
+    members = PoolMembers(ManualClock())
     assert not members.apply(Snapshot(()))
     assert members.current is None
     assert members.apply(Snapshot((A,)))
@@ -27,7 +26,7 @@ def test_nothing_is_told_before_a_replica_is_heard_of() -> None:
 
 
 def test_health_and_draining_follow_the_polls() -> None:
-    members = Members(ManualClock())
+    members = PoolMembers(ManualClock())
     members.apply(Snapshot((A, B)))
     assert not members.apply(Put(A.model_copy(update={"running": 7})))
     assert members.apply(Put(A.model_copy(update={"healthy": False})))
@@ -38,7 +37,7 @@ def test_health_and_draining_follow_the_polls() -> None:
 
 
 def test_a_replica_that_is_removed_leaves_even_the_last() -> None:
-    members = Members(ManualClock())
+    members = PoolMembers(ManualClock())
     members.apply(Snapshot((A,)))
     assert members.apply(Removed(A.id))
     assert not members.apply(Removed(A.id))
@@ -46,14 +45,16 @@ def test_a_replica_that_is_removed_leaves_even_the_last() -> None:
 
 
 def test_who_is_missing_in_a_new_snapshot_stays() -> None:
-    members = Members(ManualClock())
+    members = PoolMembers(ManualClock())
     members.apply(Snapshot((A, B)))
     assert not members.apply(Snapshot((A,)))
     assert not members.apply(Snapshot(()))
     assert health_of(members) == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.HEALTHY}
 
 
-def hear(members: Members, clock: ManualClock, seconds: int, *states: ReplicaState) -> list[str]:
+def hear(
+    members: PoolMembers, clock: ManualClock, seconds: int, *states: ReplicaState
+) -> list[str]:
     """Polls once a second; returns who left."""
     left = []
     for _ in range(seconds):
@@ -66,7 +67,7 @@ def hear(members: Members, clock: ManualClock, seconds: int, *states: ReplicaSta
 
 def test_who_is_silent_while_others_are_heard_leaves() -> None:
     clock = ManualClock()
-    members = Members(clock)
+    members = PoolMembers(clock)
     hear(members, clock, 20, A, B)
     assert hear(members, clock, 10, A) == []
     assert hear(members, clock, 1, A) == [B.id]
@@ -75,7 +76,7 @@ def test_who_is_silent_while_others_are_heard_leaves() -> None:
 
 def test_when_nothing_is_heard_nobody_leaves() -> None:
     clock = ManualClock()
-    members = Members(clock)
+    members = PoolMembers(clock)
     hear(members, clock, 20, A, B)
     assert hear(members, clock, 1000) == []
     # Back, and empty: the others have the time of their life to be heard again.

@@ -1,7 +1,5 @@
 """Prometheus metrics of the poller."""
 
-from copy import copy
-
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -32,9 +30,3 @@ class PollMetrics:
             ["pool"],
             registry=registry,
         )
-
-    def of(self, pool: str) -> "PollMetrics":
-        """The same, with the gauges of one pool."""
-        one = copy(self)
-        one.replicas, one.healthy = self.replicas.labels(pool), self.healthy.labels(pool)
-        return one

@@ -6,8 +6,7 @@ from EDS.
 """
 
 import copy
-import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,13 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 )
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 
-from extproc.check.envoy_file import EnvoyFile
-from extproc.check.finding import Level
-from extproc.check.schema import problems
-from extproc.check.tree import Path as Place
-from extproc.check.tree import snake
-from extproc.check.typed import typed
-from extproc.check.ways import is_subset
+from extproc.envoy.choice import is_subset
+from extproc.envoy.file import Parts, snake
+from extproc.envoy.file import Path as Place
+from extproc.envoy.finding import Finding, Level
+from extproc.watched_file import WatchedFile
 from extproc.xds.catalog import CLUSTERS, LISTENERS, ROUTES
 from extproc.yaml_file import read_yaml
-
-logger = logging.getLogger(__name__)
 
 Resources = Mapping[str, Mapping[str, bytes]]
 """By type and name."""
@@ -39,56 +34,16 @@ _FROM_ADS = {"ads": {}, "resource_api_version": "V3"}
 _OF_OTHER_DISCOVERY = ("load_assignment", "dns_lookup_family")
 
 
-class WatchedEnvoyFile:
-    """An Envoy file that is read again when it changes; a broken one changes nothing."""
+def watched(path: Path, pool: str) -> WatchedFile[Resources]:
+    """The resources of a file, read again when it changes; errors name the file."""
 
-    def __init__(self, path: Path, pool: str) -> None:
-        self._path = path
-        self._pool = pool
-        self._read: tuple[int, int] | None = None
-        self._problem = ""
-
-    def read(self) -> Resources:
-        """What is in it.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it is no Envoy file; the message names it and says what is wrong.
-        """
-        stamp = self._stamp()
+    def read(path: Path) -> Resources:
         try:
-            return resources(read_yaml(self._path), self._pool)
+            return resources(read_yaml(path), pool)
         except ValueError as error:
-            raise ValueError(f"{self._path} (xds.envoy_file): {error}") from None
-        except OSError:
-            stamp = None  # it may be readable the next time, without any change
-            raise
-        finally:
-            self._read = stamp
+            raise ValueError(f"{path} (xds.envoy_file): {error}") from None
 
-    def news(self) -> Resources | None:
-        """What is in it, if it changed and can be used; what cannot be is logged once."""
-        try:
-            if self._stamp() == self._read:
-                return None
-            read = self.read()
-        except (OSError, ValueError) as error:
-            if str(error) != self._problem:
-                logger.error("envoy file is not usable", extra={"error": str(error)})
-            self._problem = str(error)
-            return None
-        self._problem = ""
-        logger.info("envoy file is read again", extra={"file": str(self._path)})
-        return read
-
-    def _stamp(self) -> tuple[int, int] | None:
-        """Differs when the file was written to.
-
-        Raises:
-            OSError: it is not there.
-        """
-        stat = self._path.stat()
-        return stat.st_mtime_ns, stat.st_size
+    return WatchedFile(path, "envoy file", read)
 
 
 def resources(tree: object, pool: str) -> Resources:
@@ -103,10 +58,8 @@ def resources(tree: object, pool: str) -> Resources:
     """
     if not isinstance(tree, Mapping) or not isinstance(tree.get("static_resources"), Mapping):
         raise ValueError("it is no bootstrap: it has no static_resources")
-    file = EnvoyFile(tree)
-    found = [one for node in file.nodes if not node.inside for one in problems(node)]
-    if errors := [one for one in found if one.level is Level.ERROR]:
-        raise ValueError(f"{errors[0].where}: {errors[0].text}")
+    file = Parts(tree)
+    _refuse([one for one in file.findings if one.level is Level.ERROR])
     served: dict[str, Any] = copy.deepcopy(dict(tree))
     for cluster in file.all(Cluster):
         if file.all(OverrideHost, within=cluster) or is_subset(cluster.message):
@@ -152,12 +105,19 @@ def _pop(fields: dict[str, Any], name: str) -> Any:
     return fields.pop(found[0]) if found else None
 
 
-def _encoded(cls: type[Message], trees: Iterable[dict[str, Any]]) -> dict[str, bytes]:
+def _encoded(cls: type[Message], trees: list[dict[str, Any]]) -> dict[str, bytes]:
     encoded: dict[str, bytes] = {}
-    for tree in trees:
-        name, value = tree.get("name"), bytes(typed(cls, tree))
-        if not name:
+    file = Parts(trees, cls)
+    _refuse(file.findings)
+    for part in file.all(cls):
+        message: Any = part.message
+        if not message.name:
             raise ValueError(f"a {cls.__name__} has no name")
-        if encoded.setdefault(name, value) != value:
-            raise ValueError(f"there are two different {cls.__name__}s called {name!r}")
+        if encoded.setdefault(message.name, bytes(message)) != bytes(message):
+            raise ValueError(f"there are two different {cls.__name__}s called {message.name!r}")
     return encoded
+
+
+def _refuse(findings: list[Finding]) -> None:
+    for one in findings:
+        raise ValueError(f"{one.where}: {one.text}")

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
-from extproc.poll.scrape import ModelList, ScrapeError
+from extproc.poll.scrape import ScrapeError
 
 log = logging.getLogger(__name__)
 
@@ -16,20 +17,21 @@ class Models:
     """One replica's list of models, as its present process last told it.
 
     Args:
-        ask: asks the replica.
-        changed: called when the list is another than before.
+        ask: asks the replica; what it answers are fields of a ``ReplicaState``.
+        changed: called when that is another than before.
         who: the replica's name in the log.
-        listed: what another poller was told before.
+        known: what another poller was told before.
     """
 
     def __init__(
         self,
-        ask: Callable[[], Awaitable[ModelList]],
+        ask: Callable[[], Awaitable[Mapping[str, Any]]],
         changed: Callable[[], None],
         who: str,
-        listed: ModelList | None = None,
+        known: Mapping[str, Any],
     ) -> None:
-        self.listed = listed
+        self.fields = known
+        """What is known; empty: nothing."""
         self._ask = ask
         self._changed = changed
         self._who = who
@@ -49,11 +51,12 @@ class Models:
         """The replica's process is gone, and with it what it told or was about to tell."""
         if self._asking is not None:
             self._asking.cancel()
-        self._asking = self._asked_at = self.listed = None
+        self._asking = self._asked_at = None
+        self.fields = {}
 
     async def _refresh(self) -> None:
         try:
-            listed = await self._ask()
+            fields = await self._ask()
         except ScrapeError as error:
             if not self._silent:
                 extra = {"replica": self._who, "problem": str(error)}
@@ -61,6 +64,6 @@ class Models:
             self._silent = True
             return
         self._silent = False
-        if listed != self.listed:
-            self.listed = listed
+        if fields != self.fields:
+            self.fields = fields
             self._changed()

@@ -14,12 +14,14 @@ from envoy_data_plane.envoy.config.route.v3 import RouteConfiguration
 
 from extproc.config import Config
 from extproc.xds.catalog import CLUSTERS, LISTENERS, ROUTES
-from extproc.xds.envoy_file import WatchedEnvoyFile, resources
+from extproc.xds.resources import resources, watched
 from extproc.yaml_file import read_yaml
 from tests.conftest import Logged, too_many_open_files
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 GOOD: dict[str, Any] = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
+
+BROKEN = "envoy file is not usable, keeping its last content"
 
 
 def cluster(tree: object, name: str) -> Cluster:
@@ -144,7 +146,7 @@ def test_a_file_is_read_again_when_it_changes_and_a_broken_one_is_passed_over(
 ) -> None:
     path = tmp_path / "envoy.yaml"
     write(path, yaml.safe_dump(GOOD), 1)
-    file = WatchedEnvoyFile(path, "default")
+    file = watched(path, "default")
     assert file.read() == resources(GOOD, "default")
     assert file.news() is None
     write(path, "static_resources: {clusters: [{nam: x}]}", 2)
@@ -155,7 +157,7 @@ def test_a_file_is_read_again_when_it_changes_and_a_broken_one_is_passed_over(
     changed = file.news()
     assert changed is not None
     assert set(changed[CLUSTERS]) == {"x"}
-    problems = [line["error"] for line in logged.lines("envoy file is not usable")]
+    problems = [line["error"] for line in logged.lines(BROKEN)]
     assert len(problems) == 2
     assert "no field 'nam'" in str(problems[0])
 
@@ -165,12 +167,12 @@ def test_a_file_that_could_not_be_read_once_is_read_the_next_time(
 ) -> None:
     path = tmp_path / "envoy.yaml"
     write(path, yaml.safe_dump(GOOD), 1)
-    file = WatchedEnvoyFile(path, "default")
+    file = watched(path, "default")
     file.read()
     write(path, "static_resources: {clusters: [{name: x}]}", 2)
     with too_many_open_files():
         assert file.news() is None
-    (line,) = logged.lines("envoy file is not usable")
+    (line,) = logged.lines(BROKEN)
     assert "Too many open files" in str(line["error"])
     changed = file.news()
     assert changed is not None

@@ -10,10 +10,10 @@ from extproc.config import Config
 from extproc.signals import until_signalled
 from extproc.store.connection import connect
 from extproc.store.replicas import StateReader
+from extproc.watched_file import WatchedFile
 from extproc.xds.catalog import ENDPOINTS, Catalog
-from extproc.xds.endpoints import load_assignment
-from extproc.xds.envoy_file import Resources, WatchedEnvoyFile
-from extproc.xds.members import Members
+from extproc.xds.endpoints import PoolMembers, load_assignment
+from extproc.xds.resources import Resources, watched
 from extproc.xds.server import XdsServer
 
 logger = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ async def run_xds(config: Config) -> None:
         )
     catalog, changed = Catalog(), asyncio.Event()
     configs = config.each_pool
-    pools = {one.pool: Members() for one in configs}
+    pools = {one.pool: PoolMembers() for one in configs}
     catalog.replace(ENDPOINTS, dict.fromkeys(pools))
     path = config.xds.envoy_file
-    file = None if path is None else WatchedEnvoyFile(path, config.pool)
+    file = None if path is None else watched(path, config.pool)
     if file is not None:
-        _serve_file(file.read(), catalog)
+        catalog.replace_all(file.read())
     server = XdsServer(catalog, config.xds)
     async with AsyncExitStack() as stack:
         port = await server.start(config.xds.listen)
@@ -58,8 +58,7 @@ async def run_xds(config: Config) -> None:
             readers[one.pool] = StateReader(redis, one.pool, Random())
         parts = [
             *(_follow(reader, pools[pool], changed) for pool, reader in readers.items()),
-            *([] if file is None else [_follow_file(file, catalog)]),
-            _drop_silent(pools, config.poll.ttl_s, changed),
+            _look(pools, config.poll.ttl_s, changed, file, catalog),
             _serve_endpoints(pools, catalog, changed),
             _tell_health(readers.values(), server),
         ]
@@ -67,7 +66,7 @@ async def run_xds(config: Config) -> None:
         await until_signalled(*parts)
 
 
-async def _follow(reader: StateReader, members: Members, changed: asyncio.Event) -> None:
+async def _follow(reader: StateReader, members: PoolMembers, changed: asyncio.Event) -> None:
     """Brings every change that pollers write to a pool into its members, for ever."""
     async with aclosing(reader.changes()) as changes:
         async for change in changes:
@@ -93,7 +92,14 @@ async def _tell_health(readers: Collection[StateReader], server: XdsServer) -> N
             server.send_away()
 
 
-async def _drop_silent(pools: Mapping[str, Members], ttl_s: float, changed: asyncio.Event) -> None:
+async def _look(
+    pools: Mapping[str, PoolMembers],
+    ttl_s: float,
+    changed: asyncio.Event,
+    file: WatchedFile[Resources] | None,
+    catalog: Catalog,
+) -> None:
+    """Looks for silent replicas and at the Envoy file, for ever."""
     while True:
         await asyncio.sleep(_LOOK_EVERY)
         for pool, members in pools.items():
@@ -101,10 +107,13 @@ async def _drop_silent(pools: Mapping[str, Members], ttl_s: float, changed: asyn
                 extra = {"replicas": ", ".join(silent), "pool": pool}
                 logger.info("replicas left: nothing was heard of them", extra=extra)
                 changed.set()
+        if file is not None and (resources := file.news()) is not None:
+            logger.info("envoy file is read again")
+            catalog.replace_all(resources)
 
 
 async def _serve_endpoints(
-    pools: Mapping[str, Members], catalog: Catalog, changed: asyncio.Event
+    pools: Mapping[str, PoolMembers], catalog: Catalog, changed: asyncio.Event
 ) -> None:
     while True:
         await changed.wait()
@@ -118,15 +127,3 @@ async def _serve_endpoints(
                 for pool, members in lists.items()
             },
         )
-
-
-def _serve_file(resources: Resources, catalog: Catalog) -> None:
-    for type_url, named in resources.items():
-        catalog.replace(type_url, named)
-
-
-async def _follow_file(file: WatchedEnvoyFile, catalog: Catalog) -> None:
-    while True:
-        await asyncio.sleep(_LOOK_EVERY)
-        if (resources := file.news()) is not None:
-            _serve_file(resources, catalog)

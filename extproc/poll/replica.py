@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -12,13 +13,12 @@ import aiohttp
 from extproc.backoff import Backoff
 from extproc.clock import Clock
 from extproc.config import PollSettings
-from extproc.poll.counts import engine_counts
 from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
-from extproc.poll.metrics import PollMetrics
 from extproc.poll.metrics_text import EngineFigures
-from extproc.poll.models import Models
-from extproc.poll.scrape import Model, ModelList, ScrapeError, UnreachableError, read_models, scrape
+from extproc.poll.model_list import Models
+from extproc.poll.scrape import ScrapeError, UnreachableError, read_models, scrape
+from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import hardware_profile
 from extproc.predict.step import StepModel
@@ -32,7 +32,7 @@ HEALTH_EVERY_S = 2.0
 _LONGEST_PROBLEM = 200
 
 
-class Watch:
+class PolledReplica:
     """Scrapes one replica and publishes its state after each scrape, good or bad."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Watch:
         self._start = hardware_profile(target.profile).step
         self._calibration = Calibration(self._start, _learned(known, target.profile))
         self._models = Models(
-            lambda: read_models(session, target.id),
+            partial(read_models, session, target.id),
             self._models_changed,
             self._target.who,
             _listed(known),
@@ -90,7 +90,9 @@ class Watch:
         return self._state is not None and self._state.healthy
 
     def tell_again(self) -> None:
-        """Nobody may know its KV blocks any more."""
+        """Nobody may know its state or its KV blocks any more."""
+        if self._state is not None:
+            self._publish_state(self._state)
         if self._kv_stream is not None:
             self._kv_stream.tell_again()
 
@@ -103,7 +105,7 @@ class Watch:
 
     async def _scrape(self) -> None:
         try:
-            # Many watches may begin at once: their second scrapes are spread over an interval.
+            # Many replicas may begin at once: their second scrapes are spread over an interval.
             share_of_wait = self._random.random()
             while True:
                 try:
@@ -160,11 +162,12 @@ class Watch:
             "learned": self._calibration.model,
             "measured": self._calibration.ratio is not None,
         }
-        values = figures.fields() | self._served() | learned | {"kv_news": self._kv_news(figures)}
-        self._publish(self._blank(**values, scraped_at=scraped_at, scrape_seconds=seconds))
+        times = {"scraped_at": scraped_at, "scrape_seconds": seconds}
+        values = {**figures.fields(), **self._models.fields, **learned, **times}
+        self._publish(self._blank(**values, kv_news=self._kv_news(figures)))
 
     def _calibrate(self, figures: EngineFigures, at: float) -> None:
-        self._calibration.poll(engine_counts(figures, at), self._typical.value)
+        self._calibration.poll(figures.counts(at), self._typical.value)
         self._typical.report(self._target.id, self._calibration.ratio)
 
     def _failed(self, error: ScrapeError) -> None:
@@ -198,19 +201,7 @@ class Watch:
 
     def _models_changed(self) -> None:
         if self._state is not None:
-            self._publish(self._state.model_copy(update=self._served()))
-
-    def _served(self) -> dict[str, Any]:
-        """What the replica tells of its models, where it does."""
-        listed = self._models.listed
-        if listed is None or not listed.names:
-            return {}
-        return {
-            "models": listed.names,
-            "listed": True,
-            "adapters": listed.adapters,
-            "max_model_len": listed.max_model_len,
-        }
+            self._publish(self._state.model_copy(update=self._models.fields))
 
     def _kv_news(self, figures: EngineFigures) -> int | None:
         """Which of several engines gets a request, and so whose blocks count, nobody knows."""
@@ -243,18 +234,7 @@ def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
     return known.learned
 
 
-def _listed(known: ReplicaState | None) -> ModelList | None:
-    """The models that a poller before was told of."""
-    if known is None or not known.listed:
-        return None
-    base = next((name for name in known.models if name not in known.adapters), None)
-    return ModelList(
-        data=tuple(
-            Model(
-                id=name,
-                parent=base if name in known.adapters else None,
-                max_model_len=known.max_model_len,
-            )
-            for name in known.models
-        )
-    )
+def _listed(known: ReplicaState | None) -> dict[str, Any]:
+    """What the replica told of its models before, where it did."""
+    names = ("models", "listed", "adapters", "max_model_len")
+    return {name: getattr(known, name) for name in names} if known and known.listed else {}

@@ -10,7 +10,7 @@ from redis.exceptions import RedisError, ResponseError
 from extproc.clock import Clock
 from extproc.config import ReplicaSource
 from extproc.replica_state import ReplicaState
-from extproc.store.members import Member, Members, MemberStore
+from extproc.store.desired import Desired, DesiredStore
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,10 @@ class Membership:
     """
 
     def __init__(self) -> None:
-        self._members: dict[str, Member] = {}
+        self._desired: dict[str, Desired] = {}
         self._named: set[str] | None = None
         """What the sources name; None: nobody has looked yet."""
-        self._void_since: dict[str, float] = {}
+        self._idle_since: dict[str, float] = {}
         """From when on a command has changed nothing."""
         self._changed = asyncio.Event()
         self._refused = False
@@ -40,8 +40,8 @@ class Membership:
     @property
     def added(self) -> tuple[ReplicaSource, ...]:
         """Sources to poll beside those of the configuration."""
-        members = self._members.values()
-        return tuple(one.source for one in members if one.source and one.wish != "remove")
+        desired = self._desired.values()
+        return tuple(one.source for one in desired if one.source and one.wish != "remove")
 
     def removed_of(self, replicas: Iterable[str]) -> set[str]:
         """Which of these, ``ip:port``, are not to be polled; they are all that are named."""
@@ -60,13 +60,13 @@ class Membership:
                 await self._changed.wait()
         self._changed.clear()
 
-    async def follow(self, store: MemberStore, clock: Clock) -> None:
+    async def follow(self, store: DesiredStore, clock: Clock) -> None:
         """Follows what is in Redis until cancelled."""
         while True:
             await asyncio.sleep(_EVERY_S)
             await self.look(store, clock())
 
-    async def look(self, store: MemberStore, now: float) -> None:
+    async def look(self, store: DesiredStore, now: float) -> None:
         """Reads what is in Redis, where it answers, and fills one that came back empty again."""
         try:
             await self._sync(store, now)
@@ -86,34 +86,28 @@ class Membership:
             log.warning("redis refuses the key no longer", extra={"key": key})
         self._refused = bool(refused)
 
-    async def _sync(self, store: MemberStore, now: float) -> None:
-        members = await store.read()
-        known = {**self._members, **members}
-        old = self._over(known, now)
+    async def _sync(self, store: DesiredStore, now: float) -> None:
+        there = await store.read()
+        known = {**self._desired, **there}
+        idle = {replica for replica, one in known.items() if self._changes_nothing(replica, one)}
+        self._idle_since = {replica: self._idle_since.get(replica, now) for replica in idle}
+        old = {one for one, since in self._idle_since.items() if now - since > _REMEMBERED_S}
+        if old & there.keys():
+            await store.forget(old & there.keys())
         # What changes nothing is not restored: another poller, which found so first, forgot it.
-        lost = {key: known[key] for key in known.keys() - members.keys() - self._void_since.keys()}
-        if old & members.keys():
-            await store.forget(old & members.keys())
+        lost = known.keys() - there.keys() - idle
         if lost:
-            await store.restore(lost)
-        self._take({key: member for key, member in known.items() if key not in old})
-
-    def _take(self, members: Members) -> None:
-        if members != self._members:
-            self._members = dict(members)
+            await store.write({replica: known[replica] for replica in lost}, only_new=True)
+        desired = {replica: one for replica, one in known.items() if replica not in old}
+        if desired != self._desired:
+            self._desired = desired
             self._changed.set()
 
-    def _over(self, members: Members, now: float) -> set[str]:
-        """Which have changed nothing for long."""
-        void = {key for key, member in members.items() if self._is_void(key, member)}
-        self._void_since = {key: self._void_since.get(key, now) for key in void}
-        return {key for key, since in self._void_since.items() if now - since > _REMEMBERED_S}
-
-    def _is_void(self, key: str, member: Member) -> bool:
-        if self._named is None or (member.source and member.wish != "remove"):
+    def _changes_nothing(self, replica: str, desired: Desired) -> bool:
+        if self._named is None or (desired.source and desired.wish != "remove"):
             return False
-        return member.wish == "serve" or key not in self._named
+        return desired.wish == "serve" or replica not in self._named
 
     def _wish(self, replica: str) -> str:
-        member = self._members.get(replica)
-        return "serve" if member is None else member.wish
+        desired = self._desired.get(replica)
+        return "serve" if desired is None else desired.wish

@@ -1,4 +1,4 @@
-"""The ways in which a cluster can follow the router's choice."""
+"""The ways in which a cluster or a route can follow the router's choice."""
 
 from collections.abc import Iterable
 
@@ -7,10 +7,7 @@ from envoy_data_plane.envoy.config.route.v3 import RouteAction
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey
 
-DESTINATION = "x-gateway-destination-endpoint"
-"""Header, and metadata key, in which the router says its choice."""
-NAMESPACE = "envoy.lb"
-"""Of the metadata."""
+from extproc.server.messages import DESTINATION, METADATA_NAMESPACE
 
 
 def is_subset(cluster: Cluster) -> bool:
@@ -46,8 +43,10 @@ def reads_header(policy: OverrideHost) -> bool:
 def reads_metadata(policy: OverrideHost) -> bool:
     """Whether the policy takes the choice from metadata."""
     keys = (source.metadata for source in policy.override_host_sources)
-    return any(key and key.key == NAMESPACE for key in keys)
+    return any(key and key.key == METADATA_NAMESPACE for key in keys)
 
 
 def _is_choice(key: MetadataKey | None) -> bool:
-    return key is not None and key.key == NAMESPACE and [p.key for p in key.path] == [DESTINATION]
+    if key is None or key.key != METADATA_NAMESPACE:
+        return False
+    return [part.key for part in key.path] == [DESTINATION]

@@ -1,0 +1,96 @@
+"""Rules for what Envoy must know of the routers, by how each is configured."""
+
+from collections import defaultdict
+from collections.abc import Set
+
+from envoy_data_plane.envoy.config.cluster.v3 import Cluster
+from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
+
+from extproc.check.envoy_file import EnvoyFile
+from extproc.check.rules import Rule, bodies_first
+from extproc.config import ServeSettings
+from extproc.envoy.file import Part
+from extproc.envoy.finding import Level
+from extproc.server.messages import expression_of
+
+_TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
+
+_NO_TLS = (
+    "cluster {!r} speaks plain text, and the router TLS (serve.tls_cert): no request would reach "
+    "it. Give the cluster a transport_socket (docs/envoy.md, TLS to the router)"
+)
+_TLS_ALONE = (
+    "cluster {!r} speaks TLS, and the router as it is configured here plain text: no request "
+    "would reach it. Set serve.tls_cert and serve.tls_key, or name their file with --config"
+)
+_WORKERS = (
+    "cluster {!r} lists {} of {} workers (serve.workers): the others get no request. "
+    "List the ports {} to {}, each as an endpoint"
+)
+_UNTOLD = (
+    "request_header_mode is SKIP and request_attributes lacks headers that the router's settings "
+    "name, so that they have no effect. Add {}"
+)
+
+
+def rules_for(serve: ServeSettings, headers: Set[str]) -> list[Rule]:
+    """What should hold beside a router with these settings; ``headers``: those of requests that
+    they name, in lower case."""
+    wanted = sorted(map(expression_of, headers))
+
+    def skipping(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+        return bodies_first(file) if wanted else []
+
+    def tells(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+        missing = [one for one in wanted if one not in part.message.request_attributes]
+        return _UNTOLD.format(", ".join(missing)) if missing else None
+
+    tls = serve.tls_cert is not None
+
+    def listing(file: EnvoyFile) -> list[Part[Cluster]]:
+        """Clusters that list their members, where a router is several processes."""
+        clusters = file.router_clusters if serve.workers > 1 else []
+        return [part for part in clusters if _ports(part, file)]
+
+    def lists_workers(part: Part[Cluster], file: EnvoyFile) -> str | None:
+        ports = min(_ports(part, file), key=len)
+        if len(ports) >= serve.workers:
+            return None
+        first, name = min(ports), part.message.name
+        return _WORKERS.format(name, len(ports), serve.workers, first, first + serve.workers - 1)
+
+    def speaking(file: EnvoyFile) -> list[Part[Cluster]]:
+        """Clusters of which one end speaks TLS, but for those whose members choose the
+        transport, as meshes let them."""
+        clusters = [one for one in file.router_clusters if not one.message.transport_socket_matches]
+        return [part for part in clusters if tls or _speaks_tls(part.message)]
+
+    def speaks_alike(part: Part[Cluster], file: EnvoyFile) -> str | None:
+        if _speaks_tls(part.message) is tls:
+            return None
+        return (_NO_TLS if tls else _TLS_ALONE).format(part.message.name)
+
+    all_listed = f"All {serve.workers} workers of the router are listed."
+    alike = "Envoy and the router speak TLS."
+    told = "The router hears the headers that its settings name."
+    return [
+        Rule("workers_are_listed", all_listed, Level.WARNING, listing, lists_workers),
+        Rule("transport_fits", alike, Level.WARNING, speaking, speaks_alike),
+        Rule("named_headers_are_told", told, Level.ERROR, skipping, tells),
+    ]
+
+
+def _ports(cluster: Part[Cluster], file: EnvoyFile) -> list[set[int]]:
+    """The ports listed for each host."""
+    ports: defaultdict[str, set[int]] = defaultdict(set)
+    for member in (part.message for part in file.all(Endpoint, within=cluster)):
+        if member.address and (address := member.address.socket_address):
+            ports[address.address].add(address.port_value or 0)
+    return [*ports.values()]
+
+
+def _speaks_tls(cluster: Cluster) -> bool:
+    socket = cluster.transport_socket
+    config = socket.typed_config if socket else None
+    return config is not None and config.type_url.endswith(f"/{_TLS}")

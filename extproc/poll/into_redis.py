@@ -1,0 +1,208 @@
+"""``extproc poll``: what is seen of replicas, brought into Redis, for every router."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from random import Random
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from extproc.clock import monotonic
+from extproc.config import Config
+from extproc.observe.admin import serve_admin
+from extproc.poll.destination import Destination
+from extproc.poll.discovery import names_replicas
+from extproc.poll.health import Health
+from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.poller import Poller
+from extproc.poll.scrape_metrics import PollMetrics
+from extproc.replica_state import ReplicaState
+from extproc.signals import until_signalled
+from extproc.store.blocks import BlockWriter
+from extproc.store.connection import Outage, connect, reconnecting
+from extproc.store.desired import DesiredStore
+from extproc.store.leases import Held, Leases
+from extproc.store.replicas import StateReader, StateWriter
+
+log = logging.getLogger(__name__)
+
+_GATHER_S = 0.02
+"""Seconds to wait for more to write: a round trip costs as much as ten states, or thousands of KV
+blocks."""
+
+
+async def run_poller(config: Config) -> None:
+    """Scrape a share of the configured replicas into Redis until cancelled, SIGTERM or SIGINT.
+
+    Raises:
+        OSError: the admin address cannot be served.
+        ValueError: the configuration keeps state in memory.
+    """
+    if config.state == "memory":
+        raise ValueError(
+            "state is 'memory': the router polls its replicas itself; "
+            "for pollers of their own, or several routers, set it to 'redis'"
+        )
+    if not names_replicas(config):
+        log.warning("no replicas are configured: only those of 'extproc replicas add' are polled")
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    metrics = PollMetrics(registry)
+    names = [pool.pool for pool in config.each_pool]
+    health = Health(names, monotonic)
+    admin = serve_admin(config.poll.admin, registry, live=health.live, ready=health.ready)
+    async with admin as address:
+        log.info("poller ready", extra={"pool": ", ".join(names), "admin": address})
+        await until_signalled(*(_poll(pool, metrics, health) for pool in config.each_pool))
+
+
+async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
+    """Brings what is seen of one pool's replicas into Redis."""
+    random = Random()
+    name = f"{socket.gethostname()}:{os.getpid()}:{random.getrandbits(32):08x}"
+    async with connect(config.redis.url, config.pool) as redis:
+        into = IntoRedis(redis, config, name, random)
+        health.watch(config.pool, into.leases, into.outage)
+        await into.look()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Poller(config, into, metrics, random).run())
+            tasks.create_task(into.run())
+
+
+class IntoRedis(Destination):
+    """Brings states and news of KV blocks into Redis as soon as it takes them; nobody waits for it.
+
+    A Redis that was away may have come back empty, so then everything is written again. What is
+    written while a lease is lost, Redis leaves out.
+
+    Args:
+        redis: where to.
+        config: the pool's.
+        name: this poller's, unlike any other's; empty: it writes without leases.
+        random: spreads attempts.
+    """
+
+    def __init__(self, redis: Redis, config: Config, name: str, random: Random) -> None:
+        super().__init__()
+        pool = config.pool
+        self.outage = Outage(redis)
+        self.leases = Leases(redis, pool, name, self.outage, monotonic)
+        self._reader = StateReader(redis, pool, random)
+        self._writer = StateWriter(redis, pool, config.poll.ttl_s, name)
+        self._block_writer = BlockWriter(redis, pool, name)
+        self._desired = DesiredStore(redis, pool)
+        self._random = random
+        self._current: dict[str, ReplicaState] = {}
+        self._changed: set[str] = set()
+        """Whose current state is not written yet."""
+        self._leaving: set[str] = set()
+        """Whose state is not deleted yet."""
+        self._some_states = asyncio.Event()
+        self._blocks: dict[str, KvBlocks] = {}
+        """That there may be news of."""
+        self._some_blocks = asyncio.Event()
+
+    async def look(self) -> None:
+        """See what commands asked for."""
+        await self.membership.look(self._desired, monotonic())
+
+    async def run(self) -> None:
+        """Write, and follow what commands ask for, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._write_all(self._some_states, self._write_states))
+            tasks.create_task(self._write_all(self._some_blocks, self._tell_blocks))
+            tasks.create_task(self.membership.follow(self._desired, monotonic))
+
+    async def _write_all(self, some: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
+        backoff = reconnecting(self._random)
+        while True:
+            await some.wait()
+            await asyncio.sleep(_GATHER_S)
+            some.clear()
+            if await write():
+                backoff.reset()
+            else:
+                await asyncio.sleep(backoff.next())
+
+    def put(self, state: ReplicaState) -> None:
+        """Have the state written."""
+        self._current[state.id] = state
+        self._changed.add(state.id)
+        self._leaving.discard(state.id)
+        self._some_states.set()
+
+    def remove(self, replica: str) -> None:
+        """Have the replica's state deleted."""
+        self.forget(replica)
+        self._leaving.add(replica)
+        self._some_states.set()
+
+    def forget(self, replica: str) -> None:
+        """Have nothing written of it, nor deleted."""
+        self._current.pop(replica, None)
+        self._changed.discard(replica)
+        self._leaving.discard(replica)
+
+    async def _write_states(self) -> bool:
+        leaving = frozenset(self._leaving)
+        try:
+            await self._writer.remove([*leaving])  # first: a full Redis takes nothing new
+            self._leaving -= leaving
+            changed, self._changed = self._changed, set()
+            await self._writer.put([self._current[replica] for replica in changed])
+        except (RedisError, OSError) as error:
+            self._changed.update(self._current)
+            self._some_states.set()
+            self.outage.failed(error)
+            return False
+        self.outage.succeeded()
+        return True
+
+    async def share(self, replicas: Collection[str]) -> Held:
+        """Renew and take leases."""
+        return await self.leases.tend(replicas)
+
+    async def release(self) -> None:
+        """Give up all leases."""
+        await self.leases.release()
+
+    async def known(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
+        """What the pollers before wrote; nothing where Redis does not tell."""
+        try:
+            return {state.id: state for state in (await self._reader.read(replicas)).states}
+        except (RedisError, OSError):  # who writes states will say so
+            return {}
+
+    def changed(self, replica: str, blocks: KvBlocks) -> None:
+        """Have the news of its blocks told."""
+        self._blocks[replica] = blocks
+        self._some_blocks.set()
+
+    async def _tell_blocks(self) -> bool:
+        changed, self._blocks = self._blocks, {}
+        told = {replica: blocks.news() for replica, blocks in changed.items()}
+        news = {replica: new for replica, new in told.items() if new}
+        try:
+            for replica in await self._block_writer.tell(news):
+                changed[replica].not_kept()
+        except (RedisError, OSError):
+            for replica in news:
+                changed[replica].repeat()
+            return False
+        return True
+
+    async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
+        """Keep that for the next poller."""
+        with suppress(RedisError, OSError):
+            await self._block_writer.save(replica, dump())
+
+    async def load(self, replica: str) -> bytes:
+        """What the poller before saved of that replica."""
+        with suppress(RedisError, OSError):
+            return await self._block_writer.load(replica)
+        return b""

@@ -1,0 +1,71 @@
+"""A file that is read again when it changes."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class WatchedFile(Generic[T]):
+    """What people may change while the program runs; what is broken changes nothing.
+
+    Args:
+        path: where it is.
+        what: what the log calls it.
+        read: reads it; raises OSError or ValueError where it cannot be used.
+    """
+
+    def __init__(self, path: Path, what: str, read: Callable[[Path], T]) -> None:
+        self._path = path
+        self._what = what
+        self._read_file = read
+        self._seen: tuple[int, int] | None = None
+        self._problem = ""
+
+    def read(self) -> T:
+        """What is in it.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it cannot be used.
+        """
+        self._seen = self._stamp()
+        try:
+            return self._read_file(self._path)
+        except OSError:
+            self._seen = None  # it may be readable the next time, without any change
+            raise
+
+    def news(self) -> T | None:
+        """What is in it, if it changed and can be used; what cannot be is logged once."""
+        try:
+            if self._stamp() == self._seen:
+                return None
+            read = self.read()
+        except OSError as error:
+            self._seen = None  # it may come back as it was
+            self._note(error.strerror or str(error))
+        except ValueError as error:
+            self._note(str(error))
+        else:
+            self._note("")
+            return read
+        return None
+
+    def _stamp(self) -> tuple[int, int]:
+        """Differs when the file was written to."""
+        stat = self._path.stat()
+        return stat.st_mtime_ns, stat.st_size
+
+    def _note(self, problem: str) -> None:
+        extra = {"file": str(self._path)}
+        if problem and problem != self._problem:
+            text = f"{self._what} is not usable, keeping its last content"
+            log.error(text, extra=extra | {"error": problem})
+        elif self._problem and not problem:
+            log.warning(f"{self._what} is usable again", extra=extra)
+        self._problem = problem
