@@ -23,7 +23,7 @@ settings.load_profile("tests")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Tests with real processes wait more than they compute; 150 files keep no more than 16 busy."""
+    """Tests with real processes wait more than they compute; their files keep 16 busy."""
     return min(2 * len(os.sched_getaffinity(0)), 16)
 
 
