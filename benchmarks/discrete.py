@@ -13,7 +13,7 @@ from benchmarks.fleet import FleetEvent, FleetFile
 from benchmarks.machine import Machine
 from benchmarks.oracle import Oracle
 from benchmarks.polling import MODEL, Watch, poll_interval
-from benchmarks.routers import Deciding, Node, Routers
+from benchmarks.routers import News, Node, Routers
 from benchmarks.served import Failed, Served
 from benchmarks.speeds import Speeds
 from benchmarks.trace import ID_TOKENS, TracedRequest
@@ -63,15 +63,17 @@ class Simulation:
         }
         self.nodes: list[Node] = []
         self._watches: list[Watch] = []
-        self._deciding: Deciding
+        self._routers: Routers | None = None
+        self._deciding: Routers | Oracle
         if self.policy == "oracle":
             self.know = frozenset(KNOWN)
             self._deciding = Oracle(self.machines, self.weight, self.clock, self.seed)
         else:
             self.nodes = [self._node(number) for number in range(self.routers)]
-            typical = Typical()
+            typical, dealt = Typical(), Random(self.seed)
             self._watches = [self._watch(one, typical) for one in self.machines.values()]
-            self._deciding = Routers(self.nodes, self.share_lag, self.clock, Random(self.seed))
+            self._routers = Routers(self.nodes, self.share_lag, self.clock, dealt)
+            self._deciding = self._routers
         self._events = sorted(self.fleet_file.events, key=lambda event: event.at, reverse=True)
         self._poll_at = 0.0
         self.speeds = Speeds()
@@ -135,7 +137,7 @@ class Simulation:
         def sent(node: Node) -> None:
             served.watched |= node.sent(number, decision)
 
-        self._deciding.tell(served.number, sent)
+        self._tell(served, sent)
         self._send(served)
 
     def _sequence(self, number: int, traced: TracedRequest) -> Sequence:
@@ -173,7 +175,7 @@ class Simulation:
         if not served.answered:
             self._answer(served, well=False)
         seen = served.watched and served.profile.stream and served.first_token is not None
-        self._deciding.tell(served.number, lambda node: node.ended(served, prefilled=seen))
+        self._tell(served, lambda node: node.ended(served, prefilled=seen))
         del self._open[served.number]
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
@@ -184,12 +186,19 @@ class Simulation:
         served.answered = True
         replica, chosen = served.replica, served.decision.replica
         if replica != chosen:
-            self._deciding.tell(served.number, lambda node: node.answered(chosen, well=False))
+            self._tell(served, lambda node: node.answered(chosen, well=False))
             prefix = served.profile.prefix
-            self._deciding.tell(
-                served.number, lambda node: node.moved(served.number, replica, prefix)
-            )
-        self._deciding.tell(served.number, lambda node: node.answered(replica, well))
+            self._tell(served, lambda node: node.moved(served.number, replica, prefix))
+        self._tell(served, lambda node: node.answered(replica, well))
+
+    def _tell(self, served: Served, news: News) -> None:
+        """The oracle need not be told."""
+        if self._routers:
+            self._routers.tell(served.number, news)
+
+    def _deliver(self, until: float) -> None:
+        if self._routers:
+            self._routers.deliver(until)
 
     def _give_up_on_hung(self) -> None:
         """The last requests wait for replicas that never come back."""
@@ -214,10 +223,10 @@ class Simulation:
         happened = [pair for machine in self.machines.values() for pair in machine.advance(until)]
         happened.sort(key=lambda pair: pair[0])
         for at, outcome in happened:
-            self._deciding.deliver(at)
+            self._deliver(at)
             self.clock.time = at
             yield from self._hear(outcome)
-        self._deciding.deliver(until)
+        self._deliver(until)
         self.clock.time = until
 
     def _hear(self, outcome: Outcome) -> Iterator[Served]:
@@ -235,22 +244,20 @@ class Simulation:
         if served.profile.stream:
             self._answer(served, well=True)
             if served.watched:
-                self._deciding.tell(served.number, lambda node: node.first_token(served.number))
+                self._tell(served, lambda node: node.first_token(served.number))
 
     def _finish(self, served: Served) -> None:
         served.finished = self.clock()
         self._answer(served, well=True)
-        self._deciding.tell(
-            served.number, lambda node: node.ended(served, prefilled=served.watched)
-        )
+        self._tell(served, lambda node: node.ended(served, prefilled=served.watched))
         self._deciding.learn(served)
 
     def _poll(self) -> None:
         now = self.clock()
         for watch in self._watches:
             state = watch.poll(now)
-            if state is not None:
-                self._deciding.publish(state)
+            if state is not None and self._routers:
+                self._routers.publish(state)
         if now >= self.speeds.due:
             self.speeds.compare(now, self.fleet.view(MODEL))
         self._poll_at += self._poll_s

@@ -9,7 +9,6 @@ import numpy as np
 
 from benchmarks.clock import VirtualClock
 from benchmarks.machine import Machine
-from benchmarks.routers import Deciding
 from benchmarks.served import Served
 from extproc.fleet.prefixes import Held
 from extproc.predict.completion import Prediction, predict
@@ -45,7 +44,7 @@ class Weighed:
         return f"finishes in {situation.prediction.completion[choice.first]:.2f} s"
 
 
-class Oracle(Deciding):
+class Oracle:
     """Sees every engine as it is at the moment of the decision, and every length."""
 
     def __init__(

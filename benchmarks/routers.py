@@ -1,6 +1,5 @@
 """Routers of the simulation, each with its own ledger, that share digests as in production."""
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -85,33 +84,7 @@ class Node:
 News = Callable[[Node], object]
 
 
-class Deciding(ABC):
-    """Whoever decides: routers as in production, or the oracle, which is told nothing new."""
-
-    @abstractmethod
-    def decide(
-        self, number: int, profile: RequestProfile, prefix: Sequence[int]
-    ) -> Decision | None:
-        """Where a request goes; None where no replica is known to work.
-
-        ``prefix``: hashes of the prompt's blocks.
-        """
-
-    @abstractmethod
-    def learn(self, served: Served) -> None:
-        """A request has just ended."""
-
-    def tell(self, number: int, news: News) -> None:  # noqa: B027 - the oracle knows
-        """Tells the router of a request."""
-
-    def publish(self, state: ReplicaState) -> None:  # noqa: B027
-        """A poll's news of a replica."""
-
-    def deliver(self, until: float) -> None:  # noqa: B027
-        """Lets routers send and hear digests, each at its time."""
-
-
-class Routers(Deciding):
+class Routers:
     """Routers that share polls, and digests with a lag; requests are dealt at random."""
 
     def __init__(

@@ -4,10 +4,11 @@
         --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 16
 
 Everything is real but the GPUs: Envoy, Redis, router, the peers that `make peers` installed, and
-simulated replicas as processes.
-Each contender begins with fresh replicas, and a router with the hardware profiles of the fleet file
-(``believed``, right or wrong) and nothing else. The exit status is 0 when every contender did its
-own policy and answered every request, 1 when one did not, 2 when the comparison could not be made.
+simulated replicas as processes. By default 16 s of arrivals at 4 times the trace's speed, from its
+third minute on. Each contender begins with fresh replicas, and a router with the hardware profiles
+of the fleet file (``believed``, right or wrong) and nothing else. The exit status is 0 when every
+contender did its own policy and answered every request, 1 when one did not, 2 when the comparison
+could not be made.
 """
 
 import argparse

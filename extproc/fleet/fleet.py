@@ -198,8 +198,8 @@ class Fleet:
         row, now = self._rows[replica], self._clock()
         self.eligibility.sent(replica)
         self._progress.advance(now)
-        ticket = self._ledger.take(row, profile, now, cached)
-        self._enter(row, profile.prefix)
+        ticket = self._ledger.enter(row, profile, now, cached)
+        self._remember(row, profile.prefix)
         [adapter] = self._adapters_on([replica], profile.model) or ("",)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
@@ -219,7 +219,7 @@ class Fleet:
             cached = self._prefixes.held(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, cached)
             self.adapters.moved(ticket.number, row, now)
-            self._enter(row, prefix)
+            self._remember(row, prefix)
             self.sent.add(replica, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
@@ -304,11 +304,11 @@ class Fleet:
             if (row := self._rows.get(replica)) is None:
                 continue
             if prefix.tokens:
-                self._enter(row, prefix)
+                self._remember(row, prefix)
             else:
                 self._prefixes.clear(row)
 
-    def _enter(self, row: int, prefix: Prefix) -> None:
+    def _remember(self, row: int, prefix: Prefix) -> None:
         if self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
@@ -327,7 +327,7 @@ class Fleet:
         if self.eligibility.any_new:
             requests = table.requests + table.foreign
             if self.peers.counted:
-                requests += table.others_requests
+                requests += table.peers_requests
             candidates = self.eligibility.without_full(candidates, requests)
         rows = candidates.rows
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
@@ -336,9 +336,9 @@ class Fleet:
             rows, candidates.ids, candidates.names, columns, candidates.excluded, adapters
         )
         if self.peers.counted:
-            view.requests += table.others_requests[rows]
-            view.queued += table.others_queued[rows]
-            view.enqueued += table.others_backlog[rows]
+            view.requests += table.peers_requests[rows]
+            view.queued += table.peers_queued[rows]
+            view.enqueued += table.peers_backlog[rows]
         view.requests += view.foreign
         view.waiting = np.maximum(view.queued, view.polled_waiting)
         view.backlog = view.enqueued - view.prefilled + view.foreign_backlog

@@ -63,7 +63,7 @@ class LoneRequests:
         replicas = self._replicas
         beside = (
             replicas.requests.item(row) > 1
-            or replicas.others_requests.item(row)
+            or replicas.peers_requests.item(row)
             or replicas.beyond.item(row)
         )
         if beside or profile.image_tokens or profile.endpoint.takes_audio:

@@ -15,7 +15,7 @@ from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
 from extproc.route.holder import Holder
 from extproc.route.policies import POLICIES
-from extproc.route.policy import Choice, Policy, Situation, find_policy, runner_up
+from extproc.route.policy import Choice, Policy, Situation, runner_up
 from extproc.route.session import Session
 
 _SMALL = 0.2
@@ -178,11 +178,13 @@ class Router:
         Raises:
             ValueError: no policy has that name.
         """
+        if policy not in POLICIES:
+            raise ValueError(f"no policy is named {policy!r}; there are: {', '.join(POLICIES)}")
         self.fleet = fleet
         self._session_cost_s = session_cost_s
         self._default = policy
         self._random = random
-        self._policies: dict[str, Policy] = {policy: find_policy(policy, POLICIES)}
+        self._policies = {name: make() for name, make in POLICIES.items()}
 
     def decide(
         self, profile: RequestProfile, policy: str = "", among: frozenset[str] | None = None
@@ -263,8 +265,6 @@ class Router:
             if holder in view.ids:
                 return Holder.NAME, Holder(holder)
         name = asked if asked in POLICIES else self._default
-        if name not in self._policies:
-            self._policies[name] = find_policy(name, POLICIES)
         home = self.fleet.sessions.holder(profile.session) if profile.session else None
         if home is not None:
             return Session.NAME, Session(home, self._session_cost_s, self._policies[name])

@@ -185,12 +185,6 @@ def test_own_contenders_and_references_are_no_rivals() -> None:
     assert page.row("ours b")[4].endswith(" 0.50×")  # beside the best other, which is ours, too
 
 
-def test_repeats_are_compared_with_each_other() -> None:
-    # The machine was twice as slow in the second repeat, for both.
-    runs = [run("us", 1, 0), run("them", 2, 0), run("us", 2, 1), run("them", 4, 1)]
-    assert "is 0.50× the best other (them), better in all 2 turns." in told(compared(*runs)).said[0]
-
-
 def test_the_page_fetches_nothing_and_every_picture_is_a_file_of_its_own_too(
     both: tuple[Json, Path],
 ) -> None:

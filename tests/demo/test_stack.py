@@ -5,6 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from itertools import islice
 from pathlib import Path
@@ -120,3 +121,16 @@ def test_a_usual_port_is_taken_only_where_it_is_free() -> None:
         ports = pick_ports({"first": port, "second": 0})
     assert len({port, *ports.values()}) == 3
     assert pick_ports({"first": port}) == {"first": port}
+
+
+def test_ports_in_a_row_are_nobody_elses() -> None:
+    ports = pick_ports({"first": 0, "other": 0}, {"first": 3, "other": 3})
+    assert abs(ports["first"] - ports["other"]) >= 3
+
+
+def test_no_two_processes_choose_the_same_port() -> None:
+    wanted = dict.fromkeys("abcdefgh", 0)
+    program = f"from extproc.demo.ports import pick_ports; print(*pick_ports({wanted}).values())"
+    own = pick_ports(wanted).values()
+    theirs = subprocess.check_output([sys.executable, "-c", program], text=True).split()
+    assert len({*own, *map(int, theirs)}) == 16
