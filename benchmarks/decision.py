@@ -27,15 +27,16 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
-from extproc.request.fields import read
 from extproc.request.inspect import inspect
+from extproc.request.prefix import prefix_of
 from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.prompt import read
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
 
 POLICIES = ("completion", "least_request")
 REPLICAS = (8, 100, 1000)
-_IN_FLIGHT = 12
+_IN_FLIGHT = 30
 """Requests per replica."""
 _RATE = 300.0
 """Requests per second, whatever the size of the fleet."""
@@ -44,6 +45,10 @@ _POLL_INTERVAL = 0.2
 _MODEL = "model"
 _PROMPT_TOKENS = 300.0
 """Median; log-normal, as the lengths of answers are."""
+_SHARED_PROMPTS = 8
+"""With one of these each prompt begins: system prompts, that replicas have in their caches."""
+_SHARED_TOKENS = 200
+_BYTES_PER_TOKEN = 4
 _OUTPUT_TOKENS = 200.0
 _BOUNDS = (256, 512, 1024, 2048, None)
 _EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
@@ -174,6 +179,8 @@ class _Load:
         self._clock = VirtualClock()
         self._fleet = Fleet(OutputLengths(), self._clock)
         self._router = Router(self._fleet, policy, self._random)
+        size = _SHARED_TOKENS * _BYTES_PER_TOKEN
+        self._shared = [self._random.randbytes(size) for _ in range(_SHARED_PROMPTS)]
         names = [f"10.0.{number >> 8}.{number & 255}:8000" for number in range(replicas)]
         for name in names:
             self._fleet.put(self._state(name))
@@ -190,7 +197,7 @@ class _Load:
         decision = self._router.decide(request)
         decided = perf_counter()
         assert decision is not None
-        ticket = self._fleet.dispatch(decision.replica, request)
+        ticket = self._fleet.dispatch(decision.replica, request, decision.cached)
         entered = perf_counter()
         self.decisions.append(decided - start)
         self._in_flight.append(ticket)
@@ -221,7 +228,13 @@ class _Load:
         prompt = int(self._random.lognormvariate(0.0, 1.0) * _PROMPT_TOKENS)
         bound = self._random.choice(_BOUNDS)
         stream = self._random.random() < 0.5
-        return RequestProfile(Endpoint.CHAT, _MODEL, prompt, prompt * 4, bound, stream=stream)
+        size, shared = prompt * _BYTES_PER_TOKEN, self._random.choice(self._shared)
+        text = (shared + self._random.randbytes(max(size - len(shared), 0)))[:size]
+        return RequestProfile(
+            *(Endpoint.CHAT, _MODEL, prompt, size, bound),
+            stream=stream,
+            prefix=prefix_of(b"", b"", text, prompt, 0),
+        )
 
     def _state(self, name: str) -> ReplicaState:
         now = self._clock()

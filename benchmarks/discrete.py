@@ -13,7 +13,7 @@ from benchmarks.fleet import FleetEvent, FleetFile
 from benchmarks.machine import Machine
 from benchmarks.oracle import Oracle
 from benchmarks.polling import MODEL, Watch, poll_interval
-from benchmarks.routers import Deciding, News, Node, Routers
+from benchmarks.routers import News, Node, Routers
 from benchmarks.served import Failed, Served
 from benchmarks.speeds import Speeds
 from benchmarks.trace import ID_TOKENS, TracedRequest
@@ -22,11 +22,8 @@ from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
 from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.route.router import Router
 from extproc.simulator.blocks import trace_hashes
-from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
-from extproc.simulator.speculation import Speculation
 from extproc.simulator.steps import Outcome
 
 KNOWN = ("lengths", "coefficients")
@@ -61,23 +58,26 @@ class Simulation:
         self._random = Random(self.seed)
         self._poll_s = self.poll_interval or poll_interval(self.policy)
         self.machines = {
-            name: Machine(name, profile, self._speculation(name))
+            name: Machine(name, profile, self.fleet_file.group(name), self.seed)
             for name, profile in self.fleet_file.members.items()
         }
         self.nodes: list[Node] = []
         self._watches: list[Watch] = []
-        self._deciding: Deciding
+        self._routers: Routers | None = None
+        self._deciding: Routers | Oracle
         if self.policy == "oracle":
             self.know = frozenset(KNOWN)
             self._deciding = Oracle(self.machines, self.weight, self.clock, self.seed)
         else:
             self.nodes = [self._node(number) for number in range(self.routers)]
-            typical = Typical()
+            typical, dealt = Typical(), Random(self.seed)
             self._watches = [self._watch(one, typical) for one in self.machines.values()]
-            self._deciding = Routers(self.nodes, self.share_lag, self.clock, Random(self.seed))
+            self._routers = Routers(self.nodes, self.share_lag, self.clock, dealt)
+            self._deciding = self._routers
         self._events = sorted(self.fleet_file.events, key=lambda event: event.at, reverse=True)
         self._poll_at = 0.0
-        self._speeds = Speeds()
+        self.speeds = Speeds()
+        """What was learned of replicas whose speed changed."""
         self._sent = 0
         self._open: dict[int, Served] = {}
         self.failed: list[Failed] = []
@@ -87,21 +87,6 @@ class Simulation:
     def fleet(self) -> Fleet:
         """The first router's."""
         return self.nodes[0].fleet
-
-    @property
-    def router(self) -> Router:
-        """The first one's decisions."""
-        return self.nodes[0].router
-
-    @property
-    def engines(self) -> dict[str, Engine]:
-        """Every replica's engine, by name."""
-        return {name: machine.engine for name, machine in self.machines.items()}
-
-    @property
-    def speeds(self) -> Speeds:
-        """What was learned of replicas whose speed changed."""
-        return self._speeds
 
     def run(self, trace: PySequence[TracedRequest]) -> Iterator[Served]:
         """Plays the trace; yields every request that was answered when it has finished."""
@@ -207,7 +192,13 @@ class Simulation:
         self._tell(served, lambda node: node.answered(replica, well))
 
     def _tell(self, served: Served, news: News) -> None:
-        self._deciding.tell(served.number, news)
+        """The oracle need not be told."""
+        if self._routers:
+            self._routers.tell(served.number, news)
+
+    def _deliver(self, until: float) -> None:
+        if self._routers:
+            self._routers.deliver(until)
 
     def _give_up_on_hung(self) -> None:
         """The last requests wait for replicas that never come back."""
@@ -221,7 +212,7 @@ class Simulation:
         machine = self.machines[event.replica]
         machine.happen(event, self.clock())
         if event.slow is not None and self.nodes:
-            self._speeds.changed(machine, event.slow, self.clock())
+            self.speeds.changed(machine, event.slow, self.clock())
         if event.do == "down":
             for served in list(self._open.values()):
                 if served.replica == machine.name:
@@ -232,10 +223,10 @@ class Simulation:
         happened = [pair for machine in self.machines.values() for pair in machine.advance(until)]
         happened.sort(key=lambda pair: pair[0])
         for at, outcome in happened:
-            self._deciding.deliver(at)
+            self._deliver(at)
             self.clock.time = at
             yield from self._hear(outcome)
-        self._deciding.deliver(until)
+        self._deliver(until)
         self.clock.time = until
 
     def _hear(self, outcome: Outcome) -> Iterator[Served]:
@@ -265,18 +256,15 @@ class Simulation:
         now = self.clock()
         for watch in self._watches:
             state = watch.poll(now)
-            if state is not None:
-                self._deciding.publish(state)
-        if now >= self._speeds.due:
-            self._speeds.compare(now, self.fleet.view(MODEL))
+            if state is not None and self._routers:
+                self._routers.publish(state)
+        if now >= self.speeds.due:
+            self.speeds.compare(now, self.fleet.view(MODEL))
         self._poll_at += self._poll_s
 
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)
         return Node(Fleet(OutputLengths(), self.clock, self.clock), self.policy, random, self.clock)
-
-    def _speculation(self, name: str) -> Speculation | None:
-        return self.fleet_file.group(name).speculation(Random(f"{self.seed} {name}"))
 
     def _watch(self, machine: Machine, typical: Typical) -> Watch:
         known = "coefficients" in self.know

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_ASKING = ("ext_proc", "buffer")
+_ASKING = ("local_ratelimit", "set_filter_state", "ext_proc", "buffer")
 
 
 def manager(bootstrap: Any) -> Any:

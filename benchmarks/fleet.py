@@ -121,11 +121,8 @@ class FleetFile(_Part):
     @property
     def believed(self) -> dict[str, HardwareProfile]:
         """The profile each is taken to have, by name."""
-        return {
-            f"{group.name}-{number}": hardware_profile(group.believed or group.profile)
-            for group in self.replicas
-            for number in range(group.count)
-        }
+        groups = {name: self.group(name) for name in self.members}
+        return {name: hardware_profile(of.believed or of.profile) for name, of in groups.items()}
 
     def group(self, name: str) -> ReplicaGroup:
         """The one that a replica belongs to."""

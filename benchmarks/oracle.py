@@ -9,13 +9,11 @@ import numpy as np
 
 from benchmarks.clock import VirtualClock
 from benchmarks.machine import Machine
-from benchmarks.routers import News
 from benchmarks.served import Served
 from extproc.fleet.prefixes import Held
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
 from extproc.predict.inputs import FleetView, Floats, Sequences
-from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 from extproc.route.policy import Choice, Situation, lowest
 from extproc.route.router import Decision
@@ -83,9 +81,6 @@ class Oracle:
         choice = self._policy.choose(situation, self._random)
         return Decision("oracle", situation, choice, self._policy, output, retry=choice.second)
 
-    def tell(self, number: int, news: News) -> None:
-        """Nothing it does not know."""
-
     def learn(self, served: Served) -> None:
         """How much longer requests decode for those that come after them."""
         decision = served.decision
@@ -93,12 +88,6 @@ class Oracle:
             predicted = decision.decode_time_per_token * (served.sequence.output_tokens - 1)
             actual = max(served.completion - decision.predicted_ttft, 0.0)
             self._corrections.observe(self._rows[served.replica], predicted, actual, self._clock())
-
-    def publish(self, state: ReplicaState) -> None:
-        """Nothing it does not know."""
-
-    def deliver(self, until: float) -> None:
-        """Nothing is under way."""
 
     def _with_step_ends(self, prediction: Prediction, machines: Items[Machine]) -> Prediction:
         """The prediction with the true rest of each step in progress."""

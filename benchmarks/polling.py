@@ -5,10 +5,10 @@ from random import Random
 
 from benchmarks.machine import Machine
 from extproc.backoff import Backoff
+from extproc.poll.metrics_text import EngineFigures
 from extproc.predict.calibration import Calibration
 from extproc.predict.step import StepModel
 from extproc.predict.typical import Typical
-from extproc.predict.windows import EngineCounts
 from extproc.replica_state import ReplicaState
 
 MODEL = "model"
@@ -78,42 +78,39 @@ class Watch:
 
     def _scrape(self, now: float) -> ReplicaState:
         self._backoff.reset()
-        gauges, counters = self._machine.engine.gauges, self._machine.engine.counters
-        return self._blank.model_copy(
-            update={
-                "learned": self._learn(now),
-                "measured": self._calibration is None or self._calibration.ratio is not None,
-                "running": gauges.running,
-                "waiting": gauges.waiting,
-                "kv_usage": gauges.kv_usage,
-                "steps": counters.steps,
-                "prompt_tokens": counters.prompt_tokens,
-                "cached_tokens": counters.cached_tokens,
-                "generated_tokens": counters.generated_tokens,
-                "first_tokens": counters.first_tokens,
-                "accepted_tokens": counters.accepted_tokens,
-                "preemptions": counters.preemptions,
-                "output_lengths": self._output_lengths(),
-                "scraped_at": now,
-            }
-        )
+        figures = self._figures()
+        learned = {
+            "learned": self._learn(figures, now),
+            "measured": self._calibration is None or self._calibration.ratio is not None,
+        }
+        update = figures.fields() | learned | {"scraped_at": now}
+        return self._blank.model_copy(update=update)
 
-    def _learn(self, now: float) -> StepModel:
-        if self._calibration is None:
-            return self._machine.step_model
+    def _figures(self) -> EngineFigures:
         engine = self._machine.engine
         gauges, counters = engine.gauges, engine.counters
-        used = gauges.kv_usage * engine.capacity
-        counts = EngineCounts(
-            at=now,
+        return EngineFigures(
+            models=(MODEL,),
+            running=gauges.running,
+            waiting=gauges.waiting,
+            kv_usage=gauges.kv_usage,
+            kv_tokens=engine.capacity,
+            block_size=engine.pool.block_size,
             steps=counters.steps,
-            computed_tokens=counters.prompt_tokens - counters.cached_tokens,
-            generated_tokens=counters.generated_tokens - counters.accepted_tokens,
-            in_flight=gauges.running + gauges.waiting,
-            kv_tokens=max(used - gauges.running * engine.pool.block_size / 2, 0.0),
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            generated_tokens=counters.generated_tokens,
+            first_tokens=counters.first_tokens,
+            accepted_tokens=counters.accepted_tokens,
+            preemptions=counters.preemptions,
             finished=counters.finished.total(),
+            output_lengths=self._output_lengths(),
         )
-        self._calibration.poll(counts, self._typical.value)
+
+    def _learn(self, figures: EngineFigures, now: float) -> StepModel:
+        if self._calibration is None:
+            return self._machine.step_model
+        self._calibration.poll(figures.counts(now), self._typical.value)
         self._typical.report(self._machine.name, self._calibration.ratio)
         return self._calibration.model
 

@@ -40,6 +40,7 @@ from extproc.demo.processes import ProcessError
 from extproc.demo.samples import Kind, Lengths, Sample, samples
 from extproc.demo.stack import Stack
 from extproc.demo.traffic import Answer, send_all
+from extproc.layout import Column, table
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.predict.step import StepModel
 from extproc.route.policies import POLICIES
@@ -191,16 +192,22 @@ def _print(name: str, run: Mapping[str, Any]) -> None:
     )
     if times := distribution([one["completion_s"] for one in run["served"]]):
         print("completion " + ", ".join(f"{key} {times[key]:.2f} s" for key in times))
-    print(f"{'predicted against actual':30}{'':12}{'n':>6}{'median':>9}{'p90':>9}{'bias':>9}  rank")
-    for group, kinds in run["accuracy"].items():
-        for kind, one in kinds.items():
-            if one is not None:
-                errors = f"{one['median_error']:9.1%}{one['p90_error']:9.1%}"
-                tail = f"{one['median_bias']:+9.1%}{one['rank_correlation']:6.2f}"
-                print(f"{group:30}{kind:12}{one['requests']:6}{errors}{tail}")
+    first = [Column("predicted against actual", left=True), Column("", left=True)]
+    rows = [
+        [group, kind, *_cells(one)]
+        for group, kinds in run["accuracy"].items()
+        for kind, one in kinds.items()
+        if one is not None
+    ]
+    print(*table([*first, *map(Column, ("n", "median", "p90", "bias", "rank"))], rows), sep="\n")
     for replica, learned in run["learned"].items():
         model = TypeAdapter(StepModel | None).validate_python(learned)
         print(f"{replica} learned: {described(model) if model else 'nothing yet'}", flush=True)
+
+
+def _cells(one: Accuracy) -> list[str]:
+    errors = f"{one['median_error']:.1%}", f"{one['p90_error']:.1%}", f"{one['median_bias']:+.1%}"
+    return [str(one["requests"]), *errors, f"{one['rank_correlation']:.2f}"]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from itertools import cycle
 from math import inf
 from random import Random
-from typing import Protocol
 
 from benchmarks.clock import VirtualClock
 from benchmarks.served import Served
@@ -83,35 +82,6 @@ class Node:
 
 
 News = Callable[[Node], object]
-
-
-class Deciding(Protocol):
-    """Whoever decides: routers as in production, or the oracle."""
-
-    def decide(
-        self, number: int, profile: RequestProfile, prefix: Sequence[int]
-    ) -> Decision | None:
-        """Where a request goes; None where no replica is known to work.
-
-        ``prefix``: hashes of the prompt's blocks.
-        """
-        ...
-
-    def tell(self, number: int, news: News) -> None:
-        """Tells the router of a request."""
-        ...
-
-    def learn(self, served: Served) -> None:
-        """A request has just ended."""
-        ...
-
-    def publish(self, state: ReplicaState) -> None:
-        """A poll's news of a replica."""
-        ...
-
-    def deliver(self, until: float) -> None:
-        """Lets routers send and hear digests, each at its time."""
-        ...
 
 
 class Routers:

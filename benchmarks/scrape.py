@@ -12,14 +12,13 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 
-import aiohttp
-
+from benchmarks.pages import get_text
 from extproc.demo.processes import Process, answers, free_port, listening, start_redis
 from extproc.poll.metrics_text import read_metrics
 
@@ -30,24 +29,14 @@ _MOVING = {
     b"generation_tokens_total": 200,
 }
 """Counters, and what a second adds to them."""
+_ACCOUNT = (
+    "process_cpu_seconds_total",
+    'extproc_poll_scrapes_total{result="ok"}',
+    'extproc_poll_replicas_healthy{pool="default"}',
+)
 _READS = 2000
 _WARM_UP_S = 3.0
 _MODELS = b'{"data":[{"id":"tiny","max_model_len":4096}]}'
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What the poller took."""
-
-    page_bytes: int
-    page_us: float
-    """Microseconds of CPU to read one page."""
-    replicas: int
-    scrapes_per_s: float
-    core: float
-    """CPU seconds per second, of the whole poller."""
-    scrape_us: float
-    """The same per scrape: HTTP, page, calibration, JSON and Redis."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,18 +51,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(_serve(args.serve))
         return 0
     cost = asyncio.run(measure(args.replicas, args.interval, args.seconds))
-    print(f"a page of {cost.page_bytes / 1000:.0f} kB: {cost.page_us:.0f} µs of CPU to read")
+    print("a page of {page_bytes} bytes: {page_us:.0f} µs of CPU to read".format(**cost))
     print(
-        f"{cost.replicas} replicas, {cost.scrapes_per_s:.0f} scrapes/s: {cost.core:.1%} of a core, "
-        f"{cost.scrape_us:.0f} µs a scrape"
+        "{replicas} replicas, {scrapes_per_s:.0f} scrapes/s: {core:.1%} of a core, "
+        "{scrape_us:.0f} µs a scrape".format(**cost)
     )
     if args.json:
-        args.json.write_text(json.dumps(asdict(cost), indent=2) + "\n")
+        args.json.write_text(json.dumps(cost, indent=2) + "\n")
     return 0
 
 
-async def measure(replicas: int, interval_s: float, seconds: float) -> Cost:
-    """Runs the poller against the server and reads its own account of CPU time."""
+async def measure(replicas: int, interval_s: float, seconds: float) -> dict[str, float]:
+    """Runs the poller against the server and reads its own account of CPU time.
+
+    ``page_us``: CPU to read one page; ``core``: CPU seconds a second of the whole poller, and
+    ``scrape_us`` the same for each scrape: HTTP, page, calibration, JSON and Redis.
+    """
     page = PAGE.read_bytes()
     port, admin = free_port(), free_port()
     with TemporaryDirectory() as directory:
@@ -86,14 +79,7 @@ async def measure(replicas: int, interval_s: float, seconds: float) -> Cost:
             "poll": {"interval_s": interval_s, "admin": f"127.0.0.1:{admin}"},
         }
         (work / "extproc.yaml").write_text(json.dumps(config))
-        poll: list[str | Path] = [
-            sys.executable,
-            "-m",
-            "extproc",
-            "poll",
-            "--config",
-            work / "extproc.yaml",
-        ]
+        poll = [sys.executable, "-m", "extproc", "poll", "--config", str(work / "extproc.yaml")]
         ready = answers(f"http://127.0.0.1:{admin}/healthz")
         async with (
             await start_redis(work / "redis", redis_port),
@@ -104,38 +90,24 @@ async def measure(replicas: int, interval_s: float, seconds: float) -> Cost:
             before, began = await _account(admin), perf_counter()
             await asyncio.sleep(seconds)
             after, took = await _account(admin), perf_counter() - began
-    cpu, scrapes = after.cpu_s - before.cpu_s, after.scrapes - before.scrapes
-    if after.healthy < replicas:
-        raise SystemExit(f"only {after.healthy:.0f} of {replicas} replicas were scraped well")
-    return Cost(
-        page_bytes=len(page),
-        page_us=_page_us(page),
-        replicas=replicas,
-        scrapes_per_s=scrapes / took,
-        core=cpu / took,
-        scrape_us=cpu / scrapes * 1e6,
-    )
+    cpu, scrapes = after[0] - before[0], after[1] - before[1]
+    if after[2] < replicas:
+        raise SystemExit(f"only {after[2]:.0f} of {replicas} replicas were scraped well")
+    return {
+        "page_bytes": len(page),
+        "page_us": _page_us(page),
+        "replicas": replicas,
+        "scrapes_per_s": scrapes / took,
+        "core": cpu / took,
+        "scrape_us": cpu / scrapes * 1e6,
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class _Account:
-    cpu_s: float
-    scrapes: float
-    healthy: float
-
-
-async def _account(admin: int) -> _Account:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"http://127.0.0.1:{admin}/metrics") as response,
-    ):
-        lines = (await response.text()).splitlines()
-    values = dict(line.rsplit(maxsplit=1) for line in lines if not line.startswith("#"))
-    return _Account(
-        float(values["process_cpu_seconds_total"]),
-        float(values['extproc_poll_scrapes_total{result="ok"}']),
-        float(values['extproc_poll_replicas_healthy{pool="default"}']),
-    )
+async def _account(admin: int) -> list[float]:
+    """CPU seconds, scrapes and healthy replicas of the poller."""
+    page = await get_text(f"http://127.0.0.1:{admin}/metrics")
+    values = dict(line.rsplit(maxsplit=1) for line in page.splitlines() if line[0] != "#")
+    return [float(values[name]) for name in _ACCOUNT]
 
 
 def _page_us(page: bytes) -> float:
@@ -147,30 +119,6 @@ def _page_us(page: bytes) -> float:
             read_metrics(page)
         batches.append((process_time() - began) / (_READS // 10))
     return median(batches) * 1e6
-
-
-class _Replicas(asyncio.Protocol):
-    """A replica on whatever address it is asked, at the least cost to the machine it shares."""
-
-    def __init__(self, pages: "_Pages") -> None:
-        self._pages = pages
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        path = data.split(maxsplit=2)[1]
-        assert self._transport is not None
-        if path == b"/metrics":
-            page = self._pages.next()  # in one chunk, as vLLM's server sends it
-            chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(page), page)
-            self._transport.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk)
-        else:
-            body = _MODELS if path == b"/v1/models" else b""
-            head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
-            self._transport.write(head + body)
 
 
 class _Pages:
@@ -193,11 +141,24 @@ class _Pages:
 
 
 async def _serve(port: int) -> None:
+    """A replica on whatever address it is asked."""
     pages = _Pages(PAGE.read_bytes())
-    server = await asyncio.get_running_loop().create_server(
-        lambda: _Replicas(pages), "0.0.0.0", port
-    )
-    await server.serve_forever()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                path = (await reader.readuntil(b"\r\n\r\n")).split(maxsplit=2)[1]
+                if path == b"/metrics":  # in one chunk, as vLLM's server sends it
+                    page = pages.next()
+                    head = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(page)
+                    writer.write(b"HTTP/1.1 200 OK\r\n" + head + page + b"\r\n0\r\n\r\n")
+                else:
+                    body = _MODELS if path == b"/v1/models" else b""
+                    head = b"Content-Length: %d\r\n\r\n" % len(body)
+                    writer.write(b"HTTP/1.1 200 OK\r\n" + head + body)
+
+    async with await asyncio.start_server(answer, "0.0.0.0", port) as server:
+        await server.serve_forever()
 
 
 if __name__ == "__main__":

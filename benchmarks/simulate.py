@@ -8,7 +8,6 @@ policy can be read beside it.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from benchmarks import arguments, fleet, report, trace
+from benchmarks import arguments, fleet, trace
 from benchmarks.about import about
 from benchmarks.discrete import KNOWN, Simulation
 from benchmarks.oracle import WEIGHTS
@@ -42,47 +41,67 @@ class _Played:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
+    phase = Phase(args.start, args.end)
     try:
-        _outputs(args)
+        arguments.check_outputs(args)
         fleet_file = fleet.read(args.fleet)
         requests = trace.read(args.trace, args.speed, args.requests, args.skip, args.duration)
-        played = _compare(args, fleet_file, requests)
-        if args.json or args.report:
-            _write(args, _results(args, argv, fleet_file, played))
+        played = _compare(args, fleet_file, requests, phase)
+        arguments.keep(args, _results(args, argv, fleet_file, played, phase))
     except (OSError, ValueError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _outputs(args: argparse.Namespace) -> None:
-    """Raises OSError or ValueError now, not after minutes, where a result could not be written."""
-    if args.json:
-        args.json.open("a").close()
-    if args.report:
-        report.writable(args.report)
-
-
 def _compare(
-    args: argparse.Namespace, fleet_file: fleet.FleetFile, requests: list[trace.TracedRequest]
+    args: argparse.Namespace,
+    fleet_file: fleet.FleetFile,
+    requests: list[trace.TracedRequest],
+    phase: Phase,
 ) -> list[_Played]:
-    phase = Phase(args.start, args.end)
     if phase != Phase():
         print(phase)
     print(header())
-    oracle = _best_oracle(fleet_file, args, requests, phase) if args.oracle else None
+    oracle = _best_oracle(fleet_file, args.seed, requests, phase) if args.oracle else None
     if oracle:
         print(row(oracle.run, oracle.took), flush=True)
+    told = {"know": frozenset(args.know), "profile_error": args.profile_error}
+    sharing = {"routers": args.routers, "share_lag": args.share_lag}
     played = []
     for policy in args.policy:
-        one = _play(_simulation(fleet_file, policy, args), requests, phase)
+        simulation = Simulation(
+            fleet_file, policy, args.poll_interval, args.seed, **told, **sharing
+        )
+        one = _play(simulation, requests, phase)
         if oracle:
             one.run["to_oracle"] = distance(one.run, oracle.run)
         print(row(one.run, one.took), flush=True)
         played.append(one)
-    if oracle:
-        played.append(oracle)
-    return played
+    return [*played, oracle] if oracle else played
+
+
+def _best_oracle(
+    fleet_file: fleet.FleetFile, seed: int, requests: list[trace.TracedRequest], phase: Phase
+) -> _Played:
+    """Of several weights of the cost to others, the one with the lowest mean completion."""
+    tried = []
+    for weight in WEIGHTS:
+        simulation = Simulation(fleet_file, "oracle", seed=seed, weight=weight)
+        tried.append(_play(simulation, requests, phase))
+        tried[-1].run["weight"] = weight
+    return min(tried, key=lambda played: played.run["e2e_s"]["mean"])
+
+
+def _play(simulation: Simulation, requests: Sequence[trace.TracedRequest], phase: Phase) -> _Played:
+    started = time.process_time()
+    served: list[Served] = []
+    show = progress(simulation.policy)
+    for request in simulation.run(requests):
+        served.append(request)
+        show((len(served) + len(simulation.failed)) / len(requests))
+    took = time.process_time() - started
+    return _Played(simulation, served, summary(simulation, served, phase), took)
 
 
 def _results(
@@ -90,9 +109,9 @@ def _results(
     argv: Sequence[str] | None,
     fleet_file: fleet.FleetFile,
     played: Sequence[_Played],
+    phase: Phase,
 ) -> dict[str, Any]:
     """What --json writes and --report draws."""
-    phase = Phase(args.start, args.end)
     setting = {
         "trace": " and ".join(path.name.split(".")[0] for path in args.trace),
         "speed": args.speed,
@@ -100,9 +119,8 @@ def _results(
         "seed": args.seed,
         "figures": f"of {phase}",
     }
-    command = about("benchmarks.simulate", sys.argv[1:] if argv is None else argv)
     return {
-        "simulate": setting | command,
+        "simulate": setting | about("benchmarks.simulate", sys.argv[1:] if argv is None else argv),
         "events": [{"at_s": one.at, "text": str(one)} for one in fleet_file.events],
         "runs": [
             {
@@ -118,139 +136,31 @@ def _results(
     }
 
 
-def _write(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    if args.json:
-        args.json.write_text(json.dumps(results) + "\n")
-    if args.report:
-        print(report.write(results, args.report))
-
-
-def _simulation(fleet_file: fleet.FleetFile, policy: str, args: argparse.Namespace) -> Simulation:
-    return Simulation(
-        fleet_file,
-        policy,
-        args.poll_interval,
-        args.seed,
-        frozenset(args.know),
-        args.profile_error,
-        args.routers,
-        args.share_lag,
-    )
-
-
-def _best_oracle(
-    fleet_file: fleet.FleetFile,
-    args: argparse.Namespace,
-    requests: list[trace.TracedRequest],
-    phase: Phase,
-) -> _Played:
-    """Of several weights of the cost to others, the one with the lowest mean completion."""
-    tried = []
-    for weight in WEIGHTS:
-        simulation = Simulation(fleet_file, "oracle", seed=args.seed, weight=weight)
-        played = _play(simulation, requests, phase)
-        played.run["weight"] = weight
-        tried.append(played)
-    return min(tried, key=lambda played: played.run["e2e_s"]["mean"])
-
-
-def _play(simulation: Simulation, requests: Sequence[trace.TracedRequest], phase: Phase) -> _Played:
-    started = time.process_time()
-    served: list[Served] = []
-    show = progress(simulation.policy)
-    for request in simulation.run(requests):
-        served.append(request)
-        show((len(served) + len(simulation.failed)) / len(requests))
-    took = time.process_time() - started
-    return _Played(simulation, served, summary(simulation, served, phase), took)
-
-
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.simulate",
-        usage="%(prog)s --trace FILE[,FILE] --fleet FLEET.yaml [options]",
-        description=__doc__,
-    )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    usage = "%(prog)s --trace FILE[,FILE] --fleet FLEET.yaml [options]"
+    parser = arguments.command("simulate", __doc__, usage=usage)
     add = parser.add_argument
     add("--trace", type=arguments.paths, required=True, metavar="FILE[,FILE]")
     add("--fleet", type=Path, required=True, metavar="FLEET.yaml")
     add("--policy", type=_policies, default=["completion"], metavar="a,b,c")
-    add(
-        "--speed",
-        type=arguments.positive,
-        default=1.0,
-        metavar="X",
-        help="times as fast as the trace",
-    )
-    add(
-        "--routers",
-        type=arguments.count,
-        default=1,
-        metavar="N",
-        help="requests are dealt at random",
-    )
-    add(
-        "--share-lag",
-        type=arguments.time,
-        metavar="S",
-        help="seconds that digests take to the other routers (default: they never arrive)",
-    )
-    add(
-        "--poll-interval",
-        type=arguments.positive,
-        metavar="S",
-        help="between two scrapes of a replica [0.05 for queue_kv and least_kv, else 0.2]",
-    )
-    add(
-        "--know",
-        type=_known,
-        default=[],
-        metavar="lengths,coefficients",
-        help="what the router is told that production would not know",
-    )
-    add(
-        "--profile-error",
-        type=arguments.positive,
-        default=1.0,
-        metavar="X",
-        help="the profile the router starts from is X times as slow as the truth",
-    )
-    add(
-        "--skip",
-        type=arguments.time,
-        default=0.0,
-        metavar="S",
-        help="leave out what arrives in the first S seconds; time counts from there",
-    )
-    add(
-        "--duration",
-        type=arguments.positive,
-        default=inf,
-        metavar="S",
-        help="play what arrives in the first S seconds",
-    )
-    add("--requests", type=arguments.count, metavar="N", help="play the first N")
-    add(
-        "--from",
-        dest="start",
-        type=arguments.time,
-        default=0.0,
-        metavar="S",
-        help="figures are of requests that arrive from this second on",
-    )
-    add(
-        "--until",
-        dest="end",
-        type=arguments.positive,
-        default=inf,
-        metavar="S",
-        help="and before this one",
-    )
+    arguments.add_part(parser, "--skip")
+    dealt = "requests are dealt at random"
+    add("--routers", type=arguments.count, default=1, metavar="N", help=dealt)
+    lag = "seconds that digests take to the other routers (default: they never arrive)"
+    add("--share-lag", type=arguments.time, metavar="S", help=lag)
+    between = "between two scrapes of a replica [0.05 for queue_kv and least_kv, else 0.2]"
+    add("--poll-interval", type=arguments.positive, metavar="S", help=between)
+    told = "what the router is told that production would not know"
+    add("--know", type=_known, default=[], metavar=",".join(KNOWN), help=told)
+    wrong = "the profile the router starts from is X times as slow as the truth"
+    add("--profile-error", type=arguments.positive, default=1.0, metavar="X", help=wrong)
+    since = "figures are of requests that arrive from this second on"
+    add("--from", dest="start", type=arguments.time, default=0.0, metavar="S", help=since)
+    until = "and before this one"
+    add("--until", dest="end", type=arguments.positive, default=inf, metavar="S", help=until)
     add("--seed", type=int, default=0)
     add("--no-oracle", dest="oracle", action="store_false", help="leave the oracle out: faster")
-    add("--json", type=Path, metavar="FILE")
-    add("--report", type=Path, metavar="DIR", help="a page and pictures: needs matplotlib")
+    arguments.add_outputs(parser)
     args = parser.parse_args(argv)
     if args.end <= args.start:
         parser.error(f"--until {args.end:g} is not after --from {args.start:g}")

@@ -3,35 +3,14 @@
 from dataclasses import dataclass, replace
 from math import inf
 
+import numpy as np
+
 from benchmarks.machine import Machine
-from extproc.predict.inputs import FleetView
+from extproc.predict.inputs import FleetView, Floats
 from extproc.predict.step import StepModel
 
 _AFTER = 30.0
 """Seconds after a change by which it should be learned."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What an engine has done so far."""
-
-    steps: int
-    computed: int
-    generated: int
-
-    @classmethod
-    def of(cls, machine: Machine) -> "_Work":
-        counters = machine.engine.counters
-        computed = counters.prompt_tokens - counters.cached_tokens
-        return cls(machine.engine.steps, computed, counters.generated_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    at: float
-    machine: Machine
-    slow: float
-    before: _Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,41 +29,39 @@ class Speeds:
 
     def __init__(self) -> None:
         self.learned: list[LearnedSpeed] = []
-        self._changes: list[_Change] = []
+        self._changes: list[tuple[float, Machine, float, Floats]] = []
+        """When, whose, how slow since, and what it had done until then."""
 
     @property
     def due(self) -> float:
         """When the next comparison is to be made."""
-        return self._changes[0].at + _AFTER if self._changes else inf
+        return self._changes[0][0] + _AFTER if self._changes else inf
 
     def changed(self, machine: Machine, slow: float, now: float) -> None:
         """A replica's speed is another from now on; changes come in order of time."""
-        self._changes.append(_Change(now, machine, slow, _Work.of(machine)))
+        self._changes.append((now, machine, slow, _work(machine)))
 
     def compare(self, now: float, view: FleetView) -> None:
         """Makes the comparison that is due, with what the policies see."""
-        change = self._changes.pop(0)
-        name = change.machine.name
-        if name not in view.ids:
+        _, machine, slow, before = self._changes.pop(0)
+        if machine.name not in view.ids:
             return  # it is down
-        index = view.ids.index(name)
-        learned = StepModel(
-            float(view.c0[index]),
-            float(view.c_prefill[index]),
-            float(view.c_batch[index]),
-            float(view.c_kv[index]),
-        )
-        truth = replace(change.machine.step_model, c_att=0.0)
-        ratio = _average_step(learned, change) / _average_step(truth, change)
-        self.learned.append(LearnedSpeed(name, now, change.slow, ratio))
+        index = view.ids.index(machine.name)
+        each = view.c0, view.c_prefill, view.c_batch, view.c_kv
+        learned = StepModel(*(float(values[index]) for values in each))
+        truth = replace(machine.step_model, c_att=0.0)
+        steps, computed, generated = _work(machine) - before
+        average = {
+            "prefill": computed / max(steps, 1.0),
+            "batch": generated / max(steps, 1.0),
+            "kv": machine.engine.kv_usage * machine.engine.capacity,
+        }
+        ratio = learned.step_time(**average) / truth.step_time(**average)
+        self.learned.append(LearnedSpeed(machine.name, now, slow, ratio))
 
 
-def _average_step(model: StepModel, change: _Change) -> float:
-    """Seconds of a step of the kind the replica has run since the change."""
-    work, engine = _Work.of(change.machine), change.machine.engine
-    steps = max(work.steps - change.before.steps, 1)
-    return model.step_time(
-        prefill=(work.computed - change.before.computed) / steps,
-        batch=(work.generated - change.before.generated) / steps,
-        kv=engine.kv_usage * engine.capacity,
-    )
+def _work(machine: Machine) -> Floats:
+    """Steps, prompt tokens computed and tokens generated so far."""
+    counters = machine.engine.counters
+    computed = counters.prompt_tokens - counters.cached_tokens
+    return np.array([machine.engine.steps, computed, counters.generated_tokens], float)

@@ -2,13 +2,14 @@
 
 import gzip
 import heapq
-import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError
 
 ID_TOKENS = 512
 """Prompt tokens that one hash id stands for."""
@@ -67,32 +68,23 @@ def _lines(path: Path) -> Iterator[TracedRequest]:
 
 def _line(path: Path, number: int, line: str) -> TracedRequest:
     try:
-        return _request(json.loads(line))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}:{number} is no request of a trace: {error!r}") from None
+        fields = _Line.model_validate_json(line)
+    except ValidationError as error:
+        (first, *_) = error.errors()
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ValueError(f"{path}:{number} is no request of a trace: {problem}") from None
+    lengths = max(fields.input_length, 1), max(fields.output_length, 1)
+    ids = fields.hash_ids or ()
+    return TracedRequest(fields.timestamp / 1000, *lengths, fields.max_tokens, ids)
 
 
-def _request(fields: object) -> TracedRequest:
-    if not isinstance(fields, dict):
-        raise TypeError("not an object")
-    bound = fields.get("max_tokens")
-    return TracedRequest(
-        at=_seconds(fields["timestamp"]),
-        prompt_tokens=max(int(str(fields["input_length"])), 1),
-        output_tokens=max(int(str(fields["output_length"])), 1),
-        max_tokens=None if bound is None else int(str(bound)),
-        hash_ids=_ids(fields.get("hash_ids") or []),
-    )
+class _Line(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False)
 
-
-def _seconds(timestamp: object) -> float:
-    at = float(str(timestamp)) / 1000
-    if not 0 <= at < inf:
-        raise ValueError(f"timestamp {timestamp} is no time since the start")
-    return at
-
-
-def _ids(ids: object) -> tuple[int, ...]:
-    if not isinstance(ids, list) or not all(isinstance(one, int) for one in ids):
-        raise TypeError("hash_ids is not a list of whole numbers")
-    return tuple(ids)
+    timestamp: NonNegativeFloat
+    """Milliseconds."""
+    input_length: int
+    output_length: int
+    max_tokens: int | None = None
+    hash_ids: tuple[int, ...] | None = None

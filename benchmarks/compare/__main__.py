@@ -4,10 +4,11 @@
         --trace benchmarks/traces/azure-2023-conv.jsonl.gz --speed 4 --duration 16
 
 Everything is real but the GPUs: Envoy, Redis, router, the peers that `make peers` installed, and
-simulated replicas as processes.
-Each contender begins with fresh replicas, and a router with the hardware profiles of the fleet file
-(``believed``, right or wrong) and nothing else. The exit status is 0 when every contender did its
-own policy and answered every request, 1 when one did not, 2 when the comparison could not be made.
+simulated replicas as processes. By default 16 s of arrivals at 4 times the trace's speed, from its
+third minute on. Each contender begins with fresh replicas, and a router with the hardware profiles
+of the fleet file (``believed``, right or wrong) and nothing else. The exit status is 0 when every
+contender did its own policy and answered every request, 1 when one did not, 2 when the comparison
+could not be made.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from benchmarks.compare import envoy, terminal
 from benchmarks.compare.contenders import Contender
 from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, Product
-from benchmarks.compare.play import Traffic, play
+from benchmarks.compare.play import play
 from benchmarks.compare.router import Router
 from benchmarks.report import figures
 from extproc.demo.processes import ProcessError
@@ -95,8 +96,6 @@ async def _compare(
     logs: Path,
 ) -> None:
     """Every contender once, then again: what changes on the machine meets all of them."""
-    part = args.speed, args.skip, args.duration
-    traffic = Traffic(tuple(args.trace), *part, args.stream_share, args.seed)
     for one in contenders:
         print(f"{one.name:30}{one.about}")
     print("\n" + terminal.progress_header(), flush=True)
@@ -104,7 +103,7 @@ async def _compare(
         for one in _rotated(contenders, repeat):
             directory = logs / f"{repeat}-{one.name.replace(':', '-')}"
             try:
-                turns.runs.append(await play(one, replicas, traffic, repeat, directory))
+                turns.runs.append(await play(one, replicas, args, repeat, directory))
                 print(terminal.progress_line(turns.runs[-1]), flush=True)
             except (ProcessError, aiohttp.ClientError, OSError, ValueError) as error:
                 turns.not_run.append({"name": one.name, "repeat": repeat, "why": str(error)})

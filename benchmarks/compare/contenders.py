@@ -1,6 +1,6 @@
 """What stands between clients and replicas."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,28 +12,21 @@ Requests = Sequence[Mapping[str, Any]]
 """As the load client recorded them."""
 
 
+async def no_decisions() -> list[dict[str, Any]]:
+    """Of a contender that tells of none."""
+    return []
+
+
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a router said of a request before it was sent; seconds."""
-
-    ttft_s: float | None
-    completion_s: float | None
-    replica: str
-    """``ip:port``"""
-
-
-class Front(Protocol):
+class Front:
     """A contender that runs."""
 
-    @property
-    def url(self) -> str:
-        """Where clients send requests."""
-
-    async def complaints(self, requests: Requests) -> list[str]:
-        """Why this was not the contender at work, after the requests; empty where it was."""
-
-    async def predictions(self) -> dict[str, Prediction]:
-        """By request id; empty where it predicts nothing."""
+    url: str
+    """Where clients send requests."""
+    complaints: Callable[[Requests], Awaitable[list[str]]]
+    """Why this was not the contender at work, after the requests; empty where it was."""
+    decisions: Callable[[], Awaitable[list[dict[str, Any]]]] = no_decisions
+    """What it said of each request before it was sent, as this router's ``/decisions`` has it."""
 
 
 class Contender(Protocol):

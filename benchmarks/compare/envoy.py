@@ -2,13 +2,12 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from benchmarks.compare.contenders import Prediction, Requests
+from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.envoy_file import drop_ext_proc, manager
 from benchmarks.pages import get_text
@@ -17,18 +16,16 @@ from extproc.demo.envoy_config import render
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, answers, envoy_binary
 
-_LEAST_REQUEST = "least_request.v3.LeastRequest"
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",
-    "least_request": _LEAST_REQUEST,
-    "least_request_weighted": _LEAST_REQUEST,
+    "least_request": "least_request.v3.LeastRequest",
+    "least_request_weighted": "least_request.v3.LeastRequest",
     "random": "random.v3.Random",
 }
 POLICIES = tuple(_TYPES)
 
 _FASTEST = 100
 """Weight of the fastest replica."""
-
 _WORKERS = 2
 """As many as the demo's stack gives the Envoy beside a router."""
 _READY_S = 30.0
@@ -48,7 +45,7 @@ class EnvoyAlone:
     @asynccontextmanager
     async def running(
         self, fleet: Fleet, servers: Servers, directory: Path, seed: int
-    ) -> AsyncIterator["_Front"]:
+    ) -> AsyncIterator[Front]:
         """Runs it; the seed is of no use to it."""
         ports = pick_ports({"envoy": 0, "admin": 0})
         config = directory / "envoy.yaml"
@@ -59,28 +56,33 @@ class EnvoyAlone:
         argv += ["--disable-hot-restart"]
         admin = f"http://127.0.0.1:{ports['admin']}"
         log, ready = directory / "envoy.log", answers(f"{admin}/ready")
+
+        async def complaints(requests: Requests) -> list[str]:
+            found = await replica_trouble(admin, len(servers))
+            lines = (await get_text(f"{admin}/clusters")).splitlines()
+            sent = [int(line.split("::")[-1]) for line in lines if "::rq_total::" in line]
+            uneven = max(sent, default=0) - min(sent, default=0) > _WORKERS  # each has its round
+            if self._policy == "round_robin" and uneven:
+                found.append(f"round robin sent the replicas {sent} requests: not in turn")
+            return found
+
         async with await Process.start("envoy", argv, log=log, ready=ready, ready_s=_READY_S):
-            even = self._policy == "round_robin"
-            yield _Front(f"http://127.0.0.1:{ports['envoy']}", admin, len(servers), even)
+            yield Front(f"http://127.0.0.1:{ports['envoy']}", complaints)
 
     def _bootstrap(self, ports: Mapping[str, int], fleet: Fleet, servers: Servers) -> str:
-        bootstrap = yaml.safe_load(
-            render(
-                listen_port=ports["envoy"],
-                admin_port=ports["admin"],
-                router_ports=[],
-                replica_addresses=list(servers.values()),
-            )
+        rendered = render(
+            listen_port=ports["envoy"],
+            admin_port=ports["admin"],
+            router_ports=[],
+            replica_addresses=list(servers.values()),
         )
+        bootstrap = yaml.safe_load(rendered)
         resources = bootstrap["static_resources"]
-        clusters = {one["name"]: one for one in resources["clusters"]}
-        replicas = clusters["replicas"]
+        (replicas,) = (one for one in resources["clusters"] if one["name"] == "replicas")
         replicas["load_balancing_policy"] = _balancing(self._policy)
+        (group,) = replicas["load_assignment"]["endpoints"]
         if self._weighted:
-            (group,) = replicas["load_assignment"]["endpoints"]
-            for member, weight in zip(
-                group["lb_endpoints"], _weights(fleet.speeds, servers), strict=True
-            ):
+            for member, weight in zip(group["lb_endpoints"], weights(fleet, servers), strict=True):
                 member["load_balancing_weight"] = weight
         resources["clusters"] = [replicas]
         drop_ext_proc(bootstrap)
@@ -102,10 +104,10 @@ def says_who(bootstrap: str) -> str:
     return yaml.safe_dump(config, sort_keys=False)
 
 
-def _weights(speeds: Mapping[str, float], servers: Servers) -> list[int]:
+def weights(fleet: Fleet, servers: Servers) -> list[int]:
     """In the order of the servers, in proportion to their speeds."""
-    fastest = max(speeds.values())
-    return [max(round(_FASTEST * speeds[name] / fastest), 1) for name in servers]
+    fastest = max(fleet.speeds.values())
+    return [max(round(_FASTEST * fleet.speeds[name] / fastest), 1) for name in servers]
 
 
 def _balancing(policy: str) -> dict[str, Any]:
@@ -114,26 +116,6 @@ def _balancing(policy: str) -> dict[str, Any]:
     return {
         "policies": [{"typed_extension_config": {"name": name, "typed_config": {"@type": kind}}}]
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Front:
-    url: str
-    admin: str
-    replicas: int
-    even: bool
-    """Whether every replica must have got as many requests."""
-
-    async def complaints(self, requests: Requests) -> list[str]:
-        found = await replica_trouble(self.admin, self.replicas)
-        sent = await _sent(self.admin)
-        # Each worker has a round of its own.
-        if self.even and max(sent, default=0) - min(sent, default=0) > _WORKERS:
-            found.append(f"round robin sent the replicas {sent} requests: not in turn")
-        return found
-
-    async def predictions(self) -> dict[str, Prediction]:
-        return {}
 
 
 async def replica_trouble(admin: str, replicas: int) -> list[str]:
@@ -156,9 +138,3 @@ async def envoy_stats(admin: str) -> dict[str, int]:
     lines = (await get_text(f"{admin}/stats")).splitlines()
     pairs = (line.rpartition(": ") for line in lines)
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}
-
-
-async def _sent(admin: str) -> list[int]:
-    """Requests that Envoy sent to each replica."""
-    lines = (await get_text(f"{admin}/clusters")).splitlines()
-    return [int(line.split("::")[-1]) for line in lines if "::rq_total::" in line]

@@ -3,6 +3,7 @@
 ``make peers`` installs them into ``.peers``, each into an environment of its own.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from benchmarks.compare.contenders import Prediction, Requests
+from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.pages import get_json, get_text
 from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Check, Process
+from extproc.demo.processes import Process
 
 INSTALLED = Path(__file__).parents[2] / ".peers"
 """Where ``make peers`` puts them."""
@@ -107,16 +108,26 @@ class Peer:
     @asynccontextmanager
     async def running(
         self, fleet: Fleet, servers: Servers, directory: Path, seed: int
-    ) -> AsyncIterator["_Front"]:
+    ) -> AsyncIterator[Front]:
         """Runs it until the block ends; it takes no seed."""
         ports = pick_ports({"proxy": 0, "metrics": 0})
         url = f"http://127.0.0.1:{ports['proxy']}"
         name = self._product.name
         argv = [*self._command(ports), *(f"http://{address}" for address in servers.values())]
-        log, ready = directory / f"{name}.log", _knows(url, len(servers))
-        async with await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S):
-            metrics = f"http://127.0.0.1:{ports['metrics']}/metrics"
-            yield _Front(url, metrics, len(servers), self._product.decisions, self._policy)
+
+        async def knows_all() -> bool:
+            return await _healthy(url) == len(servers)
+
+        async def complaints(requests: Requests) -> list[str]:
+            page = await get_text(f"http://127.0.0.1:{ports['metrics']}/metrics")
+            found = self._complaints(page, len(requests))
+            if (healthy := await _healthy(url)) != len(servers):
+                found.append(f"it uses {healthy} of {len(servers)} replicas")
+            return found
+
+        log = directory / f"{name}.log"
+        async with await Process.start(name, argv, log=log, ready=knows_all, ready_s=_READY_S):
+            yield Front(url, complaints)
 
     def _command(self, ports: Mapping[str, int]) -> list[str]:
         """All but the replicas' URLs, which come last."""
@@ -132,45 +143,24 @@ class Peer:
         command = [str(product.command), *product.words, *words, *product.options]
         return [*command, "--worker-urls"]
 
-
-def _knows(url: str, replicas: int) -> Check:
-    """Whether it holds every replica to be healthy."""
-
-    async def check() -> bool:
-        return await _healthy(url) == replicas
-
-    return check
+    def _complaints(self, page: str, requests: int) -> list[str]:
+        """What its metrics say."""
+        families = text_string_to_metric_families(page)
+        samples = [sample for family in families for sample in family.samples]
+        by_policy: Counter[str] = Counter()
+        for one in samples:
+            if one.name == self._product.decisions:
+                by_policy[one.labels["policy"]] += int(one.value)
+        found = trouble(samples)
+        if set(by_policy) != {self._policy} or by_policy[self._policy] < requests:
+            found.append(f"of {requests} requests its policies decided {dict(by_policy)}")
+        return found
 
 
 async def _healthy(url: str) -> int:
+    """Replicas that it holds to be."""
     page = await get_json(f"{url}/workers")
     return sum(bool(one["is_healthy"]) for one in page["workers"]) if page else 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Front:
-    url: str
-    metrics: str
-    replicas: int
-    decisions: str
-    policy: str
-
-    async def complaints(self, requests: Requests) -> list[str]:
-        samples = list(_samples(await get_text(self.metrics)))
-        found = trouble(samples)
-        if (healthy := await _healthy(self.url)) != self.replicas:
-            found.append(f"it uses {healthy} of {self.replicas} replicas")
-        by_policy: dict[str, float] = {}
-        for one in samples:
-            if one.name == self.decisions:
-                policy = one.labels["policy"]
-                by_policy[policy] = by_policy.get(policy, 0.0) + one.value
-        if set(by_policy) != {self.policy} or by_policy[self.policy] < len(requests):
-            found.append(f"of {len(requests)} requests its policies decided {by_policy}")
-        return found
-
-    async def predictions(self) -> dict[str, Prediction]:
-        return {}
 
 
 def trouble(samples: Iterable[Sample]) -> list[str]:
@@ -180,11 +170,6 @@ def trouble(samples: Iterable[Sample]) -> list[str]:
         for one in samples
         if one.name.endswith(_ALWAYS_ZERO) and one.value
     ]
-
-
-def _samples(page: str) -> Iterable[Sample]:
-    for family in text_string_to_metric_families(page):
-        yield from family.samples
 
 
 def _labels(labels: Mapping[str, str]) -> str:

@@ -1,15 +1,15 @@
 """One contender, once: started anew, put under load, looked at."""
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare.contenders import Contender, Prediction
-from benchmarks.compare.fleets import Fleet, Servers
+from benchmarks.compare.contenders import Contender
+from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.validity import between, hits, validity, watching
 from benchmarks.imbalance import Stay, imbalance
 from extproc.clock import wall
@@ -21,34 +21,23 @@ _TIMEOUT_S = 120.0
 """For an answer. On the mixed fleet round robin needs 60 s for some, as slow replicas queue."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What is sent to every contender: each repeat the next part of the trace, in other words."""
-
-    traces: tuple[Path, ...]
-    speed: float
-    from_s: float
-    """Into the trace, at this speed: where the part of the first repeat begins."""
-    duration_s: float
-    stream_share: float
-    seed: int
-
-    def arguments(self, repeat: int) -> list[str]:
-        """The load client's."""
-        options = {
-            "trace": ",".join(map(str, self.traces)),
-            "speed": self.speed,
-            "from": self.from_s + repeat * self.duration_s,
-            "duration": self.duration_s,
-            "stream-share": self.stream_share,
-            "seed": self.seed + repeat,
-            "timeout": _TIMEOUT_S,
-        }
-        return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+def part(args: argparse.Namespace, repeat: int) -> list[str]:
+    """What every contender is sent, as arguments of the load client: each repeat the next part of
+    the trace, in other words."""
+    options = {
+        "trace": ",".join(map(str, args.trace)),
+        "speed": args.speed,
+        "from": args.skip + repeat * args.duration,
+        "duration": args.duration,
+        "stream-share": args.stream_share,
+        "seed": args.seed + repeat,
+        "timeout": _TIMEOUT_S,
+    }
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 async def play(
-    contender: Contender, fleet: Fleet, traffic: Traffic, repeat: int, directory: Path
+    contender: Contender, fleet: Fleet, args: argparse.Namespace, repeat: int, directory: Path
 ) -> dict[str, Any]:
     """The load client's result, and what was seen beside it.
 
@@ -58,14 +47,14 @@ async def play(
     directory.mkdir(parents=True)  # noqa: ASYNC240
     async with (
         fleet.fresh(directory) as servers,
-        contender.running(fleet, servers, directory, traffic.seed + repeat) as front,
+        contender.running(fleet, servers, directory, args.seed + repeat) as front,
     ):
         async with watching(servers, wall) as looks:
-            result = await _load(front.url, fleet, traffic.arguments(repeat), directory)
+            result = await _load(front.url, fleet, part(args, repeat), directory)
         complaints = [*work(result["requests"]), *await front.complaints(result["requests"])]
-        predictions = await front.predictions()
+        decided = {one["request_id"]: one for one in await front.decisions()}
     names = {address: name for name, address in servers.items()}
-    requests = [_seen(one, predictions.get(one["request_id"]), names) for one in result["requests"]]
+    requests = [_seen(one, decided.get(one["request_id"], {}), names) for one in result["requests"]]
     answered = [one for one in requests if one["error"] is None]
     summary = result["summary"]
     summary["hits"] = hits(looks)
@@ -99,14 +88,14 @@ async def _load(
     return found
 
 
-def _seen(request: dict[str, Any], prediction: Prediction | None, names: Servers) -> dict[str, Any]:
+def _seen(
+    request: dict[str, Any], decision: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, Any]:
     """With what was predicted, and the replica's name in place of its address."""
-    replica = request["replica"]
-    if prediction is not None:
-        replica = replica or prediction.replica
-        request["predicted_ttft_s"] = prediction.ttft_s
-        request["predicted_completion_s"] = prediction.completion_s
-    return request | {"replica": names.get(replica, replica)}
+    replica: Any = request["replica"] or decision.get("replica")
+    predicted = ("predicted_ttft_s", "predicted_completion_s")
+    told = {name: decision.get(name) for name in predicted}
+    return request | told | {"replica": names.get(replica, replica)}
 
 
 def _stay(request: Mapping[str, Any]) -> Stay:

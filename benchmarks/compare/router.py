@@ -2,16 +2,16 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.attached import Attached
-from benchmarks.compare.contenders import Prediction, Requests
+from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.pages import decisions
 from benchmarks.polling import poll_interval
-from extproc.demo.stack import Stack
 
 _DECISIONS_KEPT = 25_000
 
@@ -27,7 +27,7 @@ class Router:
     @asynccontextmanager
     async def running(
         self, fleet: Fleet, servers: Servers, directory: Path, seed: int
-    ) -> AsyncIterator["_Front"]:
+    ) -> AsyncIterator[Front]:
         """Runs the whole system anew: it knows of the replicas what its configuration says.
 
         That is a hardware profile of each, to start from, right or wrong: see ``Fleet.profiles``.
@@ -38,7 +38,28 @@ class Router:
             "serve": {"decisions_kept": _DECISIONS_KEPT},
         }
         async with _Behind(directory, servers, fleet.profiles, settings) as stack:
-            yield _Front(stack.url, stack, self._policy)
+            told = partial(decisions, stack.router_admin)
+            yield Front(stack.url, partial(self._complaints, stack), told)
+
+    async def _complaints(self, stack: Attached, requests: Requests) -> list[str]:
+        found = await replica_trouble(stack.envoy_admin, len(stack.replicas))
+        made = {one["request_id"]: one for one in await decisions(stack.router_admin)}
+        stats, records = await envoy_stats(stack.envoy_admin), made.values()
+        counts = {
+            "were not asked about": sum(one["request_id"] not in made for one in requests),
+            "were decided by another policy": sum(map(self._other, records)),
+            "were decided in a fallback": sum(bool(one["fallback"]) for one in records),
+            "went on without the router's answer": stats.get(
+                "http.openai.ext_proc.failure_mode_allowed", 0
+            ),
+            "went elsewhere than the router said": sum(
+                one["outcome"]["served_by"] not in (None, one["replica"]) for one in records
+            ),
+        }
+        return found + [f"{count} requests {what}" for what, count in counts.items() if count]
+
+    def _other(self, record: dict[str, Any]) -> bool:
+        return bool(record["policy"] != self._policy)
 
 
 class _Behind(Attached):
@@ -46,38 +67,3 @@ class _Behind(Attached):
 
     def _bootstrap(self) -> str:
         return says_who(super()._bootstrap())
-
-
-@dataclass(frozen=True, slots=True)
-class _Front:
-    url: str
-    stack: Stack
-    policy: str
-
-    async def complaints(self, requests: Requests) -> list[str]:
-        found = await replica_trouble(self.stack.envoy_admin, len(self.stack.replicas))
-        records = {one["request_id"]: one for one in await decisions(self.stack.router_admin)}
-        stats = await envoy_stats(self.stack.envoy_admin)
-        counts = {
-            "were not asked about": sum(one["request_id"] not in records for one in requests),
-            "were decided by another policy": sum(
-                one["policy"] != self.policy for one in records.values()
-            ),
-            "were decided in a fallback": sum(bool(one["fallback"]) for one in records.values()),
-            "went on without the router's answer": stats.get(
-                "http.openai.ext_proc.failure_mode_allowed", 0
-            ),
-            "went elsewhere than the router said": sum(
-                one["outcome"]["served_by"] not in (None, one["replica"])
-                for one in records.values()
-            ),
-        }
-        return found + [f"{count} requests {what}" for what, count in counts.items() if count]
-
-    async def predictions(self) -> dict[str, Prediction]:
-        return {
-            one["request_id"]: Prediction(
-                one["predicted_ttft_s"], one["predicted_completion_s"], one["replica"]
-            )
-            for one in await decisions(self.stack.router_admin)
-        }

@@ -6,9 +6,9 @@ from typing import Any
 from benchmarks.report.figures import HEADLINES, Contender, Spread, contenders, spread
 from benchmarks.report.results import Results, read
 from benchmarks.report.words import comparison
+from extproc.layout import Column, table
 
 _NAME = 30
-_CELL = 22
 
 
 def progress_header() -> str:
@@ -48,11 +48,14 @@ def result(of: Mapping[str, Any]) -> str:
 def _lines(results: Results, every: list[Contender]) -> Iterator[str]:
     turns = max(len(one.runs) for one in every)
     yield f"Seconds; median of {turns} turns (least…most)" if turns > 1 else "Seconds"
-    yield f"{'':{_NAME}}" + "".join(f"{one.name:>{_CELL}}" for one in HEADLINES)
-    for one in every:
-        name = f"{one.name} !" if one.doubtful else one.name
-        cells = (f"{_spread(spread(one, metric)):>{_CELL}}" for metric in HEADLINES)
-        yield f"{name:{_NAME}}" + "".join(cells)
+    yield from table(
+        [Column("", left=True), *(Column(one.name) for one in HEADLINES)],
+        [
+            [f"{one.name} !" if one.doubtful else one.name]
+            + [_spread(spread(one, metric)) for metric in HEADLINES]
+            for one in every
+        ],
+    )
     if any(one.doubtful for one in every):
         yield "!: some turns are in doubt"
     yield ""

@@ -17,7 +17,7 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from benchmarks.fit.recording import Recording
 from benchmarks.fit.replay import Fitted, fit
 from benchmarks.vllm import described
 from extproc.demo.processes import ProcessError
+from extproc.layout import Column, table
 from extproc.poll.scrape import ScrapeError
 
 _HERE = Path(__file__).parents[1]
@@ -38,22 +39,25 @@ _TRACE = _HERE / "traces" / "azure-2023-conv.jsonl.gz"
 
 def _print(recorded: Recording, fitted: list[Fitted]) -> None:
     print("; ".join(recorded.about.values()))
+    first = [Column("step times", left=True), Column("simulated ÷ real, s", left=True)]
+    head = [*first, *map(Column, FIGURES), Column("requests")]
     for one in fitted:
         print(f"\n{one.run.name}, {len(one.run.requests)} requests")
-        print(f"{'simulated ÷ real, seconds':28}" + "".join(f"{name:>18}" for name in FIGURES))
-        for name, simulated in one.simulated.items():
-            for kind, comparison in simulated.comparisons.items():
-                print(f"{name:12}{kind:14}{_row(comparison)}")
+        compared = [
+            [name, kind, *_cells(comparison)]
+            for name, simulated in one.simulated.items()
+            for kind, comparison in simulated.comparisons.items()
+        ]
+        print(*table(head, compared), sep="\n")
         for name, simulated in one.simulated.items():
             print(f"{name}: {described(simulated.step)}", flush=True)
 
 
-def _row(one: Mapping[str, Any]) -> str:
-    cells = (
-        f"{one['simulated'][name]:6.2f} ÷{one['real'][name]:6.2f}{one['errors'][name]:+5.0%}"
-        for name in FIGURES
-    )
-    return " ".join(cells) + f"{one['request_error']:6.0%}"
+def _cells(one: Mapping[str, Any]) -> Iterator[str]:
+    for name in FIGURES:
+        quotient = f"{one['simulated'][name]:.2f} ÷ {one['real'][name]:.2f}"
+        yield f"{quotient} {one['errors'][name]:+4.0%}"
+    yield f"{one['request_error']:.0%}"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

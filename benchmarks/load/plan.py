@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.load.prompts import prompt
-from benchmarks.load.target import PATHS, Endpoint, Target
+from benchmarks.load.target import PATHS, Endpoint, Target, body
 from benchmarks.trace import TracedRequest
 from extproc.demo.traffic import Request
 from extproc.simulator.server import OUTPUT_TOKENS_STATE
@@ -52,16 +52,14 @@ class Planned:
     def body(self, target: Target, salt: str) -> dict[str, Any]:
         """The JSON body."""
         text = prompt(self.traced, self.number, target.counting[self.endpoint], salt)
-        body: dict[str, Any] = {"model": target.model, "stream": self.streamed}
+        more: dict[str, Any] = {"stream": self.streamed}
         if self.max_tokens is not None:
-            body["max_tokens"] = self.max_tokens
+            more["max_tokens"] = self.max_tokens
         if self.ignore_eos:
-            body["ignore_eos"] = True
+            more["ignore_eos"] = True
         if self.streamed:
-            body["stream_options"] = {"include_usage": True}
-        if self.endpoint == "chat":
-            return body | {"messages": [{"role": "user", "content": text}]}
-        return body | {"prompt": text}
+            more["stream_options"] = {"include_usage": True}
+        return body(target.model, self.endpoint, text, **more)
 
 
 def plan(

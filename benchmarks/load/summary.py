@@ -10,7 +10,9 @@ import numpy as np
 
 from benchmarks.distribution import FIGURES, distribution
 from benchmarks.load.plan import Planned
+from extproc import layout
 from extproc.demo.traffic import Answer, Client
+from extproc.layout import Column, figure
 
 Figures = dict[str, Any]
 """In the form of the JSON report; times in seconds."""
@@ -100,14 +102,17 @@ def summary(
 
 def table(figures: Figures) -> str:
     """The figures, for people."""
+    head = [Column("seconds", left=True), *map(Column, FIGURES)]
     lines = [
         f"{figures['answered']} of {figures['requests']} requests answered, "
         f"{figures['requests_per_s']:.2f} requests/s, "
-        f"{figures['output_tokens_per_s']:.0f} tokens/s",
-        f"\n{'seconds':<22}" + "".join(f"{name:>10}" for name in FIGURES),
-        *(f"{label:<22}{_cells(figures[key], FIGURES)}" for label, key in _ROWS),
-        *_replica_lines(figures["replicas"]),
+        f"{figures['output_tokens_per_s']:.0f} tokens/s\n",
+        *layout.table(head, [[label, *_cells(figures[key], FIGURES)] for label, key in _ROWS]),
     ]
+    if figures["replicas"]:
+        names = ("requests", "failed", "TTFT p50", "p99", "completion p50", "p99")
+        head = [Column("replica", left=True), *map(Column, names)]
+        lines += ["", *layout.table(head, [_row(*pair) for pair in figures["replicas"].items()])]
     if figures["left_out"]:
         lines.append(f"\nnot sent, as the context has no room for them: {figures['left_out']}")
     if figures["errors"]:
@@ -122,21 +127,13 @@ def table(figures: Figures) -> str:
     return "\n".join([*lines, *(f"WARNING: {text}" for text in figures["warnings"])])
 
 
-def _replica_lines(replicas: Figures) -> Iterable[str]:
-    if not replicas:
-        return
-    yield f"\n{'replica':<22}{'requests':>10}{'failed':>10}{'TTFT p50':>10}{'p99':>10}" + (
-        f"{'compl. p50':>12}{'p99':>10}"
-    )
-    for name, one in replicas.items():
-        ttft, completion = (_cells(one[key], ("p50", "p99")) for key in ("ttft_s", "completion_s"))
-        yield f"{name:<22}{one['requests']:>10}{one['failed']:>10}{ttft}  {completion}"
+def _row(replica: str, one: Figures) -> list[str]:
+    ttft, completion = (_cells(one[key], ("p50", "p99")) for key in ("ttft_s", "completion_s"))
+    return [replica, str(one["requests"]), str(one["failed"]), *ttft, *completion]
 
 
-def _cells(figures: Figures | None, names: Sequence[str]) -> str:
-    if figures is None:
-        return "".join(f"{'–':>10}" for _ in names)
-    return "".join(f"{figures[name]:>10.3f}" for name in names)
+def _cells(figures: Figures | None, names: Sequence[str]) -> list[str]:
+    return [figure(figures[name] if figures else None) for name in names]
 
 
 def _by_replica(records: Sequence[Record]) -> Figures:

@@ -1,5 +1,6 @@
 """What is asked of a server before the first request: model, context, how it counts tokens."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -7,6 +8,7 @@ from typing import Any, Literal
 import aiohttp
 
 from benchmarks.load.prompts import DECK, Counting, some_words
+from extproc.demo.traffic import Client, Request
 
 Endpoint = Literal["chat", "completions"]
 
@@ -37,70 +39,51 @@ async def ask(url: str, endpoints: Sequence[Endpoint], model: str | None, salt: 
     Raises:
         TargetError: it cannot be reached, or does not take such requests.
     """
+    served = await _served(url)
+    if model is None and len(served) != 1:
+        names = ", ".join(served) or "nothing"
+        raise TargetError(f"{url}/v1/models lists {names}: say which model with --model NAME")
+    name = model or next(iter(served))
+    async with Client(url) as client:
+        counting = {one: await _counting(client, one, name, salt) for one in endpoints}
+    return Target(name, served.get(name), counting)
+
+
+def body(model: str, endpoint: Endpoint, text: str, **more: Any) -> dict[str, Any]:
+    """A request's, with that prompt."""
+    if endpoint == "chat":
+        return {"model": model, **more, "messages": [{"role": "user", "content": text}]}
+    return {"model": model, **more, "prompt": text}
+
+
+async def _served(url: str) -> dict[str, int | None]:
+    """The context length of each model, where the server tells it."""
     try:
-        async with aiohttp.ClientSession() as session:
-            name, context = await _model(session, url, model)
-            counting = {
-                endpoint: await _counting(session, f"{url}{PATHS[endpoint]}", name, salt)
-                for endpoint in endpoints
-            }
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as response:
+            page = await response.json(content_type=None)
+            return {str(one["id"]): one.get("max_model_len") for one in page["data"]}
     except (aiohttp.ClientError, TimeoutError) as error:
         reason = str(error) or type(error).__name__
         raise TargetError(f"{url} cannot be reached: {reason}; is it running?") from None
-    return Target(name, context, counting)
-
-
-async def _model(
-    session: aiohttp.ClientSession, url: str, model: str | None
-) -> tuple[str, int | None]:
-    """The model's name, and the context length where the server tells it."""
-    async with session.get(f"{url}/v1/models") as response:
-        served = _served(await _json(response)) if response.status == 200 else {}
-    if model is None and len(served) != 1:
-        names = ", ".join(served) or f"nothing (status {response.status})"
-        raise TargetError(f"{url}/v1/models lists {names}: say which model with --model NAME")
-    name = model or next(iter(served))
-    return name, served.get(name)
-
-
-def _served(page: Any) -> dict[str, int | None]:
-    try:
-        return {str(one["id"]): one.get("max_model_len") for one in page["data"]}
-    except (KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):  # no such page
         return {}
 
 
-async def _counting(session: aiohttp.ClientSession, url: str, model: str, salt: str) -> Counting:
-    fewer, more = [(words, await _tokens(session, url, model, words, salt)) for words in _PROBES]
+async def _counting(client: Client, endpoint: Endpoint, model: str, salt: str) -> Counting:
+    counted = []
+    for words in _PROBES:
+        text = some_words(f"{salt}/probe", words).rstrip()
+        sent = json.dumps(body(model, endpoint, text, max_tokens=1)).encode()
+        path, number = PATHS[endpoint], len(client.answers)
+        (answer,) = await client.run([Request(0.0, f"probe-{number}", path, sent, stream=False)])
+        tokens = answer.tokens("prompt")
+        if tokens is None:
+            said = answer.account or "no count of its tokens"
+            raise TargetError(
+                f"{path} did not answer as a model: {said}; --endpoint leaves one of the two out"
+            )
+        counted.append((words, tokens))
     try:
-        return Counting.of(fewer, more)
+        return Counting.of(*counted)
     except ValueError as error:
-        raise TargetError(f"{url} counts no tokens that make sense: {error}") from None
-
-
-async def _tokens(
-    session: aiohttp.ClientSession, url: str, model: str, words: int, salt: str
-) -> int:
-    """Tokens that the server counts in a prompt."""
-    text = some_words(f"{salt}/probe", words).rstrip()
-    body: dict[str, Any] = {"model": model, "max_tokens": 1}
-    chat = url.endswith(PATHS["chat"])
-    body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-    async with session.post(url, json=body) as response:
-        answer = await _json(response)
-        status = response.status
-    try:
-        return int(answer["usage"]["prompt_tokens"])
-    except (KeyError, TypeError, ValueError):
-        said = str(answer)[:300] if status == 200 else f"status {status}: {str(answer)[:300]}"
-        raise TargetError(
-            f"{url} did not answer as a model: {said}; --endpoint leaves one of the two out"
-        ) from None
-
-
-async def _json(response: aiohttp.ClientResponse) -> Any:
-    """The answer, or its text where it is no JSON."""
-    try:
-        return await response.json(content_type=None)
-    except ValueError:
-        return await response.text()
+        raise TargetError(f"{path} counts no tokens that make sense: {error}") from None

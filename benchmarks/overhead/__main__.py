@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import report
+from benchmarks import arguments, report
 from benchmarks.about import about
 from benchmarks.limits import allow_many_connections
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.stack import Cores, Setup, Stack, running
+from benchmarks.overhead.streams import RATES, measure_streams
 from extproc.demo.envoy_config import TEMPLATE
 from extproc.demo.processes import ProcessError
 
@@ -94,6 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=1, metavar="N", help="measure everything so often"
     )
+    parser.add_argument(
+        "--stream",
+        type=arguments.count,
+        metavar="TOKENS",
+        help="instead: what answers of so many chunks cost, beside those of one",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument(
         "--report", type=Path, metavar="DIR", help="a page and a picture there: needs matplotlib"
@@ -107,23 +114,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     setups = [Setup("none", sizes[0]), *(Setup("proceed", sizes[0], file) for file in files)]
     setups += [Setup("extproc", size, file) for size in sizes for file in files]
     setups *= args.rounds
+    if args.stream and args.report:
+        parser.error("--stream has no page: leave --report out, or take --json")
     allow_many_connections()  # each request is two of Envoy's
     try:
         if args.report:
             report.writable(args.report)
-        figures = asyncio.run(measure_all(setups, args.seconds, args.in_flight))
+        if args.stream:
+            measuring = measure_streams(sizes, RATES, args.seconds, args.stream)
+            streams = asyncio.run(measuring)
+            failed = any(one.report.failed for one in streams)
+            measured = {"streams": [asdict(one) | {"cpu_us": one.cpu_us} for one in streams]}
+        else:
+            figures = asyncio.run(measure_all(setups, args.seconds, args.in_flight))
+            failed = any(one.failed for one in figures)
+            measured = {"setups": [_to_json(one) for one in figures]}
     except (OSError, ValueError, ProcessError) as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
-    results = {
-        "overhead": about("benchmarks.overhead", sys.argv[1:] if argv is None else argv),
-        "setups": [_to_json(one) for one in figures],
-    }
+    command = about("benchmarks.overhead", sys.argv[1:] if argv is None else argv)
+    results = {"streamed" if args.stream else "overhead": command} | measured
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")
     if args.report:
         print(report.write(results, args.report))
-    return 1 if any(one.failed for one in figures) else 0
+    return 1 if failed else 0
 
 
 async def measure_all(setups: Sequence[Setup], seconds: float, in_flight: int) -> list[Figures]:

@@ -33,6 +33,8 @@ class Setup:
     replicas: int
     envoy: Path = TEMPLATE
     """The file that Envoy runs with."""
+    tokens: int = 0
+    """Of an answer, each of them a chunk; 0: an Envoy answers in place of all replicas, in one."""
 
     @property
     def name(self) -> str:
@@ -136,8 +138,12 @@ async def running(
             process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
             return await stack.enter_async_context(process)
 
+        answering: Sequence[str | Path] = _envoy(upstream)
+        if setup.tokens:
+            port, tokens = str(ports["upstream"]), str(setup.tokens)
+            answering = _python("benchmarks.overhead.upstream", port, tokens)
         with _on(cores.others):
-            await start("upstream", _envoy(upstream), listening(ports["upstream"]))
+            await start("upstream", answering, listening(ports["upstream"]))
         router = None
         if setup.router == "proceed":
             with _on(cores.router):

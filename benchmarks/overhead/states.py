@@ -40,6 +40,7 @@ def state(address: str, random: Random) -> ReplicaState:
         steps=now / _STEP_S,
         prompt_tokens=now * 1000,
         generated_tokens=now * 500,
+        first_tokens=now * 3,
         scraped_at=time(),
         scrape_seconds=0.005,
     )

@@ -3,7 +3,6 @@
 import json
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import Template
@@ -77,17 +76,6 @@ _PICTURES = {
 """Heading and caption. Those of an earlier run are removed."""
 
 
-@dataclass(frozen=True)
-class Content:
-    """What a page says; ``table`` is HTML, all else is plain text."""
-
-    title: str
-    intro: str
-    outcome: Sequence[str]
-    table: str
-    about: Mapping[str, Any]
-
-
 def writable(folder: Path) -> None:
     """To be called before minutes of measuring; makes the folder.
 
@@ -121,39 +109,29 @@ def write(results: Mapping[str, Any], folder: Path) -> Path:
     for name, png in drawn.items():
         (folder / f"{name}.png").write_bytes(png)
     page = folder / "index.html"
-    page.write_text(html(content(known), drawn), encoding="utf-8")
+    page.write_text(html(known, drawn), encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
     return page
 
 
-def html(content: Content, pictures: Mapping[str, bytes]) -> str:
+def html(results: Results | Overhead, pictures: Mapping[str, bytes]) -> str:
     """The page; pictures are PNGs."""
-    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=escape(content.title),
-        intro=escape(content.intro),
-        outcome="\n".join(f"<li>{escape(one)}</li>" for one in content.outcome),
-        table=content.table,
-        figures="\n".join(_figure(*pair) for pair in pictures.items()),
-        about="\n".join(_about(content.about)),
-    )
-
-
-def content(results: Results | Overhead) -> Content:
-    """Everything but the pictures."""
     if isinstance(results, Overhead):
-        alone = results.setups[0]
-        note = f"Latency in ms, and below it how much more than {alone.name}."
-        rows = [_costs(one, alone) for one in results.setups]
-        title, said = "Envoy with and without the router", added(results)
-        return Content(title, _OVERHEAD, said, _table(_COSTS, rows, note), results.about)
-    every = contenders(results)
-    many = f"{len(every)} ways of choosing a replica, side by side"
-    return Content(
-        f"How long requests take: {many if len(every) > 1 else every[0].name}",
-        f"{_SAME[results.kind]} {_TERMS}",
-        outcome(results, every),
-        _figures(results, every),
-        results.about,
+        title, intro, said = "Envoy with and without the router", _OVERHEAD, added(results)
+        table = _costs(results.setups)
+    else:
+        every = contenders(results)
+        many = f"{len(every)} ways of choosing a replica, side by side"
+        title = f"How long requests take: {many if len(every) > 1 else every[0].name}"
+        intro, said = f"{_SAME[results.kind]} {_TERMS}", outcome(results, every)
+        table = _figures(results, every)
+    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
+        title=escape(title),
+        intro=escape(intro),
+        outcome="\n".join(f"<li>{escape(one)}</li>" for one in said),
+        table=table,
+        figures="\n".join(_figure(*pair) for pair in pictures.items()),
+        about="\n".join(_about(results.about)),
     )
 
 
@@ -223,16 +201,26 @@ def _metric(one: Contender, every: Sequence[Contender], metric: Metric) -> str:
     return _cell(seconds(its.median), small, best)
 
 
-def _costs(one: Setup, alone: Setup) -> Iterator[str]:
-    yield _cell(one.name)
-    for name in ("p50_ms", "p95_ms", "p99_ms"):
-        value = getattr(one.rate, name)
-        more = value - getattr(alone.rate, name)
-        yield _cell(f"{value:.2f}", [] if one is alone else [f"+{more:.2f}"])
-    yield _cell(f"{one.requests_per_s:,.0f}")
-    yield _cell(f"{one.failed:,}")
-    yield _cell(f"{one.cpu_us:,.0f} µs")
-    yield _cell(f"{one.stream_kb:,.0f} kB")
+def _costs(setups: Sequence[Setup]) -> str:
+    alone = setups[0]
+
+    def latency(one: Setup, name: str) -> str:
+        value = getattr(one, name)
+        more = value - getattr(alone, name)
+        return _cell(f"{value:.2f}", [] if one is alone else [f"+{more:.2f}"])
+
+    rows = [
+        [
+            _cell(one.name),
+            *(latency(one, name) for name in ("p50_ms", "p95_ms", "p99_ms")),
+            _cell(f"{one.requests_per_s:,.0f}"),
+            _cell(f"{one.failed:,}"),
+            _cell(f"{one.cpu_us:,.0f} µs"),
+            _cell(f"{one.stream_kb:,.0f} kB"),
+        ]
+        for one in setups
+    ]
+    return _table(_COSTS, rows, f"Latency in ms, and below it how much more than {alone.name}.")
 
 
 # -- HTML -----------------------------------------------------------------------------------

@@ -232,8 +232,8 @@ def _density(axis: Axes, pairs: Floats, ends: tuple[float, float]) -> None:
 def _costs(setups: Sequence[Setup]) -> Figure:
     """Latency, throughput, CPU and memory of every setup of ``overhead``, a row each."""
     panels = {
-        "Latency p50, ms": [one.rate.p50_ms for one in setups],
-        "Latency p99, ms": [one.rate.p99_ms for one in setups],
+        "Latency p50, ms": [one.p50_ms for one in setups],
+        "Latency p99, ms": [one.p99_ms for one in setups],
         "Requests a second": [one.requests_per_s for one in setups],
         "CPU per request, µs": [one.cpu_us for one in setups],
         "Memory per stream, kB": [one.stream_kb for one in setups],

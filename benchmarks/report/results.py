@@ -94,31 +94,28 @@ class Results(BaseModel):
     events: list[Event] = []
 
 
-class Latency(BaseModel):
-    """What the client of ``overhead`` saw."""
-
-    failed: int
-    p50_ms: float
-    p95_ms: float
-    p99_ms: float
+def _of(*path: str) -> Any:
+    return Field(validation_alias=AliasPath(*path))
 
 
 class Setup(BaseModel):
     """One line of ``overhead``: Envoy alone, or with something behind it."""
 
     name: str
-    rate: Latency
-    """At a fixed rate."""
-    at_once: Latency
-    """At a fixed number in flight."""
-    held: Latency
+    p50_ms: float = _of("rate", "p50_ms")
+    """At a fixed rate, as all latencies."""
+    p95_ms: float = _of("rate", "p95_ms")
+    p99_ms: float = _of("rate", "p99_ms")
+    failed_at_rate: int = _of("rate", "failed")
+    failed_at_once: int = _of("at_once", "failed")
+    failed_held: int = _of("held", "failed")
     requests_per_s: float
     cpu_us: float
     stream_kb: float
 
     @property
     def failed(self) -> int:
-        return self.rate.failed + self.at_once.failed + self.held.failed
+        return self.failed_at_rate + self.failed_at_once + self.failed_held
 
 
 class Overhead(BaseModel):

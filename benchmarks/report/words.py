@@ -27,8 +27,8 @@ def added(overhead: Overhead) -> list[str]:
     """Latency beyond the first setup's, and what failed."""
     alone, *others = overhead.setups
     return [
-        f"{one.name.removeprefix('+ ')}: adds {one.rate.p50_ms - alone.rate.p50_ms:.1f} ms at p50 "
-        f"and {one.rate.p99_ms - alone.rate.p99_ms:.1f} ms at p99 to {alone.name}, and answers "
+        f"{one.name.removeprefix('+ ')}: adds {one.p50_ms - alone.p50_ms:.1f} ms at p50 "
+        f"and {one.p99_ms - alone.p99_ms:.1f} ms at p99 to {alone.name}, and answers "
         f"{one.requests_per_s:,.0f} requests a second."
         for one in others
     ] + [

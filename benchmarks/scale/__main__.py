@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AsyncExitStack
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -23,72 +23,71 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from benchmarks.scale.router import RouterFigures
+from benchmarks import arguments
 from extproc.demo.processes import Process, free_port, start_redis
 from extproc.store.connection import connect
 
 _POOL = "scale"
 _POLL_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class RedisFigures:
-    """What Redis did, each second, and what it holds."""
-
-    cpu: float
-    """Cores."""
-    commands: int
-    bytes_in: int
-    bytes_out: int
-    memory: int
-    """Bytes beyond those of an empty one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One line of the table."""
-
-    replicas: int
-    routers: int
-    interval_s: float
-    rate: float
-    """Requests a second, all routers together."""
-    writer_cpu: float
-    redis: RedisFigures
-    each: list[RouterFigures]
+_HEADINGS = (
+    "replicas routers interval requests/s | router cores age p50 p99 s late p99 ms "
+    "digests/s age ms MB | "
+    "Redis cores commands/s MB/s in MB/s out MB held | writer cores"
+)
+Run = dict[str, Any]
+"""One line of the table: ``each`` has the figures of every router, ``redis`` what Redis did each
+second, its ``cpu`` in cores, and the bytes of ``memory`` that it holds beyond an empty one's."""
 
 
 async def measure(
     replicas: int, routers: int, interval_s: float, rate: float, seconds: float, directory: Path
 ) -> Run:
-    """Run the parts for a while, and return what they took."""
+    """Run the parts for a while, and return what they took; ``rate``: of all routers together."""
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
-    async with await start_redis(directory, port) as server, connect(url, _POOL) as redis:
+    common = [url, _POOL, str(replicas)]
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(await start_redis(directory, port))
+        redis = await stack.enter_async_context(connect(url, _POOL))
         empty = (await redis.info("memory"))["used_memory"]
-        arguments = [url, _POOL, str(replicas), str(interval_s)]
-        writing = await _start("writer", arguments, directory)
-        async with writing:
-            arguments = [url, _POOL, str(replicas), str(rate / routers), str(seconds)]
-            following = [
-                await _start("router", arguments, directory, number) for number in range(routers)
-            ]
-            try:
-                await _connected(redis, routers, following)
-                redis_figures, writer_cpu = await _watch(
-                    redis, server.pid, writing.pid, empty, seconds
-                )
-                for router in following:
-                    await router.wait()
-            finally:
-                for router in following:
-                    await router.kill()
-    each = [RouterFigures(**json.loads(router.last_lines(1))) for router in following]
-    return Run(replicas, routers, interval_s, rate, writer_cpu, redis_figures, each)
+        writer = await _start("writer", [*common, str(interval_s)], directory)
+        await stack.enter_async_context(writer)
+        following = []
+        for number in range(routers):
+            words = [*common, str(rate / routers), str(seconds)]
+            following.append(await _start("router", words, directory, number))
+            stack.push_async_callback(following[-1].kill)
+        await _connected(redis, routers, following)
+        cpu, before = (_cpu(server.pid), _cpu(writer.pid)), await redis.info("stats")
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        after, took = await redis.info("stats"), time.monotonic() - began
+        counted = {
+            name: round((after[f"total_{key}"] - before[f"total_{key}"]) / took)
+            for name, key in (
+                ("commands", "commands_processed"),
+                ("bytes_in", "net_input_bytes"),
+                ("bytes_out", "net_output_bytes"),
+            )
+        }
+        memory = (await redis.info("memory"))["used_memory"] - empty
+        used = {"cpu": (_cpu(server.pid) - cpu[0]) / took, "memory": memory}
+        writer_cpu = (_cpu(writer.pid) - cpu[1]) / took
+        for router in following:
+            await router.wait()
+    return {
+        "replicas": replicas,
+        "routers": routers,
+        "interval_s": interval_s,
+        "rate": rate,
+        "writer_cpu": writer_cpu,
+        "redis": counted | used,
+        "each": [json.loads(router.last_lines(1)) for router in following],
+    }
 
 
-async def _start(part: str, arguments: Sequence[str], directory: Path, number: int = 0) -> Process:
-    argv = [sys.executable, "-m", f"benchmarks.scale.{part}", *arguments]
+async def _start(part: str, words: Sequence[str], directory: Path, number: int = 0) -> Process:
+    argv = [sys.executable, "-m", f"benchmarks.scale.{part}", *words]
     log = directory / f"{part}-{number}.log"
     log.unlink(missing_ok=True)
     return await Process.start(part, argv, log=log)
@@ -104,80 +103,48 @@ async def _connected(redis: Redis, routers: int, following: Sequence[Process]) -
     await asyncio.sleep(3 * _POLL_S)
 
 
-async def _watch(
-    redis: Redis, server: int, writer: int, empty: int, seconds: float
-) -> tuple[RedisFigures, float]:
-    cpu = _cpu(server), _cpu(writer)
-    before, began = await redis.info("stats"), time.monotonic()
-    await asyncio.sleep(seconds)
-    after, took = await redis.info("stats"), time.monotonic() - began
-    memory = (await redis.info("memory"))["used_memory"]
-
-    def rate(name: str) -> int:
-        return round(float(after[name] - before[name]) / took)
-
-    figures = RedisFigures(
-        cpu=(_cpu(server) - cpu[0]) / took,
-        commands=rate("total_commands_processed"),
-        bytes_in=rate("total_net_input_bytes"),
-        bytes_out=rate("total_net_output_bytes"),
-        memory=memory - empty,
-    )
-    return figures, (_cpu(writer) - cpu[1]) / took
-
-
 def _cpu(pid: int) -> float:
     """Seconds of CPU a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-_HEADINGS = (
-    "replicas routers interval requests/s | router cores age p50 p99 s late p99 ms "
-    "digests/s age ms MB | "
-    "Redis cores commands/s MB/s in MB/s out MB held | writer cores"
-)
-
-
 def _line(run: Run) -> str:
-    each, redis = run.each, run.redis
+    redis = run["redis"]
+    means, most = (
+        {name: of(one[name] for one in run["each"]) for name in run["each"][0]}
+        for of in (mean, max)
+    )
     return (
-        f"{run.replicas:8} {run.routers:7} {run.interval_s:6.2f} s {run.rate:10.0f} | "
-        f"{mean(one.cpu for one in each):12.3f} {mean(one.age_p50_s for one in each):7.3f} "
-        f"{max(one.age_p99_s for one in each):5.3f} {max(one.late_p99_ms for one in each):11.1f} "
-        f"{mean(one.digests for one in each):9.0f} {mean(one.digest_age_ms for one in each):6.1f} "
-        f"{mean(one.memory_mb for one in each):4.0f} | {redis.cpu:11.3f} {redis.commands:10} "
-        f"{redis.bytes_in / 1e6:7.2f} {redis.bytes_out / 1e6:8.2f} {redis.memory / 1e6:7.2f} | "
-        f"{run.writer_cpu:.3f}"
+        f"{run['replicas']:8} {run['routers']:7} {run['interval_s']:6.2f} s {run['rate']:10.0f} | "
+        f"{means['cpu']:12.3f} {means['age_p50_s']:7.3f} {most['age_p99_s']:5.3f} "
+        f"{most['late_p99_ms']:11.1f} {means['digests']:9.0f} {means['digest_age_ms']:6.1f} "
+        f"{means['memory_mb']:4.0f} | {redis['cpu']:11.3f} {redis['commands']:10} "
+        f"{redis['bytes_in'] / 1e6:7.2f} {redis['bytes_out'] / 1e6:8.2f} "
+        f"{redis['memory'] / 1e6:7.2f} | {run['writer_cpu']:.3f}"
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every size of fleet with every number of routers."""
     parser = argparse.ArgumentParser(prog="scale", description=__doc__.partition("\n")[0])
-    parser.add_argument("--replicas", type=_numbers, default=[10, 100, 1000])
-    parser.add_argument("--routers", type=_numbers, default=[1, 8])
+    parser.add_argument("--replicas", type=arguments.counts, default=[10, 100, 1000])
+    parser.add_argument("--routers", type=arguments.counts, default=[1, 8])
     parser.add_argument("--interval", type=float, default=0.2, help="seconds between polls [0.2]")
     parser.add_argument("--rate", type=float, default=50.0, help="requests a second, in all [50]")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each line [10]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
-    runs: list[dict[str, Any]] = []
+    settings = args.interval, args.rate, args.seconds
+    runs = []
     print(_HEADINGS)
     with tempfile.TemporaryDirectory(prefix="extproc-scale-") as directory:
-        for replicas, routers in product(args.replicas, args.routers):
-            run = asyncio.run(
-                measure(replicas, routers, args.interval, args.rate, args.seconds, Path(directory))
-            )
-            print(_line(run), flush=True)
-            runs.append(asdict(run))
+        for sizes in product(args.replicas, args.routers):
+            runs.append(asyncio.run(measure(*sizes, *settings, Path(directory))))
+            print(_line(runs[-1]), flush=True)
     if args.json:
         args.json.write_text(json.dumps({"runs": runs}, indent=2) + "\n")
     return 0
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import json
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass
 from random import Random
 
 import numpy as np
@@ -28,30 +27,15 @@ _LOOK_EVERY_S = 0.05
 _ANSWER_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class RouterFigures:
-    """What a router saw and took."""
+async def route(
+    url: str, pool: str, replicas: int, rate: float, seconds: float
+) -> dict[str, float]:
+    """Follow the pool's state and decide ``rate`` requests a second; figures of ``seconds``.
 
-    replicas: int
-    cpu: float
-    """Cores."""
-    decisions: int
-    """Each second."""
-    age_p50_s: float
-    """Of what it knows of a replica; half an interval, were nothing late."""
-    age_p99_s: float
-    late_p50_ms: float
-    """How long a timer waits for whatever is running."""
-    late_p99_ms: float
-    digests: float
-    """Of other routers, heard each second."""
-    digest_age_ms: float
-    """When they arrive; mean."""
-    memory_mb: float
-
-
-async def route(url: str, pool: str, replicas: int, rate: float, seconds: float) -> RouterFigures:
-    """Follow the pool's state and decide ``rate`` requests a second; figures of ``seconds``."""
+    ``cpu`` in cores; ``age``: of what it knows of a replica, half an interval, were nothing late;
+    ``late``: how long a timer waits for whatever is running; ``digests`` of other routers heard
+    each second, and their mean age when they arrive.
+    """
     config = Config(pool=pool, redis=RedisSettings(url=url))
     registry = CollectorRegistry()
     services = build(config, registry)
@@ -76,18 +60,18 @@ async def route(url: str, pool: str, replicas: int, rate: float, seconds: float)
     heard -= _heard(registry)
     for task in tasks:
         task.cancel()
-    return RouterFigures(
-        replicas=len(services.fleet.members),
-        cpu=(_cpu() - cpu) / took,
-        decisions=round((len(made) - before) / took),
-        age_p50_s=float(np.quantile(ages, 0.5)),
-        age_p99_s=float(np.quantile(ages, 0.99)),
-        late_p50_ms=1e3 * float(np.quantile(late, 0.5)),
-        late_p99_ms=1e3 * float(np.quantile(late, 0.99)),
-        digests=-heard[0] / took,
-        digest_age_ms=1e3 * heard[1] / min(heard[0], -1.0),
-        memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    )
+    return {
+        "replicas": len(services.fleet.members),
+        "cpu": (_cpu() - cpu) / took,
+        "decisions": round((len(made) - before) / took),
+        "age_p50_s": float(np.quantile(ages, 0.5)),
+        "age_p99_s": float(np.quantile(ages, 0.99)),
+        "late_p50_ms": 1e3 * float(np.quantile(late, 0.5)),
+        "late_p99_ms": 1e3 * float(np.quantile(late, 0.99)),
+        "digests": -heard[0] / took,
+        "digest_age_ms": 1e3 * heard[1] / min(heard[0], -1.0),
+        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
 
 
 async def _decide(services: Services, rate: float, made: list[float]) -> None:
@@ -126,4 +110,4 @@ def _cpu() -> float:
 if __name__ == "__main__":
     _, url, pool, replicas, rate, seconds = sys.argv
     figures = uvloop.run(route(url, pool, int(replicas), float(rate), float(seconds)))
-    print(json.dumps(asdict(figures)))
+    print(json.dumps(figures))

@@ -1,13 +1,11 @@
 """What there is to say about an Envoy file."""
 
-from collections.abc import Set
-
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 
 from extproc.check.envoy_file import EnvoyFile, is_of_envoy_gateway
 from extproc.check.rules import RULES
 from extproc.check.serving import rules_for
-from extproc.config import ServeSettings
+from extproc.config import Config
 from extproc.envoy.finding import Finding, Level
 
 _NO_ENVOY = (
@@ -25,18 +23,15 @@ _OF_ENVOY_GATEWAY = (
     "these are resources of Envoy Gateway, which makes Envoy's configuration of them, and they are "
     "not judged here: check what it makes (egctl config envoy-proxy all)"
 )
-_SERVE = ServeSettings()
+_DEFAULT = Config()
 
 
-def check_envoy(
-    tree: object, serve: ServeSettings = _SERVE, headers: Set[str] = frozenset()
-) -> list[Finding]:
+def check_envoy(tree: object, config: Config = _DEFAULT) -> list[Finding]:
     """What there is to say about an Envoy file, worst first.
 
     Args:
         tree: what is in it, as :func:`extproc.yaml_file.read_yaml` returns it.
-        serve: how each router is configured.
-        headers: of requests that its settings name, in lower case.
+        config: the routers'.
     """
     file = EnvoyFile(tree)
     found = [*file.findings]
@@ -50,7 +45,7 @@ def check_envoy(
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
     elif not any(problem.level is Level.ERROR for problem in found):
         # The rules judge a file that Envoy would take.
-        rules = [*RULES, *rules_for(serve, headers)]
+        rules = [*RULES, *rules_for(config)]
         found += [finding for rule in rules for finding in rule.apply(file)]
     order = list(Level)
     return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))

@@ -25,7 +25,7 @@ from extproc.check.envoy_file import EnvoyFile, clusters_of, router_cluster
 from extproc.envoy.choice import follows_header, is_destination, reads_header, reads_metadata
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Finding, Level
-from extproc.server.messages import DESTINATION
+from extproc.server.messages import DESTINATION, UNSEEN, expression_of
 from extproc.server.messages import METADATA_NAMESPACE as NAMESPACE
 
 _HEADERS = ("request.path", "request.headers['content-encoding']")
@@ -38,7 +38,7 @@ _RETRY_POLICY = (
     "retriable_status_codes: [500, 502, 503], num_retries: 1}"
 )
 _DEFAULT_BUFFER = 1024 * 1024
-_LONG_MESSAGE = timedelta(seconds=2)
+_LONG_MESSAGE = timedelta(seconds=1)
 _SHORT_ROUTE = timedelta(minutes=10)
 _SHORT_WAIT = timedelta(minutes=1)
 _WHOLE_BODY = (
@@ -316,8 +316,10 @@ def the_end_is_heard(part: Part[ExternalProcessor], file: EnvoyFile) -> str | No
 
 @_rule(Level.ERROR, _filters)
 def response_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
-    """The router hears of every response: the headers are sent."""
-    if _mode(part).response_header_mode is not ProcessingModeHeaderSendMode.SKIP:
+    """The router hears of every response, or of a sample of which it is told."""
+    sent = [one for one in file.filters if not skips_responses(one)]
+    sampled = sent and expression_of(UNSEEN) in part.message.request_attributes
+    if sampled or not skips_responses(part):
         return None
     return (
         "response_header_mode is SKIP: the router never learns which replica answered, or how. "
@@ -369,7 +371,7 @@ def waits_briefly(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
         return None
     return (
         f"message_timeout is {timeout.total_seconds():g} s: a router that hangs holds every "
-        "request that long. Write message_timeout: 2s"
+        "request that long. Write message_timeout: 1s"
     )
 
 
@@ -609,6 +611,11 @@ def failures_are_retried(part: Part[RouteAction], file: EnvoyFile) -> str | None
 def _is_body_first(part: Part[ExternalProcessor]) -> bool:
     """Whether the body is the first that the router sees of a request."""
     return _mode(part).request_header_mode is ProcessingModeHeaderSendMode.SKIP
+
+
+def skips_responses(part: Part[ExternalProcessor]) -> bool:
+    """Whether Envoy does not tell the router of responses."""
+    return _mode(part).response_header_mode is ProcessingModeHeaderSendMode.SKIP
 
 
 def _mode(part: Part[ExternalProcessor]) -> ProcessingMode:

@@ -1,15 +1,14 @@
 """Rules for what Envoy must know of the routers, by how each is configured."""
 
 from collections import defaultdict
-from collections.abc import Set
 
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 
 from extproc.check.envoy_file import EnvoyFile
-from extproc.check.rules import Rule, bodies_first
-from extproc.config import ServeSettings
+from extproc.check.rules import Rule, bodies_first, skips_responses
+from extproc.config import Config
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Level
 from extproc.server.messages import expression_of
@@ -32,12 +31,17 @@ _UNTOLD = (
     "request_header_mode is SKIP and request_attributes lacks headers that the router's settings "
     "name, so that they have no effect. Add {}"
 )
+_UNSEEN = (
+    "response_header_mode is SKIP, and with route.answer_asked_name the router needs every answer: "
+    "these have the replica's name. Leave out the filters local_ratelimit and set_filter_state, "
+    "whose mark chooses this route"
+)
 
 
-def rules_for(serve: ServeSettings, headers: Set[str]) -> list[Rule]:
-    """What should hold beside a router with these settings; ``headers``: those of requests that
-    they name, in lower case."""
-    wanted = sorted(map(expression_of, headers))
+def rules_for(config: Config) -> list[Rule]:
+    """What should hold beside a router with this configuration."""
+    serve = config.serve
+    wanted = sorted(map(expression_of, config.headers))
 
     def skipping(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
         return bodies_first(file) if wanted else []
@@ -45,6 +49,12 @@ def rules_for(serve: ServeSettings, headers: Set[str]) -> list[Rule]:
     def tells(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
         missing = [one for one in wanted if one not in part.message.request_attributes]
         return _UNTOLD.format(", ".join(missing)) if missing else None
+
+    def naming(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+        return file.filters if config.route.answer_asked_name else []
+
+    def shows_answers(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+        return _UNSEEN if skips_responses(part) else None
 
     tls = serve.tls_cert is not None
 
@@ -73,10 +83,12 @@ def rules_for(serve: ServeSettings, headers: Set[str]) -> list[Rule]:
 
     all_listed = f"All {serve.workers} workers of the router are listed."
     alike = "Envoy and the router speak TLS."
+    shown = "The router is shown every answer, for route.answer_asked_name."
     told = "The router hears the headers that its settings name."
     return [
         Rule("workers_are_listed", all_listed, Level.WARNING, listing, lists_workers),
         Rule("transport_fits", alike, Level.WARNING, speaking, speaks_alike),
+        Rule("every_answer_is_shown", shown, Level.ERROR, naming, shows_answers),
         Rule("named_headers_are_told", told, Level.ERROR, skipping, tells),
     ]
 

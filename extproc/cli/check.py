@@ -63,7 +63,7 @@ def _check(path: Path, config: Config) -> int:
         raise CommandError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"{path}: {error}") from None
-    findings = check_envoy(tree, config.serve, config.headers)
+    findings = check_envoy(tree, config)
     print(path)
     for finding in findings:
         print(finding)

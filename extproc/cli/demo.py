@@ -7,6 +7,7 @@ import uvloop
 
 from extproc.cli.arguments import above_zero, whole
 from extproc.cli.errors import CommandError, UsageError
+from extproc.demo.processes import ProcessError
 
 _REQUESTS = 200
 _RATE = 20.0
@@ -49,4 +50,7 @@ def run(args: argparse.Namespace) -> int:
         from extproc.demo.app import demo  # what it needs is an extra of the package
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is missing: pip install 'extproc[demo]'") from None
-    return uvloop.run(demo(args))
+    try:
+        return uvloop.run(demo(args))
+    except ProcessError as error:
+        raise CommandError(error) from None

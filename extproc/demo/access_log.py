@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 _ADDED = ("request_header_latency_us", "request_body_total_latency_us")
-"""What the ext_proc filter waits for before a request goes on; microseconds.
+"""What the ext_proc filter waits for before a request goes on; microseconds. The first only where
+the router is asked about the headers before the body comes.
 
 Fields of its filter state, as Envoy's documentation of the filter lists them ("Access Log Fields").
 """
@@ -92,14 +93,14 @@ class AccessLog:
 
 
 def _access(record: dict[str, Any]) -> Access:
-    waits = [_number(record[name]) for name in _ADDED]
+    headers, body = (_number(record[name]) for name in _ADDED)
     return Access(
         request_id=record["request_id"] or "",
         path=record["path"],
         status=int(record["status"]),
         upstream=record["upstream"] or "",
         duration_s=record["duration_ms"] / 1000,
-        added_ms=None if None in waits else sum(filter(None, waits)) / 1000,
+        added_ms=None if body is None else ((headers or 0.0) + body) / 1000,
         destination=record["destination"] or "",
         flags=record["flags"] or "",
     )

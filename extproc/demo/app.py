@@ -5,7 +5,6 @@ import asyncio
 import json
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
@@ -39,6 +38,9 @@ async def demo(args: argparse.Namespace) -> int:
 
     Returns:
         The exit status.
+
+    Raises:
+        ProcessError: a process failed or, with ``--once``, a request did.
     """
     console = Console(highlight=False)
     stop = asyncio.Event()  # an event, not a cancellation: a second Ctrl-C changes nothing
@@ -50,30 +52,27 @@ async def demo(args: argparse.Namespace) -> int:
     stopped.cancel()
     work.cancel()
     try:
-        return await work
+        await work
     except asyncio.CancelledError:
         console.print("\nstopped")
         return _INTERRUPTED if args.once else 0
-
-
-async def _in_directory(args: argparse.Namespace, console: Console) -> int:
-    """Keeps the configurations and logs of a run that failed, and says where."""
-    directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
-    try:
-        problem = await _with_stack(args, directory, console)
-    except (ProcessError, OSError) as error:
-        problem = str(error)
-    except asyncio.CancelledError:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-    if problem:
-        print(f"extproc demo: {problem}\nlogs: {directory}", file=sys.stderr)
-        return 1
-    shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 
-async def _with_stack(args: argparse.Namespace, directory: Path, console: Console) -> str:
+async def _in_directory(args: argparse.Namespace, console: Console) -> None:
+    """Keeps the configurations and logs of a run that failed, and says where."""
+    directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
+    try:
+        await _with_stack(args, directory, console)
+    except (ProcessError, OSError) as error:
+        raise ProcessError(f"{error}\nlogs: {directory}") from None
+    except asyncio.CancelledError:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _with_stack(args: argparse.Namespace, directory: Path, console: Console) -> None:
     console.print("Starting Redis, 4 simulated vLLM replicas, poller, router and Envoy …")
     async with (
         Stack(directory, usual_ports=USUAL_PORTS) as stack,
@@ -85,9 +84,9 @@ async def _with_stack(args: argparse.Namespace, directory: Path, console: Consol
                 console.print(f"Port {port} is taken: {name} has {stack.ports[name]} instead.")
         journal = Journal(stack, session)
         if args.once:
-            return await _compare(args, stack, journal, console)
-        await _show(stack, journal, console)
-        return ""
+            await _compare(args, stack, journal, console)
+        else:
+            await _show(stack, journal, console)
 
 
 # -- until Ctrl-C ---------------------------------------------------------------------------
@@ -111,7 +110,7 @@ async def _show(stack: Stack, journal: Journal, console: Console) -> None:
 
 async def _compare(
     args: argparse.Namespace, stack: Stack, journal: Journal, console: Console
-) -> str:
+) -> None:
     async def run(name: str, policy: str | None) -> Run:
         under = policy or "the default policy"
         console.print(f"\n{args.requests} requests, {args.rate:g}/s, under {under}", style="bold")
@@ -126,7 +125,8 @@ async def _compare(
     console.print(f"\n{report}", markup=False, soft_wrap=True)
     if args.json is not None:
         args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-    return report.failure
+    if report.failure:
+        raise ProcessError(report.failure)
 
 
 # -- display --------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """LoRA adapters: which each replica has loaded, and what a request for one waits for there."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import exp, inf
@@ -149,24 +149,25 @@ class Adapters:
         self._overruns.append(min(max(overrun, 1.0), _MOST_OVERRUN))
         self._overrun = median(self._overruns)
 
+    def __len__(self) -> int:
+        """How many there are, on any replica."""
+        return len(self._names)
+
     def __contains__(self, model: str) -> bool:
         """Whether it is an adapter, of any replica."""
         return model in self._names
 
-    def times(
-        self, models: Sequence[str], view: FleetView, typical: float, now: float
-    ) -> AdapterTimes:
+    def times(self, view: FleetView, typical: float, now: float) -> AdapterTimes:
         """What a request for an adapter meets on the candidates.
 
         Args:
-            models: what each of them is asked for.
-            view: the candidates.
+            view: the candidates, with the adapter that each is asked for.
             typical: tokens that a sequence of which nothing is known is expected to generate still.
             now: seconds.
         """
         nothing = np.zeros((3, len(view)))
         found = AdapterTimes(nothing[0], nothing[1], nothing[2], self._overrun)
-        for place, (row, model) in enumerate(zip(view.rows.tolist(), models, strict=True)):
+        for place, (row, model) in enumerate(zip(view.rows.tolist(), view.adapters, strict=True)):
             known = self._rows.get(row)
             if known is None or model not in known.names or not known.slots:
                 continue

@@ -56,16 +56,16 @@ class DigestSource:
         self._sent_at = -inf
         self._whole_at = -inf
 
-    def due(self, now: float, alone: bool = False) -> Digest | None:
+    def due(self, now: float, no_peers: bool = False) -> Digest | None:
         """The digest to send now; None where none is. To be asked every ``EVERY_S``.
 
         Args:
             now: seconds.
-            alone: no other router was heard of, so that whole ones are enough: whoever comes finds
-                the last one in Redis, and is heard of at once.
+            no_peers: none was heard of, so that whole ones are enough: whoever comes finds the last
+                one in Redis, and is heard of at once.
         """
         overdue = now - self._whole_at > WHOLE_EVERY_S - _SOON
-        if alone and not overdue:
+        if no_peers and not overdue:
             return None
         replicas = self._replicas
         current = self._changing()
@@ -112,7 +112,7 @@ class DigestSource:
     def _figures(self, now: float) -> Floats:
         replicas, requests = self._replicas, self._requests
         on, count = requests.replica, len(replicas)
-        joining = np.bincount(on, requests.weight * (requests.before == inf), count)
+        joining = np.bincount(on, requests.weight * (requests.steps_before == inf), count)
         generated = np.bincount(on, requests.weight * requests.generated, count)
         backlog = np.maximum(replicas.enqueued - replicas.prefilled, 0.0)
         decoded, expected = self._corrections.sums(now)

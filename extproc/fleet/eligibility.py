@@ -41,6 +41,10 @@ class Candidates:
     ids: list[str]
     names: list[str]
     excluded: tuple[Excluded, ...]
+    unknown: bool = False
+    """Whether all members, healthy or not, told all they serve, and none this model."""
+    only_some: bool = False
+    """Whether some members serve the model, healthy or not, and others do not."""
 
 
 @dataclass(slots=True)
@@ -223,18 +227,6 @@ class Eligibility:
         one = self._replicas.get(replica)
         return one is not None and one.state.healthy and not self._is_ejected(one)
 
-    def only_some_serve(self, model: str) -> bool:
-        """Whether some members serve the model, healthy or not, and others do not."""
-        serving = [self._serves(model, one) for one in self._replicas.values()]
-        return any(serving) and not all(serving)
-
-    def unknown(self, model: str) -> bool:
-        """Whether all members, healthy or not, told all they serve, and none this model."""
-        members = self._replicas.values()
-        return bool(members) and all(
-            one.state.listed and not self._serves(model, one) for one in members
-        )
-
     @property
     def doubtful(self) -> bool:
         """Whether a request that is sent now may go to a replica that failed within the last
@@ -250,13 +242,19 @@ class Eligibility:
     def _choose(self, model: str, among: frozenset[str] | None) -> Candidates:
         members = self._rows if among is None else self._rows.keys() & among
         usable, left_out = [self._replicas[name] for name in members], dict[str, str]()
-        for rule, always in self._rules(model):
+        serving = [self._serves(model, one) for one in self._replicas.values()]
+        all_told = all(one.state.listed for one in self._replicas.values())
+        for rule, always in self._rules(model, any(serving)):
             rejected = {one.state.id: why for one in usable if (why := rule(one))}
             if always or len(rejected) < len(usable):
                 left_out |= rejected
                 usable = [one for one in usable if one.state.id not in rejected]
         ids = sorted(members, key=self._rows.__getitem__)
-        return self._of(ids, [left_out.get(name, "") for name in ids])
+        return replace(
+            self._of(ids, [left_out.get(name, "") for name in ids]),
+            unknown=bool(serving) and all_told and not any(serving),
+            only_some=any(serving) and not all(serving),
+        )
 
     def _of(self, ids: Iterable[str], left_out: Iterable[str]) -> Candidates:
         """Of these members the ones that nothing is said against."""
@@ -269,9 +267,8 @@ class Eligibility:
             tuple(Excluded(one.id, one.name or one.id, why) for one, why in found if why),
         )
 
-    def _rules(self, model: str) -> tuple[tuple[_Rule, bool], ...]:
+    def _rules(self, model: str, listed: bool) -> tuple[tuple[_Rule, bool], ...]:
         """Each with whether it holds even where it leaves no replica."""
-        listed = any(self._serves(model, one) for one in self._replicas.values())
         return (
             (lambda one: "" if one.state.healthy else one.state.problem or "not healthy", True),
             (lambda one: "" if self._serves(model, one) else f"does not serve {model!r}", listed),
@@ -331,7 +328,7 @@ class Eligibility:
 
 def _said(state: ReplicaState) -> tuple[object, ...]:
     """What a poll says that may change what is answered."""
-    return state.healthy, state.problem, state.models, state.name, state.draining
+    return state.healthy, state.problem, state.models, state.listed, state.name, state.draining
 
 
 def _moved(before: ReplicaState, after: ReplicaState) -> bool:

@@ -198,9 +198,9 @@ class Fleet:
         row, now = self._rows[replica], self._clock()
         self.eligibility.sent(replica)
         self._progress.advance(now)
-        ticket = self._ledger.take(row, profile, now, cached)
-        self._enter(row, profile.prefix)
-        [adapter] = self._adapters_on([replica], profile.model)
+        ticket = self._ledger.enter(row, profile, now, cached)
+        self._remember(row, profile.prefix)
+        [adapter] = self._adapters_on([replica], profile.model) or ("",)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
         self.lone.sent(row, ticket.number, profile, self.members.by_row[row])
@@ -219,7 +219,7 @@ class Fleet:
             cached = self._prefixes.held(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, cached)
             self.adapters.moved(ticket.number, row, now)
-            self._enter(row, prefix)
+            self._remember(row, prefix)
             self.sent.add(replica, prefix)
 
     def first_token(self, ticket: Ticket) -> None:
@@ -304,11 +304,11 @@ class Fleet:
             if (row := self._rows.get(replica)) is None:
                 continue
             if prefix.tokens:
-                self._enter(row, prefix)
+                self._remember(row, prefix)
             else:
                 self._prefixes.clear(row)
 
-    def _enter(self, row: int, prefix: Prefix) -> None:
+    def _remember(self, row: int, prefix: Prefix) -> None:
         if self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
@@ -327,15 +327,18 @@ class Fleet:
         if self.eligibility.any_new:
             requests = table.requests + table.foreign
             if self.peers.counted:
-                requests += table.others_requests
+                requests += table.peers_requests
             candidates = self.eligibility.without_full(candidates, requests)
         rows = candidates.rows
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
-        view = FleetView(rows, candidates.ids, candidates.names, columns, candidates.excluded)
+        adapters = self._adapters_on(candidates.ids, model)
+        view = FleetView(
+            rows, candidates.ids, candidates.names, columns, candidates.excluded, adapters
+        )
         if self.peers.counted:
-            view.requests += table.others_requests[rows]
-            view.queued += table.others_queued[rows]
-            view.enqueued += table.others_backlog[rows]
+            view.requests += table.peers_requests[rows]
+            view.queued += table.peers_queued[rows]
+            view.enqueued += table.peers_backlog[rows]
         view.requests += view.foreign
         view.waiting = np.maximum(view.queued, view.polled_waiting)
         view.backlog = view.enqueued - view.prefilled + view.foreign_backlog
@@ -343,11 +346,11 @@ class Fleet:
             self.eligibility.favour_idle(view)
         return view
 
-    def held(self, prefix: Prefix, view: FleetView, model: str = "") -> Held:
+    def held(self, prefix: Prefix, view: FleetView) -> Held:
         """What the candidates of a view hold of a prompt in their prefix caches: by their own word,
         or what they should by what was sent."""
         held = self._prefixes.held(prefix, view.rows)
-        told = self.blocks.held(prefix, self._adapters_on(view.ids, model), view.ids)
+        told = self.blocks.held(prefix, view.adapters, view.ids)
         if told is None:
             return held
         estimated = np.isnan(told)
@@ -380,22 +383,22 @@ class Fleet:
             others[0] = foreign = foreign[theirs]
             others[1] = np.maximum(self._replicas.kv_beyond[rows[theirs]], 0.0) / foreign
             others[2] = self.lengths.expected(0, _UNBOUNDED)
-            on, figures = np.concatenate([on, theirs]), np.hstack([figures, others])
+            on = np.concatenate([on, theirs])
+            figures = np.concatenate([figures, others], axis=1)
         return Sequences(on, *figures)
 
-    def adapter_times(self, model: str, view: FleetView) -> AdapterTimes | None:
+    def adapter_times(self, view: FleetView) -> AdapterTimes | None:
         """What a request for a LoRA adapter meets on the candidates of a view; None where the model
         is none. Call :meth:`sequences` before."""
-        adapters = self._adapters_on(view.ids, model)
-        if not any(adapters):
+        if not any(view.adapters):
             return None
         typical = self.lengths.expected(0, _UNBOUNDED)
-        return self.adapters.times(adapters, view, typical, self._clock())
+        return self.adapters.times(view, typical, self._clock())
 
-    def _adapters_on(self, replicas: Sequence[str], model: str) -> list[str]:
-        """The LoRA adapter that each of these replicas is asked for; empty: none."""
+    def _adapters_on(self, replicas: Sequence[str], model: str) -> Sequence[str]:
+        """As :attr:`FleetView.adapters` of these replicas."""
         adapters, members = self.adapters, self.members
-        if not any(name in adapters for name in members.names.served(model)):
-            return [""] * len(replicas)
+        if not adapters or not any(name in adapters for name in members.names.served(model)):
+            return ()
         names = (members.name_on(replica, model) for replica in replicas)
         return [name if name in adapters else "" for name in names]

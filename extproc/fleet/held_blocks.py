@@ -114,12 +114,12 @@ class HeldBlocks:
         self, prefix: Prefix, adapters: Sequence[str], replicas: Sequence[str]
     ) -> Floats | None:
         """Tokens of a prompt that each of these replicas holds, for the adapter it is asked for or,
-        where that is empty, for none; nan where that is not known, and None where it is of no
-        replica."""
+        where that is empty or there are no entries, for none; nan where that is not known, and None
+        where it is of no replica."""
         if not len(prefix.ids) or not self._replicas:
             return None
         places = [
-            (place, one, (one.block_size, adapters[place]))
+            (place, one, (one.block_size, adapters[place] if adapters else ""))
             for place, one in enumerate(map(self._replicas.get, replicas))
             if one is not None and self._is_known(one)
         ]

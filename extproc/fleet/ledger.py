@@ -32,7 +32,7 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def take(self, replica: int, profile: RequestProfile, now: float, cached: float) -> Ticket:
+    def enter(self, replica: int, profile: RequestProfile, now: float, cached: float) -> Ticket:
         """Takes a request in, as sent now to that replica, which has ``cached`` tokens of its
         prompt."""
         bound = profile.most_output(self._replicas.longest_prompt.item(replica))
@@ -42,7 +42,7 @@ class Ledger:
         begin, cut = lengths.place(kind, bound)
         each = profile.prompt_tokens / max(profile.sequences, 1)
         new = profile.prompt_tokens - cached
-        mark, turn = self._enqueue(replica, new, profile.parts)
+        prompt_end, turn = self._enqueue(replica, new, profile.parts)
         self._tickets += 1
         row = self._row[self._tickets] = self._requests.append(
             weight=profile.sequences,
@@ -51,12 +51,12 @@ class Ledger:
             sent_at=now,
             prompt=new,
             each=each,
-            mark=mark,
+            prompt_end=prompt_end,
             parts=profile.parts,
             turn=turn,
-            before=inf,
+            steps_before=inf,
             bound=bound,
-            least=least,
+            least_output=least,
             replica=replica,
             ticket=self._tickets,
             lengths=begin,
@@ -71,13 +71,13 @@ class Ledger:
         Raises:
             KeyError: it was released.
         """
-        return int(self._requests.replica[self._row[ticket.number]])
+        return self._requests.replica.item(self._row[ticket.number])
 
     def generated(self, ticket: Ticket) -> float:
         """Tokens that each of a request's sequences has, by the steps of its replica."""
         requests, replicas, row = self._requests, self._replicas, self._row[ticket.number]
         on = requests.replica[row]
-        steps = replicas.steps.item(on) - requests.before.item(row)
+        steps = replicas.steps.item(on) - requests.steps_before.item(row)
         tokens = steps * replicas.tokens_per_step.item(on)
         return min(max(tokens, 0.0), requests.bound.item(row))
 
@@ -90,11 +90,11 @@ class Ledger:
         self._dequeue(row)
         count(self._replicas, requests, row, -1)
         requests.replica[row] = replica
-        requests.before[row] = inf
+        requests.steps_before[row] = inf
         requests.until[row] = 0.0
         whole = requests.each.item(row) * max(requests.weight.item(row), 1.0)
         requests.prompt[row] = max(whole - cached, min(whole, 1.0))
-        requests.mark[row], requests.turn[row] = self._enqueue(
+        requests.prompt_end[row], requests.turn[row] = self._enqueue(
             replica, requests.prompt[row], requests.parts[row]
         )
         count(self._replicas, requests, row, 1)
@@ -117,41 +117,43 @@ class Ledger:
         requests = self._requests
         self._progress.leaves(row)
         count(self._replicas, requests, row, -1)
-        replica = int(requests.replica[row])
+        replica = requests.replica.item(row)
         if requests.drop(row) != row:
-            self._row[int(requests.ticket[row])] = row
+            self._row[requests.ticket.item(row)] = row
         return replica
 
     def _enqueue(self, replica: int, tokens: float, parts: float) -> tuple[float, float]:
-        """The mark and the turn of a request that comes last."""
+        """Where the prompt ends, and the turn, of a request that comes last."""
         replicas = self._replicas
-        turn = float(replicas.sent[replica]) + parts
+        turn = replicas.sent.item(replica) + parts
         replicas.sent[replica] = turn
-        mark = float(replicas.enqueued[replica]) + tokens
-        replicas.enqueued[replica] = mark
-        backlog = mark - replicas.prefilled[replica] + replicas.others_backlog[replica]
-        replicas.chunk[replica] = max(min(backlog, replicas.token_budget[replica]), 1.0)
-        return mark, turn
+        prompt_end = replicas.enqueued.item(replica) + tokens
+        replicas.enqueued[replica] = prompt_end
+        backlog = (
+            prompt_end - replicas.prefilled.item(replica) + replicas.peers_backlog.item(replica)
+        )
+        replicas.chunk[replica] = max(min(backlog, replicas.token_budget.item(replica)), 1.0)
+        return prompt_end, turn
 
     def _dequeue(self, row: int) -> None:
         """Takes what is not prefilled of its prompt from the replica's backlog."""
         requests, replicas = self._requests, self._replicas
-        if requests.before[row] < inf or requests.mark[row] <= self._prefilled_of(row):
+        replica, prompt_end = requests.replica.item(row), requests.prompt_end.item(row)
+        missing = prompt_end - replicas.prefilled.item(replica)
+        if requests.steps_before.item(row) < inf or missing <= 0.0:
             return
-        replica, mark, turn = requests.replica[row], requests.mark[row], requests.turn[row]
-        left = min(max(mark - replicas.prefilled[replica], 0.0), requests.prompt[row])
-        parts = requests.parts[row]
+        left = min(missing, requests.prompt.item(row))
+        turn, parts = requests.turn.item(row), requests.parts.item(row)
         behind = ((requests.replica == replica) & (requests.turn >= turn)).nonzero()[0]
-        requests.mark[behind] -= left
+        requests.prompt_end[behind] -= left
         requests.turn[behind] -= parts
         replicas.sent[replica] -= parts
-        enqueued = replicas.enqueued[replica] - left
-        replicas.enqueued[replica] = max(enqueued, replicas.prefilled[replica])  # by rounding
-
-    def _prefilled_of(self, row: int) -> float:
-        return self._replicas.prefilled.item(self._requests.replica[row])
+        enqueued = replicas.enqueued.item(replica) - left
+        replicas.enqueued[replica] = max(enqueued, replicas.prefilled.item(replica))  # by rounding
 
     def _prefilled(self, row: int) -> None:
-        requests, replicas, replica = self._requests, self._replicas, self._requests.replica[row]
-        replicas.prefilled[replica] = max(replicas.prefilled[replica], requests.mark[row])
-        replicas.known[replica] = max(replicas.known[replica], requests.turn[row])
+        requests, replicas = self._requests, self._replicas
+        replica = requests.replica.item(row)
+        prompt_end, turn = requests.prompt_end.item(row), requests.turn.item(row)
+        replicas.prefilled[replica] = max(replicas.prefilled.item(replica), prompt_end)
+        replicas.known[replica] = max(replicas.known.item(replica), turn)

@@ -61,7 +61,11 @@ class LoneRequests:
         One with images or audio tells nothing: to fetch and to encode these takes long, too.
         """
         replicas = self._replicas
-        beside = replicas.requests[row] > 1 or replicas.others_requests[row] or replicas.beyond[row]
+        beside = (
+            replicas.requests.item(row) > 1
+            or replicas.peers_requests.item(row)
+            or replicas.beyond.item(row)
+        )
         if beside or profile.image_tokens or profile.endpoint.takes_audio:
             self._now.pop(row, None)
         else:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from extproc.clock import Clock
 from extproc.fleet.digest import (
@@ -44,11 +45,6 @@ class _Peer:
     number: int
     heard_at: float
     busy: bool
-    on: Indices
-    """Row of the replica, for each bar of its histograms."""
-    since: Floats
-    """The replica's step count when it was heard of."""
-    sequences: Floats
 
 
 class Peers:
@@ -72,7 +68,13 @@ class Peers:
         self._lag = 0.0
         self._cut_off_since = inf
         self._dead_at = inf
-        self._beside: tuple[Indices, Floats, Floats] | None = None
+        self._owner = np.zeros(0, np.intp)
+        """The peer's place, for each bar of all histograms."""
+        self._on = np.zeros(0, np.intp)
+        """Row of the replica."""
+        self._since = np.zeros(0)
+        """The replica's step count when it was heard of."""
+        self._sequences = np.zeros((PER_SEQUENCE, 0))
         self.counted = False
         """Whether there are others whose load counts."""
         self.news_age: float | None = None
@@ -182,33 +184,24 @@ class Peers:
 
     def beside(self, on: Indices, figures: Floats) -> tuple[Indices, Floats]:
         """The others' sequences, moved forward, beside these."""
-        if self._beside is None:
-            peers = self._peers.values()
-            self._beside = (
-                np.concatenate([peer.on for peer in peers]),
-                np.concatenate([peer.since for peer in peers]),
-                np.hstack([peer.sequences for peer in peers]),
-            )
-        theirs, since, sequences = self._beside
-        made = np.maximum(self._replicas.steps[theirs] - since, 0.0)
-        made *= self._replicas.tokens_per_step[theirs]
-        moved = sequences.copy()
+        made = np.maximum(self._replicas.steps[self._on] - self._since, 0.0)
+        made *= self._replicas.tokens_per_step[self._on]
+        moved = self._sequences.copy()
         moved[1] += made
         moved[2] = np.maximum(moved[2] - made, np.minimum(moved[2], 1.0))
-        return np.concatenate([on, theirs]), np.hstack([figures, moved])
+        return np.concatenate([on, self._on]), np.hstack([figures, moved])
 
     @property
     def decoded(self) -> Floats:
         """Seconds of decoding, actual and predicted, a column a replica."""
-        return self._replicas.others[[_DECODED, _EXPECTED]]
+        return self._replicas.peers[[_DECODED, _EXPECTED]]
 
     def clear(self, row: int) -> None:
         """Another replica has that row of the table from now on, or the table has grown."""
         missing = len(self._replicas) - self._load.shape[2]
         self._load = np.pad(self._load, ((0, 0), (0, 0), (0, missing)))
         self._load[:, :, row] = 0.0
-        for peer in self._peers.values():
-            self._drop(peer, peer.on == row)
+        self._keep(self._on != row)
         self._add_up()
 
     def _join(self, name: str) -> _Peer:
@@ -216,9 +209,7 @@ class Peers:
         self._load = np.concatenate(
             [self._load, np.zeros((len(FIGURES), 1, len(self._replicas)))], axis=1
         )
-        nowhere = np.zeros(0, np.intp), np.zeros(0), np.zeros((PER_SEQUENCE, 0))
-        peer = self._peers[name] = _Peer(place, 0, 0.0, False, *nowhere)
-        self._beside = None
+        peer = self._peers[name] = _Peer(place, 0, 0.0, False)
         if place == 0:
             self.counted = True
         return peer
@@ -228,11 +219,12 @@ class Peers:
         if gone is None:
             return
         self._load = np.delete(self._load, gone.place, axis=1)
+        self._keep(self._owner != gone.place)
+        self._owner -= self._owner > gone.place
         for peer in self._peers.values():
             peer.place -= peer.place > gone.place
         self.counted = self.counted and bool(self._peers)
         self._dead_at = min((r.heard_at for r in self._peers.values()), default=inf) + DEAD_S
-        self._beside = None
         self._add_up()
 
     def _take(self, peer: _Peer, digest: Digest) -> None:
@@ -247,18 +239,17 @@ class Peers:
         load[:, about] = 0.0
         load[:, rows[known]] = digest.figures[:, known]
         peer.busy = bool(load[_REQUESTS].any())
-        self._drop(peer, about[peer.on])
+        self._keep((self._owner != peer.place) | ~about[self._on])
         on = rows[digest.on]
         here = (on >= 0).nonzero()[0]
-        peer.on = np.concatenate([peer.on, on[here]])
-        peer.since = np.concatenate([peer.since, self._replicas.steps[on[here]]])
-        peer.sequences = np.hstack([peer.sequences, digest.sequences[:, here]])
+        self._owner = np.concatenate([self._owner, np.full(len(here), peer.place)])
+        self._on = np.concatenate([self._on, on[here]])
+        self._since = np.concatenate([self._since, self._replicas.steps[on[here]]])
+        self._sequences = np.hstack([self._sequences, digest.sequences[:, here]])
 
-    def _drop(self, peer: _Peer, gone: Indices) -> None:
-        keep = ~gone
-        peer.on, peer.since = peer.on[keep], peer.since[keep]
-        peer.sequences = peer.sequences[:, keep]
-        self._beside = None
+    def _keep(self, bars: NDArray[np.bool_]) -> None:
+        self._owner, self._on, self._since = self._owner[bars], self._on[bars], self._since[bars]
+        self._sequences = self._sequences[:, bars]
 
     def _lengthen_steps(self, before: Floats, peer: _Peer) -> None:
         """Where prompts were added, the step in progress is as long as they make it."""
@@ -269,7 +260,7 @@ class Peers:
         replicas.chunk[longer] = np.clip(backlog, 1.0, replicas.token_budget[longer])
 
     def _add_up(self) -> None:
-        self._replicas.others[:] = self._load.sum(axis=1) if self.counted else 0.0
+        self._replicas.peers[:] = self._load.sum(axis=1) if self.counted else 0.0
 
     def _explain(self, load: Floats) -> None:
         """What polls saw beyond the router's own requests was this, or some of it."""

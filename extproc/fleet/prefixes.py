@@ -3,15 +3,14 @@
 from bisect import bisect_left
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from operator import ne
+from functools import lru_cache
 
 import numpy as np
 
 from extproc.fleet.key_holders import KeyHolders
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState
-from extproc.request.prefix import Prefix
+from extproc.request.prefix import Keys, Prefix
 
 _ENOUGH_TOKENS = 10_000.0
 """Prompt tokens that a replica counts before its hits are compared with what was expected: some of
@@ -173,25 +172,33 @@ class Prefixes:
 
     def held(self, prefix: Prefix, rows: Indices) -> Held:
         """What the replicas in these rows should hold of a prompt."""
-        keys = prefix.keys.tolist()
-        masks = [*self._holders.masks(keys), 0]
-        end, mask = 0, masks[0]
+        keys, holders = prefix.keys, self._holders
+        mask = holders.mask(keys.item(0)) if len(keys) else 0
         if not mask:
             return _nothing(len(rows))
         expected, depths = np.zeros(len(rows)), np.zeros(len(rows), np.intp)
+        end = 0
         while mask:
-            end = bisect_left(masks, True, end, key=partial(ne, mask))
-            last = self._find(mask & ~masks[end], rows)
+            end = self._end_of_run(keys, end, mask)
+            after = holders.mask(keys.item(end)) if end < len(keys) else 0
+            last = self._find(mask & ~after, rows)
             expected[last] = end * prefix.unit
-            self._sound(depths, last, rows, keys[end - 1])
-            mask = masks[end]
-        if answered := self._holders.masks([prefix.asked])[0]:
+            self._sound(depths, last, rows, keys.item(end - 1))
+            mask = after
+        if answered := holders.mask(prefix.asked):
             there = self._find(answered, rows)
             expected[there] = np.maximum(expected[there], prefix.answered)
             self._sound(depths, there, rows, prefix.asked)
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
         return Held(expected, depths, expected * self._belief.share(rows, depths))
+
+    def _end_of_run(self, keys: Keys, start: int, mask: int) -> int:
+        """Up to where these replicas, no more and no fewer, hold the keys from there on: found in a
+        dozen looks, however long the prompt."""
+        mask_of = self._holders.mask
+        places = range(len(keys))
+        return bisect_left(places, True, start, key=lambda at: mask_of(keys.item(at)) != mask)
 
     def reported(self, row: int, expected: float, depth: int, prompt: float, tokens: float) -> None:
         """The replica in that row said how many tokens of a prompt it had, where so many at that

@@ -24,20 +24,20 @@ class Progress:
     On each replica the prompts sent are prefilled in order, and every step gives each decoding
     sequence a token (or several, where they are drafted). So a request's progress is a difference
     of two of the replica's counts: it decodes from when the prompt tokens prefilled have reached
-    its mark, and has as many tokens as there were steps since.
+    its prompt's end, and has as many tokens as there were steps since.
     """
 
     def __init__(
         self,
         replicas: Replicas,
         requests: Requests,
-        others: Peers,
+        peers: Peers,
         lengths: OutputLengths,
         now: float,
     ) -> None:
         self._replicas = replicas
         self._requests = requests
-        self._others = others
+        self._peers = peers
         self._lengths = lengths
         self._as_of = now
         self._refreshed_at = now
@@ -55,12 +55,12 @@ class Progress:
         second; it is done at the next tick.
         """
         requests, replicas = self._requests, self._replicas
-        if requests.before[row] == inf:
+        if requests.steps_before.item(row) == inf:
             return
-        on, weight = requests.replica[row], requests.weight[row]
-        held = weight * (requests.generated[row] + requests.each[row])
-        replicas.kv_used[on] = max(replicas.kv_used[on] - held, 0.0)
-        replicas.batch[on] = max(replicas.batch[on] - weight, 0.0)
+        on, weight = requests.replica.item(row), requests.weight.item(row)
+        held = weight * (requests.generated.item(row) + requests.each.item(row))
+        replicas.kv_used[on] = max(replicas.kv_used.item(on) - held, 0.0)
+        replicas.batch[on] = max(replicas.batch.item(on) - weight, 0.0)
         self._set_step(on)
 
     def _speculative(self) -> bool:
@@ -69,9 +69,9 @@ class Progress:
 
     def _set_step(self, row: int) -> None:
         replicas = self._replicas
-        loaded = replicas.c_batch[row] * replicas.batch[row]
-        loaded += replicas.c_kv[row] * replicas.kv_used[row]
-        replicas.decode_step[row] = replicas.c0[row] + loaded
+        loaded = replicas.c_batch.item(row) * replicas.batch.item(row)
+        loaded += replicas.c_kv.item(row) * replicas.kv_used.item(row)
+        replicas.decode_step[row] = replicas.c0.item(row) + loaded
 
     def advance(self, now: float) -> None:
         """Brings the replicas' counts up to ``now``, where that is worth it."""
@@ -86,18 +86,18 @@ class Progress:
     def corrected(self, row: int, mine: Indices) -> None:
         """A poll corrected the counts of one replica, and those of ``mine``, its requests."""
         requests, replicas = self._requests, self._replicas
-        done = requests.mark[mine] <= replicas.prefilled[row] + _ROUNDING
-        decoding = requests.before[mine] < inf
+        done = requests.prompt_end[mine] <= replicas.prefilled[row] + _ROUNDING
+        decoding = requests.steps_before[mine] < inf
         self._start(mine[done & ~decoding])
         self._requeue(mine[decoding & ~done])
-        made = (replicas.steps[row] - requests.before[mine]) * replicas.tokens_per_step[row]
+        made = (replicas.steps[row] - requests.steps_before[mine]) * replicas.tokens_per_step[row]
         generated = np.minimum(np.maximum(made, 0.0), requests.bound[mine])
         requests.generated[mine] = generated
         kv = float(requests.weight[mine] @ generated) + replicas.held[row] + replicas.kv_beyond[row]
         batch = replicas.decoding[row] + replicas.foreign[row]
-        if self._others.counted:
-            batch += replicas.others_decoding[row]
-            kv += replicas.others_kv[row]
+        if self._peers.counted:
+            batch += replicas.peers_decoding[row]
+            kv += replicas.peers_kv[row]
         replicas.batch[row], replicas.kv_used[row] = batch, max(kv, 0.0)
         self._set_step(row)
         self._look_ahead(mine)
@@ -133,23 +133,23 @@ class Progress:
             requests.cut[rows],
             generated,
             requests.bound[rows],
-            requests.least[rows],
+            requests.least_output[rows],
         )
 
     def _move(self, elapsed: float) -> None:
-        replicas, others = self._replicas, self._others
+        replicas, peers = self._replicas, self._peers
         decoding: Floats | float = elapsed
         part: Floats | float = 0.0
         queue = replicas.enqueued - replicas.prefilled
-        if others.counted:
-            queue += replicas.others_backlog
-        before = replicas.steps.copy() if others.counted else replicas.steps
+        if peers.counted:
+            queue += replicas.peers_backlog
+        before = replicas.steps.copy() if peers.counted else replicas.steps
         if len((queue > _ROUNDING).nonzero()[0]):
             taken, part = self._prefill(elapsed, queue)
             decoding = elapsed - taken
         replicas.steps += decoding / replicas.decode_step * (replicas.batch > 0)
-        if others.counted:
-            others.move(part, (replicas.steps - before) * replicas.tokens_per_step)
+        if peers.counted:
+            peers.move(part, (replicas.steps - before) * replicas.tokens_per_step)
 
     def _prefill(self, elapsed: float, queue: Floats) -> tuple[Floats, Floats]:
         """Prefills the queues; returns the seconds that took, and the part of them that is done.
@@ -172,11 +172,11 @@ class Progress:
     def _start_decoding(self) -> bool:
         """Those whose prompt is prefilled have their first token; returns whether any has."""
         requests, replicas = self._requests, self._replicas
-        waiting = (requests.before == inf).nonzero()[0]
+        waiting = (requests.steps_before == inf).nonzero()[0]
         if not len(waiting):
             return False
         prefilled = replicas.prefilled[requests.replica[waiting]] + _ROUNDING
-        started = waiting[requests.mark[waiting] <= prefilled]
+        started = waiting[requests.prompt_end[waiting] <= prefilled]
         self._start(started)
         return bool(len(started))
 
@@ -185,14 +185,14 @@ class Progress:
         requests, replicas = self._requests, self._replicas
         for row in rows.tolist():
             count(replicas, requests, row, -1)
-            requests.before[row] = replicas.steps[requests.replica[row]] - 1.0
+            requests.steps_before[row] = replicas.steps[requests.replica[row]] - 1.0
             count(replicas, requests, row, 1)
 
     def _requeue(self, rows: Indices) -> None:
         """These were taken to have one, and have none."""
         for row in rows.tolist():
             count(self._replicas, self._requests, row, -1)
-            self._requests.before[row] = inf
+            self._requests.steps_before[row] = inf
             self._requests.until[row] = 0.0
             count(self._replicas, self._requests, row, 1)
 
@@ -200,7 +200,7 @@ class Progress:
         """The progress of each request, and the sums over the requests of each replica."""
         replicas, requests = self._replicas, self._requests
         on, generated = requests.replica, requests.generated
-        np.subtract(replicas.steps[on], requests.before, out=generated)
+        np.subtract(replicas.steps[on], requests.steps_before, out=generated)
         np.maximum(generated, 0.0, out=generated)
         if self._speculative():
             generated *= replicas.tokens_per_step[on]
@@ -209,9 +209,9 @@ class Progress:
         fade(replicas, self._as_of)
         np.add(replicas.decoding, replicas.foreign, out=replicas.batch)
         kv = np.bincount(on, requests.weight * generated, len(replicas)) + replicas.held
-        if self._others.counted:
-            replicas.batch += replicas.others_decoding
-            kv += replicas.others_kv
+        if self._peers.counted:
+            replicas.batch += replicas.peers_decoding
+            kv += replicas.peers_kv
         np.maximum(kv + replicas.kv_beyond, 0.0, out=replicas.kv_used)
         loaded = replicas.c_batch * replicas.batch + replicas.c_kv * replicas.kv_used
         np.add(replicas.c0, loaded, out=replicas.decode_step)

@@ -74,7 +74,7 @@ class Reconciliation:
         """The replica's process is a new one: its step count begins anew, and so does it here."""
         replicas, requests = self._replicas, self._requests
         mine = requests.replica == row
-        requests.before[mine] -= replicas.steps[row] - steps
+        requests.steps_before[mine] -= replicas.steps[row] - steps
         requests.until[mine] = 0.0
         replicas.steps[row] = replicas.polled_steps[row] = steps
         replicas.begun[row] = replicas.sent[row]
@@ -107,8 +107,8 @@ class Reconciliation:
         steps = polled + (age / replicas.decode_step[row] if busy else 0.0)
         shift = steps - replicas.steps[row]
         # Those that began since the last poll began at a count that was off by as much.
-        since = mine[requests.before[mine] > replicas.polled_steps[row] - 1.0]
-        requests.before[since] += shift
+        since = mine[requests.steps_before[mine] > replicas.polled_steps[row] - 1.0]
+        requests.steps_before[since] += shift
         requests.until[mine] = 0.0
         replicas.steps[row] = steps
         replicas.polled_steps[row] = polled
@@ -117,19 +117,19 @@ class Reconciliation:
         """What the poll saw beyond ``then``, the router's requests at that time, and peers'."""
         replicas, requests = self._replicas, self._requests
         own = sum(requests.parts[then].tolist())
-        beyond = max(state.running + state.waiting - own - replicas.others_parts.item(row), 0.0)
+        beyond = max(state.running + state.waiting - own - replicas.peers_parts.item(row), 0.0)
         if state.scrape_seconds <= _LATE:
             # A request that ended between the scrape and now is seen by one poll only.
             replicas.foreign[row] = min(beyond, replicas.beyond[row])
             replicas.beyond[row] = beyond
         replicas.polled_waiting[row] = state.waiting
-        waiting = state.waiting - replicas.queued.item(row) - replicas.others_queued.item(row)
+        waiting = state.waiting - replicas.queued.item(row) - replicas.peers_queued.item(row)
         prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
         replicas.foreign_backlog[row] = min(max(waiting, 0.0), replicas.foreign.item(row)) * prompt
         replicas.polled_kv_usage[row] = state.kv_usage
-        started = requests.before[then] < inf
+        started = requests.steps_before[then] < inf
         own_kv = requests.weight[then] * (requests.each[then] + requests.generated[then])
-        known_kv = float(own_kv @ started) + replicas.others_kv.item(row)
+        known_kv = float(own_kv @ started) + replicas.peers_kv.item(row)
         replicas.kv_beyond[row] = state.kv_usage * replicas.kv_capacity[row] - known_kv
 
     # -- prefills ---------------------------------------------------------------------------
@@ -151,12 +151,12 @@ class Reconciliation:
         replicas, requests = self._replicas, self._requests
         order = mine[requests.turn[mine].argsort()]
         told = state.first_tokens > 0 or state.generated_tokens == 0
-        theirs = replicas.others_requests.item(row) + replicas.foreign.item(row)
+        theirs = replicas.peers_requests.item(row) + replicas.foreign.item(row)
         queued = max(state.waiting - theirs, 0.0)
         counted = self._count(row, order, state, queued, told and not theirs)
         budget = replicas.token_budget.item(row)
         admitted = self._admitted(self._settled(row, order, asked_at), state, budget)
-        surely = order[requests.mark[order] <= admitted]
+        surely = order[requests.prompt_end[order] <= admitted]
         if len(surely) and requests.turn[surely[-1]] > counted:
             # some were given up, and never counted
             counted = replicas.begun[row] = requests.turn.item(surely[-1])
@@ -167,7 +167,7 @@ class Reconciliation:
             replicas.prefilled[row] = enqueued
             return
         first = ahead[0]
-        end = requests.mark.item(first)
+        end = requests.prompt_end.item(first)
         start = end - requests.prompt.item(first)
         least, most = max(start, admitted), inf
         if told and (queued or not theirs) and requests.sent_at[first] <= asked_at:
@@ -193,7 +193,7 @@ class Reconciliation:
             # What was seen before the poll before is in the counts; what was seen since may not be.
             begun = max(replicas.begun.item(row) + firsts, replicas.known_before.item(row))
         else:
-            started = order[requests.before[order] < inf]
+            started = order[requests.steps_before[order] < inf]
             begun = max(known, requests.turn.item(started[-1]) if len(started) else 0.0)
         begun = replicas.begun[row] = min(begun, replicas.sent.item(row) - queued)
         replicas.known_before[row] = known
@@ -211,7 +211,7 @@ class Reconciliation:
             return 0.0
         last = admitted[-1]
         under_way = max(budget, requests.prompt.item(last)) if state.running else 0.0
-        return requests.mark.item(last) - under_way
+        return requests.prompt_end.item(last) - under_way
 
     def _settled(self, row: int, order: Indices, asked_at: float) -> Indices:
         """The first ones, that were surely among those running or waiting: vLLM says at the end of

@@ -43,7 +43,7 @@ class SentPrompts:
         name, keys = replica.encode(), prefix.keys
         sizes = len(name), len(keys), prefix.unit, prefix.tokens
         header = _HEADER.pack(*sizes, prefix.whole)
-        self._untold.append(b"".join([header, name, keys.astype("<u8").tobytes()]))
+        self._untold.append(b"".join([header, name, keys.astype("<u8", copy=False).tobytes()]))
 
 
 def read(data: bytes) -> list[tuple[str, Prefix]]:

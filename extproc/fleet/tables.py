@@ -111,18 +111,18 @@ class Replicas(Columns, Table):
     kv_beyond: Floats  # KV tokens beyond the estimate by the same; may be negative
     sampled_at: Floats  # when the last poll's figures were taken
     # What other routers have there, by their digests and while these count:
-    others_requests: Floats
-    others_queued: Floats
-    others_joining: Floats
-    others_backlog: Floats
-    others_decoding: Floats
-    others_kv: Floats
-    others_decoded: Floats
-    others_expected: Floats
-    others_parts: Floats
+    peers_requests: Floats
+    peers_queued: Floats
+    peers_joining: Floats
+    peers_backlog: Floats
+    peers_decoding: Floats
+    peers_kv: Floats
+    peers_decoded: Floats
+    peers_expected: Floats
+    peers_parts: Floats
 
     @property
-    def others(self) -> Floats:
+    def peers(self) -> Floats:
         """The columns of other routers, as the rows of one array."""
         return self._floats[-len(FIGURES) :, : self._length]
 
@@ -138,12 +138,12 @@ class Requests(Table):
     sent_at: Floats
     prompt: Floats  # tokens to prefill
     each: Floats  # prompt tokens of one sequence
-    mark: Floats  # its prompt is prefilled once the replica's `prefilled` gets here
+    prompt_end: Floats  # its prompt is prefilled once the replica's `prefilled` gets here
     parts: Floats  # sequences as the engine counts them: those that generate nothing, too
     turn: Floats  # its sequences have a first token once the replica's `begun` gets here
-    before: Floats  # the replica's step count before the first token's; infinite until then
+    steps_before: Floats  # the replica's step count before the first token's; infinite until then
     bound: Floats  # tokens a sequence may generate
-    least: Floats  # tokens it will generate at least
+    least_output: Floats  # tokens it will generate at least
     until: Floats  # tokens generated up to which `alive` holds
     replica: Indices  # row of the replica
     ticket: Indices
@@ -162,10 +162,11 @@ def count(replicas: Replicas, requests: Requests, row: int, sign: int) -> None:
     Sums that only change when a request comes, starts to decode or goes cost a microsecond each
     time instead of four passes over all requests at every decision.
     """
-    on = requests.replica[row]
+    on = requests.replica.item(row)
     replicas.requests[on] += sign
-    if requests.before[row] == inf:
+    if requests.steps_before.item(row) == inf:
         replicas.queued[on] += sign
     else:
-        replicas.decoding[on] += sign * requests.weight[row]
-        replicas.held[on] += sign * requests.weight[row] * requests.each[row]
+        weight = sign * requests.weight.item(row)
+        replicas.decoding[on] += weight
+        replicas.held[on] += weight * requests.each.item(row)

@@ -25,16 +25,21 @@ def admission(
     if most(missing) <= 0.0 and least(places) >= own:
         return wait
     here = ((missing > 0.0) | (places < own))[sequences.replica].nonzero()[0]
+    if not len(here):
+        return wait
     # By replica, and of each the first to end first.
     here = here[np.lexsort((sequences.remaining[here], sequences.replica[here]))]
     weight, remaining = sequences.weight[here], sequences.remaining[here]
-    full, first, count = np.unique(sequences.replica[here], return_index=True, return_counts=True)
+    on = sequences.replica[here]
+    borders = (on[1:] != on[:-1]).nonzero()[0] + 1
+    first, end = np.concatenate([[0], borders]), np.concatenate([borders, [len(on)]])
+    full = on[first]
     freed = weight * (sequences.context[here] + remaining)
     last = np.maximum(
         _reaching(freed, first, missing[full]), _reaching(weight, first, own - places[full])
     )
     token = view.decode_step[full] / view.tokens_per_step[full]
-    wait[full] = remaining[np.minimum(last, first + count - 1)] * token
+    wait[full] = remaining[np.minimum(last, end - 1)] * token
     return wait
 
 

@@ -1,6 +1,6 @@
 """The fleet at one moment, as policies see it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +104,7 @@ class FleetView(Columns):
         names: list[str],
         columns: Iterable[tuple[str, Floats]],
         excluded: tuple[Excluded, ...] = (),
+        adapters: Sequence[str] = (),
     ) -> None:
         """A view.
 
@@ -113,11 +114,14 @@ class FleetView(Columns):
             names: what the configuration calls them.
             columns: and their names.
             excluded: replicas of the pool that could not serve it now.
+            adapters: the LoRA adapter that each is asked for, empty for a model that is none; no
+                entries where the model is an adapter nowhere.
         """
         self.rows = rows
         self.ids = ids
         self.names = names
         self.excluded = excluded
+        self.adapters = adapters
         self.__dict__.update(columns)
 
     @property

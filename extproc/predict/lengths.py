@@ -6,12 +6,10 @@ from functools import lru_cache
 from math import inf
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from extproc.predict.inputs import Floats, Indices
 from extproc.request.profile import RequestProfile
-
-Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 _PER_DOUBLING = 4
 _LENGTHS: Floats = 2.0 ** (np.arange(17 * _PER_DOUBLING + 1) / _PER_DOUBLING)

@@ -4,6 +4,7 @@ import re
 from contextlib import suppress
 from itertools import islice
 
+import numpy as np
 from pydantic_core import from_json
 
 from extproc.request.errors import BadRequest
@@ -16,19 +17,19 @@ _BUDGET = 40e6
 _PER_BYTE = 4.5
 """Nanoseconds for any byte: to weigh it, and to decode it inside a long string."""
 
-_COSTS = {b",": 130.0, b'"': 75.0, b"[": 350.0, b"{": 900.0}
+_COSTS = {ord(","): 130.0, ord('"'): 75.0, ord("["): 350.0, ord("{"): 900.0}
 """Nanoseconds for one of these: to decode the value that begins with it and to walk over it,
 wherever it stands and however small it is. A value or a key follows a comma; a string has two
 quotes. Measured with pydantic-core 2.50 under Python 3.11; nothing that was tried took half as
 long again as these say."""
-
-_OTHERS = bytes(set(range(256)) - set(b"".join(_COSTS)))
 
 _PER_LONG_NUMBER = 600.0
 """Nanoseconds for 19 digits in a row: a number too long for a machine word."""
 
 _AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * 19
+_MOST_PER_BYTE = _PER_BYTE + _PER_LONG_NUMBER / len(_LONG_NUMBER)
+"""Were all of them digits of such numbers: up to a megabyte there is no need to look for them."""
 
 _SHORT = 131_072
 """Bytes up to which a body is read whole without being weighed: the worst one takes 40 ms."""
@@ -78,7 +79,7 @@ def readable(body: bytes) -> bytes:
     That is all of any ordinary body: 8 MB of text or images, 200,000 token ids, 10,000 messages.
     Marks inside strings are weighed as if they were outside.
     """
-    if len(body) <= _SHORT:
+    if len(body) <= _SHORT or _cost_of_marks(body) + len(body) * _MOST_PER_BYTE <= _BUDGET:
         return body
     left = _BUDGET
     for start in range(0, len(body), _STRIDE):
@@ -104,10 +105,13 @@ def ending(body: bytes) -> tuple[int, dict[str, object]]:
 
 def _cost(part: bytes) -> float:
     """Nanoseconds to read so much of a body."""
-    marks = part.translate(None, _OTHERS)
-    of_values = sum(marks.count(mark) * cost for mark, cost in _COSTS.items())
     long_numbers = part.translate(_AS_ZEROS).count(_LONG_NUMBER)
-    return len(part) * _PER_BYTE + of_values + long_numbers * _PER_LONG_NUMBER
+    return len(part) * _PER_BYTE + _cost_of_marks(part) + long_numbers * _PER_LONG_NUMBER
+
+
+def _cost_of_marks(part: bytes) -> float:
+    each = np.frombuffer(part, np.uint8)  # a fifth of what it takes to count them as bytes
+    return sum(np.count_nonzero(each == mark) * cost for mark, cost in _COSTS.items())
 
 
 def tokens_per_byte(part: bytes, of_text: float) -> float:

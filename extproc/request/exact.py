@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from pydantic_core import to_json
 
-from extproc.request.lax import flag
+from extproc.request.fields import flag
 from extproc.request.prefix import MOST_BYTES, Ids, Prefix, prefix_of
 from extproc.request.profile import Endpoint
 from extproc.request.prompt import without_billing

@@ -1,86 +1,77 @@
-"""Which fields of a request body are its prompt."""
+"""Fields of a request body as vLLM 0.32 reads them, and how much it may generate by them."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from pydantic_core import SchemaValidator, ValidationError, core_schema
 
 from extproc.request.profile import Endpoint
-from extproc.request.prompt import Prompt
 
-_SCORED = (
-    ("text_1", "text_2"),
-    ("queries", "documents"),
-    ("queries", "items"),
-    ("data_1", "data_2"),
-)
-"""Names under which vLLM takes the two sides of what it scores."""
+MAX_TOKENS = 10_000_000
+"""Token counts are cut off here: above every context there is, and harmless to calculate with."""
 
-_ONE = (1,)
-"""Of an only prompt there is nothing to compare."""
+MAX_SEQUENCES = 100_000
+"""Numbers of sequences are cut off here."""
 
-_RERANKED = (("query", "documents"),)
+_COMPLETIONS_DEFAULT = 16
+"""``max_tokens`` of completions where it is absent or null."""
 
+_BOUND_FIELDS = {
+    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.COMPLETIONS: ("max_tokens",),
+    Endpoint.RESPONSES: ("max_output_tokens",),
+    Endpoint.MESSAGES: ("max_tokens",),
+}
 
-class Reading(NamedTuple):
-    """What a replica reads for one request."""
-
-    pieces: list[tuple[Prompt, int]]
-    """Pieces, and how many times each is read."""
-    lengths: Sequence[int]
-    """Of each prompt, to compare them: characters of text, or token ids."""
-
-    @property
-    def prompts(self) -> int:
-        """Number of prompts."""
-        return len(self.lengths)
-
-    @property
-    def size(self) -> int:
-        """How many messages, texts and media there are."""
-        return sum(prompt.size for prompt, _ in self.pieces)
-
-    @property
-    def longest_share(self) -> float:
-        """Share of the longest prompt in all of them."""
-        total = sum(self.lengths)
-        return max(self.lengths) / total if total else 1 / self.prompts
+_INTEGER = SchemaValidator(core_schema.int_schema())
+_BOOLEAN = SchemaValidator(core_schema.bool_schema())
 
 
-def read(endpoint: Endpoint, fields: dict[str, object]) -> Reading:
-    """Collect the prompts of a request; fields of the wrong type are passed over."""
-    if endpoint is Endpoint.SCORE:
-        return _read_pairs(fields, _SCORED)
-    if endpoint is Endpoint.RERANK:
-        return _read_pairs(fields, _RERANKED)
-    prompt = Prompt()
-    lengths: Sequence[int] = _ONE
-    if endpoint is Endpoint.COMPLETIONS:
-        lengths = prompt.add_inputs(fields.get("prompt"))
-    elif not endpoint.decodes:
-        lengths = prompt.add_inputs(fields.get("input", fields.get("texts")))
-        prompt.add_chat(fields.get("messages"))
-    elif endpoint is Endpoint.RESPONSES:
-        prompt.add_chat(fields.get("input"), fields.get("instructions"), fields.get("tools"))
-    else:
-        prompt.add_chat(fields.get("messages"), fields.get("system"), fields.get("tools"))
-    return Reading([(prompt, 1)], lengths)
+def positive_int(value: object) -> int | None:
+    """``value`` as an integer; None where it is not one, or not above zero.
+
+    pydantic's lax mode takes ``"12"`` and ``12.0`` for 12, and 1 for true.
+    """
+    if value is None:
+        return None
+    if type(value) is int:  # as nearly always
+        return value if value > 0 else None
+    try:
+        number: int = _INTEGER.validate_python(value)
+    except ValidationError:
+        return None
+    return number if number > 0 else None
 
 
-def _read_pairs(fields: dict[str, object], names: tuple[tuple[str, str], ...]) -> Reading:
-    """Every document is read with its query: with the only one, or each with its own."""
-    left, right = next((pair for pair in names if fields.keys() >= set(pair)), names[0])
-    queries, documents = fields.get(left), fields.get(right)
-    query, document = Prompt(), Prompt()
-    query.add_content(queries)
-    document.add_content(documents)
-    right_lengths = _lengths(documents)
-    left_lengths, pairs = _lengths(queries), len(right_lengths)
-    own_query = len(left_lengths) > 1
-    each = left_lengths if own_query else left_lengths * pairs
-    lengths = [sum(pair) for pair in zip(each, right_lengths, strict=False)]
-    return Reading([(query, 1 if own_query else pairs), (document, 1)], lengths or _ONE)
+def flag(value: object) -> bool:
+    """``value`` as a boolean; False where it is not one."""
+    if value is None or isinstance(value, bool):
+        return value is True
+    try:
+        return _BOOLEAN.validate_python(value) is True
+    except ValidationError:
+        return False
 
 
-def _lengths(values: object) -> list[int]:
-    """Characters of each text; 0 for what is not one."""
-    each = values if isinstance(values, list) else [values]
-    return [len(value) if isinstance(value, str) else 0 for value in each]
+def output_bound(endpoint: Endpoint, body: dict[str, object]) -> int | None:
+    """Most tokens one sequence may generate; None: as many as the model's context leaves."""
+    if not endpoint.decodes:
+        return 0
+    for field in _BOUND_FIELDS[endpoint]:
+        if (bound := positive_int(body.get(field))) is not None:
+            return min(bound, MAX_TOKENS)
+    return _COMPLETIONS_DEFAULT if endpoint is Endpoint.COMPLETIONS else None
+
+
+def least_output(body: dict[str, object], bound: int | None) -> int:
+    """Fewest tokens one sequence generates; with ``ignore_eos`` it goes on to its bound."""
+    if bound is not None and flag(body.get("ignore_eos")):
+        return bound
+    least = positive_int(body.get("min_tokens")) or 0
+    return min(least, MAX_TOKENS if bound is None else bound)
+
+
+def sequences(endpoint: Endpoint, body: dict[str, object], prompts: int) -> int:
+    """Sequences decoded side by side: ``n`` (with beam search its width) for every prompt."""
+    if not endpoint.decodes:
+        return 0
+    has_n = endpoint in (Endpoint.CHAT, Endpoint.COMPLETIONS)
+    n = positive_int(body.get("n")) if has_n else None
+    return min((n or 1) * prompts, MAX_SEQUENCES)

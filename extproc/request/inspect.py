@@ -5,19 +5,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from extproc.request.body import decode, ending, readable, tokens_per_byte
-from extproc.request.bounds import (
+from extproc.request.errors import BadRequest
+from extproc.request.fields import (
     MAX_SEQUENCES,
     MAX_TOKENS,
+    flag,
     least_output,
     output_bound,
+    positive_int,
     sequences,
 )
-from extproc.request.errors import BadRequest
-from extproc.request.fields import Reading, read
-from extproc.request.form import of_form
-from extproc.request.lax import flag, positive_int
+from extproc.request.media import of_form
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of
 from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.prompt import Reading, read
 from extproc.request.tokens import TokenCounter
 
 if TYPE_CHECKING:
@@ -75,37 +76,38 @@ def inspect(
     exact = None if cut or limit else tokens.exact(endpoint, fields, model, reading.size)
     exactly = exact and _Size(exact.tokens, 0, 1.0, 0, 0)
     size = exactly or _measure(reading, limit, model, tokens)
-    known = endpoint.decodes and not cut and not (limit and size.tokens >= limit)
     if cut:
         density = tokens_per_byte(part, 1 / tokens.bytes_per_token(model))
         missing = round((whole - len(part)) * density)
         size = size._replace(tokens=size.tokens + missing, bytes=0, images=0)
     bound = output_bound(endpoint, fields)
-    profile = RequestProfile(
+    prompt_tokens = min(size.tokens, MAX_TOKENS)
+    prefix = NO_PREFIX
+    if endpoint.decodes and not (cut or previous or (limit and size.tokens >= limit)):
+        prefix = _prefix(reading, exact, size.tokens, model, fields.get("cache_salt"))
+    if not prefix.tokens:
+        # The replica counts its tokens as it does all.
+        prefix = replace(NO_PREFIX, tokens=float(prompt_tokens))
+    stream, responses = flag(fields.get("stream")), endpoint is Endpoint.RESPONSES
+    return RequestProfile(
         endpoint=endpoint,
         model=model,
         asked=asked,
-        prompt_tokens=min(size.tokens, MAX_TOKENS),
-        prompt_bytes=size.bytes,
+        prompt_tokens=prompt_tokens,
+        prompt_bytes=0 if previous else size.bytes,  # of those before, nothing is here
         output_bound=bound,
         sequences=sequences(endpoint, fields, reading.prompts),
         prompts=min(reading.prompts, MAX_SEQUENCES),
-        stream=flag(fields.get("stream")),
+        stream=stream,
         least_output=least_output(fields, bound),
         longest_share=size.longest_share,
-        images=size.images,
+        images=0 if previous else size.images,
         image_tokens=size.image_tokens,
-        prefix=_prefix(reading, exact, size.tokens, model, fields.get("cache_salt"))
-        if known
-        else NO_PREFIX,
+        previous_response=previous,
+        stored=responses and flag(fields.get("store", True)),
+        in_background=responses and flag(fields.get("background")) and not stream,
+        prefix=prefix,
     )
-    if endpoint is Endpoint.RESPONSES:
-        profile = _of_responses(profile, fields, previous)
-    if not profile.prefix.tokens:
-        # The replica counts its tokens as it does all.
-        unkeyed = replace(NO_PREFIX, tokens=float(profile.prompt_tokens))
-        profile = replace(profile, prefix=unkeyed)
-    return profile
 
 
 def _previous_response(endpoint: Endpoint, fields: dict[str, object]) -> str:
@@ -113,21 +115,6 @@ def _previous_response(endpoint: Endpoint, fields: dict[str, object]) -> str:
         return ""
     given = fields.get("previous_response_id")
     return given if isinstance(given, str) and len(given) <= _LONGEST_ID else ""
-
-
-def _of_responses(
-    profile: RequestProfile, fields: dict[str, object], previous: str
-) -> RequestProfile:
-    """With what one replica keeps. Of a prompt that goes on from there, only the end is here."""
-    return replace(
-        profile,
-        prompt_bytes=0 if previous else profile.prompt_bytes,
-        images=0 if previous else profile.images,
-        previous_response=previous,
-        stored=flag(fields.get("store", True)),
-        in_background=flag(fields.get("background")) and not profile.stream,
-        prefix=NO_PREFIX if previous else profile.prefix,
-    )
 
 
 def _beginning(part: bytes) -> dict[str, object]:
@@ -157,10 +144,9 @@ def _prefix(
     if reading.prompts > 1 or len(salt) > _LONGEST_NAME:
         return NO_PREFIX
     seed = seed_of(model, salt)
-    if exact:
-        return replace(exact.prefix(seed), salt=salt)
     [(prompt, _)] = reading.pieces
-    return replace(prompt.prefix(tokens, seed), salt=salt)
+    prefix = exact.prefix(seed) if exact else prompt.prefix(tokens, seed)
+    return replace(prefix, salt=salt) if salt else prefix
 
 
 class _Size(NamedTuple):
@@ -174,17 +160,20 @@ class _Size(NamedTuple):
 
 
 def _measure(reading: Reading, limit: int | None, model: str, counter: TokenCounter) -> _Size:
-    pieces, share = reading.pieces, reading.longest_share
-    tokens = sum(prompt.count(counter, model) * times for prompt, times in pieces)
-    images = sum(prompt.images * times for prompt, times in pieces)
+    share, tokens, images, media, of_text = reading.longest_share, 0, 0, 0, True
+    for prompt, times in reading.pieces:
+        tokens += prompt.count(counter, model) * times
+        images += prompt.images * times
+        media += prompt.media
+        of_text = of_text and times == 1 and bool(prompt.texts)
     if limit:
         kept = min(tokens, limit * reading.prompts)
         return _Size(kept, 0, min(share * tokens, limit) / max(kept, 1), 0, 0)
-    if any(prompt.media for prompt, _ in pieces):
+    if media:
         return _Size(tokens, 0, share, 0, 0)
     if images:
         return _Size(tokens, 0, share, images, images * counter.image_tokens(model))
-    if counter.is_exact(model) or not all(prompt.texts and times == 1 for prompt, times in pieces):
+    if counter.is_exact(model) or not of_text:
         return _Size(tokens, 0, share, 0, 0)
     # Template and token ids enter at the model's ratio: the share they have of the tokens is the
     # share they have of the bytes, so the ratio learned from both is that of the text.

@@ -34,7 +34,7 @@ _BLOCK_INVERSES = np.full(_MOST_BLOCKS, pow(_FACTOR, -1, 2**64), np.uint64).cump
 _NO_IDS = np.zeros(0, np.uint32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: to make one would take ten times as long
 class Prefix:
     """What of a prompt may be found in a prefix cache."""
 
@@ -70,7 +70,7 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
         tokens: of all of it.
         seed: as :func:`unit_keys` takes it.
     """
-    data = b"".join((before, answer, after))
+    data = before + answer + after  # no copy where only one is not empty
     if not data:
         return NO_PREFIX
     keys = unit_keys(data, seed)
@@ -85,6 +85,7 @@ def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int
     )
 
 
+@lru_cache(maxsize=1024)
 def seed_of(*names: str) -> int:
     """A number for what a cache tells apart beside the prompts: model or adapter, and salt."""
     return _hash("\0".join(names).encode(errors="replace"))

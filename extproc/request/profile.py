@@ -21,6 +21,8 @@ class Endpoint(StrEnum):
     SCORE = "/v1/score"
     RERANK = "/v1/rerank"
 
+    __hash__ = str.__hash__  # Enum's is slow, and requests are told apart by it several times
+
     @property
     def decodes(self) -> bool:
         """Whether it generates tokens; the others only prefill."""
@@ -37,7 +39,7 @@ _PREFILL_ALONE = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: to make one would take ten times as long
 class RequestProfile:
     """A request as the predictor sees it."""
 

@@ -1,11 +1,11 @@
-"""Another name for the model in a request's body; every other byte stays."""
+"""Another name for the model in a request's body, and in its answer; every other byte stays."""
 
 import re
 
 from pydantic_core import from_json, to_json
 
 from extproc.request.body import ending, readable
-from extproc.request.form import model_in_form
+from extproc.request.media import model_in_form
 from extproc.request.profile import Endpoint
 
 _TOKEN = re.compile(rb'"[^"]*+(?:"|\Z)|[\[\]{}]')
@@ -66,3 +66,36 @@ def _last_model(text: bytes) -> Span | None:
         if value and from_json(text[slice(*token.span())]) == "model":
             found = value.span(1)
     return found
+
+
+class AnswerNamer:
+    """Replaces the value of every ``model`` in a body, in chunks however split.
+
+    It knows JSON and server-sent events as replicas write them, with one blank after a colon or
+    none. The key cannot occur inside generated text, since JSON escapes the quotes there.
+    """
+
+    __slots__ = ("_kept", "_pairs")
+
+    def __init__(self, served: str, asked: str) -> None:
+        """Takes the name in the response, and the one to put there."""
+        keys = (b'"model":', b'"model": ')
+        self._pairs = [(key + to_json(served), key + to_json(asked)) for key in keys]
+        self._kept = b""
+
+    def feed(self, chunk: bytes, last: bool) -> bytes:
+        """The next bytes of the body, with the name replaced; what may be the beginning of one is
+        kept for the next chunk, unless this is the last."""
+        body = self._kept + chunk
+        for served, asked in self._pairs:
+            body = body.replace(served, asked)
+        kept = 0 if last else max(_begun(body, served) for served, _ in self._pairs)
+        whole = len(body) - kept
+        self._kept = body[whole:]
+        return body[:whole]
+
+
+def _begun(body: bytes, word: bytes) -> int:
+    """With how many bytes of a word the body ends."""
+    longest = min(len(word) - 1, len(body))
+    return next((size for size in range(longest, 0, -1) if body.endswith(word[:size])), 0)

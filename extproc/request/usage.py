@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 
-from extproc.request.bounds import MAX_TOKENS
+from extproc.request.fields import MAX_TOKENS
 from extproc.request.profile import Endpoint
 
 PRELUDE = {Endpoint.RESPONSES: 2}

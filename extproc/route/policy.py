@@ -1,8 +1,6 @@
-"""What every policy meets, and how one is found by its name."""
+"""What every policy meets and gives."""
 
-import difflib
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,16 +80,3 @@ def runner_up(scores: Floats, first: int) -> int | None:
     others[first] = np.inf
     second = int(others.argmin())
     return second if others[second] < np.inf else None
-
-
-def find_policy(name: str, policies: dict[str, Callable[[], Policy]]) -> Policy:
-    """A new policy of that name.
-
-    Raises:
-        ValueError: no policy has that name; the message names the nearest, or all.
-    """
-    if name in policies:
-        return policies[name]()
-    near = difflib.get_close_matches(name, policies, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(policies)}"
-    raise ValueError(f"no policy is named {name!r}; {hint}")

@@ -15,7 +15,7 @@ from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
 from extproc.route.holder import Holder
 from extproc.route.policies import POLICIES
-from extproc.route.policy import Choice, Policy, Situation, find_policy, runner_up
+from extproc.route.policy import Choice, Policy, Situation, runner_up
 from extproc.route.session import Session
 
 _SMALL = 0.2
@@ -39,10 +39,12 @@ class Forecast:
     decode_time_per_token: float
     expected_hits: float
     hits_depth: int
+    """Both as in :class:`~extproc.fleet.prefixes.Held`."""
     adapter_load: float
     adapter_wait: float
+    """These, and the times above, as in :class:`Decision`."""
     adapter_overrun: float
-    """All as in :class:`Decision`."""
+    """As in :class:`~extproc.predict.adapter.AdapterTimes`."""
 
 
 @dataclass(slots=True)
@@ -98,35 +100,25 @@ class Decision:
         return self.situation.prediction
 
     @property
-    def expected_hits(self) -> float:
-        """Tokens of the prompt that the replica chosen should hold, by what was sent there."""
-        return float(self.situation.held.expected[self.choice.first])
-
-    @property
     def cached(self) -> float:
         """Tokens of the prompt that it is believed to have in its prefix cache."""
-        return float(self.prediction.cached[self.choice.first])
+        return self.prediction.cached.item(self.choice.first)
 
     @property
     def predicted_ttft(self) -> float:
         """Seconds to the first token on the replica chosen."""
-        return float(self.prediction.ttft[self.choice.first])
+        return self.prediction.ttft.item(self.choice.first)
 
     @property
     def predicted_completion(self) -> float:
         """Seconds to the last token on the replica chosen."""
-        return float(self.prediction.completion[self.choice.first])
+        return self.prediction.completion.item(self.choice.first)
 
     @property
     def adapter_wait(self) -> float:
         """Seconds of that until there is a place in the batch for its LoRA adapter."""
         adapter = self.situation.adapter
         return 0.0 if adapter is None else adapter.wait.item(self.choice.first)
-
-    @property
-    def adapter_overrun(self) -> float:
-        """As in :class:`~extproc.predict.adapter.AdapterTimes`."""
-        return 1.0 if self.situation.adapter is None else self.situation.adapter.overrun
 
     @property
     def adapter_load(self) -> float:
@@ -141,7 +133,8 @@ class Decision:
         """Seconds a token on the replica chosen, before the correction of its decode time."""
         later = max(self.prediction.output_tokens - 1.0, 1.0)
         first = self.choice.first
-        return float(self.prediction.decode[first] / self.situation.view.stretch[first]) / later
+        decode = self.prediction.decode.item(first)
+        return decode / self.situation.view.stretch.item(first) / later
 
     def forget_token_ids(self) -> None:
         """Those of a long prompt take 100 kB, and a decision is kept for long."""
@@ -152,17 +145,18 @@ class Decision:
 
     def forecast(self) -> Forecast:
         """What has to be remembered of it until the request ends."""
+        first, situation = self.choice.first, self.situation
         return Forecast(
-            self.profile,
-            self.replica,
-            self.predicted_ttft,
-            self.predicted_completion,
+            situation.profile,
+            situation.view.ids[first],
+            situation.prediction.ttft.item(first),
+            situation.prediction.completion.item(first),
             self.decode_time_per_token,
-            self.expected_hits,
-            int(self.situation.held.depths[self.choice.first]),
+            situation.held.expected.item(first),
+            situation.held.depths.item(first),
             self.adapter_load,
             self.adapter_wait,
-            self.adapter_overrun,
+            1.0 if situation.adapter is None else situation.adapter.overrun,
         )
 
 
@@ -184,11 +178,13 @@ class Router:
         Raises:
             ValueError: no policy has that name.
         """
+        if policy not in POLICIES:
+            raise ValueError(f"no policy is named {policy!r}; there are: {', '.join(POLICIES)}")
         self.fleet = fleet
         self._session_cost_s = session_cost_s
         self._default = policy
         self._random = random
-        self._policies: dict[str, Policy] = {policy: find_policy(policy, POLICIES)}
+        self._policies = {name: make() for name, make in POLICIES.items()}
 
     def decide(
         self, profile: RequestProfile, policy: str = "", among: frozenset[str] | None = None
@@ -205,9 +201,9 @@ class Router:
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
-        held = fleet.held(profile.prefix, view, profile.model)
+        held = fleet.held(profile.prefix, view)
         prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
-        adapter = fleet.adapter_times(profile.model, view)
+        adapter = fleet.adapter_times(view)
         if adapter is not None:
             add_adapter(prediction, adapter)
         situation = Situation(profile, view, held, prediction, adapter)
@@ -269,8 +265,6 @@ class Router:
             if holder in view.ids:
                 return Holder.NAME, Holder(holder)
         name = asked if asked in POLICIES else self._default
-        if name not in self._policies:
-            self._policies[name] = find_policy(name, POLICIES)
         home = self.fleet.sessions.holder(profile.session) if profile.session else None
         if home is not None:
             return Session.NAME, Session(home, self._session_cost_s, self._policies[name])

@@ -57,11 +57,6 @@ async def run_router(
     registry = CollectorRegistry()
     services = build(config, registry)
     services.metrics.worker.set(worker)
-    if config.serve.stream_sample is not None:
-        logger.warning(
-            "serve.stream_sample is deprecated: set serve.chunks_per_s instead",
-            extra={"chunks_per_s": config.serve.chunk_budget},
-        )
     others = {one.pool: services.of_pool(one) for one in config.each_pool[1:]}
     pools = (services, *others.values())
     stopping = asyncio.Event()
@@ -105,6 +100,11 @@ async def _admin(
 
 def build(config: Config, registry: CollectorRegistry) -> Services:
     """The parts of a router, from its configuration."""
+    if config.serve.stream_sample is not None:
+        logger.warning(
+            "serve.stream_sample is deprecated: set serve.chunks_per_s instead",
+            extra={"chunks_per_s": config.serve.chunk_budget},
+        )
     generator = Random(config.route.seed)
     fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
     return Services(

@@ -18,12 +18,11 @@ from functools import cache
 from typing import NamedTuple
 
 from extproc.predict.inputs import least
-from extproc.request.answer import AnswerNamer
 from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
 from extproc.request.profile import Endpoint, RequestProfile
-from extproc.request.rename import rename
+from extproc.request.rename import AnswerNamer, rename
 from extproc.request.session import session_key, session_of
 from extproc.route.router import Decision
 from extproc.server import messages
@@ -39,7 +38,7 @@ _DIGITS = 15
 NONE_READY = "no replica is ready to serve this request"
 _RETRY_AFTER_S = 1
 _REQUEST_HEADERS = frozenset(
-    {":path", ":method", "x-request-id", "content-length", "content-encoding"}
+    {":path", ":method", "x-request-id", "content-length", "content-encoding", messages.UNSEEN}
 )
 
 
@@ -233,13 +232,15 @@ class Exchange:
         Raises:
             Refusal: it is not to be served.
         """
-        router, route = self._services.router, self._services.config.route
-        if route.listed_models_only and self._is_unknown(profile, decision):
-            raise NoModel(profile.asked, router.fleet.members.models)
+        fleet, route = self._services.fleet, self._services.config.route
+        candidates = fleet.eligibility.candidates(profile.model)
+        known = route.listed_models_only and fleet.known.is_set()
+        if known and candidates.unknown and profile.asked:
+            raise NoModel(profile.asked, fleet.members.models)
         if decision is None:
-            apart = router.fleet.eligibility.only_some_serve(profile.model)
-            served = router.fleet.members.names.served(profile.model)
-            apart |= profile.asked != "" and served != (profile.asked,)
+            served = fleet.members.names.served(profile.model)
+            apart = profile.asked != "" and served != (profile.asked,)
+            apart |= candidates.only_some
             if apart or self._subset is not None or not self.has_fallback:
                 raise NoReplica(NONE_READY)
             return
@@ -247,15 +248,6 @@ class Exchange:
         if route.max_ttft_s is not None and soonest > route.max_ttft_s:
             message = f"every replica is busy: the first token would come in {soonest:.0f} s"
             raise Saturated(message, code="saturated")
-
-    def _is_unknown(self, profile: RequestProfile, decision: Decision | None) -> bool:
-        """Whether the request names a model that no replica serves, as far as all are known."""
-        fleet = self._services.fleet
-        if not fleet.known.is_set():
-            return False
-        if decision is not None and decision.name in fleet.members.models_on(decision.replica):
-            return False
-        return profile.asked != "" and fleet.eligibility.unknown(profile.model)
 
     def _named(self, decision: Decision, body: bytes) -> bytes:
         """The body, with the name by which the replica chosen serves the model."""
@@ -314,6 +306,7 @@ class BodyFirst(Exchange):
         asked = self._asked(headers)
         if asked is None or self._in_flight is not None:
             return [self._pass_on("request_body", headers)]
+        self._unseen = messages.UNSEEN in headers
         if asked.readable:
             return [self._route_body(asked, message)]
         asked = asked._replace(length=len(message.body))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from extproc.request.errors import NoReplica, Refusal
-from extproc.request.large import LARGE_BODY
+from extproc.request.media import LARGE_BODY
 from extproc.request.profile import NO_WORK
 from extproc.server import messages
 from extproc.server.exchange import NONE_READY, Asked, Exchange, refuse

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from extproc.request.large import LARGE_BODY, of_length
+from extproc.request.media import LARGE_BODY, of_length
 from extproc.request.profile import Endpoint
 from extproc.server import messages
 from extproc.server.exchange import Asked, Exchange

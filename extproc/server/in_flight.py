@@ -145,8 +145,8 @@ class InFlight:
             services.fleet.eligibility.answered(self._served_by)
 
     def _worth_reading(self, content_type: str) -> bool:
-        """Every whole response, for it is one message, those whose id is needed, and of the streams
-        a sample, and those that teach how fast a replica is, or how fast it loads an adapter."""
+        """Every whole response, for it is one message, those whose id is needed, and as many
+        streams as the router has chunks for."""
         if self._status != 200:
             return False
         if self._response_id is not None or not content_type.startswith("text/event-stream"):

@@ -24,6 +24,8 @@ SERVED = "x-gateway-destination-endpoint-served"
 """Metadata key of the endpoint that served, as gateways tell it with the response's headers."""
 SUBSET = "x-gateway-destination-endpoint-subset"
 """Metadata key of the only endpoints that may be chosen."""
+UNSEEN = "x-extproc-unseen"
+"""Header by which Envoy says that it will not tell of the response, as in ``envoy/envoy.yaml``."""
 METADATA_NAMESPACE = "envoy.lb"
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)

@@ -49,7 +49,7 @@ async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> 
     try:
         while True:
             started = clock()
-            digest = fleet.digests.due(started, alone=not fleet.peers.expected)
+            digest = fleet.digests.due(started, no_peers=not fleet.peers.expected)
             try:
                 if digest is not None:
                     await writer.send(digest)

@@ -94,7 +94,15 @@ def test_a_fleet_file_that_describes_no_fleet(
 
 
 @pytest.mark.parametrize(
-    "event", ["at: .inf, down", "at: .nan, down", "at: 1, slow: .inf", "at: 1, slow: 0", "at: 1"]
+    "event",
+    [
+        "at: .inf, down",
+        "at: .nan, down",
+        "at: 1, slow: .inf",
+        "at: 1, slow: 0",
+        "at: 1",
+        "at: 1, slow: 2, down",
+    ],
 )
 def test_an_event_that_makes_no_sense(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, event: str

@@ -2,6 +2,7 @@
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -14,12 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks import fleet
 from benchmarks.compare import __main__ as compare
 from benchmarks.compare.contenders import Front
-from benchmarks.compare.envoy import EnvoyAlone
+from benchmarks.compare.envoy import EnvoyAlone, weights
 from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, trouble
-from benchmarks.compare.play import Traffic, work
+from benchmarks.compare.play import part, work
 from benchmarks.compare.validity import Look, between, hits, ticks, validity
-from benchmarks.pages import get_text
 from extproc.demo.processes import ProcessError
 
 FLEETS = Path("benchmarks/fleets")
@@ -127,9 +127,10 @@ def test_nobody_is_told_which_cards_of_the_mixed_fleet_are_fast() -> None:
 
 
 def test_each_repeat_sends_the_next_part_of_the_trace() -> None:
-    traffic = Traffic((Path("a"), Path("b")), 4.0, 30.0, 16.0, 0.5, 7)
+    asked = {"speed": 4.0, "skip": 30.0, "duration": 16.0, "stream_share": 0.5, "seed": 7}
+    args = Namespace(trace=[Path("a"), Path("b")], **asked)
     first, third = (
-        dict(zip(words[::2], words[1::2], strict=True)) for words in map(traffic.arguments, (0, 2))
+        dict(zip(words[::2], words[1::2], strict=True)) for words in (part(args, 0), part(args, 2))
     )
     assert first["--trace"] == "a,b"
     assert (first["--from"], first["--duration"], first["--seed"]) == ("30.0", "16.0", "7")
@@ -357,22 +358,9 @@ async def test_an_envoy_that_does_not_say_what_it_did_is_complained_of(
     assert "Envoy does not say what it did" in complaint
 
 
-@pytest.mark.process
-async def test_weights_are_in_proportion_to_speed(
-    tmp_path: Path, unused_tcp_port_factory: Any
-) -> None:
+def test_weights_are_in_proportion_to_speed() -> None:
     simulated = Fleet(fleet.read(FLEETS / "live-mixed.yaml"))
-    servers = {name: f"127.0.0.1:{unused_tcp_port_factory()}" for name in simulated.speeds}
-    envoy = EnvoyAlone("least_request_weighted")
-    async with envoy.running(simulated, servers, tmp_path, 0) as front:
-        page = await get_text(f"{front.admin}/clusters")
-    weights = {
-        name: int(line.rpartition("::")[2])
-        for line in page.splitlines()
-        for name, address in servers.items()
-        if f"::{address}::weight::" in line
-    }
-    assert weights == {"h100-0": 100, "h100-1": 100, "a10-0": 22, "a10-1": 22}
+    assert weights(simulated, dict.fromkeys(simulated.speeds, "")) == [100, 100, 22, 22]
 
 
 SHORT = [

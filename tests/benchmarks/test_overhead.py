@@ -8,6 +8,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from benchmarks.overhead import __main__ as overhead
+from benchmarks.overhead import streams
 from benchmarks.overhead.client import Load, request
 
 
@@ -87,6 +88,32 @@ def test_sizes_that_are_no_numbers_are_refused(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         overhead.main(["--replicas", "8,many"])
     assert "8,many" in capsys.readouterr().err
+
+
+def test_streams_have_no_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        overhead.main(["--stream", "5", "--report", str(tmp_path)])
+    assert "--report" in capsys.readouterr().err
+
+
+@pytest.mark.process
+def test_it_measures_streamed_answers_beside_those_of_one_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(streams, "WARM_UP_S", 0.1)
+    report = tmp_path / "streams.json"
+    arguments = ["--replicas", "2", "--seconds", "0.2", "--stream", "5", "--json", str(report)]
+    assert overhead.main(arguments) == 0
+    figures = json.loads(report.read_text())["streams"]
+    assert [(one["tokens"], one["rate"]) for one in figures] == [
+        (1, 100),
+        (1, 200),
+        (5, 100),
+        (5, 200),
+    ]
+    assert [one["report"]["answered"] for one in figures] == [20, 40, 20, 40]
+    assert all(one["report"]["p50_ms"] > 30 for one in figures if one["tokens"] == 5)
+    assert len(capsys.readouterr().out.splitlines()) == 4 + len(figures)
 
 
 @pytest.mark.process

@@ -111,7 +111,8 @@ async def test_a_server_with_another_tokenizer() -> None:
         return len(tokenizer.encode(text)) + (31 if "messages" in body else 1)
 
     async def answer(request: web.Request) -> web.Response:
-        return web.json_response({"usage": {"prompt_tokens": count(await request.json())}})
+        usage = {"prompt_tokens": count(await request.json())}
+        return web.json_response({"choices": [{"text": "a"}], "usage": usage})
 
     app = web.Application()
     app.add_routes([web.post("/v1/{path:.*}", answer)])

@@ -116,13 +116,14 @@ def test_replicas_that_draft_are_predicted_as_well_as_those_that_do_not(
 
 
 def test_prediction_beats_counting_where_replicas_differ(simulate: Simulate) -> None:
-    arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "1500"]
+    arguments = ["--speed", "4", "--policy", "completion,lmetric", "--requests", "500"]
     ours, theirs = simulate(*arguments, "--no-oracle")
     assert ours["e2e_s"]["p99"] < 0.5 * theirs["e2e_s"]["p99"]
     assert ours["ttft_s"]["p99"] < 0.5 * theirs["ttft_s"]["p99"]
-    assert sum(one["requests"] for one in ours["per_replica"].values()) == 1500
+    assert sum(one["requests"] for one in ours["per_replica"].values()) == 500
 
 
+@pytest.mark.timeout(300)  # it computes all the time, and a machine may be busy
 def test_queue_kv_does_what_the_picker_does_whose_scorers_it_has(
     simulate: Simulate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

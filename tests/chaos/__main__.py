@@ -15,10 +15,9 @@ from pathlib import Path
 from random import Random
 
 import aiohttp
-from rich.console import Console
-from rich.table import Table
 
 from extproc.demo.stack import Stack
+from extproc.layout import Column, table
 from tests.chaos.figures import HEADINGS, Figures, Times
 from tests.chaos.load import Load
 from tests.chaos.scenes import SCENES, Scene
@@ -30,7 +29,6 @@ _AFTER_S = 2.0
 _PATIENCE_S = 30.0
 _LEDGER_S = 5.0
 _LOOK_EVERY_S = 0.02
-_WIDTH = 140
 
 
 async def play(scene: Scene, system: System) -> Times:
@@ -67,7 +65,7 @@ async def _ledgers(system: System) -> dict[str, int]:
     return ledgers
 
 
-async def run(scenes: Sequence[Scene], directory: Path, console: Console) -> list[str]:
+async def run(scenes: Sequence[Scene], directory: Path) -> list[str]:
     """Plays the scenes and prints their figures; returns what must not be."""
     async with (
         Stack(directory, REPLICAS, routers=2, pollers=2) as stack,
@@ -79,12 +77,12 @@ async def run(scenes: Sequence[Scene], directory: Path, console: Console) -> lis
         watching = asyncio.create_task(system.watch_ages())
         async with load:
             for scene in scenes:
-                console.print(f"{scene.name} …")
+                print(f"{scene.name} …")
                 times = await play(scene, system)
                 played.append((scene, times))
                 if times.over is None and scene.victim:
                     for line in await system.account(scene.victim):
-                        console.print(line, markup=False, soft_wrap=True)
+                        print(line)
         watching.cancel()
         await system.settled()
         ledgers = await _ledgers(system)
@@ -100,8 +98,8 @@ async def run(scenes: Sequence[Scene], directory: Path, console: Console) -> lis
             for scene, times in played
         ]
     names = {stack.address(one.name): one.name for one in REPLICAS}
-    _show(figures, names, console)
-    console.print(f"in the ledgers at the end: {ledgers}")
+    _show(figures, names)
+    print(f"in the ledgers at the end: {ledgers}")
     problems = [f"{one.scene.name}: {problem}" for one in figures for problem in one.problems()]
     return problems + [
         f"{router}: {count} requests left in its ledger"
@@ -110,17 +108,15 @@ async def run(scenes: Sequence[Scene], directory: Path, console: Console) -> lis
     ]
 
 
-def _show(figures: Sequence[Figures], names: dict[str, str], console: Console) -> None:
-    table = Table(*HEADINGS, box=None)
-    for one in figures:
-        table.add_row(*one.row())
-    console.print(table)
+def _show(figures: Sequence[Figures], names: dict[str, str]) -> None:
+    head = [Column(name, left=name == "scene") for name in HEADINGS]
+    print(*table(head, [one.row() for one in figures]), sep="\n")
     total = sum(len(one.requests) for one in figures)
     failed = sum(len(one.failed) for one in figures)
-    console.print(f"{total} requests, {failed} failed")
+    print(f"{total} requests, {failed} failed")
     for one in figures:
         for what, count in one.failures(names).items():
-            console.print(f"{one.scene.name}: {count} {what}", markup=False, soft_wrap=True)
+            print(f"{one.scene.name}: {count} {what}")
 
 
 def main() -> int:
@@ -131,12 +127,11 @@ def main() -> int:
     chosen = parser.parse_args().scenes or list(known)
     if unknown := set(chosen) - known.keys():
         parser.error(f"no such scene: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    console = Console(highlight=False, width=_WIDTH)
     directory = Path(tempfile.mkdtemp(prefix="extproc-chaos-"))
-    console.print(f"logs: {directory}")
-    problems = asyncio.run(run([known[name] for name in chosen], directory, console))
+    print(f"logs: {directory}")
+    problems = asyncio.run(run([known[name] for name in chosen], directory))
     for problem in problems:
-        console.print(f"FAILED {problem}", markup=False, soft_wrap=True)
+        print(f"FAILED {problem}")
     return 1 if problems else 0
 
 

@@ -13,7 +13,7 @@ import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import MODEL, SimulatedReplica
-from extproc.request.large import LARGE_BODY
+from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
 

@@ -35,7 +35,8 @@ class Told(Stack):
     def _bootstrap(self) -> str:
         bootstrap = yaml.safe_load(super()._bootstrap())
         (listener,) = bootstrap["static_resources"]["listeners"]
-        ext_proc, *_ = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
         told = ["request.headers['x-session-id']", "request.headers['cookie']"]
         ext_proc["typed_config"]["request_attributes"] += told
         return yaml.safe_dump(bootstrap)

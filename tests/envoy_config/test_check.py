@@ -36,6 +36,7 @@ class Bootstrap:
         self.listener = resources["listeners"][0]
         self.manager = self.listener["filter_chains"][0]["filters"][0]["typed_config"]
         self.filters = self.manager["http_filters"]
+        del self.filters[:2]  # which choose one of the routes that are left out below
         self.ext_proc = self.filters[0]["typed_config"]
         self.mode = self.ext_proc["processing_mode"]
         self.host = self.manager["route_config"]["virtual_hosts"][0]
@@ -63,6 +64,12 @@ class Bootstrap:
         self.replicas.update(
             type="ORIGINAL_DST", lb_policy="CLUSTER_PROVIDED", original_dst_lb_config=config
         )
+
+    def untold(self) -> Self:
+        """Let a route keep responses from the router."""
+        mode = {**self.mode, "response_header_mode": "SKIP"}
+        self.routes.insert(0, {**self.routes[0], **override(processing_mode=mode)})
+        return self
 
     def headers_first(self) -> Self:
         """Let the headers come first, and the cluster go by the header that the answer sets."""
@@ -157,6 +164,9 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
      lambda b: b.mode.update(request_body_mode="STREAMED")),
     ("response_headers_are_sent", Level.ERROR, "SKIP",
      lambda b: b.mode.update(response_header_mode="SKIP")),
+    ("response_headers_are_sent", Level.ERROR, "SKIP",
+     lambda b: (b.untold(), b.ext_proc["request_attributes"].remove(
+         "request.headers['x-extproc-unseen']"))),
     ("response_attributes_are_sent", Level.WARNING, "lacks upstream.address, response.code",
      lambda b: b.ext_proc.pop("response_attributes")),
     ("response_attributes_are_sent", Level.WARNING, "lacks response.code:",
@@ -286,6 +296,7 @@ ALLOWED: list[Breakage] = [
     ),
     lambda b: b.ext_proc.pop("message_timeout"),
     lambda b: b.headers_first(),
+    lambda b: b.untold(),
     lambda b: b.route.update(timeout="3600s"),
     lambda b: (b.manager.pop("stream_idle_timeout"), b.route.update(idle_timeout="0s")),
     lambda b: b.replicas.update(type="EDS", eds_cluster_config={"eds_config": {"ads": {}}}),
@@ -350,22 +361,32 @@ def test_a_file_without_the_filter_says_so_and_no_more() -> None:
     assert (finding.rule, finding.level) == ("has_ext_proc", Level.ERROR)
 
 
+def test_names_in_answers_need_every_answer() -> None:
+    named = Config.model_validate({"route": {"answer_asked_name": True}})
+    file = Bootstrap().untold()
+    (finding,) = [one for one in check_envoy(file.tree, named) if one.level is not Level.OK]
+    assert (finding.rule, finding.level) == ("every_answer_is_shown", Level.ERROR)
+    assert "local_ratelimit" in finding.text
+    del file.routes[0]
+    assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
+
+
 def test_headers_that_settings_name_must_be_told() -> None:
     named = Config.model_validate(
         {
             "route": {"allow_policy_header": True, "session_cookie": "sid"},
             "request": {"tenant_header": "X-Tenant"},
         }
-    ).headers
+    )
     file = Bootstrap()
-    (finding,) = [one for one in check_envoy(file.tree, headers=named) if one.level is not Level.OK]
+    (finding,) = [one for one in check_envoy(file.tree, named) if one.level is not Level.OK]
     assert (finding.rule, finding.level) == ("named_headers_are_told", Level.ERROR)
     lacking = ["request.headers['cookie']", "request.headers['x-tenant']"]
     assert finding.text.endswith("Add " + ", ".join(lacking))  # the policy's is there
     file.ext_proc["request_attributes"] += lacking
-    assert {one.level for one in check_envoy(file.tree, headers=named)} == {Level.OK}
+    assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
     file.headers_first()
-    assert {one.level for one in check_envoy(file.tree, headers=named)} == {Level.OK}
+    assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
 
 
 @pytest.mark.parametrize("tree", [None, [], {}, [1, 2], {"a": 1}, "text", [{"name": "x"}]])
@@ -510,7 +531,7 @@ def test_workers_that_envoy_does_not_know_are_named() -> None:
     two_hosts = routers(("a", 1), ("b", 1), ("a", 2))
     (finding,) = (
         one
-        for one in check_envoy(two_hosts.tree, ServeSettings(workers=2))
+        for one in check_envoy(two_hosts.tree, Config(serve=ServeSettings(workers=2)))
         if one.level is not Level.OK
     )
     assert finding.level is Level.WARNING
@@ -530,7 +551,7 @@ def test_workers_that_envoy_does_not_know_are_named() -> None:
 def test_workers_that_envoy_knows_are_fine(
     bootstrap: Bootstrap, workers: int, judged: bool
 ) -> None:
-    findings = check_envoy(bootstrap.tree, ServeSettings(workers=workers))
+    findings = check_envoy(bootstrap.tree, Config(serve=ServeSettings(workers=workers)))
     assert {finding.level for finding in findings} == {Level.OK}
     assert any(finding.rule == "workers_are_listed" for finding in findings) is judged
 
@@ -546,7 +567,7 @@ def test_tls_of_one_side_alone_is_told(envoys: bool, routers: bool) -> None:
             "typed_config": {"@type": kind, "sni": "router"},
         }
     files = {"tls_cert": Path("tls.crt"), "tls_key": Path("tls.key")} if routers else {}
-    findings = check_envoy(bootstrap.tree, ServeSettings(**files))
+    findings = check_envoy(bootstrap.tree, Config(serve=ServeSettings(**files)))
     told = [(one.level, one.text) for one in findings if one.rule == "transport_fits"]
     if envoys != routers:
         ((level, text),) = told

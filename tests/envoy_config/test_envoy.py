@@ -227,6 +227,10 @@ async def envoy(
         replica_addresses=replicas,
     )
     tree = yaml.safe_load(config)
+    (listener,) = tree["static_resources"]["listeners"]
+    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+    (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
+    ext_proc["typed_config"]["message_timeout"] = "30s"  # a busy machine is not what is tested
     change(tree)
     async with running(directory, yaml.safe_dump(tree), admin):
         yield f"http://127.0.0.1:{port}"
@@ -346,6 +350,35 @@ async def test_a_request_leaves_after_one_message(whole_file: tuple[Chooser, str
         "request.headers['content-encoding']": "identity",
     }
     assert answer["header"] == chooser.destination  # for logs and other filters
+
+
+async def test_of_many_responses_a_hundred_a_second_are_told(
+    tmp_path: Path,
+) -> None:
+    def two(tree: dict[str, Any]) -> None:
+        (listener,) = tree["static_resources"]["listeners"]
+        limit, *_ = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        bucket = limit["typed_config"]["token_bucket"]
+        assert bucket["tokens_per_fill"] / float(bucket["fill_interval"].removesuffix("s")) == 100
+        bucket |= {"max_tokens": 2, "tokens_per_fill": 1, "fill_interval": "3600s"}
+
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [a], two) as url,
+    ):
+        chooser.destination = a
+        for number in range(4):
+            chooser.served_by = ""
+            answer = await post(url)
+            assert answer["header"] == a
+            told = number < 2
+            assert chooser.served_by == (a if told else "")
+            assert ("request.headers['x-extproc-unseen']" in chooser.told) is not told
+            assert "x-extproc-unseen" not in {name.lower() for name in answer["headers"]}
+        await post(url, path="/v1/responses")
+        assert chooser.served_by == a
 
 
 @pytest.mark.parametrize(

@@ -144,9 +144,9 @@ def test_a_router_that_is_alone_speaks_as_one_without_requests() -> None:
     tell(one, two, clock=clock)
     one.dispatch(replica(1), chat(1000, 100))
     clock.advance(EVERY_S)
-    assert one.digests.due(clock(), alone=not one.peers.expected) is None
+    assert one.digests.due(clock(), no_peers=not one.peers.expected) is None
     tell(two, one, clock=clock)
-    digest = one.digests.due(clock(), alone=not one.peers.expected)
+    digest = one.digests.due(clock(), no_peers=not one.peers.expected)
     assert digest is not None
     assert (digest.kind, digest.replicas) == (Kind.CHANGES, (replica(1),)), "what two missed"
     two.hear(digest)
@@ -168,7 +168,7 @@ def test_a_router_that_cannot_hear_the_others_goes_on_telling() -> None:
     assert len(one.peers) == 0
     one.dispatch(replica(1), chat(1000, 100))
     clock.advance(EVERY_S)
-    assert one.digests.due(clock(), alone=not one.peers.expected) is not None
+    assert one.digests.due(clock(), no_peers=not one.peers.expected) is not None
 
 
 def test_what_was_not_sent_is_repeated_as_a_whole() -> None:

@@ -104,3 +104,20 @@ def test_one_is_silent_beside_others_that_answer_late() -> None:
         clock.advance(3.2)
         fleet.put(state(1, A10, clock))
     assert "no news" in excluded(fleet)[replica(2)]
+
+
+def test_a_model_is_unknown_from_when_all_have_told_their_list_until_one_has_it() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+
+    def unknown(model: str) -> bool:
+        return fleet.eligibility.candidates(model).unknown
+
+    fleet.put(state(2, A10, clock, listed=False))
+    assert not unknown("other")
+    fleet.put(state(2, A10, clock, listed=True))
+    assert unknown("other")
+    assert not unknown(MODEL)
+    fleet.put(state(2, A10, clock, models=("other",)))
+    assert not unknown("other")
+    assert fleet.eligibility.candidates("other").only_some

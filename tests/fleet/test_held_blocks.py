@@ -96,8 +96,8 @@ def test_adapters_have_blocks_of_their_own() -> None:
         one = state(number, "llama-8b-a10", told.clock, kv_tokens=100_000, kv_news=news)
         told.fleet.put(one.model_copy(update=adapters))
     view = told.fleet.view("sql")
-    assert told.fleet.held(PREFIX, view, "sql").cached.tolist() == [0, 48]
-    assert told.fleet.held(PREFIX, view, MODEL).cached.tolist() == [320, 0]
+    assert told.fleet.held(PREFIX, view).cached.tolist() == [0, 48]
+    assert told.fleet.held(PREFIX, told.fleet.view(MODEL)).cached.tolist() == [320, 0, 0]
 
 
 def test_an_adapter_has_its_blocks_under_the_name_that_each_replica_knows() -> None:
@@ -110,10 +110,10 @@ def test_an_adapter_has_its_blocks_under_the_name_that_each_replica_knows() -> N
         adapters = {"models": (MODEL, name), "adapters": (name,), "max_loras": 1}
         told.fleet.put(one.model_copy(update=adapters))
     view = told.fleet.view("sql")
-    assert told.fleet.held(PREFIX, view, "sql").cached.tolist() == [16, 32]
+    assert told.fleet.held(PREFIX, view).cached.tolist() == [16, 32]
     profile = RequestProfile(Endpoint.COMPLETIONS, "sql", 321, 0, 10, prefix=PREFIX)
     told.fleet.dispatch(replica(2), profile)
-    assert told.fleet.held(PREFIX, view, "sql").cached.tolist() == [16, 320]
+    assert told.fleet.held(PREFIX, view).cached.tolist() == [16, 320]
 
 
 def test_what_was_sent_counts_until_the_replica_tells_otherwise_or_time_is_up() -> None:

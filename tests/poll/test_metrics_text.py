@@ -227,3 +227,15 @@ def test_any_lines_that_begin_like_vllms_are_read_or_refused(page: bytes) -> Non
 def test_a_page_with_a_hole_is_read_or_refused(start: int, length: int) -> None:
     whole = sample("busy")
     accepted(whole[:start] + whole[start + length :])
+
+
+def test_the_last_block_of_a_sequence_is_taken_to_be_half_full() -> None:
+    """64 blocks of 128 tokens; 4 sequences run."""
+    figures = read_metrics(sample("busy"))
+    assert (figures.running, figures.block_size) == (4, 128)
+    in_blocks = figures.kv_usage * figures.kv_tokens
+    assert figures.counts(at=1.0).kv_tokens == pytest.approx(in_blocks - 4 * 64)
+
+
+def test_an_idle_engine_holds_no_tokens() -> None:
+    assert read_metrics(sample("idle")).counts(at=1.0).kv_tokens == 0.0

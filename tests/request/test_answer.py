@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from extproc.request.answer import AnswerNamer
+from extproc.request.rename import AnswerNamer
 
 SERVED, ASKED = 'org/b "1"', "the-model"
 WHOLE = json.dumps({"id": "1", "model": SERVED, "text": f'"model":"{SERVED}"', "x": ["model"]})

@@ -286,6 +286,6 @@ def test_a_name_that_no_replica_lists_any_more_is_no_adapter() -> None:
 
 
 def times(system: System, model: str) -> AdapterTimes | None:
-    view = system.fleet.view(MODEL)
+    view = system.fleet.view(model)
     system.fleet.sequences(view)
-    return system.fleet.adapter_times(model, view)
+    return system.fleet.adapter_times(view)

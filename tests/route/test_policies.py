@@ -156,7 +156,7 @@ class TestAStoredResponse:
 
 
 def test_an_unknown_policy_is_named_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean 'least_request'"):
+    with pytest.raises(ValueError, match="'least_requests'; there are: completion, least_request,"):
         Router(fleet_of(ManualClock()), "least_requests", random.Random(0))
 
 

@@ -140,3 +140,17 @@ async def test_what_has_no_body_is_heard_of_with_its_response(
         assert (await stream.response_headers()).response_headers is not None
         await stream.end()
     assert services.fleet.in_flight == 0
+
+
+async def test_what_envoy_will_not_tell_of_is_not_missed(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        assert chosen(await stream.body_first(CHAT, headers={"x-extproc-unseen": "1"}))
+        await stream.end()
+    async with envoy.stream() as stream:
+        assert chosen(await stream.body_first(CHAT))
+        await stream.end()  # the client hung up
+    (requests,) = services.metrics.requests.collect()
+    counted = {sample.labels["result"]: sample.value for sample in requests.samples}
+    assert counted == {"routed": 2.0, "unanswered": 1.0}

@@ -16,7 +16,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 from envoy_data_plane.google.protobuf import Struct, Value
 
 from extproc.config import Config
-from extproc.request.large import LARGE_BODY
+from extproc.request.media import LARGE_BODY
 from extproc.server.services import Services
 from tests.fakes import ManualClock, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, Stream, destination, headers_message

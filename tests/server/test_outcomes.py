@@ -1,11 +1,14 @@
 """What is held against replicas, and what is learned, from how responses end."""
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client.registry import Collector
 
 from extproc.config import Config
+from extproc.route.router import Router
 from extproc.server.services import Services
-from tests.fakes import replica
+from tests.fakes import ManualClock, chat, fleet_of, replica
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 
 TUNNEL = "127.0.0.1:15001"
@@ -14,6 +17,18 @@ TUNNEL = "127.0.0.1:15001"
 @pytest.fixture
 def config() -> Config:
     return Config.model_validate({"serve": {"chunks_per_s": 0.0}})
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def services(services: Services, clock: ManualClock) -> Services:
+    fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
+    fleet.known.set()
+    return replace(services, router=Router(fleet, "completion", services.random), clock=clock)
 
 
 def count(metric: Collector) -> float:
@@ -48,6 +63,30 @@ async def test_a_failure_through_a_tunnel_is_one_of_the_replica_chosen(
             await stream.end()
     (excluded,) = services.fleet.view("llama").excluded
     assert excluded.why == "it failed several requests in a row"
+
+
+@pytest.mark.parametrize(("status", "learned"), [(200, True), (500, False), (None, False)])
+async def test_a_stream_that_was_not_read_tells_how_long_its_answer_was(
+    envoy: EnvoySide,
+    services: Services,
+    clock: ManualClock,
+    status: int | None,
+    learned: bool,
+) -> None:
+    for number in (1, 2):  # none is alone
+        services.fleet.dispatch(replica(number), chat(100, 10_000))
+    before = services.fleet.lengths.expected(0, 10_000.0)
+    for _ in range(5):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+            if status is not None:
+                kind = "text/event-stream"
+                await stream.response_headers(status, upstream=first, content_type=kind)
+            clock.advance(60.0)
+            await stream.end()
+    expected = services.fleet.lengths.expected(0, 10_000.0)
+    assert expected > 2 * before if learned else expected == before
 
 
 async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(

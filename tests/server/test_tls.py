@@ -239,5 +239,5 @@ def test_check_warns_of_an_expired_certificate(
 def test_one_file_without_the_others_is_refused(
     section: str, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["check", f"--{section}.{given}", "a.pem"]) == 1
+    assert main(["check", f"--{section}.{given}", "a.pem"]) == 2
     assert "tls_cert and tls_key" in capsys.readouterr().err

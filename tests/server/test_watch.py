@@ -1,4 +1,4 @@
-"""Which responses Envoy is asked to tell of."""
+"""Which responses Envoy is asked to tell of, and which streamed ones are read."""
 
 from dataclasses import replace
 
@@ -10,11 +10,22 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeHeaderSendMode as HeaderMode,
 )
 
+from extproc.config import Config
 from extproc.server.services import Services
-from tests.fakes import ManualClock
+from tests.fakes import ManualClock, chat, replica
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 
 PER_S = 100
+TOKENS = 20
+"""Of a streamed answer, each of them a chunk."""
+CHUNKS_PER_S = 2.0
+"""So six answers' chunks are kept, half of them for those whose first token teaches."""
+STREAMED = CHAT | {"stream": True, "min_tokens": TOKENS, "max_tokens": TOKENS}
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate({"serve": {"chunks_per_s": CHUNKS_PER_S}})
 
 
 @pytest.fixture
@@ -75,3 +86,55 @@ async def test_until_a_replica_that_failed_is_well_all_are_looked_at(envoy: Envo
         seen, answered = await ask(envoy)
         assert seen
     assert not (await ask(envoy))[0]
+
+
+@pytest.fixture
+def in_company(services: Services) -> None:
+    """No replica has a request to itself: no first token tells how fast it is."""
+    for number in (1, 2):
+        for _ in range(2):
+            services.fleet.dispatch(replica(number), chat(100))
+
+
+async def answer(envoy: EnvoySide, chunks: int = TOKENS) -> bool:
+    """A streamed answer, to its end: whether Envoy was to show it."""
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first = destination(await stream.request_body(STREAMED))[0]
+        reply = await stream.response_headers(upstream=first, content_type="text/event-stream")
+        read = reply.mode_override is not None
+        for left in reversed(range(chunks if read else 0)):
+            await stream.response_body(b"data: {}\n\n", end_of_stream=not left)
+        await stream.end()
+    return read
+
+
+@pytest.mark.usefixtures("in_company")
+async def test_streams_are_read_by_a_budget_of_chunks(envoy: EnvoySide, clock: ManualClock) -> None:
+    assert [await answer(envoy) for _ in range(5)] == [True] * 3 + [False] * 2
+    clock.advance(TOKENS / CHUNKS_PER_S)
+    assert [await answer(envoy) for _ in range(2)] == [True, False]
+    clock.advance(3600.0)
+    assert [await answer(envoy) for _ in range(5)] == [True] * 3 + [False] * 2
+
+
+async def test_streams_whose_first_token_teaches_are_read_for_longer(envoy: EnvoySide) -> None:
+    assert [await answer(envoy) for _ in range(8)] == [True] * 6 + [False] * 2
+
+
+@pytest.mark.usefixtures("in_company")
+async def test_what_was_not_read_of_an_answer_that_ended_early_is_read_of_others(
+    envoy: EnvoySide,
+) -> None:
+    assert all([await answer(envoy, chunks=2) for _ in range(20)])
+
+
+@pytest.mark.usefixtures("in_company")
+async def test_an_answer_that_goes_on_costs_what_others_would_have(
+    envoy: EnvoySide, clock: ManualClock
+) -> None:
+    assert await answer(envoy, chunks=5 * TOKENS)
+    clock.advance(2 * TOKENS / CHUNKS_PER_S)
+    assert not await answer(envoy)
+    clock.advance(1.0)
+    assert await answer(envoy)

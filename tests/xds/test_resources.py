@@ -145,7 +145,7 @@ def test_a_file_is_read_again_when_it_changes_and_a_broken_one_is_passed_over(
     tmp_path: Path, logged: Logged
 ) -> None:
     path = tmp_path / "envoy.yaml"
-    write(path, yaml.safe_dump(GOOD), 1)
+    write(path, yaml.safe_dump(GOOD, sort_keys=False), 1)
     file = watched(path, "default")
     assert file.read() == resources(GOOD, "default")
     assert file.news() is None
@@ -166,7 +166,7 @@ def test_a_file_that_could_not_be_read_once_is_read_the_next_time(
     tmp_path: Path, logged: Logged
 ) -> None:
     path = tmp_path / "envoy.yaml"
-    write(path, yaml.safe_dump(GOOD), 1)
+    write(path, yaml.safe_dump(GOOD, sort_keys=False), 1)
     file = watched(path, "default")
     file.read()
     write(path, "static_resources: {clusters: [{name: x}]}", 2)

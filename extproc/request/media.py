@@ -1,0 +1,112 @@
+"""Bodies that are not read: audio in a form, and those too large, of which the length tells."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil
+
+from extproc.request.fields import MAX_SEQUENCES, MAX_TOKENS, flag
+from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.tokens import TokenCounter
+
+_BYTES_PER_S = 16_000
+"""MP3 at 128 kbit/s; WAV of 16 kHz has 32,000, speech in Opus or AAC 3,000 to 8,000."""
+_TOKENS_PER_S = 25
+"""Qwen2-Audio and Qwen2.5-Omni; Whisper's encoder makes 50, Voxtral 12.5, Ultravox 6.25."""
+_CLIP_S = 30
+"""vLLM transcribes clips of that length, each a prompt of its own (``max_audio_clip_s``)."""
+
+CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S
+"""Of audio of which not even the size is known."""
+
+LARGE_BODY = 8 * 2**20
+"""Bytes. Behind Envoy 1.40 a body of 8 MB reached the router after 30 ms, one of 40 MB after 240 to
+380 ms; by default Envoy waits 200 ms."""
+
+_MEDIUM = 2**20
+"""Bytes: about one image."""
+
+_LOOKED_AT = 16_384
+"""Bytes at either end of a form in which its fields are looked for; between them is the file."""
+
+_FIELD = re.compile(
+    rb'name="(model|stream)"[^\r\n]{0,256}\r\n'  # and perhaps other headers of the part
+    rb"(?:[^\r\n]{1,256}\r\n){0,4}\r\n([^\r\n]{1,512})\r\n"
+)
+
+
+def of_length(
+    endpoint: Endpoint, length: int, model: str, tokens: TokenCounter, stream: bool = False
+) -> RequestProfile:
+    """A request whose body holds media, for nobody writes that much: audio or images.
+
+    Args:
+        endpoint: what it asks for.
+        length: bytes of its body.
+        model: what it is for.
+        tokens: knows how many tokens an image is taken for.
+        stream: whether the answer is streamed, if that is known.
+    """
+    if endpoint.takes_audio:
+        prompts, prompt_tokens = _audio_clips(length), audio_tokens(length)
+    else:
+        prompts, prompt_tokens = 1, tokens.image_tokens(model) * -(-length // _MEDIUM)
+    return RequestProfile(
+        endpoint=endpoint,
+        model=model,
+        prompt_tokens=min(prompt_tokens, MAX_TOKENS),
+        prompt_bytes=0,
+        output_bound=None if endpoint.decodes else 0,
+        sequences=min(prompts, MAX_SEQUENCES) if endpoint.decodes else 0,
+        stream=stream,
+        longest_share=1 / prompts,
+        stored=endpoint is Endpoint.RESPONSES,
+    )
+
+
+def of_form(
+    endpoint: Endpoint,
+    body: bytes,
+    length: int,
+    tokens: TokenCounter,
+    model_of: Callable[[str, str], str],
+) -> RequestProfile:
+    """A transcription or translation; its length tells how long the audio is.
+
+    Args:
+        endpoint: what it asks for.
+        body: as far as it came.
+        length: bytes of the whole of it.
+        tokens: as :func:`of_length` takes them.
+        model_of: as :func:`~extproc.request.inspect.inspect` takes it.
+    """
+    found = {name: value.decode(errors="replace") for name, value in _FIELD.findall(_ends(body))}
+    asked = found.get(b"model", "")
+    model = model_of(asked, "")
+    profile = of_length(endpoint, length, model, tokens, flag(found.get(b"stream")))
+    return replace(profile, asked=asked)
+
+
+def model_in_form(body: bytes) -> tuple[int, int] | None:
+    """Where in a form the name of its model begins and ends."""
+    ends = _ends(body)
+    spans = [field.span(2) for field in _FIELD.finditer(ends) if field[1] == b"model"]
+    if not spans:
+        return None
+    first, last = spans[-1]
+    left_out = len(body) - len(ends) if first >= _LOOKED_AT else 0
+    return first + left_out, last + left_out
+
+
+def _ends(body: bytes) -> bytes:
+    return body[:_LOOKED_AT] + body[_LOOKED_AT:][-_LOOKED_AT:]
+
+
+def audio_tokens(size: int) -> int:
+    """Tokens of so many bytes of audio."""
+    return ceil(size * _TOKENS_PER_S / _BYTES_PER_S)
+
+
+def _audio_clips(size: int) -> int:
+    """Clips that so many bytes of audio are transcribed in."""
+    return max(ceil(size / (_BYTES_PER_S * _CLIP_S)), 1)

@@ -1,0 +1,104 @@
+"""What the end of a request teaches, whether its answer was read or not."""
+
+import random
+
+import pytest
+
+from extproc.fleet.fleet import Fleet
+from extproc.request.profile import RequestProfile
+from extproc.route.router import Router
+from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+
+A10 = "llama-8b-a10"
+TICK_S = 0.2
+STEPS = 4.0
+"""A tick, of a replica that is slower than its profile says."""
+
+
+class System:
+    """A busy replica, and a router that reads no answer."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.fleet: Fleet = fleet_of(self.clock, A10)
+        self.router = Router(self.fleet, "completion", random.Random(1))
+        self.fleet.dispatch(replica(1), chat(100, 100_000))
+        self._steps = 0.0
+
+    def serve(self, profile: RequestProfile, ticks: int) -> None:
+        """Sends a request; its stream is closed after so many polls."""
+        decision = self.router.decide(profile)
+        assert decision is not None
+        ticket = self.fleet.dispatch(decision.replica, profile)
+        for _ in range(ticks):
+            self.clock.advance(TICK_S)
+            self._steps += STEPS
+            polled = state(1, A10, self.clock, running=2, steps=self._steps, kv_usage=0.01)
+            self.fleet.put(polled)
+        generated = self.fleet.generated(ticket)
+        baseline = self.fleet.release(ticket, prefilled=False)
+        forecast, seconds = decision.forecast(), ticks * TICK_S
+        self.router.learn(
+            forecast, replica(1), generated, seconds, baseline=baseline, reported=False
+        )
+
+    def expected(self, profile: RequestProfile) -> float:
+        return self.fleet.lengths.expected(self.fleet.lengths.row(profile), 60_000.0)
+
+    @property
+    def stretch(self) -> float:
+        """Actual ÷ predicted decode time."""
+        self.clock.advance(1.0)
+        return self.fleet.view(MODEL).stretch.item()
+
+
+@pytest.mark.parametrize("tokens", [20, 800])
+def test_how_long_answers_are_shows_in_the_steps_until_their_ends(tokens: int) -> None:
+    system = System()
+    before = system.expected(chat(100))
+    for _ in range(20):
+        system.serve(chat(100), round(tokens / STEPS))
+    assert abs(system.expected(chat(100)) - tokens) < abs(before - tokens) / 4
+
+
+def test_how_much_longer_requests_decode_than_predicted_shows_in_it_too() -> None:
+    system = System()
+    assert system.stretch == 1.0
+    for _ in range(10):
+        system.serve(chat(100), 50)
+    predicted = system.fleet.view(MODEL).decode_step.item()
+    assert predicted < 0.7 * TICK_S / STEPS
+    assert system.stretch == pytest.approx(TICK_S / STEPS / predicted, rel=0.15)
+
+
+def test_the_end_of_several_sequences_tells_nothing_of_how_long_each_was() -> None:
+    system = System()
+    before = system.expected(chat(100, sequences=4))
+    system.serve(chat(100, sequences=4), 100)
+    assert system.expected(chat(100, sequences=4)) == before
+
+
+def test_a_client_that_hangs_up_before_the_first_token_tells_nothing() -> None:
+    system = System()
+    before = system.expected(chat(100))
+    system.serve(chat(100), 0)
+    assert system.expected(chat(100)) == before
+    assert system.stretch == 1.0
+
+
+def test_a_request_that_was_alone_and_not_read_tells_nothing_of_decode_times() -> None:
+    """Its replica's step times are what such requests teach, where they are read."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    router = Router(fleet, "completion", random.Random(1))
+    decision = router.decide(chat(100))
+    assert decision is not None
+    ticket = fleet.dispatch(replica(1), chat(100))
+    clock.advance(10.0)
+    generated = fleet.generated(ticket)
+    baseline = fleet.release(ticket)
+    assert baseline is not None
+    router.learn(
+        decision.forecast(), replica(1), generated, 10.0, baseline=baseline, reported=False
+    )
+    assert fleet.view(MODEL).stretch.item() == 1.0
