@@ -17,6 +17,7 @@ from tests.poll.replica import (
     serving,
     text,
 )
+from tests.waiting import PATIENCE_S
 
 
 async def redirect(_: web.Request) -> web.StreamResponse:
@@ -55,7 +56,8 @@ async def test_a_scrape_reads_health_and_metrics() -> None:
 async def test_a_bad_answer_is_an_error_that_says_which(
     path: str, answer: Handler, problem: str
 ) -> None:
-    async with serving() as replica, open_session(0.2) as session:
+    patience_s = 0.2 if "0.2 s" in problem else PATIENCE_S
+    async with serving() as replica, open_session(patience_s) as session:
         replica.answers[path] = answer
         with pytest.raises(ScrapeError, match=problem):
             await scrape(session, replica.id)
