@@ -25,6 +25,9 @@ class SentPrompts:
     def __init__(self) -> None:
         self._untold: deque[bytes] = deque(maxlen=_MOST_UNTOLD)
 
+    def __len__(self) -> int:
+        return len(self._untold)
+
     def add(self, replica: str, prefix: Prefix) -> None:
         """A prompt was sent to that replica, ``ip:port``."""
         if prefix.tokens:

@@ -23,6 +23,8 @@ from extproc.store.read import Garbage
 from extproc.store.stream import Fields, StreamReader, StreamWriter
 
 _HELD_AT_ONCE = 100
+_ALONE_S = 0.25
+"""Between two batches of prompts where only routers that start later read them."""
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
@@ -99,7 +101,8 @@ async def tell_prompts(writer: StreamWriter, fleet: Fleet) -> None:
     while True:
         if prompts := fleet.sent.take():
             await _deliver(writer, [{fleet.router: prompts}])
-        await asyncio.sleep(EVERY_S)
+        urgent = fleet.peers.expected or len(fleet.sent) > 0
+        await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
 
 
 async def hear_prompts(reader: StreamReader, fleet: Fleet) -> None:
