@@ -215,7 +215,7 @@ def attributes_of(message: ProcessingRequest, names: frozenset[str]) -> dict[str
         return {}
     fields = message.attributes[_ATTRIBUTES].fields
     told = [(name, key) for name, key in _expressions(names) if key in fields]
-    return {name: fields[key].string_value for name, key in told}
+    return {name: fields[key].string_value.decode("utf-8", "replace") for name, key in told}
 
 
 @cache
@@ -243,7 +243,7 @@ def served_by(message: ProcessingRequest) -> str:
     if _ATTRIBUTES in message.attributes:
         address = message.attributes[_ATTRIBUTES].fields["upstream.address"].string_value
         if address:
-            return address
+            return address.decode()
     namespaces = message.metadata_context.filter_metadata
     if METADATA_NAMESPACE not in namespaces:
         return ""

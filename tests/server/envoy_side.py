@@ -35,7 +35,11 @@ class Stream:
 
     async def send(self, **message: Any) -> ProcessingResponse:
         """Sends one message and returns the reply."""
-        await self.write(ProcessingRequest(**message))
+        return await self.send_bytes(bytes(ProcessingRequest(**message)))
+
+    async def send_bytes(self, message: bytes) -> ProcessingResponse:
+        """The same with one that is written already."""
+        await self._call.write(message)
         return await self.read()
 
     async def write(self, request: ProcessingRequest) -> None:
@@ -84,13 +88,23 @@ class Stream:
         end_of_stream: bool = True,
     ) -> ProcessingResponse:
         """Sends the body as the only message, with attributes as in ``envoy/envoy.yaml``."""
+        return await self.send_bytes(bytes(self.body_message(body, path, headers, end_of_stream)))
+
+    def body_message(
+        self,
+        body: dict[str, Any] | bytes,
+        path: str = "/v1/chat/completions",
+        headers: dict[str, str] | None = None,
+        end_of_stream: bool = True,
+    ) -> ProcessingRequest:
+        """What :meth:`body_first` sends."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         told = {f"request.headers['{name}']": value for name, value in (headers or {}).items()}
         if request_id := (headers or {}).get("x-request-id"):
             told["request.id"] = request_id
         told["request.path"] = path
         fields = {name: Value(string_value=value) for name, value in told.items()}
-        return await self.send(
+        return ProcessingRequest(
             request_body=HttpBody(body=data, end_of_stream=end_of_stream),
             attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
             protocol_config=ProtocolConfiguration(request_body_mode=BodyMode.BUFFERED),

@@ -126,11 +126,23 @@ async def test_a_stored_response_is_asked_for_where_it_is(
 async def test_what_comes_twice_takes_one_place(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         await stream.body_first(CHAT)
-        await stream.body_first(CHAT)
+        assert (await stream.body_first(CHAT)).request_body is not None
         await stream.request_headers()
         assert services.fleet.in_flight == 1
         await stream.end()
     assert services.fleet.in_flight == 0
+    (requests,) = services.metrics.requests.collect()
+    assert "passed" not in {sample.labels["result"] for sample in requests.samples}
+
+
+async def test_headers_are_any_bytes(envoy: EnvoySide, services: Services) -> None:
+    """Envoy tells them as they came, though the message's field is text."""
+    async with envoy.stream() as stream:
+        message = stream.body_message(CHAT, headers={"x-session": "s?", "x-request-id": "abc"})
+        reply = await stream.send_bytes(bytes(message).replace(b"s?", b"s\xff"))
+        assert set(chosen(reply)) == MEMBERS
+    (record,) = services.log.of_request("abc")
+    assert record.decision.profile.session
 
 
 async def test_what_has_no_body_is_heard_of_with_its_response(
