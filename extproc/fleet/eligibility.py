@@ -86,9 +86,9 @@ class Eligibility:
       pollers or Redis are gone: the replicas are still there), or nothing moved for 10 s in an
       engine with work; until news comes, or anything moves.
     - *ejected*: three requests in a row failed there, as far as this router saw; for a time that
-      doubles. After it one request tries again, and its outcome decides: Envoy may answer a request
-      that failed there from another replica, and long after, so many would try before the first is
-      heard of.
+      doubles. After it one request tries again, of those whose outcome Envoy tells, and it decides:
+      Envoy may answer a request that failed there from another replica, and long after, so many
+      would try before the first is heard of.
     - *draining*; until it is to serve again.
     - *new*, beside others that are measured, with as many requests as a new one may have: four,
       and one more for each that ended there, so that it is not flooded where its profile is far
@@ -110,7 +110,7 @@ class Eligibility:
         self._changed = False
         self._next_end = inf
         """When the next ejection ends."""
-        self._candidates: dict[tuple[str, frozenset[str] | None], Candidates] = {}
+        self._candidates: dict[tuple[str, frozenset[str] | None, bool], Candidates] = {}
 
     # -- what happens -----------------------------------------------------------------------
 
@@ -133,10 +133,10 @@ class Eligibility:
             self._look_for_stalls()
 
     def sent(self, replica: str) -> None:
-        """A request was sent to it: after an ejection that is enough until its outcome is known, or
-        was not for as long as the ejection."""
+        """A request was sent to it whose outcome Envoy tells: after an ejection that is enough
+        until it is known, or was not for as long as the ejection."""
         one = self._replicas[replica]
-        if one.ejected_until > -inf and not self._is_ejected(one):
+        if _was_ejected(one) and not self._is_ejected(one):
             one.tried = True
             self._eject(one)
 
@@ -176,20 +176,22 @@ class Eligibility:
 
     # -- what follows -----------------------------------------------------------------------
 
-    def candidates(self, model: str, among: frozenset[str] | None = None) -> Candidates:
+    def candidates(
+        self, model: str, among: frozenset[str] | None = None, told: bool = True
+    ) -> Candidates:
         """The members that may serve a request for the model, and why each other one may not; of
-        those ``among`` a few, if given."""
+        those ``among`` a few, if given. ``told``: whether Envoy tells of its response."""
         now = self._clock()
         if self._changed or now >= self._next_end:
             self._changed = False
             self._candidates.clear()
             ends = (one.ejected_until for one in self._replicas.values())
             self._next_end = min((end for end in ends if end > now), default=inf)
-        found = self._candidates.get((model, among))
+        found = self._candidates.get((model, among, told))
         if found is None:
             if len(self._candidates) >= _MODELS_REMEMBERED:
                 self._candidates.clear()
-            found = self._candidates[model, among] = self._choose(model, among)
+            found = self._candidates[model, among, told] = self._choose(model, among, told)
         return found
 
     def without_full(self, candidates: Candidates, requests: Floats) -> Candidates:
@@ -239,12 +241,12 @@ class Eligibility:
 
     # -- the rules --------------------------------------------------------------------------
 
-    def _choose(self, model: str, among: frozenset[str] | None) -> Candidates:
+    def _choose(self, model: str, among: frozenset[str] | None, told: bool) -> Candidates:
         members = self._rows if among is None else self._rows.keys() & among
         usable, left_out = [self._replicas[name] for name in members], dict[str, str]()
         serving = [self._serves(model, one) for one in self._replicas.values()]
         all_told = all(one.state.listed for one in self._replicas.values())
-        for rule, always in self._rules(model, any(serving)):
+        for rule, always in self._rules(model, any(serving), told):
             rejected = {one.state.id: why for one in usable if (why := rule(one))}
             if always or len(rejected) < len(usable):
                 left_out |= rejected
@@ -267,16 +269,14 @@ class Eligibility:
             tuple(Excluded(one.id, one.name or one.id, why) for one, why in found if why),
         )
 
-    def _rules(self, model: str, listed: bool) -> tuple[tuple[_Rule, bool], ...]:
+    def _rules(self, model: str, listed: bool, told: bool) -> tuple[tuple[_Rule, bool], ...]:
         """Each with whether it holds even where it leaves no replica."""
+        out = self._is_ejected if told else _was_ejected
         return (
             (lambda one: "" if one.state.healthy else one.state.problem or "not healthy", True),
             (lambda one: "" if self._serves(model, one) else f"does not serve {model!r}", listed),
             (lambda one: one.stalled, False),
-            (
-                lambda one: "it failed several requests in a row" if self._is_ejected(one) else "",
-                False,
-            ),
+            (lambda one: "it failed several requests in a row" if out(one) else "", False),
             # last: those draining serve rather than one that is ejected
             (lambda one: "draining" if one.state.draining else "", False),
         )
@@ -324,6 +324,11 @@ class Eligibility:
 
     def _count_new(self) -> None:
         self.any_new = any(one.new for one in self._replicas.values())
+
+
+def _was_ejected(one: _Replica) -> bool:
+    """Whether it is ejected, or was and has answered nothing since."""
+    return one.ejected_until > -inf
 
 
 def _said(state: ReplicaState) -> tuple[object, ...]:

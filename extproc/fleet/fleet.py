@@ -184,19 +184,23 @@ class Fleet:
         row = self._rows.get(replica)
         return 0 if row is None else int(self._replicas.requests[row])
 
-    def dispatch(self, replica: str, profile: RequestProfile, cached: float = 0.0) -> Ticket:
+    def dispatch(
+        self, replica: str, profile: RequestProfile, cached: float = 0.0, told: bool = True
+    ) -> Ticket:
         """Takes a request into the ledger as sent to ``replica`` now.
 
         Args:
             replica: ``ip:port``.
             profile: the request.
             cached: tokens of its prompt that the replica has in its prefix cache.
+            told: Envoy tells of its response.
 
         Raises:
             KeyError: the replica is not a member.
         """
         row, now = self._rows[replica], self._clock()
-        self.eligibility.sent(replica)
+        if told:
+            self.eligibility.sent(replica)
         self._progress.advance(now)
         ticket = self._ledger.enter(row, profile, now, cached)
         self._remember(row, profile.prefix)
@@ -314,8 +318,9 @@ class Fleet:
 
     # -- what policies see ------------------------------------------------------------------
 
-    def view(self, model: str, among: frozenset[str] | None = None) -> FleetView:
-        """The replicas that may serve ``model``, as of now; of those ``among`` a few, if given."""
+    def view(self, model: str, among: frozenset[str] | None = None, told: bool = True) -> FleetView:
+        """The replicas that may serve ``model``, as of now; of those ``among`` a few, if given.
+        ``told``: whether Envoy tells of the response."""
         now, table = self._clock(), self._replicas
         if self.peers.look(now):
             self._progress.changed()
@@ -323,7 +328,7 @@ class Fleet:
         self._progress.refresh()
         if self._corrections.due(now):
             table.stretch[:] = self._corrections.ratios(now, self.peers.decoded)
-        candidates = self.eligibility.candidates(model, among)
+        candidates = self.eligibility.candidates(model, among, told)
         if self.eligibility.any_new:
             requests = table.requests + table.foreign
             if self.peers.counted:

@@ -187,7 +187,11 @@ class Router:
         self._policies = {name: make() for name, make in POLICIES.items()}
 
     def decide(
-        self, profile: RequestProfile, policy: str = "", among: frozenset[str] | None = None
+        self,
+        profile: RequestProfile,
+        policy: str = "",
+        among: frozenset[str] | None = None,
+        told: bool = True,
     ) -> Decision | None:
         """The decision for a request; None where no healthy replica is known.
 
@@ -195,9 +199,10 @@ class Router:
             profile: the request.
             policy: name of a policy for this request alone; one that does not exist is passed over.
             among: the only replicas that may be chosen, ``ip:port``; None: all.
+            told: Envoy tells of its response, so that it may try a replica that failed.
         """
         fleet = self.fleet
-        view = fleet.view(profile.model, among)
+        view = fleet.view(profile.model, among, told)
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)

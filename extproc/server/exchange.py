@@ -12,6 +12,7 @@ Its way through the code::
 The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway.py``.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -30,6 +31,8 @@ from extproc.server.in_flight import InFlight
 from extproc.server.models import model_list
 from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.server.services import Services
+
+logger = logging.getLogger(__name__)
 
 _LONGEST_ID = 128
 """Characters of a request id: one is kept with every decision."""
@@ -215,13 +218,16 @@ class Exchange:
         if asked.tenant or asked.session:
             session = session_key(asked.session, profile.model) if asked.session else ""
             profile = replace(profile, tenant=asked.tenant, session=session)
-        decision = services.router.decide(profile, asked.policy, self._subset)
+        told = not self._unseen
+        decision = services.router.decide(profile, asked.policy, self._subset, told)
         self._admit(profile, decision)
         if decision is None:
             services.metrics.requests.add("unrouted")
             return None
         if services.config.route.answer_asked_name and profile.asked not in ("", decision.name):
             self._answer = AnswerNamer(decision.name, profile.asked)
+            if self._unseen:
+                _say_unnamed(services.config.pool)
         self._in_flight = InFlight(services, decision, asked.request_id, self._unseen)
         services.metrics.decision_seconds.observe(services.clock() - started)
         return decision
@@ -304,13 +310,26 @@ class BodyFirst(Exchange):
         message = request.request_body
         headers = {":method": "POST"} | messages.attributes_of(request, self._headers)
         asked = self._asked(headers)
-        if asked is None or self._in_flight is not None:
+        if self._in_flight is not None:
+            return [messages.proceed("request_body")]
+        if asked is None:
             return [self._pass_on("request_body", headers)]
-        self._unseen = messages.UNSEEN in headers
+        self._unseen = messages.UNSEEN in headers and asked.endpoint is not Endpoint.RESPONSES
         if asked.readable:
             return [self._route_body(asked, message)]
         asked = asked._replace(length=len(message.body))
         return [self._route("request_body", asked, b"", partial=True)[0]]
+
+
+@cache
+def _say_unnamed(pool: str) -> None:
+    """Once for each pool."""
+    logger.error(
+        "Envoy keeps some responses from the router, so they name the model as the replica does, "
+        "though route.answer_asked_name is set: take the filters local_ratelimit and "
+        "set_filter_state, and the route for x-extproc-unseen, out of its file",
+        extra={"pool": pool},
+    )
 
 
 @cache

@@ -49,7 +49,9 @@ class InFlight:
         self._unseen = unseen
         self._sent_at = services.clock()
         self._served_by = decision.replica
-        self._ticket = services.fleet.dispatch(decision.replica, decision.profile, decision.cached)
+        self._ticket = services.fleet.dispatch(
+            decision.replica, decision.profile, decision.cached, told=not unseen
+        )
         services.fleet.sessions.saw(decision.profile.session, decision.replica)
         decision.forget_token_ids()
         self._forecast = decision.forecast()

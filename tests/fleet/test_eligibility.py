@@ -6,7 +6,7 @@ from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
-from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
+from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
 
@@ -46,6 +46,34 @@ def test_one_that_gets_nothing_is_in_no_doubt() -> None:
     assert fleet.eligibility.doubtful, "the next request may try it"
     fleet.eligibility.sent(replica(1))
     assert not fleet.eligibility.doubtful, "one is enough"
+
+
+def test_only_a_request_whose_outcome_is_told_tries_one_that_failed() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    for _ in range(3):
+        fleet.eligibility.failed(replica(1))
+    clock.advance(1.1)
+    for _ in range(20):
+        assert fleet.view(MODEL, told=False).ids == [replica(2)]
+        fleet.dispatch(replica(2), chat(10), told=False)
+    assert fleet.view(MODEL).ids == [replica(1), replica(2)]
+    fleet.dispatch(replica(1), chat(10))
+    assert fleet.view(MODEL).ids == [replica(2)], "one is enough"
+    fleet.eligibility.answered(replica(1))
+    for told in (False, True):
+        assert fleet.view(MODEL, told=told).ids == [replica(1), replica(2)]
+
+
+def test_where_all_failed_what_is_not_told_goes_there_and_is_no_try() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for _ in range(3):
+        fleet.eligibility.failed(replica(1))
+    clock.advance(1.1)
+    assert fleet.view(MODEL, told=False).ids == [replica(1)]
+    fleet.dispatch(replica(1), chat(10), told=False)
+    assert fleet.eligibility.works(replica(1)), "not ejected again"
 
 
 @pytest.mark.parametrize(
