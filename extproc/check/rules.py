@@ -387,6 +387,30 @@ def forged_header_is_removed(part: Part[ExternalProcessor], file: EnvoyFile) -> 
     )
 
 
+def _marking(file: EnvoyFile) -> list[Part[HttpConnectionManager]]:
+    """Those in which the router is told which responses it will not see."""
+    mark = expression_of(UNSEEN)
+    return [
+        manager
+        for manager in file.all(HttpConnectionManager)
+        for filter in file.all(ExternalProcessor, within=manager)
+        if mark in filter.message.request_attributes
+    ]
+
+
+@_rule(Level.WARNING, _marking)
+def forged_mark_is_removed(part: Part[HttpConnectionManager], file: EnvoyFile) -> str | None:
+    """Clients cannot keep responses from the router: the mark that they send is removed."""
+    filters = file.all(ExternalProcessor, within=part)
+    if all(file.removes_before(one, UNSEEN) for one in filters):
+        return None
+    return (
+        f"nothing removes the header {UNSEEN} that a client sends: the router never hears how its "
+        "requests went. Put into this part what envoy/envoy.yaml has under "
+        "early_header_mutation_extensions"
+    )
+
+
 @_rule(Level.ERROR, _candidates)
 def replicas_obey(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """Requests go where the router says: the replicas' cluster obeys it."""

@@ -21,6 +21,7 @@ ENVOY = Path(__file__).parents[2] / "envoy"
 GOOD = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
 
 DESTINATION = "x-gateway-destination-endpoint"
+TELLS_MARK = "request.headers['x-extproc-unseen']"
 OF_HEADERS_FIRST = {"forged_header_is_removed"}
 OF_WHOLE_FILES = {"router_cluster_exists", "route_cluster_exists"}
 
@@ -36,6 +37,8 @@ class Bootstrap:
         self.listener = resources["listeners"][0]
         self.manager = self.listener["filter_chains"][0]["filters"][0]["typed_config"]
         self.filters = self.manager["http_filters"]
+        early = self.manager["early_header_mutation_extensions"]
+        self.forgotten = early[0]["typed_config"]["mutations"]
         del self.filters[:2]  # which choose one of the routes that are left out below
         self.ext_proc = self.filters[0]["typed_config"]
         self.mode = self.ext_proc["processing_mode"]
@@ -70,6 +73,17 @@ class Bootstrap:
         mode = {**self.mode, "response_header_mode": "SKIP"}
         self.routes.insert(0, {**self.routes[0], **override(processing_mode=mode)})
         return self
+
+    def unmarked(self) -> Self:
+        """Let clients set the mark."""
+        del self.manager["early_header_mutation_extensions"]
+        return self
+
+    def forgetting(self, header: str) -> dict[str, Any]:
+        """A filter that removes a header."""
+        forget = copy.deepcopy(self.filters[2])
+        forget["typed_config"]["mutations"]["request_mutations"] = [{"remove": header}]
+        return forget
 
     def headers_first(self) -> Self:
         """Let the headers come first, and the cluster go by the header that the answer sets."""
@@ -165,8 +179,7 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
     ("response_headers_are_sent", Level.ERROR, "SKIP",
      lambda b: b.mode.update(response_header_mode="SKIP")),
     ("response_headers_are_sent", Level.ERROR, "SKIP",
-     lambda b: (b.untold(), b.ext_proc["request_attributes"].remove(
-         "request.headers['x-extproc-unseen']"))),
+     lambda b: (b.untold(), b.ext_proc["request_attributes"].remove(TELLS_MARK))),
     ("response_attributes_are_sent", Level.WARNING, "lacks upstream.address, response.code",
      lambda b: b.ext_proc.pop("response_attributes")),
     ("response_attributes_are_sent", Level.WARNING, "lacks response.code:",
@@ -180,6 +193,7 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
      lambda b: b.headers_first().filters.pop(0)),
     ("forged_header_is_removed", Level.ERROR, "before",
      lambda b: b.headers_first().filters.insert(1, b.filters.pop(0))),
+    ("forged_mark_is_removed", Level.WARNING, "early_header_mutation", Bootstrap.unmarked),
     ("replicas_obey", Level.ERROR, "'replicas' ignores",
      lambda b: b.replicas.pop("load_balancing_policy")),
     ("replicas_obey", Level.ERROR, "ignores",
@@ -335,19 +349,10 @@ ALLOWED: list[Breakage] = [
     ),
     lambda b: (
         b.headers_first().filters.pop(0),
-        b.manager.update(
-            early_header_mutation_extensions=[
-                {
-                    "name": "forget",
-                    "typed_config": {
-                        "@type": "type.googleapis.com/envoy.extensions.http.early_header_mutation"
-                        ".header_mutation.v3.HeaderMutation",
-                        "mutations": [{"remove": "X-Gateway-Destination-Endpoint"}],
-                    },
-                }
-            ]
-        ),
+        b.forgotten.append({"remove": "X-Gateway-Destination-Endpoint"}),
     ),
+    lambda b: (b.unmarked(), b.ext_proc["request_attributes"].remove(TELLS_MARK)),
+    lambda b: (b.unmarked(), b.filters.insert(0, b.forgetting("x-extproc-unseen"))),
 ]
 
 

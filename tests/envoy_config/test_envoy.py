@@ -381,6 +381,22 @@ async def test_of_many_responses_a_hundred_a_second_are_told(
         assert chooser.served_by == a
 
 
+@pytest.mark.parametrize("fragment", [False, True])
+async def test_no_client_keeps_its_response_from_the_router(tmp_path: Path, fragment: bool) -> None:
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        serve(chooser) as port,
+        envoy_of_the_fragment(tmp_path, port, [a])
+        if fragment
+        else envoy(tmp_path, [port], [a]) as url,
+    ):
+        chooser.destination = a
+        await post(url, {"X-Extproc-Unseen": "1"})
+        assert chooser.served_by == a
+        assert "request.headers['x-extproc-unseen']" not in chooser.told
+
+
 @pytest.mark.parametrize(
     ("path", "size", "asked"),
     [
