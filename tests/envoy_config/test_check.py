@@ -81,7 +81,7 @@ class Bootstrap:
 
     def forgetting(self, header: str) -> dict[str, Any]:
         """A filter that removes a header."""
-        forget = copy.deepcopy(self.filters[2])
+        forget: dict[str, Any] = copy.deepcopy(self.filters[2])
         forget["typed_config"]["mutations"]["request_mutations"] = [{"remove": header}]
         return forget
 
