@@ -232,13 +232,15 @@ class Fleet:
         self._ledger.first_token(ticket)
 
     def generated(self, ticket: Ticket) -> float:
-        """Tokens that each of its sequences has by now, by the steps that its replica counts.
+        """Tokens that each of its sequences has by now, by the steps that its replica counts; 0
+        where nothing was heard of these of late.
 
         Raises:
             KeyError: it was released.
         """
-        self._progress.advance(self._clock())
-        return self._ledger.generated(ticket)
+        now = self._clock()
+        self._progress.advance(now)
+        return self._ledger.generated(ticket, now)
 
     def release(self, ticket: Ticket, prefilled: bool = True) -> Baseline | None:
         """Takes it out of the ledger; a second release of the same ticket does nothing.

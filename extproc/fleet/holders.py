@@ -29,7 +29,10 @@ class Holders:
         self._holders[thing] = replica
 
     def saw(self, thing: str, replica: str) -> None:
-        """That replica got the thing; other routers are to be told where they may not know."""
+        """That replica got the thing; other routers are to be told where they may not know. An
+        empty id is none."""
+        if not thing:
+            return
         if self._holders.get(thing) != replica:
             self._untold.append((thing, replica))
             self._some_untold.set()

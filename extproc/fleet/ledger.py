@@ -8,6 +8,9 @@ from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
+_LATE_S = 2.0
+"""Seconds without a poll after which the steps of a replica are no count of its own any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
@@ -73,10 +76,13 @@ class Ledger:
         """
         return self._requests.replica.item(self._row[ticket.number])
 
-    def generated(self, ticket: Ticket) -> float:
-        """Tokens that each of a request's sequences has, by the steps of its replica."""
+    def generated(self, ticket: Ticket, now: float) -> float:
+        """Tokens that each of a request's sequences has, by the steps that its replica counts; 0
+        where nothing was heard of these of late: they are only predicted then."""
         requests, replicas, row = self._requests, self._replicas, self._row[ticket.number]
-        on = requests.replica[row]
+        on = requests.replica.item(row)
+        if not 0.0 <= now - replicas.sampled_at.item(on) <= _LATE_S:
+            return 0.0
         steps = replicas.steps.item(on) - requests.steps_before.item(row)
         tokens = steps * replicas.tokens_per_step.item(on)
         return min(max(tokens, 0.0), requests.bound.item(row))

@@ -79,7 +79,8 @@ def readable(body: bytes) -> bytes:
     That is all of any ordinary body: 8 MB of text or images, 200,000 token ids, 10,000 messages.
     Marks inside strings are weighed as if they were outside.
     """
-    if len(body) <= _SHORT or _cost_of_marks(body) + len(body) * _MOST_PER_BYTE <= _BUDGET:
+    left = _BUDGET - len(body) * _MOST_PER_BYTE
+    if len(body) <= _SHORT or (left >= 0.0 and _cost_of_marks(body) <= left):
         return body
     left = _BUDGET
     for start in range(0, len(body), _STRIDE):

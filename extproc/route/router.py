@@ -22,6 +22,9 @@ _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
 the prefix cache brought it far sooner, there is no telling how long the request decoded."""
 
+_STEPS, _SHARE = 2.0, 0.02
+"""Tokens, and share of an answer, by which the ledger's count of them may be short."""
+
 
 @dataclass(slots=True)
 class Forecast:
@@ -299,11 +302,16 @@ class Router:
             ttft: from the decision to the first token; None where that was not seen.
             baseline: from :meth:`~extproc.fleet.fleet.Fleet.release`, if it may have been alone.
             prompt_tokens: as reported; None: as estimated.
-            reported: the response said so; else ``tokens`` are the ledger's. Of several sequences
-                that is the longest, which tells nothing of how long one is.
+            reported: the response told ``tokens``; else they are the ledger's count. That of
+                several sequences is the longest one's, and after a retry it began late: such
+                teach no lengths.
         """
         profile = forecast.profile
-        if profile.sequences and (reported or (profile.sequences == 1 and tokens >= 1.0)):
+        bound = profile.output_bound
+        if not reported and bound is not None and tokens >= bound - max(_STEPS, _SHARE * bound):
+            tokens = bound  # cut by it, as far as the ledger can tell
+        counted = replica == forecast.replica and profile.sequences == 1 and tokens >= 1.0
+        if profile.sequences and (reported or counted):
             self.fleet.lengths.observe(profile, tokens)
         load, wait = forecast.adapter_load, forecast.adapter_wait
         if ttft is not None and replica == forecast.replica:

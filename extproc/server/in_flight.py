@@ -122,7 +122,8 @@ class InFlight:
         usage = self._usage.usage() if self._usage is not None and complete else None
         if usage is not None:
             self._learn(usage, seconds, baseline)
-        elif well:
+        elif well and (complete or self._usage is None):
+            # Not read; or read to its end, which told no usage.
             ttft = outcome.ttft_s
             services.router.learn(
                 self._forecast, self._served_by, generated, seconds, ttft, baseline, reported=False

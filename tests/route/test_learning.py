@@ -61,6 +61,15 @@ def test_how_long_answers_are_shows_in_the_steps_until_their_ends(tokens: int) -
     assert abs(system.expected(chat(100)) - tokens) < abs(before - tokens) / 4
 
 
+def test_an_answer_that_its_bound_cut_is_known_as_one_though_the_count_is_a_little_short() -> None:
+    system, cut = System(), chat(100, 63)
+    system.serve(chat(100), 100)
+    before = system.expected(chat(100))
+    for _ in range(20):
+        system.serve(cut, round(62 / STEPS))
+    assert system.expected(chat(100)) > 0.9 * before
+
+
 def test_how_much_longer_requests_decode_than_predicted_shows_in_it_too() -> None:
     system = System()
     assert system.stretch == 1.0

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 from extproc.config import Config
 from extproc.route.router import Router
 from extproc.server.services import Services
-from tests.fakes import ManualClock, chat, fleet_of, replica
+from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 
 TUNNEL = "127.0.0.1:15001"
@@ -65,28 +65,64 @@ async def test_a_failure_through_a_tunnel_is_one_of_the_replica_chosen(
     assert excluded.why == "it failed several requests in a row"
 
 
-@pytest.mark.parametrize(("status", "learned"), [(200, True), (500, False), (None, False)])
+@pytest.mark.parametrize(
+    ("status", "tried_again", "polled", "learned"),
+    [
+        (200, False, True, True),
+        (200, False, False, False),
+        (200, True, True, False),
+        (500, False, True, False),
+        (None, False, True, False),
+    ],
+)
 async def test_a_stream_that_was_not_read_tells_how_long_its_answer_was(
     envoy: EnvoySide,
     services: Services,
     clock: ManualClock,
     status: int | None,
+    tried_again: bool,
+    polled: bool,
     learned: bool,
 ) -> None:
+    """Where its replica's steps were counted meanwhile, and all of them were its own."""
+    steps = 0.0
     for number in (1, 2):  # none is alone
         services.fleet.dispatch(replica(number), chat(100, 10_000))
     before = services.fleet.lengths.expected(0, 10_000.0)
     for _ in range(5):
         async with envoy.stream() as stream:
             await stream.request_headers()
-            first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+            first, second = destination(await stream.request_body(CHAT | {"stream": True}))
             if status is not None:
-                kind = "text/event-stream"
-                await stream.response_headers(status, upstream=first, content_type=kind)
-            clock.advance(60.0)
+                kind, server = "text/event-stream", second if tried_again else first
+                await stream.response_headers(status, upstream=server, content_type=kind)
+            for _ in range(60):
+                clock.advance(1.0)
+                steps += 30.0
+                for number in (1, 2) if polled else ():
+                    services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=steps))
             await stream.end()
     expected = services.fleet.lengths.expected(0, 10_000.0)
     assert expected > 2 * before if learned else expected == before
+
+
+@pytest.mark.parametrize("config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})])
+async def test_a_client_that_is_seen_to_hang_up_tells_nothing_of_lengths(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    for number in (1, 2):
+        services.fleet.dispatch(replica(number), chat(100, 10_000))
+    before = services.fleet.lengths.expected(0, 10_000.0)
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+        await stream.response_headers(upstream=first, content_type="text/event-stream")
+        await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
+        clock.advance(1.0)
+        for number in (1, 2):
+            services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=30.0))
+        await stream.end()
+    assert services.fleet.lengths.expected(0, 10_000.0) == before
 
 
 async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(
