@@ -168,9 +168,8 @@ def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | No
     if not where:  # keys that do not go together: the message names them
         return f"{origin}: {told}"
     wanted = told[:1].lower() + told[1:]
+    if where not in LEAVES or LEAVES[where].repr:  # no secret
+        wanted += f"; given: {detail['input']!r}"
     if detail["type"] == "literal_error":
         wanted += nearest(str(detail["input"]), re.findall("'([^']+)'", told))
-    secret = where in LEAVES and not LEAVES[where].repr
-    return f"{_place(origin, where)}: {wanted}" + (
-        "" if secret else f"; given: {detail['input']!r}"
-    )
+    return f"{_place(origin, where)}: {wanted}"

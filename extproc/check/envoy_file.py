@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from betterproto2 import Message
 from envoy_data_plane.envoy.config.bootstrap.v3 import Bootstrap, BootstrapDynamicResources
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as Mutation
 from envoy_data_plane.envoy.config.route.v3 import FilterConfig, RouteAction
-from envoy_data_plane.envoy.extensions.filters.http.buffer.v3 import Buffer
+from envoy_data_plane.envoy.extensions.filters.http.buffer.v3 import Buffer, BufferPerRoute
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ExternalProcessor,
     ExtProcOverrides,
@@ -39,7 +40,7 @@ _OVERRIDABLE = (
     "failure_mode_allow",
 )
 
-Said = Part[FilterConfig] | Part[ExtProcPerRoute]
+Said = Part[FilterConfig] | Part[ExtProcPerRoute] | Part[BufferPerRoute]
 """What a route says of a filter."""
 
 
@@ -129,6 +130,11 @@ class EnvoyFile(Parts):
         ]
         return written + overridden
 
+    def filters_of(self, route: Part[RouteAction]) -> list[Part[ExternalProcessor]]:
+        """The ext_proc filters as requests of that route meet them."""
+        said = {one.path for entry in self._entries for one in self._said_for(route, entry.message)}
+        return [one for one in self.filters if one.path in said] or self.all(ExternalProcessor)
+
     def is_enabled(self, filter: Part[ExternalProcessor]) -> bool:
         """Whether requests pass that filter: its entry is not disabled, or a route enables it."""
         return all(
@@ -139,10 +145,17 @@ class EnvoyFile(Parts):
 
     def asks(self, route: Part[RouteAction]) -> bool:
         """Whether all requests of that route pass an ext_proc filter."""
-        entries = [entry.message for entry in self._entries]
-        return not entries or any(self._pass(entry, route) for entry in entries)
+        return self._pass(ExternalProcessor, route)
 
-    def _pass(self, filter: HttpFilter, route: Part[RouteAction]) -> bool:
+    def holds(self, route: Part[RouteAction]) -> bool:
+        """Whether all requests of that route pass a buffer filter, if there is one."""
+        return self._pass(Buffer, route)
+
+    def _pass(self, kind: type[Message], route: Part[RouteAction]) -> bool:
+        entries = self._entries_of(kind)
+        return not entries or any(self._passes(entry.message, route) for entry in entries)
+
+    def _passes(self, filter: HttpFilter, route: Part[RouteAction]) -> bool:
         said = self._said_for(route, filter)
         return not any(one.message.disabled for one in said) if said else not filter.disabled
 
@@ -159,7 +172,11 @@ class EnvoyFile(Parts):
 
     def _settings(self, filter: HttpFilter) -> Iterator[tuple[Path, Said]]:
         """What routes, virtual hosts and the like say of a filter, each with where it holds."""
-        said: list[Said] = [*self.all(FilterConfig), *self.all(ExtProcPerRoute)]
+        said: list[Said] = [
+            *self.all(FilterConfig),
+            *self.all(ExtProcPerRoute),
+            *self.all(BufferPerRoute),
+        ]
         for one in said:
             keys = [snake(str(part)) for part in one.path]
             if "typed_per_filter_config" in keys:
@@ -170,7 +187,10 @@ class EnvoyFile(Parts):
     @property
     def _entries(self) -> list[Part[HttpFilter]]:
         """What the lists of filters hold as ext_proc filters."""
-        return [part for part in self.all(HttpFilter) if self.all(ExternalProcessor, within=part)]
+        return self._entries_of(ExternalProcessor)
+
+    def _entries_of(self, kind: type[Message]) -> list[Part[HttpFilter]]:
+        return [part for part in self.all(HttpFilter) if self.all(kind, within=part)]
 
     def ends_before(self, filter: Part[ExternalProcessor]) -> bool:
         """Whether the filter that ends the list, the router, stands before that one."""

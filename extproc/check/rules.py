@@ -37,6 +37,8 @@ _RETRY_POLICY = (
     '{retry_on: "connect-failure,refused-stream,reset,retriable-status-codes", '
     "retriable_status_codes: [500, 502, 503], num_retries: 1}"
 )
+_FROM_HEADER = f"[{{header: {DESTINATION}}}]"
+_FROM_METADATA = f"[{{metadata: {{key: {NAMESPACE}, path: [{{key: {DESTINATION}}}]}}}}]"
 _DEFAULT_BUFFER = 1024 * 1024
 _LONG_MESSAGE = timedelta(seconds=1)
 _SHORT_ROUTE = timedelta(minutes=10)
@@ -101,6 +103,12 @@ def bodies_first(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
 
 def _headers_first(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
     return [part for part in file.filters if not _is_body_first(part)]
+
+
+def _body_first_routes(file: EnvoyFile) -> list[Part[RouteAction]]:
+    """Routes to the replicas whose requests the router sees by their body first."""
+    routes = [route for route in file.replica_routes if file.asks(route)]
+    return [route for route in routes if any(map(_is_body_first, file.filters_of(route)))]
 
 
 def _policies(file: EnvoyFile) -> list[Part[OverrideHost]]:
@@ -234,6 +242,18 @@ def requests_wait(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     )
 
 
+@_rule(Level.ERROR, _body_first_routes)
+def routes_wait(part: Part[RouteAction], file: EnvoyFile) -> str | None:
+    """Where the body comes first, requests are held until it was seen: no route disables that."""
+    if file.holds(part):
+        return None
+    return (
+        "the filter envoy.filters.http.buffer is disabled for this route, and request_header_mode "
+        "is SKIP: its requests leave before their body was seen. Remove disabled: true, or "
+        "override ext_proc's processing_mode there with request_header_mode: SEND"
+    )
+
+
 @_rule(Level.ERROR, bodies_first)
 def headers_are_told(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router hears with the body what it has to know of the headers."""
@@ -255,8 +275,7 @@ def metadata_is_followed(part: Part[ExternalProcessor], file: EnvoyFile) -> str 
     return (
         "request_header_mode is SKIP: Envoy sets no header then that the router names, and a "
         f"cluster or route goes by the header {DESTINATION}. Let override_host read the choice "
-        f"from metadata: [{{metadata: {{key: {NAMESPACE}, path: [{{key: {DESTINATION}}}]}}}}], or "
-        "write request_header_mode: SEND"
+        f"from metadata: {_FROM_METADATA}, or write request_header_mode: SEND"
     )
 
 
@@ -318,9 +337,14 @@ def the_end_is_heard(part: Part[ExternalProcessor], file: EnvoyFile) -> str | No
 def response_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router hears of every response, or of a sample of which it is told."""
     sent = [one for one in file.filters if not skips_responses(one)]
-    sampled = sent and expression_of(UNSEEN) in part.message.request_attributes
-    if sampled or not skips_responses(part):
+    told = expression_of(UNSEEN)
+    if not skips_responses(part) or (sent and told in part.message.request_attributes):
         return None
+    if sent:
+        return (
+            f"response_header_mode is SKIP and request_attributes lacks {told}: the router waits "
+            f"for responses that it is not told of. Add {told} to request_attributes"
+        )
     return (
         "response_header_mode is SKIP: the router never learns which replica answered, or how. "
         "Write response_header_mode: SEND"
@@ -418,8 +442,7 @@ def replicas_obey(part: Part[Cluster], file: EnvoyFile) -> str | None:
         return None
     return (
         f"cluster {part.message.name!r} ignores the router's choice. Write "
-        "load_balancing_policy: override_host with "
-        f"override_host_sources: [{{header: {DESTINATION}}}]"
+        f"load_balancing_policy: override_host with override_host_sources: {_sources(file)}"
     )
 
 
@@ -453,7 +476,7 @@ def source_is_known(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
         return None
     return (
         "override_host_sources names nothing that the router sets. "
-        f"Write override_host_sources: [{{header: {DESTINATION}}}]"
+        f"Write override_host_sources: {_sources(file)}"
     )
 
 
@@ -655,6 +678,11 @@ def _may_lead_to(route: Part[RouteAction], clusters: set[str]) -> bool:
 def _header_matters(file: EnvoyFile) -> bool:
     """Whether the header decides anything, or may do so in a file that is not seen here."""
     return file.reads_header or not file.replica_clusters
+
+
+def _sources(file: EnvoyFile) -> str:
+    """What override_host has to read: an answer to a body sets no header."""
+    return _FROM_METADATA if bodies_first(file) else _FROM_HEADER
 
 
 def _has_second(route: Part[RouteAction], file: EnvoyFile) -> bool:

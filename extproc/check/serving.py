@@ -11,7 +11,7 @@ from extproc.check.rules import Rule, bodies_first, skips_responses
 from extproc.config import Config
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Level
-from extproc.server.messages import expression_of
+from extproc.server.messages import UNSEEN, expression_of
 
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
@@ -34,7 +34,7 @@ _UNTOLD = (
 _UNSEEN = (
     "response_header_mode is SKIP, and with route.answer_asked_name the router needs every answer: "
     "these have the replica's name. Leave out the filters local_ratelimit and set_filter_state, "
-    "whose mark chooses this route"
+    f"and this route, which matches their mark {UNSEEN}"
 )
 
 

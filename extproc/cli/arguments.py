@@ -66,3 +66,14 @@ def above_zero(text: str) -> float:
     if not (value := number(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
     return value
+
+
+def probability(text: str) -> float:
+    """The type of an argument that is a number from 0 to 1.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    if (value := number(text)) > 1.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return value

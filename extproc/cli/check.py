@@ -7,7 +7,7 @@ from pathlib import Path
 
 from extproc.check.judge import check_envoy
 from extproc.cli.configuration import add_flags, configured
-from extproc.cli.errors import CommandError
+from extproc.cli.errors import CommandError, UsageError
 from extproc.config import Config, ModelTargets, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
 from extproc.envoy.finding import Level
 from extproc.request.tokens import TokenCounter, TokenizerError
@@ -29,16 +29,17 @@ def run(args: argparse.Namespace) -> int:
     """Prints what is understood and found; 1 if there is an error in the Envoy file.
 
     Raises:
-        CommandError: the configuration or a file cannot be used.
+        UsageError: the configuration cannot be used, or a file not be read.
+        CommandError: the Envoy file is no YAML.
     """
     config = configured(args)
     try:
         TokenCounter(config.request)
         doubts = [*_doubts("serve", config.serve), *_doubts("xds", config.xds)]
     except TokenizerError as error:
-        raise CommandError(f"request.tokenizers: {error}") from None
+        raise UsageError(f"request.tokenizers: {error}") from None
     except certificates.CertificateError as error:
-        raise CommandError(error) from None
+        raise UsageError(error) from None
     if args.envoy is None or args.config or config != Config():
         print(_understood(config))
     for doubt in doubts:
@@ -60,7 +61,7 @@ def _check(path: Path, config: Config) -> int:
     try:
         tree = read_yaml(path)
     except OSError as error:
-        raise CommandError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CommandError(f"{path}: {error}") from None
     findings = check_envoy(tree, config)

@@ -8,7 +8,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from extproc.cli.arguments import Parser, number
 from extproc.cli.configuration import add_file, add_flag, configured
-from extproc.cli.errors import CommandError
+from extproc.cli.errors import CommandError, UsageError
 from extproc.clock import monotonic, wall
 from extproc.config import Config
 from extproc.nearest import nearest
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Does it and prints what was done.
 
     Raises:
+        UsageError: there is no such pool, or it is no address or profile.
         CommandError: that was not possible.
     """
     config = configured(args)
@@ -68,16 +69,18 @@ def run(args: argparse.Namespace) -> int:
         print(asyncio.run(_run(args, config)))
     except ReplicaError as error:
         raise CommandError(error) from None
+    except ValueError as error:
+        raise UsageError(error) from None
     return 0
 
 
 async def _run(args: argparse.Namespace, config: Config) -> str:
     if config.state == "memory":
-        raise ReplicaError("state is 'memory': the router's own configuration says which there are")
+        raise UsageError("state is 'memory': the router's own configuration says which there are")
     pool = args.about or config.pool
     known = [one.pool for one in config.each_pool]
     if config.pools and pool not in known:
-        raise ReplicaError(f"no pool is configured as {pool!r}{nearest(pool, known)}")
+        raise UsageError(f"no pool is configured as {pool!r}{nearest(pool, known)}")
     async with connect(config.redis.url, pool) as redis:
         try:
             return await _do(args, Pool(redis, pool))

@@ -8,7 +8,7 @@ from typing import Any
 import uvloop
 
 from extproc.cli.configuration import configured
-from extproc.cli.errors import CommandError
+from extproc.cli.errors import CommandError, UsageError
 from extproc.config import Config
 from extproc.observe import logs
 
@@ -21,13 +21,15 @@ def run_service(
     """Runs a service until it is told to stop.
 
     Raises:
-        CommandError: the configuration cannot be used, or the service failed.
+        UsageError: the configuration cannot be used.
+        CommandError: the service failed.
     """
     config = configured(args)
     logs.setup(config.log)
     try:
         uvloop.run(service(config))
-    except (OSError, ValueError) as error:  # an address in use, a tokenizer that is not there
+    except (OSError, ValueError) as error:  # an address in use; a tokenizer that is not there
         logger.debug("ended by an error", exc_info=error)
-        raise CommandError(error) from None
+        kind = UsageError if isinstance(error, ValueError) else CommandError
+        raise kind(error) from None
     return 0

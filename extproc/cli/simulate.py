@@ -8,7 +8,7 @@ from dataclasses import fields
 import uvloop
 
 from extproc.address import join_address
-from extproc.cli.arguments import above_zero, number, whole
+from extproc.cli.arguments import above_zero, probability, whole
 from extproc.cli.errors import CommandError, UsageError
 from extproc.predict.hardware import PROFILES
 from extproc.signals import until_signalled
@@ -28,7 +28,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
     "output-median": (_COUNT, "median output length, in tokens"),
     "seed": (int, "of output lengths and drafts"),
     "draft-tokens": (_COUNT, "decode speculatively: tokens drafted for a sequence in each step"),
-    "acceptance": (number, "probability that a drafted token is accepted, 0 to 1"),
+    "acceptance": (probability, "probability that a drafted token is accepted, 0 to 1"),
     "max-loras": (_COUNT, "adapters in a batch"),
     "lora-load-seconds": (above_zero, "what it takes to load an adapter"),
 }

@@ -25,7 +25,8 @@ async def add(pool: Pool, address: str, profile: str | None, name: str | None) -
         name: for people; None: the host name, or the one it has.
 
     Raises:
-        ReplicaError: the address or the profile is wrong, or not for a command to say.
+        ValueError: it is no address or profile.
+        ReplicaError: the address does not resolve, or is not for a command to change.
         RedisError: Redis did not take it.
     """
     given = _source(address, profile, name)
@@ -107,7 +108,7 @@ def _source(address: str, profile: str | None, name: str | None) -> ReplicaSourc
         return ReplicaSource.model_validate({key: text for key, text in fields.items() if text})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise ReplicaError(first["msg"].removeprefix("Value error, ")) from None
+        raise ValueError(first["msg"].removeprefix("Value error, ")) from None
 
 
 async def _resolved(source: ReplicaSource) -> str:

@@ -17,7 +17,7 @@ from extproc.server.watch import Reader, Watch
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """The parts of a router, for one pool; all but fleet and watch are shared by the pools."""
+    """The parts of a router, for one pool; pools share what :meth:`of_pool` leaves."""
 
     config: Config
     router: Router

@@ -32,8 +32,9 @@ async def run_xds(config: Config) -> None:
     """Serves until SIGTERM or SIGINT.
 
     Raises:
-        OSError: the address cannot be listened on, or the Envoy file cannot be read.
-        ValueError: the Envoy file is not valid, or the configuration keeps state in memory.
+        OSError: the address cannot be listened on.
+        ValueError: the Envoy file cannot be read or is not valid, or the configuration keeps state
+            in memory.
     """
     if config.state == "memory":
         raise ValueError(
@@ -47,7 +48,11 @@ async def run_xds(config: Config) -> None:
     path = config.xds.envoy_file
     file = None if path is None else watched(path, config.pool)
     if file is not None:
-        catalog.replace_all(file.read())
+        try:
+            catalog.replace_all(file.read())
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+            raise ValueError(f"{path} (xds.envoy_file): {reason}") from None
     server = XdsServer(catalog, config.xds)
     async with AsyncExitStack() as stack:
         port = await server.start(config.xds.listen)

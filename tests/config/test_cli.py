@@ -90,6 +90,7 @@ def test_what_another_command_reads_is_taken_all_the_same(
         (["simulate", "--speed", "0"], "extproc simulate", "--speed: '0' is not above 0"),
         (["simulate", "--max-loras", "0"], "extproc simulate", "'0' is not a whole number from 1"),
         (["simulate", "--acceptance", "x"], "extproc simulate", "'x' is not a number from 0 on"),
+        (["simulate", "--acceptance", "2"], "extproc simulate", "'2' is not a number from 0 to 1"),
         (["explain", "--last", "0"], "extproc explain", "--last: '0' is not a whole number from 1"),
         (["demo", "--rate", "inf"], "extproc demo", "--rate: 'inf' is not a number from 0 on"),
     ],
@@ -116,6 +117,29 @@ def test_a_wrong_configuration_is_a_line_for_each_mistake(
     assert wrong.startswith(f"extproc {name}: variable EXTPROC_POLL__INTERVAL_S: poll.interval_s: ")
 
 
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        ("serve --state memory", "no replicas to poll"),
+        ("serve --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
+        ("check --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
+        ("check --envoy /nope", "/nope: cannot be read: No such file"),
+        ("xds --xds.envoy_file /nope", "/nope (xds.envoy_file): cannot be read: No such file"),
+        ("xds --xds.envoy_file /", "/ (xds.envoy_file): cannot be read: Is a directory"),
+        ("xds --state memory", "state is 'memory'"),
+        ("replicas add foo", "'foo' is not an address"),
+        ("replicas add a:1 --profile foo", "'foo'"),
+    ],
+)
+def test_what_no_command_could_do_is_wrongly_asked(
+    argv: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"extproc {argv.split()[0]}: ")
+    assert reason in line
+
+
 def test_the_old_name_of_the_simulated_replica_works(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--max-model-len", "9000", "--kv-tokens", "8000"]
     assert main(["simulate", *argv]) == main(["replica", *argv]) == 2
@@ -138,7 +162,7 @@ def test_a_missing_tokenizer_is_one_line() -> None:
     with start("serve", "--request.tokenizers", '{"m": "/nowhere/tokenizer.json"}') as process:
         _, errors = process.communicate(timeout=PATIENCE_S)
     (line,) = errors.splitlines()
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert line.startswith("extproc serve: the tokenizer configured for model 'm' does not exist")
 
 

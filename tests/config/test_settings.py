@@ -260,7 +260,7 @@ def test_a_replica_that_answers_late_is_not_silent(flags: dict[str, str]) -> Non
 
 def test_names_that_do_not_exist_are_answered_with_the_nearest() -> None:
     (policy,) = problems(flags={"route.policy": "complet"})
-    assert "did you mean 'completion'?" in policy
+    assert policy.endswith("; given: 'complet'; did you mean 'completion'?")
     (profile,) = problems(env={"EXTPROC_REPLICAS": "[{url: a:1, profile: llama-8b-h10}]"})
     assert "did you mean 'llama-8b-h100'?" in profile
 

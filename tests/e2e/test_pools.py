@@ -158,5 +158,5 @@ async def test_the_command_is_about_one_pool(
     assert await replicas("--pool", "second", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in listed] == ["second-1", "second-2"]
-    assert await replicas("--pool", "secnd") == 1
+    assert await replicas("--pool", "secnd") == 2
     assert "no pool is configured as 'secnd'; did you mean 'second'?" in capsys.readouterr().err

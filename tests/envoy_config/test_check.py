@@ -22,6 +22,7 @@ GOOD = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
 
 DESTINATION = "x-gateway-destination-endpoint"
 TELLS_MARK = "request.headers['x-extproc-unseen']"
+FROM_METADATA = f"[{{metadata: {{key: envoy.lb, path: [{{key: {DESTINATION}}}]}}}}]"
 OF_HEADERS_FIRST = {"forged_header_is_removed"}
 OF_WHOLE_FILES = {"router_cluster_exists", "route_cluster_exists"}
 
@@ -110,6 +111,18 @@ def override(**overrides: object) -> dict[str, object]:
 
 
 WHOLE_BODY = {"request_body_mode": "BUFFERED"}
+BUFFER_PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.buffer.v3.BufferPerRoute"
+NO_BUFFER = {
+    "typed_per_filter_config": {
+        "envoy.filters.http.buffer": {"@type": BUFFER_PER_ROUTE, "disabled": True}
+    }
+}
+
+
+def buffered() -> dict[str, object]:
+    """A route that has requests held, whatever is said around it."""
+    limit = {"@type": BUFFER_PER_ROUTE, "buffer": {"max_request_bytes": 2**26}}
+    return {"typed_per_filter_config": {"envoy.filters.http.buffer": limit}}
 
 
 def complaints(tree: object) -> list[Finding]:
@@ -165,6 +178,13 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
     ("requests_wait", Level.ERROR, "SEND", lambda b: b.filters.pop(1)),
     ("requests_wait", Level.ERROR, "envoy.filters.http.buffer",
      lambda b: b.filters.insert(0, b.filters.pop(1))),
+    ("routes_wait", Level.ERROR, "buffer is disabled",
+     lambda b: b.routes[0].update(NO_BUFFER)),
+    ("routes_wait", Level.ERROR, "buffer is disabled", lambda b: b.host.update(NO_BUFFER)),
+    ("routes_wait", Level.ERROR, "buffer is disabled",
+     lambda b: b.split({"name": "replicas", **NO_BUFFER})),
+    ("routes_wait", Level.ERROR, "buffer is disabled",
+     lambda b: b.filters[1].update(disabled=True)),
     ("headers_are_told", Level.ERROR, "request.path",
      lambda b: b.ext_proc.pop("request_attributes")),
     ("headers_are_told", Level.ERROR, "lacks request.headers['content-encoding']:",
@@ -178,8 +198,9 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
      lambda b: b.mode.update(request_body_mode="STREAMED")),
     ("response_headers_are_sent", Level.ERROR, "SKIP",
      lambda b: b.mode.update(response_header_mode="SKIP")),
-    ("response_headers_are_sent", Level.ERROR, "SKIP",
-     lambda b: (b.untold(), b.ext_proc["request_attributes"].remove(TELLS_MARK))),
+    ("response_headers_are_sent", Level.ERROR, "Add request.headers['x-extproc-unseen']",
+     lambda b: (b.untold(), b.ext_proc["request_attributes"].remove(
+         "request.headers['x-extproc-unseen']"))),
     ("response_attributes_are_sent", Level.WARNING, "lacks upstream.address, response.code",
      lambda b: b.ext_proc.pop("response_attributes")),
     ("response_attributes_are_sent", Level.WARNING, "lacks response.code:",
@@ -194,15 +215,17 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
     ("forged_header_is_removed", Level.ERROR, "before",
      lambda b: b.headers_first().filters.insert(1, b.filters.pop(0))),
     ("forged_mark_is_removed", Level.WARNING, "early_header_mutation", Bootstrap.unmarked),
-    ("replicas_obey", Level.ERROR, "'replicas' ignores",
+    ("replicas_obey", Level.ERROR, f"sources: {FROM_METADATA}",
      lambda b: b.replicas.pop("load_balancing_policy")),
+    ("replicas_obey", Level.ERROR, f"sources: [{{header: {DESTINATION}}}]",
+     lambda b: (b.headers_first(), b.replicas.pop("load_balancing_policy"))),
     ("replicas_obey", Level.ERROR, "ignores",
      lambda b: (b.replicas.pop("load_balancing_policy"), b.replicas.update(type="ORIGINAL_DST"))),
     ("no_header_chooses_any_address", Level.ERROR, "use_http_header",
      lambda b: b.headers_first().original_dst(use_http_header=True, http_header_name=DESTINATION)),
     ("goes_on_without_router", Level.WARNING, "503",
      lambda b: b.original_dst(metadata_key={"key": "envoy.lb", "path": [{"key": DESTINATION}]})),
-    ("source_is_known", Level.ERROR, "names nothing",
+    ("source_is_known", Level.ERROR, f"sources: {FROM_METADATA}",
      lambda b: b.override.update(override_host_sources=[{"header": "x-other"}])),
     ("metadata_is_received", Level.ERROR, "envoy.lb",
      lambda b: b.ext_proc.pop("metadata_options")),
@@ -326,6 +349,12 @@ ALLOWED: list[Breakage] = [
     lambda b: b.route["retry_policy"].update(retry_on="connect-failure,5xx"),
     lambda b: b.routes[0].update(override(processing_mode=WHOLE_BODY)),
     lambda b: b.routes[0].update(override(failure_mode_allow=True)),
+    lambda b: (b.host.update(NO_BUFFER), b.routes[0].update(buffered())),
+    lambda b: (b.filters[1].update(disabled=True), b.routes[0].update(buffered())),
+    lambda b: (
+        b.host.update(NO_BUFFER),
+        b.routes[0].update(override(processing_mode={**b.mode, "request_header_mode": "SEND"})),
+    ),
     lambda b: (
         b.host.update(per_filter(PER_ROUTE, disabled=True)),
         b.routes[0].update(override(processing_mode=WHOLE_BODY)),
@@ -372,6 +401,7 @@ def test_names_in_answers_need_every_answer() -> None:
     (finding,) = [one for one in check_envoy(file.tree, named) if one.level is not Level.OK]
     assert (finding.rule, finding.level) == ("every_answer_is_shown", Level.ERROR)
     assert "local_ratelimit" in finding.text
+    assert "this route, which matches their mark x-extproc-unseen" in finding.text
     del file.routes[0]
     assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
 
@@ -659,7 +689,7 @@ def test_a_wrong_configuration_is_an_error(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_tokenizer_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--request.tokenizers", "{llama: /no/such/tokenizer.json}"]) == 1
+    assert main(["check", "--request.tokenizers", "{llama: /no/such/tokenizer.json}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("extproc check: request.tokenizers: ")
     assert "/no/such/tokenizer.json" in line

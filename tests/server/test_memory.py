@@ -124,7 +124,7 @@ async def test_no_model_is_unknown_before_each_replica_told_its_own(
 def test_what_memory_does_not_go_with(
     argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*argv, "--state", "memory"]) == 1
+    assert main([*argv, "--state", "memory"]) == 2
     assert reason in capsys.readouterr().err
 
 
