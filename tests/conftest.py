@@ -33,6 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+@pytest.fixture(autouse=True)
+def _log_handlers_end() -> Iterator[None]:
+    """A command's handler writes to the stderr of its test, which is closed after it."""
+    yield
+    root = logging.getLogger()
+    for handler in [one for one in root.handlers if type(one) is logging.StreamHandler]:
+        root.removeHandler(handler)
+
+
 class Logged(logging.Handler):
     """What the package logs, to be looked at or waited for."""
 

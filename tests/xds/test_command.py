@@ -107,12 +107,12 @@ async def test_a_file_that_cannot_be_served_ends_it(
     if content is not None:
         path.write_text(content, encoding="utf-8")
     argv = ["xds", "--xds.envoy_file", str(path), "--xds.listen", f"127.0.0.1:{free_port()}"]
-    assert await asyncio.to_thread(main, argv) == 1
+    assert await asyncio.to_thread(main, argv) == 2
     told = capfd.readouterr().err
     assert str(path) in told
     assert problem in told
 
 
 async def test_without_redis_there_is_no_list_to_serve(capfd: pytest.CaptureFixture[str]) -> None:
-    assert await asyncio.to_thread(main, ["xds", "--state", "memory"]) == 1
+    assert await asyncio.to_thread(main, ["xds", "--state", "memory"]) == 2
     assert "set it to 'redis'" in capfd.readouterr().err
