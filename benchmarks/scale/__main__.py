@@ -7,7 +7,6 @@ router, which has everything but Envoy. All of it on one machine: a line on whic
 enough says so by the age of what routers know, half an interval where nothing is late.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -127,7 +126,7 @@ def _line(run: Run) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every size of fleet with every number of routers."""
-    parser = argparse.ArgumentParser(prog="scale", description=__doc__.partition("\n")[0])
+    parser = arguments.command("scale", __doc__)
     parser.add_argument("--replicas", type=arguments.counts, default=[10, 100, 1000])
     parser.add_argument("--routers", type=arguments.counts, default=[1, 8])
     parser.add_argument("--interval", type=float, default=0.2, help="seconds between polls [0.2]")
