@@ -14,6 +14,7 @@ from benchmarks.envoy_file import drop_ext_proc, manager
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.states import POOL, addresses
 from benchmarks.pages import get_text
+from benchmarks.processes import cpu_s, memory_kb
 from extproc.demo.envoy_config import TEMPLATE, render
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Check, Process, answers, envoy_binary, listening, start_redis
@@ -21,7 +22,6 @@ from extproc.demo.processes import Check, Process, answers, envoy_binary, listen
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _PORTS = ("envoy", "envoy-admin", "router", "router-admin", "redis", "upstream")
 _READY_S = 60.0
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +87,18 @@ class Stack:
         argv = _python("benchmarks.overhead.client", str(self._port), *arguments)
         with _on(self._cores.others):
             client = await Process.start("client", argv, log=log)
-        try:
+        async with client:
             if await client.wait():
                 raise RuntimeError(f"the client failed:\n{client.last_lines()}")
-        finally:
-            await client.stop()
         return Report(**json.loads(client.last_lines(1)))
 
     def cpu_s(self) -> float:
         """Seconds of CPU the router has used."""
-        if self._router is None:
-            return 0.0
-        stat = Path(f"/proc/{self._router.pid}/stat").read_text()
-        user, system = stat.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) * _TICK_S
+        return cpu_s(self._router.pid) if self._router else 0.0
 
     def memory_kb(self) -> float:
         """The router's resident memory."""
-        if self._router is None:
-            return 0.0
-        status = Path(f"/proc/{self._router.pid}/status").read_text()
-        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
-        return float(line.split()[1])
+        return memory_kb(self._router.pid) if self._router else 0.0
 
 
 @asynccontextmanager

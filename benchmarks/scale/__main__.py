@@ -9,7 +9,6 @@ enough says so by the age of what routers know, half an interval where nothing i
 
 import asyncio
 import json
-import os
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from benchmarks import arguments
+from benchmarks.processes import cpu_s
 from extproc.demo.processes import Process, free_port, start_redis
 from extproc.store.connection import connect
 
@@ -57,7 +57,7 @@ async def measure(
             following.append(await _start("router", words, directory, number))
             stack.push_async_callback(following[-1].kill)
         await _connected(redis, routers, following)
-        cpu, before = (_cpu(server.pid), _cpu(writer.pid)), await redis.info("stats")
+        cpu, before = (cpu_s(server.pid), cpu_s(writer.pid)), await redis.info("stats")
         began = time.monotonic()
         await asyncio.sleep(seconds)
         after, took = await redis.info("stats"), time.monotonic() - began
@@ -70,8 +70,8 @@ async def measure(
             )
         }
         memory = (await redis.info("memory"))["used_memory"] - empty
-        used = {"cpu": (_cpu(server.pid) - cpu[0]) / took, "memory": memory}
-        writer_cpu = (_cpu(writer.pid) - cpu[1]) / took
+        used = {"cpu": (cpu_s(server.pid) - cpu[0]) / took, "memory": memory}
+        writer_cpu = (cpu_s(writer.pid) - cpu[1]) / took
         for router in following:
             await router.wait()
     return {
@@ -100,12 +100,6 @@ async def _connected(redis: Redis, routers: int, following: Sequence[Process]) -
             raise SystemExit(f"a router ended: {ended[0].last_lines()}")
         await asyncio.sleep(_POLL_S)
     await asyncio.sleep(3 * _POLL_S)
-
-
-def _cpu(pid: int) -> float:
-    """Seconds of CPU a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _line(run: Run) -> str:
