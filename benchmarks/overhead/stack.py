@@ -17,7 +17,7 @@ from benchmarks.pages import get_text
 from benchmarks.processes import cpu_s, memory_kb
 from extproc.demo.envoy_config import TEMPLATE, render
 from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Check, Process, answers, envoy_binary, listening, start_redis
+from extproc.demo.processes import Check, Process, answers, envoy_command, listening, start_redis
 
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _PORTS = ("envoy", "envoy-admin", "router", "router-admin", "redis", "upstream")
@@ -128,7 +128,7 @@ async def running(
             process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
             return await stack.enter_async_context(process)
 
-        answering: Sequence[str | Path] = _envoy(upstream)
+        answering: Sequence[str | Path] = envoy_command(upstream, 1)
         if setup.tokens:
             port, tokens = str(ports["upstream"]), str(setup.tokens)
             answering = _python("benchmarks.overhead.upstream", port, tokens)
@@ -151,7 +151,8 @@ async def running(
                 argv = _python("extproc", "serve", "--config", str(config))
                 router = await start("router", argv, _knows(setup.replicas, ports["router-admin"]))
         with _on(cores.others):
-            await start("envoy", _envoy(front), answers(_url(ports["envoy-admin"], "ready")))
+            ready = answers(_url(ports["envoy-admin"], "ready"))
+            await start("envoy", envoy_command(front, 1), ready)
         if router is not None:
             await router.wait_ready(_asked(ports), _READY_S)
         yield Stack(directory, ports["envoy"], cores, router)
@@ -173,11 +174,6 @@ def _on(cores: Collection[int]) -> Iterator[None]:
 
 def _python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
-
-
-def _envoy(config: Path) -> list[str | Path]:
-    words = ["--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"]
-    return [envoy_binary(), "--config-path", config, *words]
 
 
 def _upstream(port: int, hold_s: float) -> str:
