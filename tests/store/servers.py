@@ -119,7 +119,7 @@ class Cluster:
 
 
 async def command(client: Redis, *words: str | int) -> Any:
-    return await client.execute_command(*words)  # type: ignore[no-untyped-call]
+    return await client.execute_command(*words)  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
 
 
 async def replication_is(client: Redis, field: str, value: str) -> bool:
