@@ -186,6 +186,7 @@ class Progress:
         for row in rows.tolist():
             count(replicas, requests, row, -1)
             requests.steps_before[row] = replicas.steps[requests.replica[row]] - 1.0
+            requests.began_at[row] = self._as_of
             count(replicas, requests, row, 1)
 
     def _requeue(self, rows: Indices) -> None:
