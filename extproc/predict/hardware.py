@@ -1,8 +1,8 @@
 """Named starting points: what a model on a GPU can do before anything was measured on it."""
 
-import difflib
 from dataclasses import dataclass
 
+from extproc.nearest import nearest
 from extproc.predict.step import StepModel
 
 
@@ -76,6 +76,5 @@ def hardware_profile(name: str) -> HardwareProfile:
     try:
         return PROFILES[name]
     except KeyError:
-        near = difflib.get_close_matches(name, PROFILES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(PROFILES)}"
+        hint = nearest(name, PROFILES) or f"; known: {', '.join(PROFILES)}"
         raise KeyError(f"no hardware profile is named {name!r}{hint}") from None
