@@ -12,7 +12,7 @@ from extproc.clock import Clock
 from extproc.config import ServeSettings
 from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.ledger import Ticket
+from extproc.fleet.ledger import Generated, Ticket
 from extproc.fleet.lone_requests import Baseline
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix
@@ -30,7 +30,7 @@ class Node:
         self._reader = Reader(ServeSettings().chunks_per_s)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
-        self._ended: tuple[int, float, Baseline | None] = 0, 0.0, None
+        self._ended: tuple[int, Generated, Baseline | None] = 0, Generated(0.0, 0.0), None
         """The last one that did, its tokens by the ledger, and what was before it if it was
         alone."""
 
@@ -63,15 +63,13 @@ class Node:
         """It has just ended."""
         number, generated, baseline = self._ended
         assert number == served.number
-        self.router.learn(
-            served.decision.forecast(),
-            served.replica,
-            served.sequence.output_tokens if served.watched else generated,
-            served.completion,
-            served.ttft if served.watched and served.profile.stream else None,
-            baseline,
-            reported=served.watched,
-        )
+        forecast, replica = served.decision.forecast(), served.replica
+        if served.watched:
+            tokens, ttft = served.sequence.output_tokens, served.ttft
+            seen = ttft if served.profile.stream else None
+            self.router.learn(forecast, replica, tokens, served.completion, seen, baseline)
+        else:
+            self.router.learn_counted(forecast, replica, generated, None, baseline)
 
     def answered(self, replica: str, well: bool) -> None:
         """Response headers came from a replica, or none and an error."""

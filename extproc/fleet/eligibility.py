@@ -164,7 +164,8 @@ class Eligibility:
 
     def ended(self, replica: str) -> None:
         """A request sent to it is over."""
-        if self.any_new and (one := self._replicas.get(replica)):
+        one = self._replicas.get(replica)
+        if one is not None and one.new:
             one.ended += 1
 
     def forget(self, replica: str) -> None:

@@ -15,7 +15,7 @@ from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.holders import Holders
-from extproc.fleet.ledger import Ledger, Ticket
+from extproc.fleet.ledger import Generated, Ledger, Ticket
 from extproc.fleet.lone_requests import Baseline, LoneRequests
 from extproc.fleet.members import Members, ModelNames
 from extproc.fleet.peers import Peers
@@ -231,9 +231,9 @@ class Fleet:
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
-    def generated(self, ticket: Ticket) -> float:
-        """Tokens that each of its sequences has by now, by the steps that its replica counts; 0
-        where nothing was heard of these of late.
+    def generated(self, ticket: Ticket) -> Generated:
+        """What each of its sequences has by now, by the steps that its replica counts; nothing
+        where these were not heard of lately.
 
         Raises:
             KeyError: it was released.

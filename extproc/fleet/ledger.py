@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from extproc.fleet.progress import Progress
 from extproc.fleet.tables import Replicas, Requests, count
@@ -17,6 +18,14 @@ class Ticket:
     """A request's place in the ledger, from dispatch to release."""
 
     number: int
+
+
+class Generated(NamedTuple):
+    """What each sequence of a request has generated."""
+
+    tokens: float
+    seconds: float
+    """Since the first of them."""
 
 
 class Ledger:
@@ -76,16 +85,17 @@ class Ledger:
         """
         return self._requests.replica.item(self._row[ticket.number])
 
-    def generated(self, ticket: Ticket, now: float) -> float:
-        """Tokens that each of a request's sequences has, by the steps that its replica counts; 0
-        where nothing was heard of these of late: they are only predicted then."""
+    def generated(self, ticket: Ticket, now: float) -> Generated:
+        """What each of a request's sequences has, by the steps that its replica counts; nothing
+        where these were not heard of lately: they are only predicted then."""
         requests, replicas, row = self._requests, self._replicas, self._row[ticket.number]
-        on = requests.replica.item(row)
-        if not 0.0 <= now - replicas.sampled_at.item(on) <= _LATE_S:
-            return 0.0
-        steps = replicas.steps.item(on) - requests.steps_before.item(row)
-        tokens = steps * replicas.tokens_per_step.item(on)
-        return min(max(tokens, 0.0), requests.bound.item(row))
+        on, before = requests.replica.item(row), requests.steps_before.item(row)
+        late = not 0.0 <= now - replicas.sampled_at.item(on) <= _LATE_S
+        if late or before == inf:
+            return Generated(0.0, 0.0)
+        tokens = (replicas.steps.item(on) - before) * replicas.tokens_per_step.item(on)
+        seconds = max(now - requests.began_at.item(row), 0.0)
+        return Generated(min(max(tokens, 0.0), requests.bound.item(row)), seconds)
 
     def move(self, ticket: Ticket, replica: int, cached: float) -> None:
         """The request is on another replica than it was sent to, which has ``cached`` tokens of its

@@ -90,9 +90,7 @@ class Progress:
         decoding = requests.steps_before[mine] < inf
         self._start(mine[done & ~decoding])
         self._requeue(mine[decoding & ~done])
-        made = (replicas.steps[row] - requests.steps_before[mine]) * replicas.tokens_per_step[row]
-        generated = np.minimum(np.maximum(made, 0.0), requests.bound[mine])
-        requests.generated[mine] = generated
+        generated = self._set_generated(mine)
         kv = float(requests.weight[mine] @ generated) + replicas.held[row] + replicas.kv_beyond[row]
         batch = replicas.decoding[row] + replicas.foreign[row]
         if self._peers.counted:
@@ -186,6 +184,7 @@ class Progress:
         for row in rows.tolist():
             count(replicas, requests, row, -1)
             requests.steps_before[row] = replicas.steps[requests.replica[row]] - 1.0
+            requests.began_at[row] = self._as_of
             count(replicas, requests, row, 1)
 
     def _requeue(self, rows: Indices) -> None:
@@ -196,19 +195,26 @@ class Progress:
             self._requests.until[row] = 0.0
             count(self._replicas, self._requests, row, 1)
 
+    def _set_generated(self, rows: Indices | slice) -> Floats:
+        """These have as many tokens as their replica's steps since their first one gave them."""
+        requests, replicas = self._requests, self._replicas
+        on = requests.replica[rows]
+        generated = replicas.steps[on] - requests.steps_before[rows]
+        if self._speculative():
+            generated *= replicas.tokens_per_step[on]
+        np.maximum(generated, 0.0, out=generated)
+        np.minimum(generated, requests.bound[rows], out=generated)
+        requests.generated[rows] = generated
+        return generated
+
     def _sum_up(self) -> None:
         """The progress of each request, and the sums over the requests of each replica."""
         replicas, requests = self._replicas, self._requests
-        on, generated = requests.replica, requests.generated
-        np.subtract(replicas.steps[on], requests.steps_before, out=generated)
-        np.maximum(generated, 0.0, out=generated)
-        if self._speculative():
-            generated *= replicas.tokens_per_step[on]
-        np.minimum(generated, requests.bound, out=generated)
-
+        generated = self._set_generated(slice(None))
         fade(replicas, self._as_of)
         np.add(replicas.decoding, replicas.foreign, out=replicas.batch)
-        kv = np.bincount(on, requests.weight * generated, len(replicas)) + replicas.held
+        made = np.bincount(requests.replica, requests.weight * generated, len(replicas))
+        kv = made + replicas.held
         if self._peers.counted:
             replicas.batch += replicas.peers_decoding
             kv += replicas.peers_kv

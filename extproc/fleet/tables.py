@@ -142,6 +142,7 @@ class Requests(Table):
     parts: Floats  # sequences as the engine counts them: those that generate nothing, too
     turn: Floats  # its sequences have a first token once the replica's `begun` gets here
     steps_before: Floats  # the replica's step count before the first token's; infinite until then
+    began_at: Floats  # when that was, once it is counted
     bound: Floats  # tokens a sequence may generate
     least_output: Floats  # tokens it will generate at least
     until: Floats  # tokens generated up to which `alive` holds

@@ -104,5 +104,5 @@ def is_address(host: str) -> bool:
 
 def one_family(addresses: Iterable[str]) -> tuple[str, ...]:
     """Sort the addresses; of a replica that has both IPv4 and IPv6 it keeps one, IPv4."""
-    ips = sorted(map(ipaddress.ip_address, {*addresses}), key=lambda ip: (ip.version, int(ip)))
+    ips = sorted(map(ipaddress.ip_address, addresses), key=lambda ip: (ip.version, int(ip)))
     return tuple(dict.fromkeys(str(ip) for ip in ips if ip.version == ips[0].version))

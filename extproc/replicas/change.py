@@ -1,13 +1,12 @@
 """``add``, ``drain`` and ``remove``: what they ask of the pollers."""
 
 import asyncio
-import ipaddress
 
 from pydantic import ValidationError
 
 from extproc.address import join_address
 from extproc.config import ReplicaSource
-from extproc.poll.resolve import one_family, resolve_host
+from extproc.poll.resolve import is_address, one_family, resolve_host
 from extproc.replicas.pool import Pool, Replica, ReplicaError
 from extproc.replicas.wait import left
 from extproc.store.desired import Desired, Wish
@@ -115,12 +114,8 @@ async def _resolved(source: ReplicaSource) -> str:
     """``ip:port``: Envoy knows its members by nothing else."""
     host, port = source.host_and_port
     try:
-        return join_address(str(ipaddress.ip_address(host)), port)
-    except ValueError:
-        pass
-    try:
         async with asyncio.timeout(_RESOLVE_S):
-            addresses = one_family(await resolve_host(host))
+            addresses = one_family([host] if is_address(host) else await resolve_host(host))
     except (OSError, UnicodeError) as error:
         reason = str(error) or f"no answer within {_RESOLVE_S:g} s"
         raise ReplicaError(f"the host {host!r} does not resolve: {reason}") from None

@@ -1,1 +1,1 @@
-"""Policies, one file each: which replica gets this request."""
+"""Policies: which replica gets this request."""

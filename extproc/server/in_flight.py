@@ -124,9 +124,8 @@ class InFlight:
             self._learn(usage, seconds, baseline)
         elif well and (complete or self._usage is None):
             # Not read; or read to its end, which told no usage.
-            ttft = outcome.ttft_s
-            services.router.learn(
-                self._forecast, self._served_by, generated, seconds, ttft, baseline, reported=False
+            services.router.learn_counted(
+                self._forecast, self._served_by, generated, outcome.ttft_s, baseline
             )
 
     def _served(self, upstream: str) -> None:

@@ -1,6 +1,7 @@
 """Where the server that holds a pool's keys is: asked each time a connection is made."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from typing import Any
 
 from redis.asyncio.connection import Connection, SSLConnection
@@ -30,7 +31,7 @@ class Server:
         return self._nodes[0]
 
 
-class _Asked(Server):
+class _Asked(Server, ABC):
     """One that the nodes of the URL know of."""
 
     def __init__(self, url: RedisUrl, options: dict[str, Any]) -> None:
@@ -55,15 +56,14 @@ class _Asked(Server):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(self, node: Node) -> Node:
-        raise NotImplementedError
+    @abstractmethod
+    async def _ask(self, node: Node) -> Node: ...
 
     async def _send(self, node: Node, *command: str) -> Any:
         host, port = node
         connection = self._kind(host=host, port=port, **self._options)
         try:
-            await connection.connect()  # type: ignore[no-untyped-call]
-            await connection.send_command(*command)
+            await connection.send_command(*command)  # which connects
             return await connection.read_response()
         finally:
             await connection.disconnect(nowait=True)  # at once, however often this is cancelled
@@ -125,7 +125,7 @@ class LocatedConnection(Connection):
     async def _connect(self) -> None:
         async with asyncio.timeout(self.socket_connect_timeout):
             self.host, self.port = await self._server.find()
-        await super()._connect()  # type: ignore[no-untyped-call]
+        await super()._connect()  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
 
     async def read_response(self, *args: Any, **options: Any) -> Any:
         """As redis-py's, but a fail-over is a lost connection."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from random import Random
@@ -66,7 +67,7 @@ async def keys_after(redis: Redis, beginning: str) -> list[str]:
             return sorted(keys)
 
 
-class Follower(Generic[T]):
+class Follower(ABC, Generic[T]):
     """Yields what Redis has, then all that is pushed into a channel, for ever.
 
     Where it is cut off it begins anew. Of that the reader of replica states logs, for all.
@@ -103,13 +104,13 @@ class Follower(Generic[T]):
                     for one in await self._pushed(message["data"]):
                         yield one
 
+    @abstractmethod
     def _found(self) -> AsyncIterator[T]:
         """What Redis has."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _pushed(self, data: bytes) -> Iterable[T]:
         """What a message says."""
-        raise NotImplementedError
 
     def _cut_off(self, error: Exception) -> Iterable[T]:
         """What an attempt that failed says."""

@@ -15,6 +15,7 @@ from extproc.demo.processes import Process, answers, free_port
 from extproc.demo.traffic import OUTPUT_HEADER, Answer, Client, Request
 from extproc.simulator.replica import Replica, ReplicaSettings
 from extproc.simulator.server import OUTPUT_TOKENS_HEADER, SERVED_BY_HEADER, start
+from tests.waiting import until
 
 WHOLE = b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choices":[],"usage":{}}\n\ndata: [DONE]\n\n'
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "one two three"}]}
@@ -180,11 +181,6 @@ async def test_a_target_that_dies_and_comes_back(tmp_path: Path) -> None:
         argv = [sys.executable, "-m", "extproc", "simulate", "--port", str(port), "--model", "m"]
         ready = answers(f"{url}/health")
         return await Process.start("replica", argv, log=tmp_path / "replica.log", ready=ready)
-
-    async def until(reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not reached():  # noqa: ASYNC110 - of figures, which tell nobody
-                await asyncio.sleep(0.01)
 
     def plan() -> Iterator[Request]:
         """A hundred a second, until ten were sent to the server that is back."""

@@ -134,12 +134,12 @@ def test_a_request_has_a_token_for_each_step_since_its_first() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
     long, short = (fleet.dispatch(replica(1), chat(100, bound)) for bound in (400, 15))
-    assert fleet.generated(long) == 0.0
+    assert fleet.generated(long).tokens == 0.0
     for tick in range(1, 21):
         clock.advance(0.2)
         fleet.put(state(1, A10, clock, running=2, steps=2.0 * tick, kv_usage=0.01))
-    assert fleet.generated(long) == pytest.approx(2.0 * 20, abs=2)
-    assert fleet.generated(short) == 15.0
+    assert fleet.generated(long).tokens == pytest.approx(2.0 * 20, abs=2)
+    assert fleet.generated(short).tokens == 15.0
 
 
 def test_a_restarted_replica_counts_its_steps_anew() -> None:

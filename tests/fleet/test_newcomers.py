@@ -56,6 +56,19 @@ def test_each_request_that_ended_there_allows_one_more() -> None:
     assert len(fill(fleet)) == 8
 
 
+def test_what_ended_before_it_was_new_allows_none() -> None:
+    clock = ManualClock()
+    fleet = joined(clock, H100)
+    fleet.put(state(4, H100, clock))
+    tickets = fill(fleet)
+    fleet.remove(NEW)
+    fleet.put(state(3, H100, clock, healthy=False))
+    for ticket in tickets:
+        fleet.release(ticket)
+    fleet.put(state(3, H100, clock))
+    assert len(fill(fleet)) == 4
+
+
 def test_it_is_a_replica_like_others_once_it_is_measured() -> None:
     clock = ManualClock()
     fleet = joined(clock, H100)

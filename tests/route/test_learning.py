@@ -1,6 +1,7 @@
 """What the end of a request teaches, whether its answer was read or not."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -25,8 +26,8 @@ class System:
         self.fleet.dispatch(replica(1), chat(100, 100_000))
         self._steps = 0.0
 
-    def serve(self, profile: RequestProfile, ticks: int) -> None:
-        """Sends a request; its stream is closed after so many polls."""
+    def serve(self, profile: RequestProfile, ticks: int, ttft: float | None = None) -> None:
+        """Sends a request; its stream is closed after so many polls. ``ttft``: as was predicted."""
         decision = self.router.decide(profile)
         assert decision is not None
         ticket = self.fleet.dispatch(decision.replica, profile)
@@ -37,10 +38,10 @@ class System:
             self.fleet.put(polled)
         generated = self.fleet.generated(ticket)
         baseline = self.fleet.release(ticket, prefilled=False)
-        forecast, seconds = decision.forecast(), ticks * TICK_S
-        self.router.learn(
-            forecast, replica(1), generated, seconds, baseline=baseline, reported=False
-        )
+        forecast = decision.forecast()
+        if ttft is not None:
+            forecast = replace(forecast, predicted_ttft=ttft)
+        self.router.learn_counted(forecast, replica(1), generated, None, baseline)
 
     def expected(self, profile: RequestProfile) -> float:
         return self.fleet.lengths.expected(self.fleet.lengths.row(profile), 60_000.0)
@@ -80,6 +81,14 @@ def test_how_much_longer_requests_decode_than_predicted_shows_in_it_too() -> Non
     assert system.stretch == pytest.approx(TICK_S / STEPS / predicted, rel=0.15)
 
 
+def test_a_first_token_that_comes_late_is_not_taken_for_slow_decoding() -> None:
+    soon, late = System(), System()
+    for _ in range(10):
+        soon.serve(chat(100), 20)
+        late.serve(chat(40_000), 60 + 20, ttft=0.0)
+    assert late.stretch == pytest.approx(soon.stretch, rel=0.2)
+
+
 def test_the_end_of_several_sequences_tells_nothing_of_how_long_each_was() -> None:
     system = System()
     before = system.expected(chat(100, sequences=4))
@@ -107,7 +116,5 @@ def test_a_request_that_was_alone_and_not_read_tells_nothing_of_decode_times() -
     generated = fleet.generated(ticket)
     baseline = fleet.release(ticket)
     assert baseline is not None
-    router.learn(
-        decision.forecast(), replica(1), generated, 10.0, baseline=baseline, reported=False
-    )
+    router.learn_counted(decision.forecast(), replica(1), generated, None, baseline)
     assert fleet.view(MODEL).stretch.item() == 1.0

@@ -56,10 +56,7 @@ class Router:
                 self.held[name] = held - {*one.removed.tolist()} | {*one.stored.tolist()}
 
     async def holds(self, keys: set[int], number: int = 1) -> None:
-        async def same() -> bool:
-            return self.held.get(replica(number)) == keys
-
-        await until(same)
+        await until(lambda: self.held.get(replica(number)) == keys)
 
 
 @asynccontextmanager

@@ -32,7 +32,7 @@ def send(fleet: Fleet, number: int, prefix: Prefix) -> None:
 async def holds(fleet: Fleet, number: int, prefix: Prefix) -> None:
     """Only that replica does."""
 
-    async def it_does() -> bool:
+    def it_does() -> bool:
         held = fleet.held(prefix, fleet.view(MODEL)).expected
         whole = len(prefix.keys) * prefix.unit
         return list(held) == [whole * (number == 1), whole * (number == 2)]

@@ -27,10 +27,7 @@ Next = Callable[[], Awaitable[str]]
 
 
 async def knows(fleet: Fleet, *names: str) -> None:
-    async def all_are() -> bool:
-        return all(fleet.holder(name) == replica(2) for name in names)
-
-    await until(all_are)
+    await until(lambda: all(fleet.holder(name) == replica(2) for name in names))
 
 
 @pytest.mark.parametrize("protocol", [2, 3])

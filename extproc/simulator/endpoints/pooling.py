@@ -151,11 +151,12 @@ class RerankBody(PoolingBody):
 
     def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
         """The best documents first."""
-        items: list[dict[str, Any]] = super().reply(id_, model, created)["data"]
+        reply = super().reply(id_, model, created)
+        items: list[dict[str, Any]] = reply["data"]
         for item, document in zip(items, _listed(self.documents), strict=True):
             item["document"] = {"text": document if isinstance(document, str) else None}
         best = sorted(items, key=lambda item: -item["relevance_score"])[: self.top_n or None]
-        return {"id": f"rerank-{id_}", "model": model, "usage": self.usage(), "results": best}
+        return {"id": reply["id"], "model": model, "usage": reply["usage"], "results": best}
 
 
 def _listed(items: Items) -> list[Item]:
