@@ -1,6 +1,5 @@
 """The URL of Redis in all its forms, taken apart; what is wrong is told without the password."""
 
-import difflib
 import re
 import ssl
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 from extproc.address import split_address
+from extproc.nearest import nearest
 
 _FORMS = (
     "not an address of Redis: write redis://[user:password@]host:port/database, "
@@ -115,9 +115,8 @@ def _path(form: str, path: str) -> tuple[str, int]:
 def _option(name: str, text: str, form: str, tls: bool) -> tuple[str, Any]:
     known = _OPTIONS | (_SENTINEL_OPTIONS if form == "sentinel" else {})
     if name not in known:  # it is not quoted: a '?' in a password makes one, too
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
-        raise ValueError(f"unknown option after the '?': {hint}")
+        hint = nearest(name, known) or f"; there are {', '.join(known)}"
+        raise ValueError(f"unknown option after the '?'{hint}")
     if name.startswith("ssl_") and not tls:
         raise ValueError(f"option {name!r} is for TLS: write rediss in place of redis")
     try:

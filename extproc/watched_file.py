@@ -9,6 +9,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Stamp = tuple[int, int, int]
+
 
 class WatchedFile(Generic[T]):
     """What people may change while the program runs; what is broken changes nothing.
@@ -23,7 +25,7 @@ class WatchedFile(Generic[T]):
         self._path = path
         self._what = what
         self._read_file = read
-        self._seen: tuple[int, int] | None = None
+        self._seen: Stamp | None = None
         self._problem = ""
 
     def read(self) -> T:
@@ -33,21 +35,20 @@ class WatchedFile(Generic[T]):
             OSError: it cannot be read.
             ValueError: it cannot be used.
         """
-        self._seen = self._stamp()
+        self._seen = stamp(self._path)
         try:
             return self._read_file(self._path)
         except OSError:
-            self._seen = None  # it may be readable the next time, without any change
+            self._seen = None  # it may be there, or readable, the next time without any change
             raise
 
     def news(self) -> T | None:
         """What is in it, if it changed and can be used; what cannot be is logged once."""
+        if self._seen is not None and stamp(self._path) == self._seen:
+            return None
         try:
-            if self._stamp() == self._seen:
-                return None
             read = self.read()
         except OSError as error:
-            self._seen = None  # it may come back as it was
             self._note(error.strerror or str(error))
         except ValueError as error:
             self._note(str(error))
@@ -55,11 +56,6 @@ class WatchedFile(Generic[T]):
             self._note("")
             return read
         return None
-
-    def _stamp(self) -> tuple[int, int]:
-        """Differs when the file was written to."""
-        stat = self._path.stat()
-        return stat.st_mtime_ns, stat.st_size
 
     def _note(self, problem: str) -> None:
         extra = {"file": str(self._path)}
@@ -69,3 +65,12 @@ class WatchedFile(Generic[T]):
         elif self._problem and not problem:
             log.warning(f"{self._what} is usable again", extra=extra)
         self._problem = problem
+
+
+def stamp(path: Path) -> Stamp | None:
+    """Differs when the file was replaced or written to; None where it cannot be looked at."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns, status.st_size

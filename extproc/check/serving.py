@@ -5,6 +5,7 @@ from collections import defaultdict
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
+from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import UpstreamTlsContext
 
 from extproc.check.envoy_file import EnvoyFile
 from extproc.check.rules import Rule, bodies_first, skips_responses
@@ -12,8 +13,6 @@ from extproc.config import Config
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Level
 from extproc.server.messages import UNSEEN, expression_of
-
-_TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
 
 _NO_TLS = (
     "cluster {!r} speaks plain text, and the router TLS (serve.tls_cert): no request would reach "
@@ -74,10 +73,10 @@ def rules_for(config: Config) -> list[Rule]:
         """Clusters of which one end speaks TLS, but for those whose members choose the
         transport, as meshes let them."""
         clusters = [one for one in file.router_clusters if not one.message.transport_socket_matches]
-        return [part for part in clusters if tls or _speaks_tls(part.message)]
+        return [part for part in clusters if tls or file.all(UpstreamTlsContext, within=part)]
 
     def speaks_alike(part: Part[Cluster], file: EnvoyFile) -> str | None:
-        if _speaks_tls(part.message) is tls:
+        if bool(file.all(UpstreamTlsContext, within=part)) is tls:
             return None
         return (_NO_TLS if tls else _TLS_ALONE).format(part.message.name)
 
@@ -100,9 +99,3 @@ def _ports(cluster: Part[Cluster], file: EnvoyFile) -> list[set[int]]:
         if member.address and (address := member.address.socket_address):
             ports[address.address].add(address.port_value or 0)
     return [*ports.values()]
-
-
-def _speaks_tls(cluster: Cluster) -> bool:
-    socket = cluster.transport_socket
-    config = socket.typed_config if socket else None
-    return config is not None and config.type_url.endswith(f"/{_TLS}")

@@ -307,11 +307,11 @@ class BodyFirst(Exchange):
     __slots__ = ()
 
     def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
+        if self._in_flight is not None:
+            return [messages.proceed("request_body")]
         message = request.request_body
         headers = {":method": "POST"} | messages.attributes_of(request, self._headers)
         asked = self._asked(headers)
-        if self._in_flight is not None:
-            return [messages.proceed("request_body")]
         if asked is None:
             return [self._pass_on("request_body", headers)]
         self._unseen = messages.UNSEEN in headers and asked.endpoint is not Endpoint.RESPONSES

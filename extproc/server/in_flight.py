@@ -172,8 +172,7 @@ class InFlight:
         outcome.output_tokens = usage.completion_tokens
         outcome.cached_tokens = usage.cached_tokens
         forecast, cached = self._forecast, usage.cached_tokens
-        foreseen = self._served_by == forecast.replica and profile.sequences == 1
-        if cached is not None and foreseen:
+        if cached is not None and self._served_by == forecast.replica and profile.sequences == 1:
             expected, depth = forecast.expected_hits, forecast.hits_depth
             prompt = usage.prompt_tokens or profile.prompt_tokens
             services.fleet.reported(forecast.replica, expected, depth, prompt, cached)

@@ -1,16 +1,14 @@
 """TLS on the ports Envoy connects to. Files that change are read again, without a restart."""
 
 import logging
-from pathlib import Path
 
 import grpc
 
 from extproc.config import TlsFiles
 from extproc.server.certificates import CertificateError, Certificates, read
+from extproc.watched_file import Stamp, stamp
 
 logger = logging.getLogger(__name__)
-
-_Stamp = tuple[int, int, int]
 
 
 def credentials(files: TlsFiles, section: str) -> grpc.ServerCredentials | None:
@@ -96,17 +94,9 @@ def _warn(files: Certificates) -> None:
         logger.warning("Envoy will not trust this certificate", extra={"reason": files.doubt})
 
 
-def _stamps(files: TlsFiles) -> list[_Stamp | None]:
+def _stamps(files: TlsFiles) -> list[Stamp | None]:
     """Differ when a file was replaced or written to."""
     return [
-        None if path is None else _stamp(path)
+        None if path is None else stamp(path)
         for path in (files.tls_cert, files.tls_key, files.tls_client_ca)
     ]
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size

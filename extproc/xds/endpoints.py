@@ -87,7 +87,7 @@ class PoolMembers:
 
 
 def _health(state: ReplicaState) -> HealthStatus:
-    """The fallback policy chooses only among the healthy; the router's header reaches all.
+    """The fallback policy chooses only among the healthy; the router's choice reaches all.
 
     So a draining replica gets nothing new, unless the router finds no other that could serve.
     """

@@ -121,7 +121,10 @@ def test_a_wrong_configuration_is_a_line_for_each_mistake(
     ("argv", "reason"),
     [
         ("serve --state memory", "no replicas to poll"),
-        ("serve --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
+        (
+            "serve --serve.admin 127.0.0.1:0 --serve.tls_cert /nope --serve.tls_key /nope",
+            "serve.tls_cert: /nope",
+        ),
         ("check --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
         ("check --envoy /nope", "/nope: cannot be read: No such file"),
         ("xds --xds.envoy_file /nope", "/nope (xds.envoy_file): cannot be read: No such file"),

@@ -612,6 +612,23 @@ def test_tls_of_one_side_alone_is_told(envoys: bool, routers: bool) -> None:
         assert [level for level, _ in told] == [Level.OK] * routers
 
 
+def test_tls_within_another_transport_is_tls() -> None:
+    kind = "type.googleapis.com/envoy.extensions.transport_sockets"
+    tls = {"@type": f"{kind}.tls.v3.UpstreamTlsContext", "sni": "router"}
+    wrapped = {
+        "@type": f"{kind}.proxy_protocol.v3.ProxyProtocolUpstreamTransport",
+        "transport_socket": {"name": "envoy.transport_sockets.tls", "typed_config": tls},
+    }
+    bootstrap = Bootstrap()
+    bootstrap.router["transport_socket"] = {
+        "name": "envoy.transport_sockets.upstream_proxy_protocol",
+        "typed_config": wrapped,
+    }
+    serve = ServeSettings(tls_cert=Path("tls.crt"), tls_key=Path("tls.key"))
+    findings = check_envoy(bootstrap.tree, Config(serve=serve))
+    assert [one.level for one in findings if one.rule == "transport_fits"] == [Level.OK]
+
+
 def test_the_command_knows_how_many_workers_there_are(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

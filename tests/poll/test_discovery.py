@@ -245,3 +245,17 @@ async def test_a_file_that_comes_back_unchanged_is_usable_again(
         problem = "replicas file is not usable, keeping its last content"
         assert len(logged.lines(problem)) == count
         assert len(logged.lines("replicas file is usable again")) == count
+
+
+async def test_a_file_that_replaces_another_of_the_same_size_and_time_is_read(
+    tmp_path: Path,
+) -> None:
+    file, other = tmp_path / "replicas.yaml", tmp_path / "other.yaml"
+    file.write_text("[10.0.0.1:80]")
+    other.write_text("[10.0.0.2:80]")
+    for path in (file, other):
+        os.utime(path, ns=(0, 0))
+    found = discovery(file=file)
+    assert await ids(found) == ["10.0.0.1:80"]
+    other.replace(file)
+    assert await ids(found) == ["10.0.0.2:80"]

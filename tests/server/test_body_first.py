@@ -30,7 +30,7 @@ def config() -> Config:
                 "seed": 1,
             },
             "request": {"tenant_header": "X-Tenant"},
-            "serve": {"stream_sample": 1.0},
+            "serve": {"chunks_per_s": 1e6},
         }
     )
 

@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_used_is_named(
     said: str,
 ) -> None:
     of(files, problem)
-    assert main([command, *files.flags(section)]) == 2
+    assert main([command, "--serve.admin=127.0.0.1:0", *files.flags(section)]) == 2
     error = capsys.readouterr().err
     assert f"{section}.{setting}: {files.settings[setting]}" in error
     assert said in error
