@@ -341,8 +341,11 @@ class Router:
             cut = bound is not None and tokens >= bound - max(_STEPS, _SHARE * bound)
             self.fleet.lengths.observe(profile, bound if bound is not None and cut else tokens)
         self._learn_adapter(forecast, replica, ttft)
-        if baseline is None or not _teaches_alone(forecast):
-            self._learn_pace(forecast, replica, tokens, generated.seconds)
+        # When the first token came is only known from the counters: a long wait blurs it.
+        wait, seconds = forecast.predicted_ttft, generated.seconds
+        began = ttft is not None or wait <= _SMALL * (wait + seconds)
+        if began and (baseline is None or not _teaches_alone(forecast)):
+            self._learn_pace(forecast, replica, tokens, seconds)
 
     def _learn_adapter(self, forecast: Forecast, replica: str, ttft: float | None) -> None:
         if ttft is None or replica != forecast.replica:
