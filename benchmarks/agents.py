@@ -8,7 +8,6 @@ two turns a tool or a person takes its time, log-normally distributed. As in the
 hash id stands for 512 prompt tokens, and tokens that fill none have no id.
 """
 
-import argparse
 import gzip
 import json
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks import arguments
 from benchmarks.trace import ID_TOKENS, TracedRequest
 
 _HOURS = 0.35
@@ -116,11 +116,7 @@ def _milliseconds(request: TracedRequest) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.agents",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = arguments.command("agents", __doc__)
     parser.add_argument("out", type=Path, metavar="OUT.jsonl.gz")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)

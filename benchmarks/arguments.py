@@ -79,13 +79,15 @@ def share(text: str) -> float:
 
 def count(text: str) -> int:
     """A whole number of at least 1."""
-    require(text.isdecimal() and int(text) >= 1, text, "a whole number of at least 1")
+    require(_counts(text), text, "a whole number of at least 1")
     return int(text)
 
 
 def counts(text: str) -> list[int]:
     """Whole numbers of at least 1 with commas between."""
-    return [count(part) for part in text.split(",")]
+    parts = text.split(",")
+    require(all(map(_counts, parts)), text, "whole numbers of at least 1 with commas between")
+    return [int(part) for part in parts]
 
 
 def number(text: str) -> int:
@@ -106,6 +108,10 @@ def require(sensible: bool, text: str, what: str) -> None:
     """Raises ArgumentTypeError unless a value is sensible."""
     if not sensible:
         raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+
+def _counts(text: str) -> bool:
+    return text.isdecimal() and int(text) >= 1
 
 
 def _float(text: str) -> float:

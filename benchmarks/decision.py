@@ -9,7 +9,6 @@ answers is not timed. Below stands what it takes to make a profile of a chat's b
 it that the keys of its prefix take.
 """
 
-import argparse
 import gc
 import json
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from statistics import median, quantiles
 from time import perf_counter
 from timeit import repeat
 
+from benchmarks import arguments
 from benchmarks.clock import VirtualClock
 from extproc.config import RequestSettings
 from extproc.fleet.fleet import Fleet
@@ -93,7 +93,7 @@ class Reading:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Times every policy on every size of fleet."""
-    parser = argparse.ArgumentParser(prog="decision", description=__doc__.partition("\n")[0])
+    parser = arguments.command("decision", __doc__)
     parser.add_argument("--decisions", type=int, default=3000, help="timed on each line")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)

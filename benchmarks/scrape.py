@@ -18,6 +18,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter, process_time
 
+from benchmarks import arguments
 from benchmarks.pages import get_text
 from extproc.demo.processes import Process, answers, free_port, listening, start_redis
 from extproc.poll.metrics_text import read_metrics
@@ -40,7 +41,7 @@ _MODELS = b'{"data":[{"id":"tiny","max_model_len":4096}]}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="scrape", description=__doc__.partition("\n")[0])
+    parser = arguments.command("scrape", __doc__)
     parser.add_argument("--replicas", type=int, default=100, help="250 at most")
     parser.add_argument("--interval", type=float, default=0.2, help="seconds between two scrapes")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure")

@@ -25,8 +25,6 @@ from benchmarks.served import Served
 from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary
 from extproc.route.policies import POLICIES
 
-__all__ = ["main", "summary"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Played:

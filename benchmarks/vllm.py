@@ -1,11 +1,11 @@
 """Real vLLM servers on CPU cores."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.processes import together
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, answers
 from extproc.predict.step import StepModel
@@ -44,24 +44,19 @@ async def vllm_servers(
     """
     names = [f"vllm-{number}" for number in range(1, len(models) + 1)]
     ports = pick_ports(dict.fromkeys(names, 0))
-    async with AsyncExitStack() as running:
 
-        async def start(core: int, name: str) -> Server:
-            argv, env = vllm_command(models[core], ports[name], core, max_num_seqs[core])
-            argv += options[core] if options else ()
-            ready, log = answers(f"http://127.0.0.1:{ports[name]}/health"), directory / name
-            process = await Process.start(
-                name, argv, log=log.with_suffix(".log"), ready=ready, ready_s=_START_S, env=env
-            )
-            running.push_async_callback(process.stop, _STOP_S)
-            return Server(f"127.0.0.1:{ports[name]}", process.pid)
+    def start(core: int, name: str) -> Awaitable[Process]:
+        argv, env = vllm_command(models[core], ports[name], core, max_num_seqs[core])
+        argv += options[core] if options else ()
+        ready, log = answers(f"http://127.0.0.1:{ports[name]}/health"), directory / f"{name}.log"
+        return Process.start(name, argv, log=log, ready=ready, ready_s=_START_S, env=env)
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                starting = [tasks.create_task(start(*pair)) for pair in enumerate(names)]
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # one reason is enough
-        yield {name: task.result() for name, task in zip(names, starting, strict=True)}
+    starting = {name: start(core, name) for core, name in enumerate(names)}
+    async with together(starting, _STOP_S) as started:
+        yield {
+            name: Server(f"127.0.0.1:{ports[name]}", process.pid)
+            for name, process in started.items()
+        }
 
 
 def vllm_command(

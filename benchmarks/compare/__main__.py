@@ -64,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     turns = _Turns()
     origin = about("benchmarks.compare", sys.argv[1:] if argv is None else argv)
     try:
-        contenders = _contenders(args)
+        file = fleet.read(args.fleet)
+        contenders = _contenders(args, file)
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.check_outputs(args)
-        replicas = Fleet(fleet.read(args.fleet))
-        asyncio.run(_compare(args, contenders, replicas, turns, logs))
+        asyncio.run(_compare(args, contenders, Fleet(file), turns, logs))
         status = turns.status
     except (ProcessError, OSError, ValueError) as error:
         print(f"compare: {error}", file=sys.stderr)
@@ -142,26 +142,20 @@ def _among(kind: str, policy: str, known: Sequence[str]) -> str:
     return policy
 
 
-def _contenders(args: argparse.Namespace) -> list[Contender]:
+def _contenders(args: argparse.Namespace, file: fleet.FleetFile) -> list[Contender]:
     """Those that were asked for; else this router, Envoy alone, and the peers that are installed.
 
-    Raises:
-        OSError: the fleet's file cannot be read.
-        ValueError: it does not describe a fleet.
+    Envoy with weights is among them where some replicas are faster than others.
     """
+    unequal = len({*file.members.values()}) > 1
     names = args.contenders or [
         "router:completion",
         "envoy:round_robin",
         "envoy:least_request",
-        *(["envoy:least_request_weighted"] if _unequal(args) else []),
+        *(["envoy:least_request_weighted"] if unequal else []),
         *(f"{one.name}:{one.best}" for one in _installed() if not args.quick),
     ]
     return [contender(name) for name in names]
-
-
-def _unequal(args: argparse.Namespace) -> bool:
-    """Whether some replicas are faster than others."""
-    return len({*fleet.read(args.fleet).members.values()}) > 1
 
 
 def _installed() -> list[Product]:

@@ -14,7 +14,7 @@ from benchmarks.pages import get_text
 from extproc.demo.access_log import add_access_log
 from extproc.demo.envoy_config import render
 from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Process, answers, envoy_binary
+from extproc.demo.processes import Process, answers, envoy_command
 
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",
@@ -51,11 +51,9 @@ class EnvoyAlone:
         config = directory / "envoy.yaml"
         bootstrap = self._bootstrap(ports, fleet, servers)
         config.write_text(add_access_log(bootstrap, directory / "access.log"))
-        options = ["--concurrency", str(_WORKERS), "--log-level", "warning"]
-        argv: list[str | Path] = [envoy_binary(), "--config-path", config, *options]
-        argv += ["--disable-hot-restart"]
         admin = f"http://127.0.0.1:{ports['admin']}"
         log, ready = directory / "envoy.log", answers(f"{admin}/ready")
+        argv = envoy_command(config, _WORKERS)
 
         async def complaints(requests: Requests) -> list[str]:
             found = await replica_trouble(admin, len(servers))

@@ -1,14 +1,14 @@
 """The replicas behind a contender: each begins with processes that were just started."""
 
-import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fleet import FleetFile, ReplicaGroup
 from benchmarks.pages import get_json
+from benchmarks.processes import together
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, answers
 from extproc.simulator.replica import DEFAULT_MODEL_LEN
@@ -52,23 +52,20 @@ class Fleet:
             ProcessError: one does not start.
         """
         ports = pick_ports(dict.fromkeys(self._options, 0))
-        async with AsyncExitStack() as running:
-
-            async def start(name: str) -> None:
-                log = directory / f"{name}.log"
-                ready = answers(f"http://127.0.0.1:{ports[name]}/health")
-                argv = [sys.executable, "-m", "extproc", "simulate", "--model", self.model]
-                argv += ["--port", str(ports[name]), *self._options[name]]
-                process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
-                await running.enter_async_context(process)
-
-            try:
-                async with asyncio.TaskGroup() as tasks:
-                    for name in self._options:
-                        tasks.create_task(start(name))
-            except ExceptionGroup as group:
-                raise group.exceptions[0] from None  # one reason is enough
-            yield {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        servers = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+        simulate = [sys.executable, "-m", "extproc", "simulate", "--model", self.model]
+        starting = {
+            name: Process.start(
+                name,
+                [*simulate, "--port", str(port), *self._options[name]],
+                log=directory / f"{name}.log",
+                ready=answers(f"http://{servers[name]}/health"),
+                ready_s=_READY_S,
+            )
+            for name, port in ports.items()
+        }
+        async with together(starting):
+            yield servers
 
 
 async def lateness(servers: Servers) -> dict[str, Any]:

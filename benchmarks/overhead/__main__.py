@@ -6,16 +6,14 @@ Envoy runs with the project's own file, in front of an Envoy that answers at onc
 replicas: alone, with an ext_proc server that does nothing, and with the router.
 """
 
-import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import arguments, report
+from benchmarks import arguments
 from benchmarks.about import about
 from benchmarks.limits import allow_many_connections
 from benchmarks.overhead.client import Report
@@ -78,9 +76,10 @@ class Figures:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="overhead", description=__doc__.partition("\n")[0])
+    parser = arguments.command("overhead", __doc__)
+    sizes = "sizes of the router's fleet [8,100,1000]"
     parser.add_argument(
-        "--replicas", default="8,100,1000", metavar="N[,N]", help="sizes of the router's fleet"
+        "--replicas", type=arguments.counts, default=[8, 100, 1000], metavar="N[,N]", help=sizes
     )
     parser.add_argument(
         "--seconds", type=float, default=10.0, metavar="S", help="length of each measurement"
@@ -101,27 +100,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="TOKENS",
         help="instead: what answers of so many chunks cost, beside those of one",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument(
-        "--report", type=Path, metavar="DIR", help="a page and a picture there: needs matplotlib"
-    )
+    arguments.add_outputs(parser)
     args = parser.parse_args(argv)
-    try:
-        sizes = [int(size) for size in args.replicas.split(",")]
-    except ValueError:
-        parser.error(f"--replicas {args.replicas}: numbers with commas between are wanted")
-    files = [TEMPLATE, *args.envoy]
-    setups = [Setup("none", sizes[0]), *(Setup("proceed", sizes[0], file) for file in files)]
-    setups += [Setup("extproc", size, file) for size in sizes for file in files]
+    first, files = args.replicas[0], [TEMPLATE, *args.envoy]
+    setups = [Setup("none", first), *(Setup("proceed", first, file) for file in files)]
+    setups += [Setup("extproc", size, file) for size in args.replicas for file in files]
     setups *= args.rounds
     if args.stream and args.report:
         parser.error("--stream has no page: leave --report out, or take --json")
     allow_many_connections()  # each request is two of Envoy's
     try:
-        if args.report:
-            report.writable(args.report)
+        arguments.check_outputs(args)
         if args.stream:
-            measuring = measure_streams(sizes, RATES, args.seconds, args.stream)
+            measuring = measure_streams(args.replicas, RATES, args.seconds, args.stream)
             streams = asyncio.run(measuring)
             failed = any(one.report.failed for one in streams)
             measured = {"streams": [asdict(one) | {"cpu_us": one.cpu_us} for one in streams]}
@@ -133,11 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
     command = about("benchmarks.overhead", sys.argv[1:] if argv is None else argv)
-    results = {"streamed" if args.stream else "overhead": command} | measured
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
-    if args.report:
-        print(report.write(results, args.report))
+    arguments.keep(args, {"streamed" if args.stream else "overhead": command} | measured)
     return 1 if failed else 0
 
 

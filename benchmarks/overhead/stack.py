@@ -14,14 +14,14 @@ from benchmarks.envoy_file import drop_ext_proc, manager
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.states import POOL, addresses
 from benchmarks.pages import get_text
+from benchmarks.processes import cpu_s, memory_kb
 from extproc.demo.envoy_config import TEMPLATE, render
 from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Check, Process, answers, envoy_binary, listening, start_redis
+from extproc.demo.processes import Check, Process, answers, envoy_command, listening, start_redis
 
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _PORTS = ("envoy", "envoy-admin", "router", "router-admin", "redis", "upstream")
 _READY_S = 60.0
-_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,28 +87,18 @@ class Stack:
         argv = _python("benchmarks.overhead.client", str(self._port), *arguments)
         with _on(self._cores.others):
             client = await Process.start("client", argv, log=log)
-        try:
+        async with client:
             if await client.wait():
                 raise RuntimeError(f"the client failed:\n{client.last_lines()}")
-        finally:
-            await client.stop()
         return Report(**json.loads(client.last_lines(1)))
 
     def cpu_s(self) -> float:
         """Seconds of CPU the router has used."""
-        if self._router is None:
-            return 0.0
-        stat = Path(f"/proc/{self._router.pid}/stat").read_text()
-        user, system = stat.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) * _TICK_S
+        return cpu_s(self._router.pid) if self._router else 0.0
 
     def memory_kb(self) -> float:
         """The router's resident memory."""
-        if self._router is None:
-            return 0.0
-        status = Path(f"/proc/{self._router.pid}/status").read_text()
-        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
-        return float(line.split()[1])
+        return memory_kb(self._router.pid) if self._router else 0.0
 
 
 @asynccontextmanager
@@ -138,7 +128,7 @@ async def running(
             process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
             return await stack.enter_async_context(process)
 
-        answering: Sequence[str | Path] = _envoy(upstream)
+        answering: Sequence[str | Path] = envoy_command(upstream, 1)
         if setup.tokens:
             port, tokens = str(ports["upstream"]), str(setup.tokens)
             answering = _python("benchmarks.overhead.upstream", port, tokens)
@@ -161,7 +151,8 @@ async def running(
                 argv = _python("extproc", "serve", "--config", str(config))
                 router = await start("router", argv, _knows(setup.replicas, ports["router-admin"]))
         with _on(cores.others):
-            await start("envoy", _envoy(front), answers(_url(ports["envoy-admin"], "ready")))
+            ready = answers(_url(ports["envoy-admin"], "ready"))
+            await start("envoy", envoy_command(front, 1), ready)
         if router is not None:
             await router.wait_ready(_asked(ports), _READY_S)
         yield Stack(directory, ports["envoy"], cores, router)
@@ -183,11 +174,6 @@ def _on(cores: Collection[int]) -> Iterator[None]:
 
 def _python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
-
-
-def _envoy(config: Path) -> list[str | Path]:
-    words = ["--concurrency", "1", "--log-level", "warning", "--disable-hot-restart"]
-    return [envoy_binary(), "--config-path", config, *words]
 
 
 def _upstream(port: int, hold_s: float) -> str:

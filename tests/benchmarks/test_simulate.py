@@ -9,7 +9,8 @@ import pytest
 
 from benchmarks import fleet, trace
 from benchmarks.discrete import Simulation
-from benchmarks.simulate import main, summary
+from benchmarks.simulate import main
+from benchmarks.summary import summary
 from benchmarks.trace import TracedRequest
 from extproc.route.policies import POLICIES
 from extproc.simulator.engine import Engine
@@ -17,7 +18,6 @@ from extproc.simulator.steps import Gauges
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 CONVERSATION = HERE / "traces" / "azure-2023-conv.jsonl.gz"
-MOONCAKE = HERE / "traces" / "mooncake-synthetic.jsonl.gz"
 MIXED = HERE / "fleets" / "mixed.yaml"
 LIVE_MIXED = HERE / "fleets" / "live-mixed.yaml"
 

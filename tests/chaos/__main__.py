@@ -22,13 +22,13 @@ from tests.chaos.figures import HEADINGS, Figures, Times
 from tests.chaos.load import Load
 from tests.chaos.scenes import SCENES, Scene
 from tests.chaos.system import REPLICAS, System
+from tests.waiting import until
 
 RATE = 50.0
 _BEFORE_S = 3.0
 _AFTER_S = 2.0
 _PATIENCE_S = 30.0
 _LEDGER_S = 5.0
-_LOOK_EVERY_S = 0.02
 
 
 async def play(scene: Scene, system: System) -> Times:
@@ -48,21 +48,20 @@ async def play(scene: Scene, system: System) -> Times:
 
 async def _over(scene: Scene, system: System, since: float) -> float | None:
     with suppress(TimeoutError):
-        async with asyncio.timeout(_PATIENCE_S):
-            while not await scene.over(system, since):  # noqa: ASYNC110 - other processes
-                await asyncio.sleep(_LOOK_EVERY_S)
-            return time.monotonic()
+        await until(lambda: scene.over(system, since), _PATIENCE_S)
+        return time.monotonic()
     return None
 
 
 async def _ledgers(system: System) -> dict[str, int]:
     """What is left in them a moment after the last answer."""
-    ledgers = await system.ledgers()
-    deadline = time.monotonic() + _LEDGER_S
-    while any(ledgers.values()) and time.monotonic() < deadline:
-        await asyncio.sleep(_LOOK_EVERY_S)
-        ledgers = await system.ledgers()
-    return ledgers
+
+    async def empty() -> bool:
+        return not any((await system.ledgers()).values())
+
+    with suppress(TimeoutError):
+        await until(empty, _LEDGER_S)
+    return await system.ledgers()
 
 
 async def run(scenes: Sequence[Scene], directory: Path) -> list[str]:

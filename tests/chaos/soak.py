@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.processes import memory_kb
 from extproc.demo.stack import SimulatedReplica, Stack
 from tests.chaos.load import Load
 
@@ -75,12 +76,7 @@ class Soak:
 
     def memory_mib(self) -> dict[str, float]:
         """Resident memory of each process (Linux)."""
-        found = {}
-        for name in _PROCESSES:
-            status = Path(f"/proc/{self._stack.process(name).pid}/status").read_text()
-            line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
-            found[name] = int(line.split()[1]) / 1024
-        return found
+        return {name: memory_kb(self._stack.process(name).pid) / 1024 for name in _PROCESSES}
 
     async def _look_at_fleet(self) -> None:
         fleet = (await self._get("router", "/fleet"))["replicas"]

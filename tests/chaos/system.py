@@ -12,6 +12,7 @@ import aiohttp
 from extproc.demo.access_log import Access, AccessLog
 from extproc.demo.stack import SimulatedReplica, Stack
 from tests.chaos.load import Load
+from tests.waiting import until
 
 _LOOK_AT_AGES_S = 0.2
 
@@ -40,9 +41,7 @@ class System:
 
     async def settled(self) -> None:
         """Returns when Envoy has written the end of every request; its log lags a little."""
-        async with asyncio.timeout(10):
-            while not self.load.answers.keys() <= self.accesses.keys():  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
+        await until(lambda: self.load.answers.keys() <= self.accesses.keys(), seconds=10)
 
     def served_by(self, replica: str, since: float) -> bool:
         """Whether a request sent since then was answered by that replica."""

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -21,12 +20,9 @@ WORDS = "sea " * 10_000
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Client]:
-    async with (
-        Stack(tmp_path_factory.mktemp("contexts"), REPLICAS) as stack,
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session,
-    ):
-        yield Client(stack, session)
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Stack(tmp_path_factory.mktemp("contexts"), REPLICAS) as running:
+        yield running
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 import pytest_asyncio
@@ -110,12 +109,6 @@ async def stack(
         kind = MadeExample
     async with kind(request.param, tmp_path_factory.mktemp("example")) as running:
         yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(stack: AnyExample) -> AsyncIterator[Client]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield Client(stack, session)
 
 
 async def test_the_replica_chosen_serves(client: Client, stack: AnyExample) -> None:

@@ -20,13 +20,9 @@ PROMPT_TOKENS = 30_000
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Client]:
-    timeout = aiohttp.ClientTimeout(total=60)
-    async with (
-        Stack(tmp_path_factory.mktemp("first"), REPLICA, READ) as stack,
-        aiohttp.ClientSession(timeout=timeout) as session,
-    ):
-        yield Client(stack, session)
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Stack(tmp_path_factory.mktemp("first"), REPLICA, READ) as running:
+        yield running
 
 
 async def opened(client: Client, name: str) -> aiohttp.ClientResponse:

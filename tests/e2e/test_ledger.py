@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 import yaml
@@ -53,15 +52,11 @@ class Behind(Stack):
     loop_scope="module",
     params=["BUFFERED", "BUFFERED_PARTIAL", "STREAMED", "NONE", "FULL_DUPLEX_STREAMED"],
 )
-async def client(
+async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Client]:
-    timeout = aiohttp.ClientTimeout(total=60)
-    async with (
-        Behind(request.param, tmp_path_factory.mktemp("ledger")) as stack,
-        aiohttp.ClientSession(timeout=timeout) as session,
-    ):
-        yield Client(stack, session)
+) -> AsyncIterator[Behind]:
+    async with Behind(request.param, tmp_path_factory.mktemp("ledger")) as running:
+        yield running
 
 
 async def held(client: Client, **more: Any) -> list[int]:

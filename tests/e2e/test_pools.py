@@ -1,20 +1,18 @@
 """Several pools in one deployment: by model within one, and by what Envoy's routes say."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from copy import deepcopy
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.cli import main
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
+from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -78,12 +76,6 @@ def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     async with Pools(tmp_path_factory.mktemp("pools"), FLEET) as running:
         yield running
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(stack: Stack) -> AsyncIterator[Client]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield Client(stack, session)
 
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
@@ -151,12 +143,8 @@ async def test_the_fleet_of_every_pool_is_shown(client: Client) -> None:
 async def test_the_command_is_about_one_pool(
     stack: Stack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def replicas(*arguments: str) -> int:
-        argv = ["replicas", "list", "--config", str(stack.config_file), *arguments]
-        return await asyncio.to_thread(main, argv)
-
-    assert await replicas("--pool", "second", "--json") == 0
+    assert await replicas(stack, "list", "--pool", "second", "--json") == 0
     listed = json.loads(capsys.readouterr().out)
     assert [one["name"] for one in listed] == ["second-1", "second-2"]
-    assert await replicas("--pool", "secnd") == 2
+    assert await replicas(stack, "list", "--pool", "secnd") == 2
     assert "no pool is configured as 'secnd'; did you mean 'second'?" in capsys.readouterr().err

@@ -62,12 +62,6 @@ async def stack(
         yield running
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(stack: Doubled) -> AsyncIterator[Client]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield Client(stack, session)
-
-
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def nothing_left(client: Client) -> AsyncIterator[None]:
     """Of whatever a test does nothing is left in router and replicas, and the next is served."""

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 import yaml
@@ -70,12 +69,6 @@ OVERLOAD = 'extproc_requests_total{result="overload"}'
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secured]:
     async with Secured(tmp_path_factory.mktemp("secured")) as running:
         yield running  # health checks over TLS have found both workers
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(stack: Secured) -> AsyncIterator[Client]:
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield Client(stack, session)
 
 
 async def test_requests_are_routed_over_mutual_tls(client: Client, stack: Secured) -> None:

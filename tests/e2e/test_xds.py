@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.cli import main
 from extproc.demo.processes import Process, answers, free_port
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack, XdsStack
 from tests.e2e.test_failures import more, traffic
+from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -95,8 +95,7 @@ class Envoy:
 
     async def replicas(self, *arguments: str) -> None:
         """``extproc replicas``, which must succeed."""
-        argv = ["replicas", *arguments, "--config", str(self.stack.config_file)]
-        assert await asyncio.to_thread(main, argv) == 0
+        assert await replicas(self.stack, *arguments) == 0
 
     def served_by(self, answer: Answer) -> str:
         return self.name_of(answer.decision["outcome"]["served_by"])
