@@ -8,6 +8,15 @@ from extproc.route.router import Decision
 from extproc.simulator.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that came."""
+
+    number: int
+    traced: TracedRequest
+    sequence: Sequence
+
+
 @dataclass(slots=True)
 class Served:
     """A request that was sent to a replica."""

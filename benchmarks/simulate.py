@@ -69,7 +69,7 @@ def _compare(
     played = []
     for policy in args.policy:
         simulation = Simulation(
-            fleet_file, policy, args.poll_interval, args.seed, **told, **sharing
+            fleet_file, policy, args.poll_interval, args.seed, **told, **sharing, hold=args.hold
         )
         one = _play(simulation, requests, phase)
         if oracle:
@@ -148,6 +148,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--share-lag", type=arguments.time, metavar="S", help=lag)
     between = "between two scrapes of a replica [0.05 for queue_kv and least_kv, else 0.2]"
     add("--poll-interval", type=arguments.positive, metavar="S", help=between)
+    waits = "whether requests wait at the router while no replica can carry them [off]"
+    add("--hold", type=arguments.switch, default=False, metavar="on|off", help=waits)
     told = "what the router is told that production would not know"
     add("--know", type=_known, default=[], metavar=",".join(KNOWN), help=told)
     wrong = "the profile the router starts from is X times as slow as the truth"

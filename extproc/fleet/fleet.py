@@ -318,6 +318,15 @@ class Fleet:
         if self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
+    def room(self, replica: str) -> float:
+        """KV tokens that nothing there takes, nor waits for; none of one that is no member."""
+        row = self._rows.get(replica)
+        if row is None:
+            return inf
+        table = self._replicas
+        taken = table.kv_used.item(row) + table.enqueued.item(row) - table.prefilled.item(row)
+        return table.kv_capacity.item(row) - taken
+
     # -- what policies see ------------------------------------------------------------------
 
     def view(self, model: str, among: frozenset[str] | None = None, told: bool = True) -> FleetView:

@@ -49,6 +49,17 @@ class RouterMetrics:
             (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
             registry,
         )
+        self.waiting = Gauge(
+            "extproc_requests_waiting",
+            "Requests that wait at the router until a replica can carry them.",
+            registry=registry,
+        )
+        self.waited_seconds = Spread(
+            "extproc_waited_seconds",
+            "Time for which requests waited at the router that had to.",
+            _SECONDS,
+            registry,
+        )
         self.in_flight = Gauge(
             "extproc_requests_in_flight", "Requests in the ledger.", registry=registry
         )

@@ -6,18 +6,22 @@ Its way through the code::
     server/exchange.py    what Envoy tells of it, phase by phase, and what is answered
     request/inspect.py    its body: model, prompt tokens, output bound, prefix
     route/router.py       a prediction for every replica, a policy's choice
+    hold/queue.py         it waits, where no replica could carry it to its end
     fleet/fleet.py        the replica's ledger, until the stream closes
     server/messages.py    the choice, as Envoy takes it
 
 The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway.py``.
 """
 
+import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
+from extproc.config import Objective
+from extproc.hold.waiting import Waiting
 from extproc.predict.inputs import least
 from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
@@ -40,6 +44,10 @@ _DIGITS = 15
 """Of a content-length: a petabyte."""
 NONE_READY = "no replica is ready to serve this request"
 _RETRY_AFTER_S = 1
+Sent = Callable[[Decision | None], Iterable[bytes]]
+"""The replies that say where a request goes; by no decision, where Envoy chooses."""
+Replied = Callable[[bytes, bytes], Iterable[bytes]]
+"""The replies to a phase, of that which says where it goes, and the body for the replica."""
 _REQUEST_HEADERS = frozenset(
     {":path", ":method", "x-request-id", "content-length", "content-encoding", messages.UNSEEN}
 )
@@ -55,10 +63,15 @@ class Asked(NamedTuple):
     tenant: str
     session: str
     """As the client names it."""
+    objective: str
     length: int | None
     """Bytes of the body."""
     readable: bool
     """Whether the body is not compressed."""
+
+
+def _alone(reply: bytes, body: bytes) -> Iterable[bytes]:
+    return [reply]
 
 
 class Exchange:
@@ -69,7 +82,10 @@ class Exchange:
     in any order; each is answered as it is, and one that is unknown with a continue.
     """
 
-    __slots__ = ("_answer", "_in_flight", "_response_body_mode", "_services", "_subset", "_unseen")
+    __slots__ = (
+        *("_answer", "_held", "_in_flight", "_response_body_mode", "_services", "_subset"),
+        *("_unseen", "waiting"),
+    )
 
     has_fallback = True
     """Whether Envoy has a choice of its own where the router makes none."""
@@ -83,6 +99,10 @@ class Exchange:
         self._unseen = False
         """Whether Envoy was told not to tell of the response."""
         self._in_flight: InFlight | None = None
+        self._held: Waiting | None = None
+        """Where it waits for a replica."""
+        self.waiting: asyncio.Future[Iterable[bytes]] | None = None
+        """The replies that are still to come, where it does."""
         self._answer: AnswerNamer | None = None
         """Where the answer is to have the name that was asked for."""
 
@@ -103,14 +123,21 @@ class Exchange:
                 case phase:
                     return [messages.proceed(phase or "")]
         except Refusal as error:
-            self._services.metrics.requests.add("refused")
-            return [refuse(error)]
+            return self._refused(error)
 
     def close(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
+        if self._held is not None:
+            self._services.queue.gave_up(self._held)
+            self._held = None
         if self._in_flight is not None:
             self._in_flight.end()
             self._in_flight = None
+            self._services.queue.let_go()
+
+    def _refused(self, error: Refusal) -> Iterable[bytes]:
+        self._services.metrics.requests.add("refused")
+        return [refuse(error)]
 
     # -- the request ------------------------------------------------------------------------
 
@@ -142,6 +169,7 @@ class Exchange:
             policy=headers.get(route.policy_header, "") if route.allow_policy_header else "",
             tenant=headers.get(tenant_header.lower(), "")[:_LONGEST_ID] if tenant_header else "",
             session=session_of(headers, route.session_header, route.session_cookie),
+            objective=headers.get((config.hold.objective_header or "").lower(), ""),
             length=int(length[:_DIGITS]) if length.isdecimal() else None,
             readable=headers.get("content-encoding", "identity") == "identity",
         )
@@ -168,8 +196,10 @@ class Exchange:
         """The reply to what any replica may get."""
         return messages.proceed(phase)
 
-    def _route(self, phase: str, asked: Asked, body: bytes, partial: bool) -> tuple[bytes, bytes]:
-        """The reply to a phase, and the body as the replica chosen is to get it.
+    def _route(
+        self, phase: str, asked: Asked, body: bytes, partial: bool, replied: Replied = _alone
+    ) -> Iterable[bytes]:
+        """The replies to a phase, as far as they are known yet.
 
         ``partial``: ``body`` is the beginning of a larger one.
 
@@ -188,28 +218,38 @@ class Exchange:
                 name, previous, self._subset, asked.session
             ),
         )
-        decision = self._decide(asked, profile, started)
-        if decision is None:
-            return messages.proceed(phase), body
-        return self._send_to(phase, self._destination(decision)), self._named(decision, body)
 
-    def _route_body(self, asked: Asked, message: HttpBody) -> bytes:
-        """The reply to a body that came in one piece."""
+        def sent(decision: Decision | None) -> Iterable[bytes]:
+            if decision is None:
+                return replied(messages.proceed(phase), body)
+            destination = self._destination(decision)
+            return replied(self._send_to(phase, destination), self._named(decision, body))
+
+        return self._decide(asked, profile, started, sent)
+
+    def _route_body(self, asked: Asked, message: HttpBody) -> Iterable[bytes]:
+        """The replies to a body that came in one piece."""
         came, whole = message.body, message.end_of_stream
-        reply, body = self._route("request_body", asked, came, partial=not whole)
-        if body is came:
-            return reply
-        length = len(came) if whole else asked.length
-        longer = len(body) - len(came)
-        return messages.with_body(reply, body, None if length is None else length + longer)
 
-    def _decide(self, asked: Asked, profile: RequestProfile, started: float) -> Decision | None:
-        """Chooses a replica and books the request there; None where Envoy is to choose.
+        def replied(reply: bytes, body: bytes) -> Iterable[bytes]:
+            if body is came:
+                return [reply]
+            length = len(came) if whole else asked.length
+            longer = len(body) - len(came)
+            return [messages.with_body(reply, body, None if length is None else length + longer)]
+
+        return self._route("request_body", asked, came, not whole, replied)
+
+    def _decide(
+        self, asked: Asked, profile: RequestProfile, started: float, sent: Sent
+    ) -> Iterable[bytes]:
+        """Chooses a replica, and books the request there or has it wait.
 
         Args:
             asked: what its headers say.
             profile: what its body says.
             started: when it was begun to be looked at; seconds.
+            sent: makes the replies.
 
         Raises:
             Refusal: it is not to be served.
@@ -218,19 +258,70 @@ class Exchange:
         if asked.tenant or asked.session:
             session = session_key(asked.session, profile.model) if asked.session else ""
             profile = replace(profile, tenant=asked.tenant, session=session)
-        told = not self._unseen
-        decision = services.router.decide(profile, asked.policy, self._subset, told)
+        told, router = not self._unseen, services.router
+        decide = partial(router.decide, profile, asked.policy, self._subset, told)
+        decision = decide()
         self._admit(profile, decision)
+        if decision is not None and services.queue.keeps(decision):
+            return self._wait(asked, decision, decide, sent)
+        self._book(asked, decision)
+        services.metrics.decision_seconds.observe(services.clock() - started)
+        return sent(decision)
+
+    def _book(self, asked: Asked, decision: Decision | None, waited: float = 0.0) -> None:
+        """Takes its place on the replica chosen, after ``waited`` seconds; None: Envoy chooses."""
+        services = self._services
         if decision is None:
             services.metrics.requests.add("unrouted")
-            return None
+            return
+        profile = decision.profile
         if services.config.route.answer_asked_name and profile.asked not in ("", decision.name):
             self._answer = AnswerNamer(decision.name, profile.asked)
             if self._unseen:
                 _say_unnamed(services.config.pool)
-        self._in_flight = InFlight(services, decision, asked.request_id, self._unseen)
-        services.metrics.decision_seconds.observe(services.clock() - started)
-        return decision
+        self._in_flight = InFlight(services, decision, asked.request_id, self._unseen, waited)
+
+    # -- waiting ----------------------------------------------------------------------------
+
+    def _wait(
+        self, asked: Asked, decision: Decision, decide: Callable[[], Decision | None], sent: Sent
+    ) -> Iterable[bytes]:
+        """Has it wait; the replies, where it may go at once, or else what tells Envoy to wait.
+
+        Raises:
+            Refusal: too many wait.
+        """
+        services, since = self._services, self._services.clock()
+        waiting = asyncio.get_running_loop().create_future()
+
+        def go(outcome: Decision | Refusal | None) -> None:
+            self._held = None
+            replies = self._after_waiting(asked, outcome, sent, services.clock() - since)
+            if not waiting.cancelled():
+                waiting.set_result(replies)
+
+        objective = services.config.hold.objectives.get(asked.objective, Objective())
+        one = Waiting(decision, since, decide, go, objective.priority, objective.due(since))
+        services.queue.enter(one)
+        if waiting.done():
+            return waiting.result()
+        self._held, self.waiting = one, waiting
+        return self._have_patience()
+
+    def _after_waiting(
+        self, asked: Asked, outcome: Decision | Refusal | None, sent: Sent, waited: float
+    ) -> Iterable[bytes]:
+        try:
+            if isinstance(outcome, Refusal):
+                raise outcome
+            self._book(asked, outcome, waited)
+            return sent(outcome)
+        except Refusal as error:
+            return self._refused(error)
+
+    def _have_patience(self) -> Iterable[bytes]:
+        """Tells Envoy to wait for the replies."""
+        return [messages.wait(self._services.config.hold.longest_s)]
 
     def _admit(self, profile: RequestProfile, decision: Decision | None) -> None:
         """Nothing, where it may be served or Envoy may choose.
@@ -316,9 +407,9 @@ class BodyFirst(Exchange):
             return [self._pass_on("request_body", headers)]
         self._unseen = messages.UNSEEN in headers and asked.endpoint is not Endpoint.RESPONSES
         if asked.readable:
-            return [self._route_body(asked, message)]
+            return self._route_body(asked, message)
         asked = asked._replace(length=len(message.body))
-        return [self._route("request_body", asked, b"", partial=True)[0]]
+        return self._route("request_body", asked, b"", partial=True)
 
 
 @cache

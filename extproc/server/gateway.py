@@ -1,6 +1,7 @@
 """The endpoint picker's protocol (Gateway API Inference Extension): full duplex."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 
 from extproc.request.errors import NoReplica, Refusal
@@ -22,7 +23,7 @@ class Gateway(Exchange):
     is made when the one before it has been taken.
     """
 
-    __slots__ = ("_held", "_taken", "_waiting")
+    __slots__ = ("_held_back", "_taken", "_waiting")
 
     has_fallback = False
 
@@ -30,7 +31,7 @@ class Gateway(Exchange):
         """As any exchange."""
         super().__init__(services, first)
         self._waiting: Asked | None = None
-        self._held = bytearray()
+        self._held_back = bytearray()
         """What came of the body while the headers wait for it."""
         self._taken = 0
         """Bytes of the room for bodies."""
@@ -49,15 +50,15 @@ class Gateway(Exchange):
             self._waiting = asked
             return []
         partial = not message.end_of_stream
-        return [self._route("request_headers", asked, b"", partial)[0]]
+        return self._route("request_headers", asked, b"", partial)
 
     def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
         message = request.request_body
         if self._waiting is None:
             return [messages.pass_chunk("request_body", message.body, message.end_of_stream)]
-        self._held += message.body
+        self._held_back += message.body
         more = not message.end_of_stream
-        if self._take_room(len(message.body)) and more and len(self._held) < LARGE_BODY:
+        if self._take_room(len(message.body)) and more and len(self._held_back) < LARGE_BODY:
             return []
         return self._let_go(self._waiting, complete=not more, last=not more)
 
@@ -73,18 +74,21 @@ class Gateway(Exchange):
             return refuse(NoReplica(NONE_READY))
         return self._send_to(phase, self._destination(decision))
 
-    def _let_go(self, asked: Asked, complete: bool, last: bool) -> Iterator[bytes]:
+    def _let_go(self, asked: Asked, complete: bool, last: bool) -> Iterable[bytes]:
         """The headers that were held back, with a destination now, and after them the body.
 
         ``complete``: there is no more of it; ``last``: nor trailers.
         """
-        body, self._held, self._waiting = bytes(self._held), bytearray(), None
+        body, self._held_back, self._waiting = bytes(self._held_back), bytearray(), None
+        with_body = partial(self._with_body, last=last)
         try:
-            reply, body = self._route("request_headers", asked, body, partial=not complete)
+            return self._route("request_headers", asked, body, not complete, with_body)
         except Refusal:
             self._leave_room()
             raise
-        return self._with_body(reply, body, last)
+
+    def _have_patience(self) -> Iterable[bytes]:
+        return []  # in full duplex nobody counts the time
 
     def _with_body(self, reply: bytes, body: bytes, last: bool) -> Iterator[bytes]:
         """Holds its room until an Envoy that is slow to read has taken it all."""

@@ -95,6 +95,10 @@ class ExternalProcessor:
                 del raw, message  # see above
                 for reply in replies:
                     await context.write(reply)
+                if exchange.waiting is not None:
+                    waiting, exchange.waiting = exchange.waiting, None
+                    for reply in await waiting:
+                        await context.write(reply)
         except DecodeError:
             logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")

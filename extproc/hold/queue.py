@@ -1,0 +1,134 @@
+"""What waits at the router, and what of it may go now."""
+
+import logging
+import os
+from collections import deque
+from math import inf
+
+from extproc.clock import Clock
+from extproc.config import HoldSettings
+from extproc.fleet.fleet import Fleet
+from extproc.hold.order import Order
+from extproc.hold.waiting import Waiting, fits
+from extproc.request.errors import Saturated
+from extproc.route.router import Decision
+
+logger = logging.getLogger(__name__)
+
+_LOOKED_AT = 64
+"""Of those that wait, so many may go before each other: to decide for more takes too long."""
+_PATIENCE_S = float(os.environ.get("PAT", "20"))
+"""Seconds after which nobody passes on to the replica that a request waits for."""
+_ANEW_S = 0.2
+"""Seconds after which a request is decided anew though its replica has no more room than before:
+another one may be better by now."""
+
+
+_ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
+"""So many requests that leave after waiting equally long, and less than this, tell that Envoy does
+not wait for the router: clients are more patient, or not all alike."""
+_DISTRUST_S = 600.0
+"""Seconds for which nothing waits then."""
+
+
+class Queue:
+    """Requests that wait at the router until the replica chosen can carry them to their end.
+
+    An engine that admits more than its KV cache can carry preempts sequences and computes them
+    again, and everyone waits. What waits here can still go to whichever replica is first able to
+    carry it. Those that fit may pass those that do not; past one that has waited for long nobody
+    goes to the replica that it waits for.
+    """
+
+    def __init__(self, fleet: Fleet, settings: HoldSettings, clock: Clock) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._clock = clock
+        self._order = Order()
+        self._arrived: dict[Waiting, None] = {}
+        """All of them, the oldest first."""
+        self._trust_from = -inf
+        self._waited = 0.0
+        """Seconds: the longest wait that Envoy had the patience for."""
+        self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)
+        """Seconds that the last ones waited that left, since one was sent."""
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def keeps(self, decision: Decision) -> bool:
+        """Whether a request that comes now has to wait."""
+        if not self._settings.longest_s or self._clock() < self._trust_from:
+            return False
+        return len(self._order) > 0 or not fits(decision)
+
+    def enter(self, one: Waiting) -> None:
+        """It waits, unless it may go at once.
+
+        Raises:
+            Saturated: too many wait.
+        """
+        if len(self._order) >= self._settings.most:
+            message = f"every replica is full, and {self._settings.most} requests wait already"
+            raise Saturated(message, code="too_many_waiting")
+        self._order.enter(one)
+        self._arrived[one] = None
+        self.let_go()
+
+    def gave_up(self, one: Waiting) -> None:
+        """Its stream is over."""
+        self._leave(one)
+        waited = self._clock() - one.since
+        self._gave_up.append(waited)
+        least, most = min(self._gave_up), max(self._gave_up)
+        alike = len(self._gave_up) == _IN_A_ROW and most - least < _ALIKE_S
+        if alike and most < _SHORT_S and self._waited < least:
+            self._gave_up.clear()
+            self._trust_from = self._clock() + _DISTRUST_S
+            logger.error(
+                "Envoy does not wait for the router, so no request waits for a replica: set "
+                "max_message_timeout of its ext_proc filter to hold.longest_s, or that to 0",
+                extra={"waited_s": round(waited, 3), "longest_s": self._settings.longest_s},
+            )
+
+    def let_go(self) -> None:
+        """Sends what may go now, in order, and refuses what has waited too long."""
+        if not self._arrived:
+            return
+        now, kept = self._clock(), set[str]()
+        self._refuse(now)
+        for one in self._order.first(_LOOKED_AT):
+            old = now - one.since > _PATIENCE_S
+            if not self._stays(one, now) and one.carried.replica not in kept:
+                decision = one.decide()
+                if decision is not None:
+                    one.decided(decision, now)
+                if decision is None or (one.carried.fits and one.carried.replica not in kept):
+                    self._order.sent(one)
+                    self._send(one, decision, now)
+                    continue
+            if old:
+                kept.add(one.carried.replica)
+
+    def _send(self, one: Waiting, decision: Decision | None, now: float) -> None:
+        del self._arrived[one]
+        self._gave_up.clear()
+        self._waited = max(self._waited, now - one.since)
+        one.go(decision)
+
+    def _refuse(self, now: float) -> None:
+        longest_s = self._settings.longest_s
+        while self._arrived and now - (oldest := next(iter(self._arrived))).since >= longest_s:
+            self._leave(oldest)
+            message = f"every replica is full: the request has waited for {longest_s:g} s"
+            oldest.go(Saturated(message, code="waited_too_long"))
+
+    def _leave(self, one: Waiting) -> None:
+        self._order.leave(one)
+        del self._arrived[one]
+
+    def _stays(self, one: Waiting, now: float) -> bool:
+        """Whether a decision would be what it was."""
+        if now - one.decided_at >= _ANEW_S:
+            return False
+        return self._fleet.room(one.carried.replica) < one.carried.tokens

@@ -1,0 +1,86 @@
+"""A request that waits, and whether a replica could carry it."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from extproc.request.errors import Refusal
+from extproc.route.router import Decision
+
+_FULL = float(os.environ.get("FULL", "0.97"))
+"""KV pressure from which on a replica can carry no other request: what it has is still growing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A request on the replica that was chosen for it."""
+
+    replica: str
+    """``ip:port``."""
+    fits: bool
+    """Whether it can be carried to its end beside what is there."""
+    tokens: float
+    """KV tokens that have to be free there for it."""
+    cost: float
+    """Seconds of a whole replica that it takes: its share of the KV cache, for as long as it is
+    there."""
+
+
+class Waiting:
+    """A request that waits."""
+
+    __slots__ = ("carried", "deadline", "decide", "decided_at", "go", "priority", "since", "tenant")
+
+    def __init__(
+        self,
+        decision: Decision,
+        since: float,
+        decide: Callable[[], Decision | None],
+        go: Callable[[Decision | Refusal | None], None],
+        priority: int = 0,
+        deadline: float = inf,
+    ) -> None:
+        """One that waits from now on.
+
+        Args:
+            decision: the one that was made when it came.
+            since: when that was.
+            decide: decides as of now; None where no replica can be used.
+            go: sends or refuses it.
+            priority: higher goes first.
+            deadline: when it should have its first token.
+        """
+        self.tenant = decision.profile.tenant
+        self.since = since
+        self.decide = decide
+        self.go = go
+        self.priority = priority
+        self.deadline = deadline
+        self.decided(decision, since)
+
+    def decided(self, decision: Decision, now: float) -> None:
+        """It was decided anew."""
+        self.carried = carried(decision)
+        self.decided_at = now
+
+
+def fits(decision: Decision) -> bool:
+    """Whether the replica chosen can carry the request to its end beside what is there.
+
+    It goes, too, where nothing is that could end, and where what others sent is not known.
+    """
+    first, prediction = decision.choice.first, decision.prediction
+    if prediction.kv_pressure.item(first) < _FULL and not prediction.admission.item(first):
+        return True
+    return not decision.situation.view.requests.item(first) or decision.stale
+
+
+def carried(decision: Decision) -> Carried:
+    """The request on the replica chosen."""
+    first, prediction, profile = decision.choice.first, decision.prediction, decision.profile
+    capacity = decision.situation.view.kv_capacity.item(first)
+    tokens = profile.prompt_tokens + profile.sequences * prediction.output_tokens
+    needed = tokens - prediction.cached.item(first) + (1.0 - _FULL) * capacity
+    seconds = prediction.completion.item(first) - prediction.admission.item(first)
+    return Carried(decision.replica, fits(decision), needed, tokens / capacity * seconds)
