@@ -19,6 +19,7 @@ from benchmarks.served import Arrival, Failed, Served
 from benchmarks.speeds import Speeds
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.fleet.fleet import Fleet
+from extproc.hold.queue import LET_GO_EVERY_S
 from extproc.hold.waiting import Waiting
 from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
@@ -86,6 +87,7 @@ class Simulation:
         """What was learned of replicas whose speed changed."""
         self._sent = 0
         self._open: dict[int, Served] = {}
+        self._look_at = 0.0
         self._held = 0
         """Requests that wait at the routers."""
         self.failed: list[Failed] = []
@@ -252,7 +254,14 @@ class Simulation:
         """Runs every engine up to a time; the routers hear of what happened in its order."""
         while self._held and (step_ends := self._next_step()) < until:
             yield from self._advance_at_once(step_ends)
+            self._look(step_ends)
         yield from self._advance_at_once(until)
+
+    def _look(self, now: float) -> None:
+        if now >= self._look_at:
+            self._look_at = now + LET_GO_EVERY_S
+            for node in self.nodes:
+                node.queue.look()
 
     def _next_step(self) -> float:
         """When the next step of any engine ends."""
@@ -276,9 +285,10 @@ class Simulation:
             served = self._open.pop(sequence.id)
             self._finish(served)
             yield served
-        if self._held and (outcome.prefilled or outcome.finished):
-            for node in self.nodes:
-                node.queue.let_go()
+            self._let_go(served)
+
+    def _let_go(self, served: Served) -> None:
+        self._tell(served, lambda node: node.queue.let_go(served.replica))
 
     def _first_token(self, served: Served) -> None:
         if served.first_token is not None:
@@ -304,8 +314,6 @@ class Simulation:
         if now >= self.speeds.due:
             self.speeds.compare(now, self.fleet.view(MODEL))
         self._poll_at += self._poll_s
-        for node in self.nodes:
-            node.queue.let_go()
 
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)

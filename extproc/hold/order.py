@@ -1,4 +1,4 @@
-"""The order in which requests wait."""
+"""The order in which requests wait for a replica."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -8,56 +8,57 @@ from itertools import islice
 from extproc.hold.waiting import Waiting
 
 _MOST_TENANTS = 10_000
-"""Remembered without anything waiting."""
+"""Remembered, whether anything of theirs waits or not."""
 
 
-class Order:
-    """Higher priority first; then the tenant that got least; then by deadline; then by arrival.
+class Shares:
+    """What each tenant got, in predicted seconds of a replica, while its requests waited.
 
-    What a tenant got is counted in predicted seconds of a replica, while its requests wait: one
-    that had none waiting begins level with whoever goes next (start-time fair queueing; Goyal, Vin
-    and Cheng, 1996).
+    One that had none waiting begins level with whoever went last (start-time fair queueing; Goyal,
+    Vin and Cheng, 1996): nobody saves up, and nobody has to make up for quiet hours of others.
     """
 
     def __init__(self) -> None:
+        self._got: dict[str, float] = {}
+        self._level = 0.0
+
+    def of(self, tenant: str) -> float:
+        """What it got."""
+        return max(self._got.get(tenant, 0.0), self._level)
+
+    def sent(self, tenant: str, cost: float) -> None:
+        """A request of its own goes that takes so much."""
+        got = self.of(tenant)
+        self._level = got if got > self._level else self._level
+        self._got[tenant] = got + cost
+        if len(self._got) > _MOST_TENANTS:
+            self._got = {name: got for name, got in self._got.items() if got > self._level}
+
+
+class Order:
+    """Higher priority first; then the tenant that got least; then by deadline; then by arrival."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
         self._lines: dict[int, dict[str, list[Waiting]]] = {}
         """By priority and tenant, each in order."""
-        self._got: dict[str, float] = {}
-        """Seconds, by tenant."""
-        self._level = 0.0
-        """What the tenant had got that went last, before that."""
-        self._count = 0
 
-    def __len__(self) -> int:
-        return self._count
+    def __bool__(self) -> bool:
+        return bool(self._lines)
 
     def enter(self, one: Waiting) -> None:
         """It waits from now on."""
-        tenant, tenants = one.tenant, self._lines.setdefault(one.priority, {})
-        if tenant not in tenants:
-            tenants[tenant] = []
-            self._got[tenant] = max(self._got.get(tenant, 0.0), self._level)
-        insort(tenants[tenant], one, key=_due)
-        self._count += 1
+        tenants = self._lines.setdefault(one.priority, {})
+        insort(tenants.setdefault(one.tenant, []), one, key=_due)
 
     def leave(self, one: Waiting) -> None:
         """It does not wait any more."""
         tenants = self._lines[one.priority]
-        line = tenants[one.tenant]
-        line.remove(one)
-        self._count -= 1
-        if not line:
+        tenants[one.tenant].remove(one)
+        if not tenants[one.tenant]:
             del tenants[one.tenant]
-            if not tenants:
-                del self._lines[one.priority]
-            self._forget_some()
-
-    def sent(self, one: Waiting) -> None:
-        """It goes, and its tenant has got that much more."""
-        tenant = one.tenant
-        self._level = max(self._level, self._got[tenant])
-        self._got[tenant] += one.carried.cost
-        self.leave(one)
+        if not tenants:
+            del self._lines[one.priority]
 
     def first(self, most: int) -> Iterator[Waiting]:
         """The first ``most``, in order, as if each went; it may, or leave, before the next."""
@@ -66,7 +67,7 @@ class Order:
     def _all(self, most: int) -> Iterator[Waiting]:
         for priority in sorted(self._lines, reverse=True):
             lines = self._lines[priority]
-            turns = [(self._got[tenant], tenant, iter(lines[tenant][:most])) for tenant in lines]
+            turns = [(self._shares.of(name), name, iter(lines[name][:most])) for name in lines]
             heapify(turns)
             while turns:
                 got, tenant, line = turns[0]
@@ -75,16 +76,6 @@ class Order:
                 else:
                     heapreplace(turns, (got + one.carried.cost, tenant, line))
                     yield one
-
-    def _forget_some(self) -> None:
-        """Of tenants that would begin level anyway."""
-        if len(self._got) > _MOST_TENANTS:
-            waiting = {tenant for lines in self._lines.values() for tenant in lines}
-            self._got = {
-                tenant: got
-                for tenant, got in self._got.items()
-                if got > self._level or tenant in waiting
-            }
 
 
 def _due(one: Waiting) -> tuple[float, float]:

@@ -8,20 +8,23 @@ from math import inf
 from extproc.clock import Clock
 from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
-from extproc.hold.order import Order
+from extproc.hold.order import Order, Shares
 from extproc.hold.waiting import Waiting, fits
 from extproc.request.errors import Saturated
 from extproc.route.router import Decision
 
 logger = logging.getLogger(__name__)
 
+LET_GO_EVERY_S = 0.05
+"""Seconds between two looks."""
 _LOOKED_AT = 64
-"""Of those that wait, so many may go before each other: to decide for more takes too long."""
+"""Of those that wait for a replica, so many may go before each other."""
 _PATIENCE_S = float(os.environ.get("PAT", "20"))
-"""Seconds after which nobody passes on to the replica that a request waits for."""
+"""Seconds after which nobody passes who waits for the same replica."""
 _ANEW_S = 0.2
-"""Seconds after which a request is decided anew though its replica has no more room than before:
-another one may be better by now."""
+_ANEW = 16
+"""Seconds after which a request is decided anew though its replica has no more room than before,
+for another one may be better by now; and how many are at a time, the first of each line."""
 
 
 _ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
@@ -35,18 +38,20 @@ class Queue:
     """Requests that wait at the router until the replica chosen can carry them to their end.
 
     An engine that admits more than its KV cache can carry preempts sequences and computes them
-    again, and everyone waits. What waits here can still go to whichever replica is first able to
-    carry it. Those that fit may pass those that do not; past one that has waited for long nobody
-    goes to the replica that it waits for.
+    again, and everyone waits. What waits here can still go to another replica, or before others.
+    Each waits in the line of the replica that was chosen for it, and changes lines when another is
+    better. In a line those that fit may pass those that do not, but for one that waited for long.
     """
 
     def __init__(self, fleet: Fleet, settings: HoldSettings, clock: Clock) -> None:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._order = Order()
-        self._arrived: dict[Waiting, None] = {}
-        """All of them, the oldest first."""
+        self._shares = Shares()
+        self._lines: dict[str, Order] = {}
+        """By the replica that they wait for."""
+        self._waiting: dict[Waiting, None] = {}
+        """All, the oldest first."""
         self._trust_from = -inf
         self._waited = 0.0
         """Seconds: the longest wait that Envoy had the patience for."""
@@ -54,13 +59,13 @@ class Queue:
         """Seconds that the last ones waited that left, since one was sent."""
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._waiting)
 
     def keeps(self, decision: Decision) -> bool:
         """Whether a request that comes now has to wait."""
-        if not self._settings.longest_s or self._clock() < self._trust_from:
+        if fits(decision) and decision.replica not in self._lines:
             return False
-        return len(self._order) > 0 or not fits(decision)
+        return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
 
     def enter(self, one: Waiting) -> None:
         """It waits, unless it may go at once.
@@ -68,12 +73,12 @@ class Queue:
         Raises:
             Saturated: too many wait.
         """
-        if len(self._order) >= self._settings.most:
+        if len(self._waiting) >= self._settings.most:
             message = f"every replica is full, and {self._settings.most} requests wait already"
             raise Saturated(message, code="too_many_waiting")
-        self._order.enter(one)
-        self._arrived[one] = None
-        self.let_go()
+        self._waiting[one] = None
+        self._join(one)
+        self.let_go(one.carried.replica)
 
     def gave_up(self, one: Waiting) -> None:
         """Its stream is over."""
@@ -91,44 +96,62 @@ class Queue:
                 extra={"waited_s": round(waited, 3), "longest_s": self._settings.longest_s},
             )
 
-    def let_go(self) -> None:
-        """Sends what may go now, in order, and refuses what has waited too long."""
-        if not self._arrived:
+    def let_go(self, replica: str) -> None:
+        """Sends what may go, in order, of those that wait for a replica where something ended."""
+        if (line := self._lines.get(replica)) is None:
             return
-        now, kept = self._clock(), set[str]()
-        self._refuse(now)
-        for one in self._order.first(_LOOKED_AT):
-            old = now - one.since > _PATIENCE_S
-            if not self._stays(one, now) and one.carried.replica not in kept:
-                decision = one.decide()
-                if decision is not None:
-                    one.decided(decision, now)
-                if decision is None or (one.carried.fits and one.carried.replica not in kept):
-                    self._order.sent(one)
-                    self._send(one, decision, now)
-                    continue
-            if old:
-                kept.add(one.carried.replica)
+        now = self._clock()
+        for one in line.first(_LOOKED_AT):
+            if self._fleet.room(replica) >= one.carried.tokens:
+                self._try(one, now)
+            if one in self._waiting and now - one.since > _PATIENCE_S:
+                return
 
-    def _send(self, one: Waiting, decision: Decision | None, now: float) -> None:
-        del self._arrived[one]
-        self._gave_up.clear()
-        self._waited = max(self._waited, now - one.since)
-        one.go(decision)
+    def look(self) -> None:
+        """Sends what may go by whatever else was heard, has some change lines, and refuses those
+        that waited too long: to be called often."""
+        now, anew = self._clock(), _ANEW
+        self._refuse(now)
+        for replica, line in list(self._lines.items()):
+            for one in line.first(_ANEW):
+                if anew > 0 and now - one.decided_at >= _ANEW_S:
+                    anew -= 1
+                    self._try(one, now)
+            self.let_go(replica)
+
+    def _try(self, one: Waiting, now: float) -> None:
+        """Decides anew: it goes, or waits where that is best now."""
+        decision, before = one.decide(), one.carried
+        if decision is None or fits(decision):
+            self._shares.sent(one.tenant, before.cost)
+            self._leave(one)
+            self._gave_up.clear()
+            self._waited = max(self._waited, now - one.since)
+            one.go(decision)
+            return
+        self._part(one)
+        one.decided(decision, now)
+        self._join(one)
 
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s
-        while self._arrived and now - (oldest := next(iter(self._arrived))).since >= longest_s:
+        while self._waiting and now - (oldest := next(iter(self._waiting))).since >= longest_s:
             self._leave(oldest)
             message = f"every replica is full: the request has waited for {longest_s:g} s"
             oldest.go(Saturated(message, code="waited_too_long"))
 
     def _leave(self, one: Waiting) -> None:
-        self._order.leave(one)
-        del self._arrived[one]
+        del self._waiting[one]
+        self._part(one)
 
-    def _stays(self, one: Waiting, now: float) -> bool:
-        """Whether a decision would be what it was."""
-        if now - one.decided_at >= _ANEW_S:
-            return False
-        return self._fleet.room(one.carried.replica) < one.carried.tokens
+    def _join(self, one: Waiting) -> None:
+        line = self._lines.get(one.carried.replica)
+        if line is None:
+            line = self._lines[one.carried.replica] = Order(self._shares)
+        line.enter(one)
+
+    def _part(self, one: Waiting) -> None:
+        line = self._lines[one.carried.replica]
+        line.leave(one)
+        if not line:
+            del self._lines[one.carried.replica]

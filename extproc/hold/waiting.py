@@ -18,8 +18,6 @@ class Carried:
 
     replica: str
     """``ip:port``."""
-    fits: bool
-    """Whether it can be carried to its end beside what is there."""
     tokens: float
     """KV tokens that have to be free there for it."""
     cost: float
@@ -83,4 +81,4 @@ def carried(decision: Decision) -> Carried:
     tokens = profile.prompt_tokens + profile.sequences * prediction.output_tokens
     needed = tokens - prediction.cached.item(first) + (1.0 - _FULL) * capacity
     seconds = prediction.completion.item(first) - prediction.admission.item(first)
-    return Carried(decision.replica, fits(decision), needed, tokens / capacity * seconds)
+    return Carried(decision.replica, needed, tokens / capacity * seconds)

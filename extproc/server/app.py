@@ -15,7 +15,7 @@ from extproc.clock import monotonic, wall
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
-from extproc.hold.queue import Queue
+from extproc.hold.queue import LET_GO_EVERY_S, Queue
 from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_EVERY = 1.0
 """Seconds."""
-_LET_GO_EVERY_S = 0.05
 
 
 async def run_router(
@@ -69,7 +68,7 @@ async def run_router(
         _admin(pools, registry, stopping) as admin,
         _background(_states(pools, registry), stopping) as state,
         _background(_housekeeping(pools), stopping) as housekeeping,
-        _background(_let_go(pools), stopping) as letting_go,
+        _background(let_go(pools), stopping) as letting_go,
     ):
         port = await server.start(config.serve.listen)
         names = ", ".join(one.config.pool for one in pools)
@@ -189,12 +188,12 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         await asyncio.sleep(_HOUSEKEEPING_EVERY)
 
 
-async def _let_go(pools: Sequence[Services]) -> None:
-    """What waits may go, too, when a poll or another router told of room, and not for ever wait."""
+async def let_go(pools: Sequence[Services]) -> None:
+    """What waits may go, too, when a poll or another router told of room; for ever."""
     while True:
         for one in pools:
-            one.queue.let_go()
-        await asyncio.sleep(_LET_GO_EVERY_S)
+            one.queue.look()
+        await asyncio.sleep(LET_GO_EVERY_S)
 
 
 @asynccontextmanager

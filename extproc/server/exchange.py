@@ -133,7 +133,6 @@ class Exchange:
         if self._in_flight is not None:
             self._in_flight.end()
             self._in_flight = None
-            self._services.queue.let_go()
 
     def _refused(self, error: Refusal) -> Iterable[bytes]:
         self._services.metrics.requests.add("refused")
@@ -292,7 +291,7 @@ class Exchange:
             Refusal: too many wait.
         """
         services, since = self._services, self._services.clock()
-        waiting = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[Iterable[bytes]] = asyncio.get_running_loop().create_future()
 
         def go(outcome: Decision | Refusal | None) -> None:
             self._held = None

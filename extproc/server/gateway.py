@@ -1,7 +1,6 @@
 """The endpoint picker's protocol (Gateway API Inference Extension): full duplex."""
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from itertools import chain
 
 from extproc.request.errors import NoReplica, Refusal
@@ -60,13 +59,13 @@ class Gateway(Exchange):
         more = not message.end_of_stream
         if self._take_room(len(message.body)) and more and len(self._held_back) < LARGE_BODY:
             return []
-        return self._let_go(self._waiting, complete=not more, last=not more)
+        return self._let_go(self._waiting, complete=not more)
 
     def _on_request_trailers(self) -> Iterable[bytes]:
         trailers = [messages.proceed("request_trailers")]
         if self._waiting is None:
             return trailers
-        return chain(self._let_go(self._waiting, complete=True, last=False), trailers)
+        return self._let_go(self._waiting, complete=True, trailers=trailers)
 
     def _to_any(self, phase: str) -> bytes:
         decision = self._services.router.decide(NO_WORK, among=self._subset)
@@ -74,15 +73,21 @@ class Gateway(Exchange):
             return refuse(NoReplica(NONE_READY))
         return self._send_to(phase, self._destination(decision))
 
-    def _let_go(self, asked: Asked, complete: bool, last: bool) -> Iterable[bytes]:
-        """The headers that were held back, with a destination now, and after them the body.
+    def _let_go(
+        self, asked: Asked, complete: bool, trailers: Iterable[bytes] = ()
+    ) -> Iterable[bytes]:
+        """The headers that were held back, with a destination now, after them the body, and after
+        that the reply to trailers.
 
-        ``complete``: there is no more of it; ``last``: nor trailers.
+        ``complete``: there is no more of the body.
         """
         body, self._held_back, self._waiting = bytes(self._held_back), bytearray(), None
-        with_body = partial(self._with_body, last=last)
+
+        def replied(reply: bytes, body: bytes) -> Iterable[bytes]:
+            return chain(self._with_body(reply, body, complete and not trailers), trailers)
+
         try:
-            return self._route("request_headers", asked, body, not complete, with_body)
+            return self._route("request_headers", asked, body, not complete, replied)
         except Refusal:
             self._leave_room()
             raise

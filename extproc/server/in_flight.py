@@ -136,6 +136,7 @@ class InFlight:
             services.router.learn_counted(
                 self._forecast, self._served_by, generated, outcome.ttft_s, baseline
             )
+        services.queue.let_go(self._served_by)
 
     def _served(self, upstream: str) -> None:
         """Which replica it was in the end, and whether it failed."""
