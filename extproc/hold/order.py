@@ -38,13 +38,10 @@ class Shares:
 class Order:
     """Higher priority first; then the tenant that got least; then by deadline; then by arrival."""
 
-    def __init__(self, shares: Shares) -> None:
-        self._shares = shares
+    def __init__(self) -> None:
+        self._shares = Shares()
         self._lines: dict[int, dict[str, list[Waiting]]] = {}
         """By priority and tenant, each in order."""
-
-    def __bool__(self) -> bool:
-        return bool(self._lines)
 
     def enter(self, one: Waiting) -> None:
         """It waits from now on."""
@@ -59,6 +56,11 @@ class Order:
             del tenants[one.tenant]
         if not tenants:
             del self._lines[one.priority]
+
+    def sent(self, one: Waiting) -> None:
+        """It goes, and its tenant has got that much more."""
+        self._shares.sent(one.tenant, one.carried.cost)
+        self.leave(one)
 
     def first(self, most: int) -> Iterator[Waiting]:
         """The first ``most``, in order, as if each went; it may, or leave, before the next."""

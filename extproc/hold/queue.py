@@ -3,12 +3,13 @@
 import logging
 import os
 from collections import deque
+from collections.abc import Collection
 from math import inf
 
 from extproc.clock import Clock
 from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
-from extproc.hold.order import Order, Shares
+from extproc.hold.order import Order
 from extproc.hold.waiting import Waiting, fits
 from extproc.request.errors import Saturated
 from extproc.route.router import Decision
@@ -17,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 LET_GO_EVERY_S = 0.05
 """Seconds between two looks."""
-_LOOKED_AT = 64
-"""Of those that wait for a replica, so many may go before each other."""
+_LOOKED_AT, _MOST = int(os.environ.get("LOOK", "16")), 1000
+"""Of those that wait and could go to a replica, so many may go before each other; and of all."""
 _PATIENCE_S = float(os.environ.get("PAT", "20"))
-"""Seconds after which nobody passes who waits for the same replica."""
+"""Seconds after which nobody passes on to the replica that a request waits for."""
 _ANEW_S = 0.2
 _ANEW = 16
 """Seconds after which a request is decided anew though its replica has no more room than before,
@@ -38,18 +39,15 @@ class Queue:
     """Requests that wait at the router until the replica chosen can carry them to their end.
 
     An engine that admits more than its KV cache can carry preempts sequences and computes them
-    again, and everyone waits. What waits here can still go to another replica, or before others.
-    Each waits in the line of the replica that was chosen for it, and changes lines when another is
-    better. In a line those that fit may pass those that do not, but for one that waited for long.
+    again, and everyone waits. What waits here can still go to whichever replica is first able to
+    carry it. Those that fit may pass those that do not, but none that waited for long.
     """
 
     def __init__(self, fleet: Fleet, settings: HoldSettings, clock: Clock) -> None:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._shares = Shares()
-        self._lines: dict[str, Order] = {}
-        """By the replica that they wait for."""
+        self._order = Order()
         self._waiting: dict[Waiting, None] = {}
         """All, the oldest first."""
         self._trust_from = -inf
@@ -63,7 +61,7 @@ class Queue:
 
     def keeps(self, decision: Decision) -> bool:
         """Whether a request that comes now has to wait."""
-        if fits(decision) and decision.replica not in self._lines:
+        if not self._waiting and fits(decision):
             return False
         return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
 
@@ -77,7 +75,7 @@ class Queue:
             message = f"every replica is full, and {self._settings.most} requests wait already"
             raise Saturated(message, code="too_many_waiting")
         self._waiting[one] = None
-        self._join(one)
+        self._order.enter(one)
         self.let_go(one.carried.replica)
 
     def gave_up(self, one: Waiting) -> None:
@@ -97,41 +95,47 @@ class Queue:
             )
 
     def let_go(self, replica: str) -> None:
-        """Sends what may go, in order, of those that wait for a replica where something ended."""
-        if (line := self._lines.get(replica)) is None:
+        """Sends what may go, in order, now that something ended on a replica."""
+        if not self._waiting:
             return
-        now = self._clock()
-        for one in line.first(_LOOKED_AT):
-            if self._fleet.room(replica) >= one.carried.tokens:
-                self._try(one, now)
+        now, looked_at, kept = self._clock(), 0, set[str]()
+        for one in self._order.first(_MOST):
+            if replica not in one.candidates:
+                continue
+            looked_at += 1
+            room = self._fleet.room(replica) >= one.carried.tokens
+            if room and replica not in one.passed_over and one.carried.replica not in kept:
+                self._try(one, now, kept)
             if one in self._waiting and now - one.since > _PATIENCE_S:
+                kept.add(one.carried.replica)
+            if looked_at >= _LOOKED_AT:
                 return
 
     def look(self) -> None:
-        """Sends what may go by whatever else was heard, has some change lines, and refuses those
-        that waited too long: to be called often."""
-        now, anew = self._clock(), _ANEW
+        """Sends what may go by whatever else was heard, and refuses what waited too long: to be
+        called often."""
+        now, anew, kept = self._clock(), 0, set[str]()
         self._refuse(now)
-        for replica, line in list(self._lines.items()):
-            for one in line.first(_ANEW):
-                if anew > 0 and now - one.decided_at >= _ANEW_S:
-                    anew -= 1
-                    self._try(one, now)
-            self.let_go(replica)
+        for one in self._order.first(_LOOKED_AT):
+            if now - one.decided_at >= _ANEW_S:
+                self._try(one, now, kept)
+                anew += 1
+            if one in self._waiting and now - one.since > _PATIENCE_S:
+                kept.add(one.carried.replica)
+            if anew >= _ANEW:
+                return
 
-    def _try(self, one: Waiting, now: float) -> None:
-        """Decides anew: it goes, or waits where that is best now."""
-        decision, before = one.decide(), one.carried
-        if decision is None or fits(decision):
-            self._shares.sent(one.tenant, before.cost)
-            self._leave(one)
-            self._gave_up.clear()
-            self._waited = max(self._waited, now - one.since)
-            one.go(decision)
+    def _try(self, one: Waiting, now: float, kept: Collection[str]) -> None:
+        """Decides anew: it goes, or waits on."""
+        decision = one.decide()
+        if decision is not None and not (fits(decision) and decision.replica not in kept):
+            one.decided(decision, now)
             return
-        self._part(one)
-        one.decided(decision, now)
-        self._join(one)
+        self._order.sent(one)
+        del self._waiting[one]
+        self._gave_up.clear()
+        self._waited = max(self._waited, now - one.since)
+        one.go(decision)
 
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s
@@ -141,17 +145,5 @@ class Queue:
             oldest.go(Saturated(message, code="waited_too_long"))
 
     def _leave(self, one: Waiting) -> None:
+        self._order.leave(one)
         del self._waiting[one]
-        self._part(one)
-
-    def _join(self, one: Waiting) -> None:
-        line = self._lines.get(one.carried.replica)
-        if line is None:
-            line = self._lines[one.carried.replica] = Order(self._shares)
-        line.enter(one)
-
-    def _part(self, one: Waiting) -> None:
-        line = self._lines[one.carried.replica]
-        line.leave(one)
-        if not line:
-            del self._lines[one.carried.replica]

@@ -8,7 +8,7 @@ from math import inf
 from extproc.request.errors import Refusal
 from extproc.route.router import Decision
 
-_FULL = float(os.environ.get("FULL", "0.97"))
+_FULL = float(os.environ.get("FULL", "0.95"))
 """KV pressure from which on a replica can carry no other request: what it has is still growing."""
 
 
@@ -28,7 +28,10 @@ class Carried:
 class Waiting:
     """A request that waits."""
 
-    __slots__ = ("carried", "deadline", "decide", "decided_at", "go", "priority", "since", "tenant")
+    __slots__ = (
+        *("candidates", "carried", "deadline", "decide", "decided_at", "go", "passed_over"),
+        *("priority", "since", "tenant"),
+    )
 
     def __init__(
         self,
@@ -59,6 +62,11 @@ class Waiting:
 
     def decided(self, decision: Decision, now: float) -> None:
         """It was decided anew."""
+        ids, prediction = decision.situation.view.ids, decision.prediction
+        self.candidates = frozenset(ids)
+        room = (prediction.kv_pressure < _FULL) & (prediction.admission <= 0.0)
+        with_room = frozenset(ids[place] for place in room.nonzero()[0].tolist())
+        self.passed_over = with_room - {decision.replica}
         self.carried = carried(decision)
         self.decided_at = now
 
