@@ -1,7 +1,6 @@
 """What waits at the router, and what of it may go now."""
 
 import logging
-import os
 from collections import deque
 from collections.abc import Collection
 from math import inf
@@ -18,16 +17,17 @@ logger = logging.getLogger(__name__)
 
 LET_GO_EVERY_S = 0.05
 """Seconds between two looks."""
-_LOOKED_AT, _MOST = int(os.environ.get("LOOK", "16")), 1000
-"""Of those that wait and could go to a replica, so many may go before each other; and of all."""
-_PATIENCE_S = float(os.environ.get("PAT", "20"))
+_AHEAD, _CHEAP, _FURTHER, _MOST = 16, 0.25, 256, 1000
+"""Of those that wait and could go to a replica, the first so many may pass each other. Of those
+further back only the ones that take at most this share of what the first one takes: where prompts
+are of all sizes the small ones need not wait for the large, and where they are alike nobody waits
+long. Nobody looks further than that, and among those for all replicas."""
+_PATIENCE_S = 10.0
 """Seconds after which nobody passes on to the replica that a request waits for."""
 _ANEW_S = 0.2
 _ANEW = 16
-"""Seconds after which a request is decided anew though its replica has no more room than before,
-for another one may be better by now; and how many are at a time, the first of each line."""
-
-
+"""Seconds after which a request is decided anew though no replica has more room than before, for
+another one may be better by now; and how many are at a time, the first of them."""
 _ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
 """So many requests that leave after waiting equally long, and less than this, tell that Envoy does
 not wait for the router: clients are more patient, or not all alike."""
@@ -98,32 +98,39 @@ class Queue:
         """Sends what may go, in order, now that something ended on a replica."""
         if not self._waiting:
             return
-        now, looked_at, kept = self._clock(), 0, set[str]()
+        now, room, place, cheap = self._clock(), self._fleet.room(replica), 0, inf
+        kept = set[str]()
         for one in self._order.first(_MOST):
             if replica not in one.candidates:
                 continue
-            looked_at += 1
-            room = self._fleet.room(replica) >= one.carried.tokens
-            if room and replica not in one.passed_over and one.carried.replica not in kept:
+            place += 1
+            if place == 1:
+                cheap = one.carried.cost * _CHEAP
+            if place > _AHEAD and one.carried.cost > cheap:
+                continue
+            if room >= one.carried.tokens and replica not in one.passed_over | kept:
                 self._try(one, now, kept)
-            if one in self._waiting and now - one.since > _PATIENCE_S:
-                kept.add(one.carried.replica)
-            if looked_at >= _LOOKED_AT:
+                room = self._fleet.room(replica)
+            if one in self._waiting:
+                self._keep(one, now, kept)
+            if place >= _FURTHER:
                 return
 
     def look(self) -> None:
         """Sends what may go by whatever else was heard, and refuses what waited too long: to be
         called often."""
-        now, anew, kept = self._clock(), 0, set[str]()
+        now, kept = self._clock(), set[str]()
         self._refuse(now)
-        for one in self._order.first(_LOOKED_AT):
+        for one in self._order.first(_ANEW):
             if now - one.decided_at >= _ANEW_S:
                 self._try(one, now, kept)
-                anew += 1
-            if one in self._waiting and now - one.since > _PATIENCE_S:
-                kept.add(one.carried.replica)
-            if anew >= _ANEW:
-                return
+            if one in self._waiting:
+                self._keep(one, now, kept)
+
+    def _keep(self, one: Waiting, now: float, kept: set[str]) -> None:
+        """Nobody goes where one waits that has waited for long."""
+        if now - one.since > _PATIENCE_S:
+            kept.add(one.carried.replica)
 
     def _try(self, one: Waiting, now: float, kept: Collection[str]) -> None:
         """Decides anew: it goes, or waits on."""

@@ -1,6 +1,5 @@
 """A request that waits, and whether a replica could carry it."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -8,7 +7,7 @@ from math import inf
 from extproc.request.errors import Refusal
 from extproc.route.router import Decision
 
-_FULL = float(os.environ.get("FULL", "0.95"))
+_FULL = 0.945
 """KV pressure from which on a replica can carry no other request: what it has is still growing."""
 
 
