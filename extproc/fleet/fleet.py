@@ -318,6 +318,14 @@ class Fleet:
         if self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
+    def tells_room(self, replica: str) -> bool:
+        """Whether a member's figures can be gone by: it tells how large its KV cache is, its speed
+        was measured, and it was heard of lately."""
+        row = self._rows[replica]
+        state = self.members.by_row[row]
+        lately = self._ledger.heard_lately(row, self._clock())
+        return state.kv_tokens > 0 and state.measured and lately
+
     def room(self, replica: str) -> float:
         """KV tokens that nothing there takes, nor waits for; none of one that is no member."""
         row = self._rows.get(replica)

@@ -61,7 +61,7 @@ class Queue:
 
     def keeps(self, decision: Decision) -> bool:
         """Whether a request that comes now has to wait."""
-        if not self._waiting and fits(decision):
+        if not self._waiting and self._may_go(decision):
             return False
         return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
 
@@ -127,6 +127,10 @@ class Queue:
             if one in self._waiting:
                 self._keep(one, now, kept)
 
+    def _may_go(self, decision: Decision) -> bool:
+        """Whether the replica chosen can carry it, or it is not known what that could."""
+        return fits(decision) or not self._fleet.tells_room(decision.replica)
+
     def _keep(self, one: Waiting, now: float, kept: set[str]) -> None:
         """Nobody goes where one waits that has waited for long."""
         if now - one.since > _PATIENCE_S:
@@ -135,7 +139,7 @@ class Queue:
     def _try(self, one: Waiting, now: float, kept: Collection[str]) -> None:
         """Decides anew: it goes, or waits on."""
         decision = one.decide()
-        if decision is not None and not (fits(decision) and decision.replica not in kept):
+        if decision is not None and (decision.replica in kept or not self._may_go(decision)):
             one.decided(decision, now)
             return
         self._order.sent(one)

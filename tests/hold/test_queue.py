@@ -13,7 +13,7 @@ from extproc.hold.waiting import Waiting
 from extproc.request.errors import Refusal, Saturated
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Decision, Router
-from tests.fakes import MODEL, ManualClock, fleet_of, replica
+from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
 MOST = 24_000
@@ -26,6 +26,7 @@ class System:
     def __init__(self, replicas: int = 1, **settings: object) -> None:
         self.clock = ManualClock()
         self.fleet: Fleet = fleet_of(self.clock, *[A10] * replicas)
+        self.poll()
         self.router = Router(self.fleet, "completion", random.Random(1))
         self.queue = Queue(self.fleet, HoldSettings.model_validate(settings), self.clock)
         self.gone: list[str] = []
@@ -79,7 +80,15 @@ class System:
 
     def pass_s(self, seconds: float) -> None:
         self.clock.advance(seconds)
+        self.poll()
         self.queue.look()
+
+    def poll(self, **figures: float | bool) -> None:
+        for number in range(1, len(self.fleet.members) + 1):
+            running = self.fleet.in_flight_on(replica(number))
+            kv = {"kv_tokens": 42_000, "kv_usage": 0.6 * min(running, 1)}
+            told = {"measured": True, "running": running} | kv | figures
+            self.fleet.put(state(number, A10, self.clock, **told))
 
     def _send(self, name: str, decision: Decision) -> None:
         ticket = self.fleet.dispatch(decision.replica, decision.profile)
@@ -89,7 +98,7 @@ class System:
 
 def test_a_request_waits_until_its_replica_can_carry_it_to_its_end() -> None:
     system = System()
-    system.come("first")
+    system.fill()
     system.come("second")
     assert system.gone == ["first"]
     assert len(system.queue) == 1
@@ -111,6 +120,23 @@ def test_a_request_larger_than_all_is_not_kept_from_an_idle_replica() -> None:
     system = System()
     system.come("huge", prompt=60_000)
     assert system.gone == ["huge"]
+
+
+def test_nothing_waits_for_a_replica_that_was_not_heard_of_lately() -> None:
+    system = System()
+    system.come("first")
+    system.clock.advance(10.0)
+    system.come("second")
+    assert system.gone == ["first", "second"]
+
+
+@pytest.mark.parametrize("figures", [{"measured": False}, {"kv_tokens": 0}])
+def test_nor_for_one_that_is_not_known_well(figures: dict[str, float]) -> None:
+    system = System()
+    system.come("first")
+    system.poll(**figures)
+    system.come("second")
+    assert system.gone == ["first", "second"]
 
 
 def test_what_fits_may_pass_what_does_not_but_not_for_ever() -> None:
@@ -221,7 +247,7 @@ def test_an_envoy_that_does_not_wait_is_found_out(caplog: pytest.LogCaptureFixtu
     (record,) = caplog.records
     assert "max_message_timeout" in record.getMessage()
     assert system.come("second") is None
-    system.clock.advance(700.0)
+    system.pass_s(700.0)
     assert system.come("third") is not None
 
 

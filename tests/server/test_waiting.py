@@ -11,7 +11,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 from extproc.config import Config
 from extproc.server.app import let_go
 from extproc.server.services import Services
-from tests.fakes import replica
+from tests.fakes import ManualClock, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, Stream, chosen, destination
 from tests.server.test_gateway import DUPLEX, chunk_of, status_of
 from tests.server.test_names import body_of
@@ -49,6 +49,10 @@ def told_to_wait(reply: ProcessingResponse) -> bool:
 @pytest.fixture
 async def full(envoy: EnvoySide, services: Services) -> AsyncIterator[tuple[Stream, Stream]]:
     """A request on each replica that leaves no room."""
+    clock = ManualClock(services.wall())
+    for number in (1, 2):
+        known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)
+        services.fleet.put(known)
     looking = asyncio.create_task(let_go([services]))
     async with envoy.stream() as one, envoy.stream() as other:
         assert chosen(await one.body_first(long("one")))
