@@ -59,9 +59,9 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def keeps(self, decision: Decision) -> bool:
+    def keeps(self, decision: Decision, priority: int) -> bool:
         """Whether a request that comes now has to wait."""
-        if not self._waiting and self._may_go(decision):
+        if not self._waiting and self._may_go(decision, priority):
             return False
         return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
 
@@ -127,9 +127,9 @@ class Queue:
             if one in self._waiting:
                 self._keep(one, now, kept)
 
-    def _may_go(self, decision: Decision) -> bool:
+    def _may_go(self, decision: Decision, priority: int) -> bool:
         """Whether the replica chosen can carry it, or it is not known what that could."""
-        return fits(decision) or not self._fleet.tells_room(decision.replica)
+        return fits(decision, priority) or not self._fleet.tells_room(decision.replica)
 
     def _keep(self, one: Waiting, now: float, kept: set[str]) -> None:
         """Nobody goes where one waits that has waited for long."""
@@ -139,7 +139,9 @@ class Queue:
     def _try(self, one: Waiting, now: float, kept: Collection[str]) -> None:
         """Decides anew: it goes, or waits on."""
         decision = one.decide()
-        if decision is not None and (decision.replica in kept or not self._may_go(decision)):
+        if decision is not None and (
+            decision.replica in kept or not self._may_go(decision, one.priority)
+        ):
             one.decided(decision, now)
             return
         self._order.sent(one)

@@ -44,6 +44,7 @@ _DIGITS = 15
 """Of a content-length: a petabyte."""
 NONE_READY = "no replica is ready to serve this request"
 _RETRY_AFTER_S = 1
+_NO_OBJECTIVE = Objective()
 Sent = Callable[[Decision | None], Iterable[bytes]]
 """The replies that say where a request goes; by no decision, where Envoy chooses."""
 Replied = Callable[[bytes, bytes], Iterable[bytes]]
@@ -261,8 +262,9 @@ class Exchange:
         decide = partial(router.decide, profile, asked.policy, self._subset, told)
         decision = decide()
         self._admit(profile, decision)
-        if decision is not None and services.queue.keeps(decision):
-            return self._wait(asked, decision, decide, sent)
+        objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
+        if decision is not None and services.queue.keeps(decision, objective.priority):
+            return self._wait(asked, decision, decide, sent, objective)
         self._book(asked, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
         return sent(decision)
@@ -283,7 +285,12 @@ class Exchange:
     # -- waiting ----------------------------------------------------------------------------
 
     def _wait(
-        self, asked: Asked, decision: Decision, decide: Callable[[], Decision | None], sent: Sent
+        self,
+        asked: Asked,
+        decision: Decision,
+        decide: Callable[[], Decision | None],
+        sent: Sent,
+        objective: Objective,
     ) -> Iterable[bytes]:
         """Has it wait; the replies, where it may go at once, or else what tells Envoy to wait.
 
@@ -299,7 +306,6 @@ class Exchange:
             if not waiting.cancelled():
                 waiting.set_result(replies)
 
-        objective = services.config.hold.objectives.get(asked.objective, Objective())
         one = Waiting(decision, since, decide, go, objective.priority, objective.due(since))
         services.queue.enter(one)
         if waiting.done():

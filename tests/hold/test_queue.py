@@ -45,7 +45,7 @@ class System:
         profile = RequestProfile(Endpoint.CHAT, MODEL, prompt, prompt, 100, tenant=tenant)
         decision = self.router.decide(profile)
         assert decision is not None
-        if not self.queue.keeps(decision):
+        if not self.queue.keeps(decision, priority):
             self._send(name, decision)
             return None
 
