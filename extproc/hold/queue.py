@@ -65,6 +65,11 @@ class Queue:
             return False
         return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
 
+    def wait_s(self, priority: int, replicas: int) -> float:
+        """Seconds that a request would wait that comes now for one of so many replicas, about, and
+        rather less: those ahead may give up, and it may pass some."""
+        return self._order.ahead(priority) / replicas
+
     def enter(self, one: Waiting) -> None:
         """It waits, unless it may go at once.
 
@@ -73,7 +78,8 @@ class Queue:
         """
         if len(self._waiting) >= self._settings.most:
             message = f"every replica is full, and {self._settings.most} requests wait already"
-            raise Saturated(message, code="too_many_waiting")
+            wait = self.wait_s(one.priority, len(one.candidates))
+            raise Saturated(message, "too_many_waiting", wait)
         self._waiting[one] = None
         self._order.enter(one)
         self.let_go(one.carried.replica)
@@ -105,8 +111,8 @@ class Queue:
                 continue
             place += 1
             if place == 1:
-                cheap = one.carried.cost * _CHEAP
-            if place > _AHEAD and one.carried.cost > cheap:
+                cheap = one.cost * _CHEAP
+            if place > _AHEAD and one.cost > cheap:
                 continue
             if room >= one.carried.tokens and replica not in one.passed_over | kept:
                 self._try(one, now, kept)
@@ -155,7 +161,8 @@ class Queue:
         while self._waiting and now - (oldest := next(iter(self._waiting))).since >= longest_s:
             self._leave(oldest)
             message = f"every replica is full: the request has waited for {longest_s:g} s"
-            oldest.go(Saturated(message, code="waited_too_long"))
+            wait = self.wait_s(oldest.priority, len(oldest.candidates))
+            oldest.go(Saturated(message, "waited_too_long", wait))
 
     def _leave(self, one: Waiting) -> None:
         self._order.leave(one)

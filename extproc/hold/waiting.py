@@ -23,17 +23,14 @@ class Carried:
     """``ip:port``."""
     tokens: float
     """KV tokens that have to be free there for it."""
-    cost: float
-    """Seconds of a whole replica that it takes: its share of the KV cache, for as long as it is
-    there."""
 
 
 class Waiting:
     """A request that waits."""
 
     __slots__ = (
-        *("candidates", "carried", "deadline", "decide", "decided_at", "go", "passed_over"),
-        *("priority", "since", "tenant"),
+        *("candidates", "carried", "cost", "deadline", "decide", "decided_at", "go"),
+        *("passed_over", "priority", "since", "tenant"),
     )
 
     def __init__(
@@ -56,6 +53,8 @@ class Waiting:
             deadline: when it should have its first token.
         """
         self.tenant = decision.profile.tenant
+        self.cost = _cost(decision)
+        """Seconds of a whole replica: its share of the KV cache, for as long as it is there."""
         self.since = since
         self.decide = decide
         self.go = go
@@ -95,9 +94,19 @@ def fits(decision: Decision, priority: int) -> bool:
 
 def carried(decision: Decision, full: float) -> Carried:
     """The request on the replica chosen, which is full at that KV pressure."""
-    first, prediction, profile = decision.choice.first, decision.prediction, decision.profile
-    capacity = decision.situation.view.kv_capacity.item(first)
-    tokens = profile.prompt_tokens + profile.sequences * prediction.output_tokens
-    needed = tokens - prediction.cached.item(first) + (1.0 - full) * capacity
+    first = decision.choice.first
+    reserve = (1.0 - full) * decision.situation.view.kv_capacity.item(first)
+    cached = decision.prediction.cached.item(first)
+    return Carried(decision.replica, _tokens(decision) - cached + reserve)
+
+
+def _cost(decision: Decision) -> float:
+    first, prediction = decision.choice.first, decision.prediction
     seconds = prediction.completion.item(first) - prediction.admission.item(first)
-    return Carried(decision.replica, needed, tokens / capacity * seconds)
+    return _tokens(decision) / decision.situation.view.kv_capacity.item(first) * seconds
+
+
+def _tokens(decision: Decision) -> float:
+    """KV tokens that it has at its end."""
+    profile = decision.profile
+    return profile.prompt_tokens + profile.sequences * decision.prediction.output_tokens
