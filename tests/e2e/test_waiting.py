@@ -8,13 +8,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.clock import monotonic
-from extproc.demo.stack import SimulatedReplica
-from tests.e2e.client import Answer, Client
+from extproc.demo.stack import MODEL, SimulatedReplica
+from tests.e2e.client import CHAT, Client
 from tests.e2e.stack import Stack, on_ports
 from tests.e2e.test_examples import EXAMPLES
 from tests.waiting import until
@@ -27,7 +25,7 @@ SMALL = ("--kv-tokens", str(FIT * 1152))
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
 BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "cluster_header", "endpoint_picker"
 IMPATIENT = "envoy, without max_message_timeout"
-prompts = itertools.count()
+numbers = itertools.count()
 
 
 class Behind(Stack):
@@ -71,11 +69,16 @@ async def known_well(client: Client) -> None:
     await client.ledger_empty()
 
 
-async def ask(client: Client) -> Answer:
-    """A prompt that is like no other."""
-    content = f"{next(prompts)}" + " sea" * WORDS
-    messages = [{"role": "user", "content": content}]
-    return await client.chat(tokens=TOKENS, max_tokens=TOKENS, messages=messages)
+async def ask(client: Client, name: str) -> int:
+    """The status of the answer to a prompt that is like no other."""
+    content = name + " sea" * WORDS
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+    headers = {"x-request-id": name, "x-simulate-output-tokens": str(TOKENS)}
+    async with client._session.post(
+        client._stack.url + CHAT, json=body | {"max_tokens": TOKENS}, headers=headers
+    ) as response:
+        await response.read()
+        return response.status
 
 
 async def waiting(client: Client) -> int:
@@ -95,18 +98,41 @@ async def preempted(client: Client, stack: Stack) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in counts)
 
 
+class Crowd:
+    """Requests that came at once."""
+
+    def __init__(self, client: Client, count: int) -> None:
+        self.names = [f"{next(numbers)}" for _ in range(count)]
+        self.asked = [asyncio.create_task(ask(client, name)) for name in self.names]
+
+    @property
+    def answered(self) -> int:
+        return sum(one.done() for one in self.asked)
+
+
 @asynccontextmanager
-async def crowd(client: Client, more: int) -> AsyncIterator[list[asyncio.Task[Answer]]]:
+async def crowd(client: Client, more: int) -> AsyncIterator[Crowd]:
     """The replicas are full, and so many more wait; all are answered when the block has ended."""
-    tasks = [asyncio.create_task(ask(client)) for _ in range(more + 2 * FIT)]
-
-    async def all_came() -> bool:
-        return await client.metric("extproc_open_streams") == len(tasks)
-
-    await until(all_came)
+    came = Crowd(client, len(REPLICAS) * FIT + more)
+    await streams_open(client, len(came.asked))
     assert await waiting(client) > 0
-    yield tasks
-    await asyncio.gather(*tasks)
+    yield came
+    assert set(await asyncio.gather(*came.asked)) == {200}
+
+
+async def streams_open(client: Client, count: int) -> None:
+    """Returns when the router has so many."""
+
+    async def so() -> bool:
+        return await client.metric("extproc_open_streams") == count
+
+    await until(so)
+
+
+async def speed(client: Client, slow: float) -> None:
+    """How many times as long as usual the replicas take."""
+    for one in REPLICAS:
+        await client.simulate(one.name, slow=slow)
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
@@ -114,19 +140,19 @@ async def test_what_does_not_fit_waits_and_nothing_is_computed_twice(
     client: Client, stack: Stack
 ) -> None:
     before = await client.metric("extproc_waited_seconds_count")
-    async with crowd(client, 30) as tasks:
+    async with crowd(client, 30) as came:
 
         async def told() -> bool:
             return await client.metric("extproc_requests_waiting") > 0
 
         await until(told)
-    answers = [task.result() for task in tasks]
-    assert {answer.status for answer in answers} == {200}
-    waited = [answer for answer in answers if answer.decision["outcome"]["waited_s"] > 0.1]
-    assert len(waited) >= 20
-    assert await client.metric("extproc_waited_seconds_count") - before >= len(waited)
-    assert await preempted(client, stack) == 0
     await nothing_left(client)
+    records = [one for name in came.names for one in await client.decisions(name)]
+    waited = [one for one in records if one["outcome"]["waited_s"] > 0.0]
+    assert len(records) == len(came.names)
+    assert len(waited) >= 20
+    assert await client.metric("extproc_waited_seconds_count") == before + len(waited)
+    assert await preempted(client, stack) == 0
 
 
 async def nothing_left(client: Client) -> None:
@@ -142,35 +168,32 @@ async def nothing_left(client: Client) -> None:
 
 @behind(BODY_FIRST)
 async def test_a_router_that_dies_takes_none_with_it(client: Client, stack: Stack) -> None:
-    async with crowd(client, 30) as tasks:
+    async with crowd(client, 30):
         await stack.kill("router")
-    assert {task.result().status for task in tasks} == {200}
+    await back(client, stack)
+
+
+@behind(BODY_FIRST)
+async def test_a_router_that_hangs_keeps_none_for_long(client: Client, stack: Stack) -> None:
+    async with crowd(client, 30) as came:
+        stack.process("router").signal(signal.SIGSTOP)
+        await until(lambda: came.answered == len(came.asked), seconds=40.0)
+        stack.process("router").signal(signal.SIGCONT)
     await back(client, stack)
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
 async def test_who_hangs_up_leaves_at_once(client: Client, stack: Stack) -> None:
-    try:
-        async with crowd(client, 10) as tasks:
-            for one in REPLICAS:  # nothing ends meanwhile
-                await client.simulate(one.name, slow=50.0)
-            left = asyncio.create_task(ask(client))
-            before = len(tasks) + 1
-
-            async def open_streams(count: int) -> bool:
-                return await client.metric("extproc_open_streams") == count
-
-            await until(lambda: open_streams(before))
-            in_flight = (await client.fleet())["in_flight"]
-            left.cancel()
-            await until(lambda: open_streams(before - 1))
-            assert (await client.fleet())["in_flight"] == in_flight
-            for one in REPLICAS:
-                await client.simulate(one.name, slow=1.0)
-    finally:
-        for one in REPLICAS:
-            await client.simulate(one.name, slow=1.0)
-    assert {task.result().status for task in tasks} == {200}
+    async with crowd(client, 10) as came:
+        await speed(client, 50.0)  # none ends meanwhile
+        last = asyncio.create_task(ask(client, "leaves"))
+        await streams_open(client, len(came.asked) - came.answered + 1)
+        wait, in_flight = await waiting(client), (await client.fleet())["in_flight"]
+        last.cancel()
+        await streams_open(client, len(came.asked) - came.answered)
+        assert await waiting(client) == wait - 1
+        assert (await client.fleet())["in_flight"] == in_flight
+        await speed(client, 1.0)
     await nothing_left(client)
 
 
@@ -178,38 +201,24 @@ async def test_who_hangs_up_leaves_at_once(client: Client, stack: Stack) -> None
 @pytest.mark.parametrize("part", ["poller", "redis", "one"])
 async def test_whatever_dies_meanwhile_none_fails(client: Client, stack: Stack, part: str) -> None:
     """Not even what a replica was answering that dies: nothing of it had left Envoy."""
-    async with crowd(client, 20) as tasks:
+    async with crowd(client, 20):
         await stack.kill(part)
-    assert {task.result().status for task in tasks} == {200}
     await nothing_left(client)
     await stack.start(part)
     await stack.wait_routing()
 
 
-@behind(BODY_FIRST)
-async def test_a_router_that_hangs_holds_none_for_long(client: Client, stack: Stack) -> None:
-    async with crowd(client, 30) as tasks:
-        began = monotonic()
-        stack.process("router").signal(signal.SIGSTOP)
-        await asyncio.gather(*tasks)
-        print("hung for", monotonic() - began)
-        stack.process("router").signal(signal.SIGCONT)
-    assert {task.result().status for task in tasks} == {200}
-    await back(client, stack)
-
-
 @behind(IMPATIENT)
-async def test_for_an_envoy_that_does_not_wait_none_is_held(client: Client, stack: Stack) -> None:
-    for one in REPLICAS:
-        await client.simulate(one.name, slow=5.0)
-    async with crowd(client, 10) as tasks:
-        log = stack.directory / "router.log"
+async def test_for_an_envoy_that_does_not_wait_none_is_kept(client: Client, stack: Stack) -> None:
+    log = stack.directory / "router.log"
+    await speed(client, 20.0)
+    async with crowd(client, 10):
         await until(lambda: "Envoy does not wait for the router" in log.read_text())
-        assert await waiting(client) <= 7
-    for one in REPLICAS:
-        await client.simulate(one.name, slow=1.0)
-    assert {task.result().status for task in tasks} == {200}
-    await asyncio.gather(*(ask(client) for _ in range(20)))
+        more = [asyncio.create_task(ask(client, f"more {number}")) for number in range(4)]
+        await speed(client, 1.0)
+        assert set(await asyncio.gather(*more)) == {200}
+        for number in range(4):
+            assert await client.decisions(f"more {number}")
     assert await client.metric("extproc_waited_seconds_count") == 0
     await nothing_left(client)
 
