@@ -87,13 +87,16 @@ class Queue:
     def gave_up(self, one: Waiting) -> None:
         """Its stream is over."""
         self._leave(one)
-        waited = self._clock() - one.since
+        now = self._clock()
+        if now < self._trust_from:
+            return
+        waited = now - one.since
         self._gave_up.append(waited)
         least, most = min(self._gave_up), max(self._gave_up)
         alike = len(self._gave_up) == _IN_A_ROW and most - least < _ALIKE_S
         if alike and most < _SHORT_S and self._waited < least:
             self._gave_up.clear()
-            self._trust_from = self._clock() + _DISTRUST_S
+            self._trust_from = now + _DISTRUST_S
             logger.error(
                 "Envoy does not wait for the router, so no request waits for a replica: set "
                 "max_message_timeout of its ext_proc filter to hold.longest_s, or that to 0",

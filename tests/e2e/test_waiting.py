@@ -25,6 +25,8 @@ SMALL = ("--kv-tokens", str(FIT * 1152))
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
 BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "cluster_header", "endpoint_picker"
 IMPATIENT = "envoy, without max_message_timeout"
+SO_SLOW = 50.0
+"""None ends meanwhile."""
 numbers = itertools.count()
 
 
@@ -99,24 +101,47 @@ async def preempted(client: Client, stack: Stack) -> float:
 
 
 class Crowd:
-    """Requests that came at once."""
+    """Requests that came, and their answers."""
 
-    def __init__(self, client: Client, count: int) -> None:
-        self.names = [f"{next(numbers)}" for _ in range(count)]
-        self.asked = [asyncio.create_task(ask(client, name)) for name in self.names]
+    def __init__(self, client: Client) -> None:
+        self.names: list[str] = []
+        self.asked: list[asyncio.Task[int]] = []
+        self._client = client
+
+    async def joined_by(self, count: int) -> None:
+        """Returns when the router knows of so many more."""
+        self.names += [f"{next(numbers)}" for _ in range(count)]
+        self.asked += [asyncio.create_task(ask(self._client, name)) for name in self.names[-count:]]
+
+        async def known() -> bool:
+            return await self._client.metric("extproc_open_streams") >= self.unanswered
+
+        await until(known)
 
     @property
-    def answered(self) -> int:
-        return sum(one.done() for one in self.asked)
+    def unanswered(self) -> int:
+        return sum(not one.done() for one in self.asked)
 
 
 @asynccontextmanager
-async def crowd(client: Client, more: int) -> AsyncIterator[Crowd]:
-    """The replicas are full, and so many more wait; all are answered when the block has ended."""
-    came = Crowd(client, len(REPLICAS) * FIT + more)
-    await streams_open(client, len(came.asked))
+async def crowd(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[Crowd]:
+    """The replicas are full, and so many more wait; all are answered when the block has ended.
+
+    ``slow``: how many times as long as usual the replicas take meanwhile.
+    """
+
+    async def full() -> bool:
+        replicas = (await client.fleet())["replicas"]
+        return all(one["kv_usage"] > 0.8 for one in replicas)
+
+    came = Crowd(client)
+    await came.joined_by(len(REPLICAS) * FIT)
+    await until(full)
+    await speed(client, slow)
+    await came.joined_by(more)
     assert await waiting(client) > 0
     yield came
+    await speed(client, 1.0)
     assert set(await asyncio.gather(*came.asked)) == {200}
 
 
@@ -177,23 +202,20 @@ async def test_a_router_that_dies_takes_none_with_it(client: Client, stack: Stac
 async def test_a_router_that_hangs_keeps_none_for_long(client: Client, stack: Stack) -> None:
     async with crowd(client, 30) as came:
         stack.process("router").signal(signal.SIGSTOP)
-        await until(lambda: came.answered == len(came.asked), seconds=40.0)
+        await until(lambda: came.unanswered == 0, seconds=40.0)
         stack.process("router").signal(signal.SIGCONT)
     await back(client, stack)
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
 async def test_who_hangs_up_leaves_at_once(client: Client, stack: Stack) -> None:
-    async with crowd(client, 10) as came:
-        await speed(client, 50.0)  # none ends meanwhile
-        last = asyncio.create_task(ask(client, "leaves"))
-        await streams_open(client, len(came.asked) - came.answered + 1)
+    async with crowd(client, 10, SO_SLOW) as came:
         wait, in_flight = await waiting(client), (await client.fleet())["in_flight"]
+        last = came.asked.pop()
         last.cancel()
-        await streams_open(client, len(came.asked) - came.answered)
+        await streams_open(client, wait + in_flight - 1)
         assert await waiting(client) == wait - 1
         assert (await client.fleet())["in_flight"] == in_flight
-        await speed(client, 1.0)
     await nothing_left(client)
 
 
@@ -211,16 +233,19 @@ async def test_whatever_dies_meanwhile_none_fails(client: Client, stack: Stack, 
 @behind(IMPATIENT)
 async def test_for_an_envoy_that_does_not_wait_none_is_kept(client: Client, stack: Stack) -> None:
     log = stack.directory / "router.log"
-    await speed(client, 20.0)
-    async with crowd(client, 10):
+    async with crowd(client, 6, SO_SLOW) as came:
         await until(lambda: "Envoy does not wait for the router" in log.read_text())
-        more = [asyncio.create_task(ask(client, f"more {number}")) for number in range(4)]
-        await speed(client, 1.0)
-        assert set(await asyncio.gather(*more)) == {200}
-        for number in range(4):
-            assert await client.decisions(f"more {number}")
+        await until(lambda: waits(client, 0))
+        came.asked += [asyncio.create_task(ask(client, f"more {number}")) for number in range(4)]
+        await streams_open(client, len(REPLICAS) * FIT + 4)
+        assert await waits(client, 0)
+    assert log.read_text().count("Envoy does not wait for the router") == 1
     assert await client.metric("extproc_waited_seconds_count") == 0
     await nothing_left(client)
+
+
+async def waits(client: Client, count: int) -> bool:
+    return await waiting(client) == count
 
 
 async def back(client: Client, stack: Stack) -> None:

@@ -251,6 +251,18 @@ def test_an_envoy_that_does_not_wait_is_found_out(caplog: pytest.LogCaptureFixtu
     assert system.come("third") is not None
 
 
+def test_it_is_said_once_of_all_that_waited_then(caplog: pytest.LogCaptureFixture) -> None:
+    system = System()
+    system.fill()
+    came = [one for number in range(6) if (one := system.come(str(number)))]
+    system.pass_s(1.0)
+    with caplog.at_level(logging.ERROR):
+        for one in came:
+            system.queue.gave_up(one)
+    assert len(came) == 6
+    assert len(caplog.records) == 1
+
+
 @pytest.mark.parametrize("waits", [(1.0, 2.0, 3.0), (30.0, 30.0, 30.0), (1.0, 1.0)])
 def test_clients_that_hang_up_are_not_taken_for_it(waits: tuple[float, ...]) -> None:
     system = System()
