@@ -130,18 +130,22 @@ async def crowd(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[C
     ``slow``: how many times as long as usual the replicas take meanwhile.
     """
 
-    async def full() -> bool:
-        replicas = (await client.fleet())["replicas"]
-        return all(one["kv_usage"] > 0.8 for one in replicas)
-
     came = Crowd(client)
-    await came.joined_by(len(REPLICAS) * FIT)
+
+    async def full() -> bool:
+        if not came.unanswered:
+            await came.joined_by(len(REPLICAS) * FIT)
+        replicas = (await client.fleet())["replicas"]
+        return sum(one["kv_usage"] for one in replicas) > 0.7 * len(REPLICAS)
+
     await until(full)
-    await speed(client, slow)
+    if slow > 1.0:
+        await speed(client, slow)
     await came.joined_by(more)
     assert await waiting(client) > 0
     yield came
-    await speed(client, 1.0)
+    if slow > 1.0:
+        await speed(client, 1.0)
     assert set(await asyncio.gather(*came.asked)) == {200}
 
 
