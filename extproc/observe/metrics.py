@@ -19,6 +19,13 @@ class RouterMetrics:
             ["result"],
             registry,
         )
+        self.refused = Counts(
+            "extproc_refused_total",
+            "Refused requests by the reason that their answer gives: its code, or its type where "
+            "it has none.",
+            ["reason"],
+            registry,
+        )
         self.decisions = Counts(
             "extproc_decisions_total",
             "Decisions by policy and replica chosen.",

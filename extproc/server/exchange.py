@@ -135,7 +135,9 @@ class Exchange:
             self._in_flight = None
 
     def _refused(self, error: Refusal) -> Iterable[bytes]:
-        self._services.metrics.requests.add("refused")
+        metrics = self._services.metrics
+        metrics.requests.add("refused")
+        metrics.refused.add(error.code or error.kind)
         return [refuse(error)]
 
     # -- the request ------------------------------------------------------------------------

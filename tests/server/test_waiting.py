@@ -15,6 +15,7 @@ from tests.fakes import ManualClock, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, Stream, chosen, destination
 from tests.server.test_gateway import DUPLEX, chunk_of, status_of
 from tests.server.test_names import body_of
+from tests.server.test_service import samples
 from tests.waiting import until
 
 MEMBERS = {replica(1), replica(2)}
@@ -139,3 +140,4 @@ async def test_too_many_that_wait_are_refused(
         assert told_to_wait(await two.body_first(long("fourth")))
         assert status_of(await three.body_first(long("third"))) == 429
         assert len(services.queue) == 2
+    assert samples(services.metrics.refused) == {("too_many_waiting",): 1}
