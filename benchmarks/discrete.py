@@ -59,10 +59,15 @@ class Simulation:
     """The oracle's, of the cost to others."""
     hold: bool = False
     """Whether requests wait at the router while no replica can carry them."""
+    urgent: float = 0.0
+    """Share of the requests that go before others where they wait."""
+    tenants: PySequence[float] = ()
+    """Of how many of the requests each tenant has one; none: all are one's."""
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
+        self._groups = Random(f"{self.seed} groups")
         self._poll_s = self.poll_interval or poll_interval(self.policy)
         self.machines = {
             name: Machine(name, profile, self.fleet_file.group(name), self.seed)
@@ -135,17 +140,25 @@ class Simulation:
             stream=streamed,
             least_output=traced.output_tokens if known else 0,
             prefix=Prefix(np.array(traced.hash_ids, np.uint64), ID_TOKENS, traced.prompt_tokens),
+            tenant=self._tenant(),
         )
-        arrival = Arrival(number, traced, self._sequence(number, traced))
+        urgent = self._groups.random() < self.urgent
+        arrival = Arrival(number, traced, self._sequence(number, traced), urgent)
         decision = self._deciding.decide(number, profile, arrival.sequence.hashes)
         if not (self.hold and self._routers and decision):
             self._begin(arrival, decision)
             return
         node = self._routers.owner(number)
-        if node.queue.keeps(decision):
+        if node.queue.keeps(decision, int(arrival.urgent)):
             self._wait(node, arrival, decision)
         else:
             self._begin(arrival, decision)
+
+    def _tenant(self) -> str:
+        if not self.tenants:
+            return ""
+        (number,) = self._groups.choices(range(len(self.tenants)), self.tenants)
+        return f"tenant {number + 1}"
 
     def _wait(self, node: Node, arrival: Arrival, decision: Decision) -> None:
         def go(outcome: Decision | Refusal | None) -> None:
@@ -155,7 +168,7 @@ class Simulation:
 
         self._held += 1
         decide, now = partial(node.router.decide, decision.profile), self.clock()
-        node.queue.enter(Waiting(decision, now, decide, go))
+        node.queue.enter(Waiting(decision, now, decide, go, priority=int(arrival.urgent)))
 
     def _begin(self, arrival: Arrival, decision: Decision | None) -> None:
         number, traced = arrival.number, arrival.traced
@@ -163,7 +176,8 @@ class Simulation:
             self.failed.append(Failed(traced, "", self.clock()))
             return
         whole = not decision.profile.stream
-        served = Served(number, traced, decision, whole, decision.replica, arrival.sequence)
+        group = "urgent" if arrival.urgent else decision.profile.tenant
+        served = Served(number, traced, decision, whole, decision.replica, arrival.sequence, group)
         self._open[number] = served
 
         def sent(node: Node) -> None:

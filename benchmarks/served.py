@@ -15,6 +15,8 @@ class Arrival:
     number: int
     traced: TracedRequest
     sequence: Sequence
+    urgent: bool = False
+    """Whether it goes before those that are not, where requests wait at the router."""
 
 
 @dataclass(slots=True)
@@ -29,6 +31,8 @@ class Served:
     replica: str
     """Where it is, after a retry."""
     sequence: Sequence
+    group: str = ""
+    """What it is told apart by in the figures: ``urgent``, or its tenant."""
     answered: bool = False
     """Whether response headers came: from then on there is no retry."""
     retried: bool = False

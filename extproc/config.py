@@ -285,6 +285,19 @@ class Objective(Section):
     """Seconds to the first token that it aims for: of one priority and tenant, the request that is
     due first goes first."""
 
+    sheddable: bool = False
+    """Whether a request is refused with 429 at once where it would miss that, by prediction."""
+
+    @model_validator(mode="after")
+    def _sheds_what_is_late(self) -> "Objective":
+        if self.sheddable and self.ttft_s is None:
+            raise ValueError("sheddable needs ttft_s: a request is refused that would miss it")
+        return self
+
+    def sheds(self, ttft_s: float) -> bool:
+        """Whether a request whose first token would come then is refused."""
+        return self.sheddable and self.ttft_s is not None and ttft_s > self.ttft_s
+
     def due(self, since: float) -> float:
         """When the first token of a request is due that came at ``since``."""
         return inf if self.ttft_s is None else since + self.ttft_s

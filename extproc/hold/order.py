@@ -42,24 +42,32 @@ class Order:
         self._shares = Shares()
         self._lines: dict[int, dict[str, list[Waiting]]] = {}
         """By priority and tenant, each in order."""
+        self._costs: dict[int, float] = {}
+        """Of all of a priority."""
 
     def enter(self, one: Waiting) -> None:
         """It waits from now on."""
         tenants = self._lines.setdefault(one.priority, {})
         insort(tenants.setdefault(one.tenant, []), one, key=_due)
+        self._costs[one.priority] = self._costs.get(one.priority, 0.0) + one.cost
 
     def leave(self, one: Waiting) -> None:
         """It does not wait any more."""
         tenants = self._lines[one.priority]
         tenants[one.tenant].remove(one)
+        self._costs[one.priority] -= one.cost
         if not tenants[one.tenant]:
             del tenants[one.tenant]
         if not tenants:
-            del self._lines[one.priority]
+            del self._lines[one.priority], self._costs[one.priority]
+
+    def ahead(self, priority: int) -> float:
+        """Seconds of a replica that go before one that comes now."""
+        return sum(cost for other, cost in self._costs.items() if other >= priority)
 
     def sent(self, one: Waiting) -> None:
         """It goes, and its tenant has got that much more."""
-        self._shares.sent(one.tenant, one.carried.cost)
+        self._shares.sent(one.tenant, one.cost)
         self.leave(one)
 
     def first(self, most: int) -> Iterator[Waiting]:
@@ -76,7 +84,7 @@ class Order:
                 if (one := next(line, None)) is None:
                     heappop(turns)
                 else:
-                    heapreplace(turns, (got + one.carried.cost, tenant, line))
+                    heapreplace(turns, (got + one.cost, tenant, line))
                     yield one
 
 

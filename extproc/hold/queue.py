@@ -59,11 +59,16 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def keeps(self, decision: Decision) -> bool:
+    def keeps(self, decision: Decision, priority: int) -> bool:
         """Whether a request that comes now has to wait."""
-        if not self._waiting and self._may_go(decision):
+        if not self._waiting and self._may_go(decision, priority):
             return False
         return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
+
+    def wait_s(self, priority: int, replicas: int) -> float:
+        """Seconds that a request would wait that comes now for one of so many replicas, about, and
+        rather less: those ahead may give up, and it may pass some."""
+        return self._order.ahead(priority) / replicas
 
     def enter(self, one: Waiting) -> None:
         """It waits, unless it may go at once.
@@ -73,7 +78,8 @@ class Queue:
         """
         if len(self._waiting) >= self._settings.most:
             message = f"every replica is full, and {self._settings.most} requests wait already"
-            raise Saturated(message, code="too_many_waiting")
+            wait = self.wait_s(one.priority, len(one.candidates))
+            raise Saturated(message, "too_many_waiting", wait)
         self._waiting[one] = None
         self._order.enter(one)
         self.let_go(one.carried.replica)
@@ -105,8 +111,8 @@ class Queue:
                 continue
             place += 1
             if place == 1:
-                cheap = one.carried.cost * _CHEAP
-            if place > _AHEAD and one.carried.cost > cheap:
+                cheap = one.cost * _CHEAP
+            if place > _AHEAD and one.cost > cheap:
                 continue
             if room >= one.carried.tokens and replica not in one.passed_over | kept:
                 self._try(one, now, kept)
@@ -127,9 +133,9 @@ class Queue:
             if one in self._waiting:
                 self._keep(one, now, kept)
 
-    def _may_go(self, decision: Decision) -> bool:
+    def _may_go(self, decision: Decision, priority: int) -> bool:
         """Whether the replica chosen can carry it, or it is not known what that could."""
-        return fits(decision) or not self._fleet.tells_room(decision.replica)
+        return fits(decision, priority) or not self._fleet.tells_room(decision.replica)
 
     def _keep(self, one: Waiting, now: float, kept: set[str]) -> None:
         """Nobody goes where one waits that has waited for long."""
@@ -139,7 +145,9 @@ class Queue:
     def _try(self, one: Waiting, now: float, kept: Collection[str]) -> None:
         """Decides anew: it goes, or waits on."""
         decision = one.decide()
-        if decision is not None and (decision.replica in kept or not self._may_go(decision)):
+        if decision is not None and (
+            decision.replica in kept or not self._may_go(decision, one.priority)
+        ):
             one.decided(decision, now)
             return
         self._order.sent(one)
@@ -153,7 +161,8 @@ class Queue:
         while self._waiting and now - (oldest := next(iter(self._waiting))).since >= longest_s:
             self._leave(oldest)
             message = f"every replica is full: the request has waited for {longest_s:g} s"
-            oldest.go(Saturated(message, code="waited_too_long"))
+            wait = self.wait_s(oldest.priority, len(oldest.candidates))
+            oldest.go(Saturated(message, "waited_too_long", wait))
 
     def _leave(self, one: Waiting) -> None:
         self._order.leave(one)

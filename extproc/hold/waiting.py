@@ -9,6 +9,10 @@ from extproc.route.router import Decision
 
 _FULL = 0.945
 """KV pressure from which on a replica can carry no other request: what it has is still growing."""
+_AMONG_OTHERS = 0.02
+"""So much less where other routers send there, too: for some milliseconds nobody knows of it."""
+_RESERVE = 0.035
+"""So much more for requests of a higher priority: some room is left for those that come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,17 +23,14 @@ class Carried:
     """``ip:port``."""
     tokens: float
     """KV tokens that have to be free there for it."""
-    cost: float
-    """Seconds of a whole replica that it takes: its share of the KV cache, for as long as it is
-    there."""
 
 
 class Waiting:
     """A request that waits."""
 
     __slots__ = (
-        *("candidates", "carried", "deadline", "decide", "decided_at", "go", "passed_over"),
-        *("priority", "since", "tenant"),
+        *("candidates", "carried", "cost", "deadline", "decide", "decided_at", "go"),
+        *("passed_over", "priority", "since", "tenant"),
     )
 
     def __init__(
@@ -52,6 +53,8 @@ class Waiting:
             deadline: when it should have its first token.
         """
         self.tenant = decision.profile.tenant
+        self.cost = _cost(decision)
+        """Seconds of a whole replica: its share of the KV cache, for as long as it is there."""
         self.since = since
         self.decide = decide
         self.go = go
@@ -62,30 +65,48 @@ class Waiting:
     def decided(self, decision: Decision, now: float) -> None:
         """It was decided anew."""
         ids, prediction = decision.situation.view.ids, decision.prediction
-        self.candidates = frozenset(ids)
-        room = (prediction.kv_pressure < _FULL) & (prediction.admission <= 0.0)
+        full = full_at(decision, self.priority)
+        room = (prediction.kv_pressure < full) & (prediction.admission <= 0.0)
         with_room = frozenset(ids[place] for place in room.nonzero()[0].tolist())
+        self.candidates = frozenset(ids)
         self.passed_over = with_room - {decision.replica}
-        self.carried = carried(decision)
+        self.carried = carried(decision, full)
         self.decided_at = now
 
 
-def fits(decision: Decision) -> bool:
+def full_at(decision: Decision, priority: int) -> float:
+    """The KV pressure from which on a replica can carry no other request."""
+    less = 0.0 if decision.news_age is None else _AMONG_OTHERS
+    return _FULL - less + (_RESERVE if priority > 0 else 0.0)
+
+
+def fits(decision: Decision, priority: int) -> bool:
     """Whether the replica chosen can carry the request to its end beside what is there.
 
     It goes, too, where nothing is that could end, and where what others sent is not known.
     """
     first, prediction = decision.choice.first, decision.prediction
-    if prediction.kv_pressure.item(first) < _FULL and not prediction.admission.item(first):
+    pressure, admission = prediction.kv_pressure.item(first), prediction.admission.item(first)
+    if pressure < full_at(decision, priority) and not admission:
         return True
     return not decision.situation.view.requests.item(first) or decision.stale
 
 
-def carried(decision: Decision) -> Carried:
-    """The request on the replica chosen."""
-    first, prediction, profile = decision.choice.first, decision.prediction, decision.profile
-    capacity = decision.situation.view.kv_capacity.item(first)
-    tokens = profile.prompt_tokens + profile.sequences * prediction.output_tokens
-    needed = tokens - prediction.cached.item(first) + (1.0 - _FULL) * capacity
+def carried(decision: Decision, full: float) -> Carried:
+    """The request on the replica chosen, which is full at that KV pressure."""
+    first = decision.choice.first
+    reserve = (1.0 - full) * decision.situation.view.kv_capacity.item(first)
+    cached = decision.prediction.cached.item(first)
+    return Carried(decision.replica, _tokens(decision) - cached + reserve)
+
+
+def _cost(decision: Decision) -> float:
+    first, prediction = decision.choice.first, decision.prediction
     seconds = prediction.completion.item(first) - prediction.admission.item(first)
-    return Carried(decision.replica, needed, tokens / capacity * seconds)
+    return _tokens(decision) / decision.situation.view.kv_capacity.item(first) * seconds
+
+
+def _tokens(decision: Decision) -> float:
+    """KV tokens that it has at its end."""
+    profile = decision.profile
+    return profile.prompt_tokens + profile.sequences * decision.prediction.output_tokens

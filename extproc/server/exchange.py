@@ -23,7 +23,7 @@ from typing import NamedTuple
 from extproc.config import Objective
 from extproc.hold.waiting import Waiting
 from extproc.predict.inputs import least
-from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
+from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
 from extproc.request.profile import Endpoint, RequestProfile
@@ -43,7 +43,7 @@ _LONGEST_ID = 128
 _DIGITS = 15
 """Of a content-length: a petabyte."""
 NONE_READY = "no replica is ready to serve this request"
-_RETRY_AFTER_S = 1
+_NO_OBJECTIVE = Objective()
 Sent = Callable[[Decision | None], Iterable[bytes]]
 """The replies that say where a request goes; by no decision, where Envoy chooses."""
 Replied = Callable[[bytes, bytes], Iterable[bytes]]
@@ -262,9 +262,10 @@ class Exchange:
         told, router = not self._unseen, services.router
         decide = partial(router.decide, profile, asked.policy, self._subset, told)
         decision = decide()
-        self._admit(profile, decision)
-        if decision is not None and services.queue.keeps(decision):
-            return self._wait(asked, decision, decide, sent)
+        objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
+        self._admit(profile, decision, objective)
+        if decision is not None and services.queue.keeps(decision, objective.priority):
+            return self._wait(asked, decision, decide, sent, objective)
         self._book(asked, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
         return sent(decision)
@@ -285,7 +286,12 @@ class Exchange:
     # -- waiting ----------------------------------------------------------------------------
 
     def _wait(
-        self, asked: Asked, decision: Decision, decide: Callable[[], Decision | None], sent: Sent
+        self,
+        asked: Asked,
+        decision: Decision,
+        decide: Callable[[], Decision | None],
+        sent: Sent,
+        objective: Objective,
     ) -> Iterable[bytes]:
         """Has it wait; the replies, where it may go at once, or else what tells Envoy to wait.
 
@@ -301,7 +307,6 @@ class Exchange:
             if not waiting.cancelled():
                 waiting.set_result(replies)
 
-        objective = services.config.hold.objectives.get(asked.objective, Objective())
         one = Waiting(decision, since, decide, go, objective.priority, objective.due(since))
         services.queue.enter(one)
         if waiting.done():
@@ -324,7 +329,9 @@ class Exchange:
         """Tells Envoy to wait for the replies."""
         return [messages.wait(self._services.config.hold.longest_s)]
 
-    def _admit(self, profile: RequestProfile, decision: Decision | None) -> None:
+    def _admit(
+        self, profile: RequestProfile, decision: Decision | None, objective: Objective
+    ) -> None:
         """Nothing, where it may be served or Envoy may choose.
 
         Raises:
@@ -342,10 +349,13 @@ class Exchange:
             if apart or self._subset is not None or not self.has_fallback:
                 raise NoReplica(NONE_READY)
             return
-        soonest = least(decision.prediction.ttft)
+        wait = self._services.queue.wait_s(objective.priority, len(decision.situation.view))
+        soonest = wait + least(decision.prediction.ttft)
+        late = f"the first token would come in {soonest:.0f} s"
         if route.max_ttft_s is not None and soonest > route.max_ttft_s:
-            message = f"every replica is busy: the first token would come in {soonest:.0f} s"
-            raise Saturated(message, code="saturated")
+            raise Saturated(f"every replica is busy: {late}", "saturated", wait)
+        if objective.sheds(soonest):
+            raise Saturated(f"{late}, later than its objective allows", "too_late", wait)
 
     def _named(self, decision: Decision, body: bytes) -> bytes:
         """The body, with the name by which the replica chosen serves the model."""
@@ -431,5 +441,4 @@ def _with_own(named: frozenset[str]) -> frozenset[str]:
 
 def refuse(error: Refusal) -> bytes:
     """The answer to a request that is not to be served."""
-    retry_after = 0 if isinstance(error, BadRequest | NoModel) else _RETRY_AFTER_S
-    return messages.answer(error.status, error_body(error), retry_after)
+    return messages.answer(error.status, error_body(error), error.retry_after)

@@ -45,7 +45,7 @@ class System:
         profile = RequestProfile(Endpoint.CHAT, MODEL, prompt, prompt, 100, tenant=tenant)
         decision = self.router.decide(profile)
         assert decision is not None
-        if not self.queue.keeps(decision):
+        if not self.queue.keeps(decision, priority):
             self._send(name, decision)
             return None
 
@@ -269,3 +269,21 @@ def test_nor_is_an_envoy_that_did_wait() -> None:
     system.pass_s(10.0)
     _leave_after(system, 1.0, 1.0, 1.0)
     assert system.come("third") is not None
+
+
+def test_how_long_one_would_wait_is_what_goes_before_it() -> None:
+    system = System(replicas=2)
+    assert system.queue.wait_s(0, 2) == 0.0
+    for name in "abcd":
+        system.come(name)
+    system.come("urgent", priority=1)
+    all_of_them, urgent = system.queue.wait_s(0, 2), system.queue.wait_s(1, 2)
+    assert 0.0 < urgent < all_of_them < 60.0
+    assert system.queue.wait_s(0, 1) == 2 * all_of_them
+    for name in [*system.on]:
+        system.end(name)
+    for _ in range(5):
+        system.pass_s(0.5)
+        for name in [*system.on]:
+            system.end(name)
+    assert system.queue.wait_s(0, 2) == 0.0

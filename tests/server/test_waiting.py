@@ -30,7 +30,10 @@ def config() -> Config:
                 "longest_s": 120,
                 "most": 2,
                 "objective_header": "x-objective",
-                "objectives": {"urgent": {"priority": 1}},
+                "objectives": {
+                    "urgent": {"priority": 1},
+                    "soon": {"priority": -1, "ttft_s": 24.0, "sheddable": True},
+                },
             },
         }
     )
@@ -141,3 +144,21 @@ async def test_too_many_that_wait_are_refused(
         assert status_of(await three.body_first(long("third"))) == 429
         assert len(services.queue) == 2
     assert samples(services.metrics.refused) == {("too_many_waiting",): 1}
+
+
+async def test_what_would_be_too_late_is_refused_at_once(
+    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+) -> None:
+    """By what waits before it: on its replica the first token would come in time."""
+    soon = {"x-objective": "soon"}
+    async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as late:
+        assert told_to_wait(await one.body_first(long("third")))
+        assert told_to_wait(await two.body_first(long("fourth"), headers=soon))
+        reply = await late.body_first(long("fifth"), headers=soon)
+        assert reply.immediate_response is not None
+        assert json.loads(reply.immediate_response.body)["error"]["code"] == "too_late"
+        headers = reply.immediate_response.headers
+        assert headers is not None
+        sent = [option.header for option in headers.set_headers]
+        told = {header.key: header.raw_value for header in sent if header is not None}
+        assert int(told["retry-after"]) > 1
