@@ -28,6 +28,8 @@ _ANEW_S = 0.2
 _ANEW = 16
 """Seconds after which a request is decided anew though no replica has more room than before, for
 another one may be better by now; and how many are at a time, the first of them."""
+_SOONER_S = 1.0
+"""Before Envoy's own time is up, or it would go on without the router."""
 _ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
 """So many requests that leave after waiting equally long, and less than this, tell that Envoy does
 not wait for the router: clients are more patient, or not all alike."""
@@ -54,7 +56,7 @@ class Queue:
         self._waited = 0.0
         """Seconds: the longest wait that Envoy had the patience for."""
         self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)
-        """Seconds that the last ones waited that left, since one was sent."""
+        """Seconds that the last ones waited that left."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -84,10 +86,14 @@ class Queue:
         self._order.enter(one)
         self.let_go(one.carried.replica)
 
-    def gave_up(self, one: Waiting) -> None:
-        """Its stream is over."""
+    def gave_up(self, one: Waiting, timed: bool) -> None:
+        """Its stream is over; ``timed``: it may be that Envoy did not want to wait."""
         self._leave(one)
-        waited = self._clock() - one.since
+        if timed:
+            self._doubt(self._clock() - one.since)
+
+    def _doubt(self, waited: float) -> None:
+        """Has nothing wait any more if Envoy does not wait."""
         self._gave_up.append(waited)
         least, most = min(self._gave_up), max(self._gave_up)
         alike = len(self._gave_up) == _IN_A_ROW and most - least < _ALIKE_S
@@ -152,15 +158,17 @@ class Queue:
             return
         self._order.sent(one)
         del self._waiting[one]
-        self._gave_up.clear()
         self._waited = max(self._waited, now - one.since)
         one.go(decision)
 
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s
-        while self._waiting and now - (oldest := next(iter(self._waiting))).since >= longest_s:
+        until = now - longest_s + min(_SOONER_S, longest_s / 2)
+        while self._waiting and (oldest := next(iter(self._waiting))).since <= until:
             self._leave(oldest)
-            message = f"every replica is full: the request has waited for {longest_s:g} s"
+            message = (
+                f"every replica is full: the request has waited for {now - oldest.since:.0f} s"
+            )
             wait = self.wait_s(oldest.priority, len(oldest.candidates))
             oldest.go(Saturated(message, "waited_too_long", wait))
 

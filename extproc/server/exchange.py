@@ -89,6 +89,8 @@ class Exchange:
 
     has_fallback = True
     """Whether Envoy has a choice of its own where the router makes none."""
+    is_timed = True
+    """Whether Envoy waits for a reply no longer than it was told."""
 
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         """Takes the stream's first message, which says how Envoy speaks; it is not answered yet."""
@@ -130,14 +132,17 @@ class Exchange:
     def close(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
         if self._held is not None:
-            self._services.queue.gave_up(self._held)
+            self._services.queue.gave_up(self._held, self.is_timed)
+            self._services.metrics.requests.add("gave_up")
             self._waits_no_more()
         if self._in_flight is not None:
             self._in_flight.end()
             self._in_flight = None
 
     def _refused(self, error: Refusal) -> Iterable[bytes]:
-        self._services.metrics.requests.add("refused")
+        metrics = self._services.metrics
+        metrics.requests.add("refused")
+        metrics.refused.add(error.code or error.kind)
         return [refuse(error)]
 
     # -- the request ------------------------------------------------------------------------
@@ -307,7 +312,15 @@ class Exchange:
 
         def go(outcome: Decision | Refusal | None) -> None:
             self._waits_no_more()
-            replies = self._after_waiting(asked, outcome, sent, services.clock() - since)
+            try:
+                if isinstance(outcome, Refusal):
+                    raise outcome
+                if outcome is None:
+                    self._admit(decision.profile, None, objective)
+                self._book(asked, outcome, services.clock() - since)
+                replies = sent(outcome)
+            except Refusal as error:
+                replies = self._refused(error)
             if not waiting.cancelled():
                 waiting.set_result(replies)
 
@@ -320,26 +333,11 @@ class Exchange:
         if waiting.done():
             return waiting.result()
         self._held, self.waiting = one, waiting
-        return self._have_patience()
+        return [messages.wait(services.config.hold.longest_s)] if self.is_timed else []
 
     def _waits_no_more(self) -> None:
         self._services.room.give_back(self._held_bytes)
         self._held, self._held_bytes = None, 0
-
-    def _after_waiting(
-        self, asked: Asked, outcome: Decision | Refusal | None, sent: Sent, waited: float
-    ) -> Iterable[bytes]:
-        try:
-            if isinstance(outcome, Refusal):
-                raise outcome
-            self._book(asked, outcome, waited)
-            return sent(outcome)
-        except Refusal as error:
-            return self._refused(error)
-
-    def _have_patience(self) -> Iterable[bytes]:
-        """Tells Envoy to wait for the replies."""
-        return [messages.wait(self._services.config.hold.longest_s)]
 
     def _admit(
         self, profile: RequestProfile, decision: Decision | None, objective: Objective

@@ -195,9 +195,9 @@ def test_who_waited_too_long_is_refused() -> None:
     system = System(longest_s=60)
     system.come("first")
     system.come("second")
-    system.pass_s(59.0)
+    system.pass_s(58.0)
     assert not system.refused
-    system.pass_s(1.0)
+    system.pass_s(1.0)  # a second before Envoy's time is up
     assert isinstance(system.refused["second"], Saturated)
     assert system.refused["second"].code == "waited_too_long"
     assert len(system.queue) == 0
@@ -226,7 +226,7 @@ def test_who_hangs_up_leaves() -> None:
     waiting = system.come("second")
     assert waiting is not None
     system.come("third")
-    system.queue.gave_up(waiting)
+    system.queue.gave_up(waiting, timed=True)
     system.end("first")
     assert system.gone == ["first", "third"]
 
@@ -236,7 +236,7 @@ def _leave_after(system: System, *waits: float) -> None:
         one = system.come("leaves")
         assert one is not None
         system.pass_s(wait)
-        system.queue.gave_up(one)
+        system.queue.gave_up(one, timed=True)
 
 
 def test_an_envoy_that_does_not_wait_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -249,6 +249,15 @@ def test_an_envoy_that_does_not_wait_is_found_out(caplog: pytest.LogCaptureFixtu
     assert system.come("second") is None
     system.pass_s(700.0)
     assert system.come("third") is not None
+
+
+def test_so_it_is_where_others_are_sent_in_between() -> None:
+    system = System()
+    system.fill()
+    for _ in range(3):
+        _leave_after(system, 1.0)
+        system.come("small", prompt=100)
+    assert system.come("second") is None
 
 
 @pytest.mark.parametrize("waits", [(1.0, 2.0, 3.0), (30.0, 30.0, 30.0), (1.0, 1.0)])

@@ -14,8 +14,9 @@ from extproc.server.room import MOST_HELD
 from extproc.server.services import Services
 from tests.fakes import ManualClock, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, Stream, chosen, destination
-from tests.server.test_gateway import DUPLEX, chunk_of, status_of
+from tests.server.test_gateway import DUPLEX, chunk_of, set_health, status_of
 from tests.server.test_names import body_of
+from tests.server.test_service import samples
 from tests.waiting import until
 
 MEMBERS = {replica(1), replica(2)}
@@ -155,6 +156,7 @@ async def test_too_many_that_wait_are_refused(
         assert status_of(await three.body_first(long("third"))) == 429
         assert len(services.queue) == 2
         assert services.room.free == left
+    assert samples(services.metrics.refused) == {("too_many_waiting",): 1}
 
 
 async def test_what_would_be_too_late_is_refused_at_once(
@@ -173,3 +175,14 @@ async def test_what_would_be_too_late_is_refused_at_once(
         sent = [option.header for option in headers.set_headers]
         told = {header.key: header.raw_value for header in sent if header is not None}
         assert int(told["retry-after"]) > 1
+
+
+async def test_where_no_replica_is_left_meanwhile_a_gateway_is_told_so(
+    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.write_headers(**DUPLEX)
+        await stream.write_body(json.dumps(long("third")).encode())
+        await until(lambda: len(services.queue) == 1)
+        set_health(services, healthy=False)
+        assert status_of(await stream.read()) == 503
