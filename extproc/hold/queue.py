@@ -2,7 +2,6 @@
 
 import logging
 from collections import deque
-from collections.abc import Collection
 from math import inf
 
 from extproc.clock import Clock
@@ -35,6 +34,10 @@ _ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
 not wait for the router: clients are more patient, or not all alike."""
 _DISTRUST_S = 600.0
 """Seconds for which nothing waits then."""
+
+
+Kept = dict[str, float]
+"""By replica, the least priority of those that may still go there."""
 
 
 class Queue:
@@ -111,7 +114,7 @@ class Queue:
         if not self._waiting:
             return
         now, room, place, cheap = self._clock(), self._fleet.room(replica), 0, inf
-        kept = set[str]()
+        kept: Kept = {}
         for one in self._order.first(_MOST):
             if replica not in one.candidates:
                 continue
@@ -120,7 +123,8 @@ class Queue:
                 cheap = one.cost * _CHEAP
             if place > _AHEAD and one.cost > cheap:
                 continue
-            if room >= one.carried.tokens and replica not in one.passed_over | kept:
+            has_room = room >= one.carried.tokens and replica not in one.passed_over
+            if has_room and one.priority >= kept.get(replica, -inf):
                 self._try(one, now, kept)
                 room = self._fleet.room(replica)
             if one in self._waiting:
@@ -131,7 +135,8 @@ class Queue:
     def look(self) -> None:
         """Sends what may go by whatever else was heard, and refuses what waited too long: to be
         called often."""
-        now, kept = self._clock(), set[str]()
+        now = self._clock()
+        kept: Kept = {}
         self._refuse(now)
         for one in self._order.first(_ANEW):
             if now - one.decided_at >= _ANEW_S:
@@ -143,19 +148,20 @@ class Queue:
         """Whether the replica chosen can carry it, or it is not known what that could."""
         return fits(decision, priority) or not self._fleet.tells_room(decision.replica)
 
-    def _keep(self, one: Waiting, now: float, kept: set[str]) -> None:
-        """Nobody goes where one waits that has waited for long."""
-        if now - one.since > _PATIENCE_S:
-            kept.add(one.carried.replica)
+    def _keep(self, one: Waiting, now: float, kept: Kept) -> None:
+        """Nobody of a lower priority goes where one waits, and nobody at all once it has waited for
+        long."""
+        priority = inf if now - one.since > _PATIENCE_S else one.priority
+        kept[one.carried.replica] = max(priority, kept.get(one.carried.replica, -inf))
 
-    def _try(self, one: Waiting, now: float, kept: Collection[str]) -> None:
+    def _try(self, one: Waiting, now: float, kept: Kept) -> None:
         """Decides anew: it goes, or waits on."""
         decision = one.decide()
-        if decision is not None and (
-            decision.replica in kept or not self._may_go(decision, one.priority)
-        ):
-            one.decided(decision, now)
-            return
+        if decision is not None:
+            lets_pass = one.priority >= kept.get(decision.replica, -inf)
+            if not (lets_pass and self._may_go(decision, one.priority)):
+                one.decided(decision, now)
+                return
         self._order.sent(one)
         del self._waiting[one]
         self._waited = max(self._waited, now - one.since)

@@ -179,6 +179,16 @@ def test_a_higher_priority_goes_first_then_who_is_due_first_then_who_came_first(
     assert system.gone == ["first", "urgent", "due", "a", "b", "batch"]
 
 
+def test_nobody_passes_a_higher_priority() -> None:
+    system = System()
+    system.come("first")
+    system.come("urgent", priority=1)
+    system.come("small", prompt=500)
+    assert system.gone == ["first"]
+    system.end("first")
+    assert system.gone == ["first", "urgent", "small"]
+
+
 def test_tenants_take_turns_by_what_their_requests_cost() -> None:
     system = System()
     system.come("first")
