@@ -65,9 +65,9 @@ class Order:
         """Seconds of a replica that go before one that comes now."""
         return sum(cost for other, cost in self._costs.items() if other >= priority)
 
-    def sent(self, one: Waiting) -> None:
+    def sent(self, one: Waiting, cost: float) -> None:
         """It goes, and its tenant has got that much more."""
-        self._shares.sent(one.tenant, one.cost)
+        self._shares.sent(one.tenant, cost)
         self.leave(one)
 
     def first(self, most: int) -> Iterator[Waiting]:

@@ -8,7 +8,7 @@ from extproc.clock import Clock
 from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
 from extproc.hold.order import Order
-from extproc.hold.waiting import Waiting, fits
+from extproc.hold.waiting import Waiting, cost, fits
 from extproc.request.errors import Saturated
 from extproc.route.router import Decision
 
@@ -162,7 +162,7 @@ class Queue:
             if not (lets_pass and self._may_go(decision, one.priority)):
                 one.decided(decision, now)
                 return
-        self._order.sent(one)
+        self._order.sent(one, one.cost if decision is None else cost(decision))
         del self._waiting[one]
         self._waited = max(self._waited, now - one.since)
         one.go(decision)
