@@ -1,7 +1,8 @@
 """What waits at the router, and what of it may go now."""
 
 import logging
-from collections import deque
+from collections import Counter, deque
+from itertools import islice
 from math import inf
 
 from extproc.clock import Clock
@@ -16,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 LET_GO_EVERY_S = 0.05
 """Seconds between two looks."""
-_AHEAD, _CHEAP, _FURTHER, _MOST = 16, 0.25, 256, 1000
+_AHEAD, _CHEAP, _FURTHER = 16, 0.25, 256
 """Of those that wait and could go to a replica, the first so many may pass each other. Of those
 further back only the ones that take at most this share of what the first one takes: where prompts
 are of all sizes the small ones need not wait for the large, and where they are alike nobody waits
-long. Nobody looks further than that, and among those for all replicas."""
+long. Nobody looks further than that."""
 _PATIENCE_S = 10.0
 """Seconds after which nobody passes on to the replica that a request waits for."""
 _ANEW_S = 0.2
@@ -29,6 +30,8 @@ _ANEW = 16
 another one may be better by now; and how many are at a time, the first of them."""
 _SOONER_S = 1.0
 """Before Envoy's own time is up, or it would go on without the router."""
+_IN_TURN = 4
+"""Replicas that are waited for, and looked at by turns."""
 _ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
 """So many requests that leave after waiting equally long, and less than this, tell that Envoy does
 not wait for the router: clients are more patient, or not all alike."""
@@ -55,6 +58,9 @@ class Queue:
         self._order = Order()
         self._waiting: dict[Waiting, None] = {}
         """All, the oldest first."""
+        self._models = Counter[str]()
+        self._awaited = Counter[str]()
+        """How many wait of each model, and for each replica."""
         self._trust_from = -inf
         self._waited = 0.0
         """Seconds: the longest wait that Envoy had the patience for."""
@@ -66,7 +72,9 @@ class Queue:
 
     def keeps(self, decision: Decision, priority: int) -> bool:
         """Whether a request that comes now has to wait."""
-        if not self._waiting and self._may_go(decision, priority):
+        model, replica = decision.profile.model, decision.replica
+        alone = model not in self._models and replica not in self._awaited
+        if alone and self._may_go(decision, priority):
             return False
         return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
 
@@ -87,6 +95,8 @@ class Queue:
             raise Saturated(message, "too_many_waiting", wait)
         self._waiting[one] = None
         self._order.enter(one)
+        self._models[one.model] += 1
+        self._awaited[one.carried.replica] += 1
         self.let_go(one.carried.replica)
 
     def gave_up(self, one: Waiting, timed: bool) -> None:
@@ -115,7 +125,7 @@ class Queue:
             return
         now, room, place, cheap = self._clock(), self._fleet.room(replica), 0, inf
         kept: Kept = {}
-        for one in self._order.first(_MOST):
+        for one in self._order:
             if replica not in one.candidates:
                 continue
             place += 1
@@ -138,11 +148,15 @@ class Queue:
         now = self._clock()
         kept: Kept = {}
         self._refuse(now)
-        for one in self._order.first(_ANEW):
+        for one in islice(self._order, _ANEW):
             if now - one.decided_at >= _ANEW_S:
                 self._try(one, now, kept)
             if one in self._waiting:
                 self._keep(one, now, kept)
+        for replica in [*islice(self._awaited, _IN_TURN)]:
+            if replica in self._awaited:
+                self._awaited[replica] = self._awaited.pop(replica)  # the others are next
+                self.let_go(replica)
 
     def _may_go(self, decision: Decision, priority: int) -> bool:
         """Whether the replica chosen can carry it, or it is not known what that could."""
@@ -160,10 +174,12 @@ class Queue:
         if decision is not None:
             lets_pass = one.priority >= kept.get(decision.replica, -inf)
             if not (lets_pass and self._may_go(decision, one.priority)):
+                _drop(self._awaited, one.carried.replica)
                 one.decided(decision, now)
+                self._awaited[one.carried.replica] += 1
                 return
-        self._order.sent(one, one.cost if decision is None else cost(decision))
-        del self._waiting[one]
+        self._leave(one)
+        self._order.charge(one, one.cost if decision is None else cost(decision))
         self._waited = max(self._waited, now - one.since)
         one.go(decision)
 
@@ -181,3 +197,12 @@ class Queue:
     def _leave(self, one: Waiting) -> None:
         self._order.leave(one)
         del self._waiting[one]
+        _drop(self._models, one.model)
+        _drop(self._awaited, one.carried.replica)
+
+
+def _drop(counts: Counter[str], name: str) -> None:
+    """One less; what is none is not kept."""
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]

@@ -30,7 +30,7 @@ class Waiting:
 
     __slots__ = (
         *("candidates", "carried", "cost", "deadline", "decide", "decided_at", "go"),
-        *("passed_over", "priority", "since", "tenant"),
+        *("model", "passed_over", "priority", "since", "tenant"),
     )
 
     def __init__(
@@ -53,6 +53,7 @@ class Waiting:
             deadline: when it should have its first token.
         """
         self.tenant = decision.profile.tenant
+        self.model = decision.profile.model
         self.cost = cost(decision)
         """As it was when it came."""
         self.since = since

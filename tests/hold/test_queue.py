@@ -2,6 +2,7 @@
 
 import logging
 import random
+from typing import Any
 
 import pytest
 
@@ -40,9 +41,10 @@ class System:
         tenant: str = "",
         priority: int = 0,
         deadline: float = float("inf"),
+        model: str = MODEL,
     ) -> Waiting | None:
         """A request comes; what waits, where it has to."""
-        profile = RequestProfile(Endpoint.CHAT, MODEL, prompt, prompt, 100, tenant=tenant)
+        profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, 100, tenant=tenant)
         decision = self.router.decide(profile)
         assert decision is not None
         if not self.queue.keeps(decision, priority):
@@ -83,8 +85,9 @@ class System:
         self.poll()
         self.queue.look()
 
-    def poll(self, **figures: float | bool) -> None:
-        for number in range(1, len(self.fleet.members) + 1):
+    def poll(self, *only: int, **figures: Any) -> None:
+        """Of all replicas, or only some."""
+        for number in only or range(1, len(self.fleet.members) + 1):
             running = self.fleet.in_flight_on(replica(number))
             kv = {"kv_tokens": 42_000, "kv_usage": 0.6 * min(running, 1)}
             told = {"measured": True, "running": running} | kv | figures
@@ -306,3 +309,16 @@ def test_how_long_one_would_wait_is_what_goes_before_it() -> None:
         for name in [*system.on]:
             system.end(name)
     assert system.queue.wait_s(0, 2) == 0.0
+
+
+def test_who_waits_for_one_model_keeps_nobody_from_the_replicas_of_another() -> None:
+    system = System(replicas=2)
+    system.poll(2, models=("other",))
+    system.come("first")
+    for number in range(400):
+        system.come(f"waits-{number}")
+    system.come("other", model="other")
+    assert system.gone == ["first", "other"]
+    system.come("next", model="other")
+    system.end("other")
+    assert system.gone == ["first", "other", "next"]
