@@ -311,8 +311,9 @@ class HoldSettings(Section):
     """Requests that wait at the router while no replica can carry them to their end."""
 
     longest_s: float = Field(default=300.0, ge=0, le=_LONGEST_HELD_S)
-    """Seconds; one that waited so long is refused with 429. Envoy's ``max_message_timeout`` has to
-    be as long: where it is shorter none waits, and with 0 neither."""
+    """Seconds for which Envoy is asked to wait; a second earlier a request is refused with 429.
+    Envoy's ``max_message_timeout`` has to be as long: where it is shorter none waits, and with 0
+    neither."""
     most: int = Field(default=10_000, ge=1)
     """Requests that wait at a time; further ones are refused with 429."""
     objectives: dict[str, Objective] = Field(default_factory=dict)

@@ -327,7 +327,7 @@ class Fleet:
         return state.kv_tokens > 0 and state.measured and lately
 
     def room(self, replica: str) -> float:
-        """KV tokens that nothing there takes, nor waits for; none of one that is no member."""
+        """KV tokens that nothing there takes, nor waits for; without end where it is no member."""
         row = self._rows.get(replica)
         if row is None:
             return inf

@@ -3,7 +3,6 @@
 from bisect import insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
-from itertools import islice
 
 from extproc.hold.waiting import Waiting
 
@@ -65,19 +64,15 @@ class Order:
         """Seconds of a replica that go before one that comes now."""
         return sum(cost for other, cost in self._costs.items() if other >= priority)
 
-    def sent(self, one: Waiting) -> None:
+    def charge(self, one: Waiting, cost: float) -> None:
         """It goes, and its tenant has got that much more."""
-        self._shares.sent(one.tenant, one.cost)
-        self.leave(one)
+        self._shares.sent(one.tenant, cost)
 
-    def first(self, most: int) -> Iterator[Waiting]:
-        """The first ``most``, in order, as if each went; it may, or leave, before the next."""
-        return islice(self._all(most), most)
-
-    def _all(self, most: int) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[Waiting]:
+        """In order, as if each went; it may, or leave, before the next."""
         for priority in sorted(self._lines, reverse=True):
             lines = self._lines[priority]
-            turns = [(self._shares.of(name), name, iter(lines[name][:most])) for name in lines]
+            turns = [(self._shares.of(name), name, iter([*line])) for name, line in lines.items()]
             heapify(turns)
             while turns:
                 got, tenant, line = turns[0]

@@ -1,15 +1,15 @@
 """What waits at the router, and what of it may go now."""
 
 import logging
-from collections import deque
-from collections.abc import Collection
+from collections import Counter, deque
+from itertools import islice
 from math import inf
 
 from extproc.clock import Clock
 from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
 from extproc.hold.order import Order
-from extproc.hold.waiting import Waiting, fits
+from extproc.hold.waiting import Waiting, cost, fits
 from extproc.request.errors import Saturated
 from extproc.route.router import Decision
 
@@ -17,22 +17,30 @@ logger = logging.getLogger(__name__)
 
 LET_GO_EVERY_S = 0.05
 """Seconds between two looks."""
-_AHEAD, _CHEAP, _FURTHER, _MOST = 16, 0.25, 256, 1000
+_AHEAD, _CHEAP, _FURTHER = 16, 0.25, 256
 """Of those that wait and could go to a replica, the first so many may pass each other. Of those
 further back only the ones that take at most this share of what the first one takes: where prompts
 are of all sizes the small ones need not wait for the large, and where they are alike nobody waits
-long. Nobody looks further than that, and among those for all replicas."""
+long. Nobody looks further than that."""
 _PATIENCE_S = 10.0
 """Seconds after which nobody passes on to the replica that a request waits for."""
 _ANEW_S = 0.2
 _ANEW = 16
 """Seconds after which a request is decided anew though no replica has more room than before, for
 another one may be better by now; and how many are at a time, the first of them."""
+_SOONER_S = 1.0
+"""Before Envoy's own time is up, or it would go on without the router."""
+_IN_TURN = 4
+"""Replicas that are waited for, and looked at by turns."""
 _ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
 """So many requests that leave after waiting equally long, and less than this, tell that Envoy does
 not wait for the router: clients are more patient, or not all alike."""
 _DISTRUST_S = 600.0
 """Seconds for which nothing waits then."""
+
+
+Kept = dict[str, float]
+"""By replica, the least priority of those that may still go there."""
 
 
 class Queue:
@@ -50,18 +58,23 @@ class Queue:
         self._order = Order()
         self._waiting: dict[Waiting, None] = {}
         """All, the oldest first."""
+        self._models = Counter[str]()
+        self._awaited = Counter[str]()
+        """How many wait of each model, and for each replica."""
         self._trust_from = -inf
         self._waited = 0.0
         """Seconds: the longest wait that Envoy had the patience for."""
         self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)
-        """Seconds that the last ones waited that left, since one was sent."""
+        """Seconds that the last ones waited that left."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def keeps(self, decision: Decision, priority: int) -> bool:
         """Whether a request that comes now has to wait."""
-        if not self._waiting and self._may_go(decision, priority):
+        model, replica = decision.profile.model, decision.replica
+        alone = model not in self._models and replica not in self._awaited
+        if alone and self._may_go(decision, priority):
             return False
         return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
 
@@ -82,21 +95,24 @@ class Queue:
             raise Saturated(message, "too_many_waiting", wait)
         self._waiting[one] = None
         self._order.enter(one)
+        self._models[one.model] += 1
+        self._awaited[one.carried.replica] += 1
         self.let_go(one.carried.replica)
 
-    def gave_up(self, one: Waiting) -> None:
-        """Its stream is over."""
+    def gave_up(self, one: Waiting, timed: bool) -> None:
+        """Its stream is over; ``timed``: it may be that Envoy did not want to wait."""
         self._leave(one)
-        now = self._clock()
-        if now < self._trust_from:
-            return
-        waited = now - one.since
+        if timed and self._clock() >= self._trust_from:
+            self._doubt(self._clock() - one.since)
+
+    def _doubt(self, waited: float) -> None:
+        """Has nothing wait any more if Envoy does not wait."""
         self._gave_up.append(waited)
         least, most = min(self._gave_up), max(self._gave_up)
         alike = len(self._gave_up) == _IN_A_ROW and most - least < _ALIKE_S
         if alike and most < _SHORT_S and self._waited < least:
             self._gave_up.clear()
-            self._trust_from = now + _DISTRUST_S
+            self._trust_from = self._clock() + _DISTRUST_S
             logger.error(
                 "Envoy does not wait for the router, so no request waits for a replica: set "
                 "max_message_timeout of its ext_proc filter to hold.longest_s, or that to 0",
@@ -108,8 +124,8 @@ class Queue:
         if not self._waiting:
             return
         now, room, place, cheap = self._clock(), self._fleet.room(replica), 0, inf
-        kept = set[str]()
-        for one in self._order.first(_MOST):
+        kept: Kept = {}
+        for one in self._order:
             if replica not in one.candidates:
                 continue
             place += 1
@@ -117,7 +133,8 @@ class Queue:
                 cheap = one.cost * _CHEAP
             if place > _AHEAD and one.cost > cheap:
                 continue
-            if room >= one.carried.tokens and replica not in one.passed_over | kept:
+            has_room = room >= one.carried.tokens and replica not in one.passed_over
+            if has_room and one.priority >= kept.get(replica, -inf):
                 self._try(one, now, kept)
                 room = self._fleet.room(replica)
             if one in self._waiting:
@@ -128,45 +145,64 @@ class Queue:
     def look(self) -> None:
         """Sends what may go by whatever else was heard, and refuses what waited too long: to be
         called often."""
-        now, kept = self._clock(), set[str]()
+        now = self._clock()
+        kept: Kept = {}
         self._refuse(now)
-        for one in self._order.first(_ANEW):
+        for one in islice(self._order, _ANEW):
             if now - one.decided_at >= _ANEW_S:
                 self._try(one, now, kept)
             if one in self._waiting:
                 self._keep(one, now, kept)
+        for replica in [*islice(self._awaited, _IN_TURN)]:
+            if replica in self._awaited:
+                self._awaited[replica] = self._awaited.pop(replica)  # the others are next
+                self.let_go(replica)
 
     def _may_go(self, decision: Decision, priority: int) -> bool:
         """Whether the replica chosen can carry it, or it is not known what that could."""
         return fits(decision, priority) or not self._fleet.tells_room(decision.replica)
 
-    def _keep(self, one: Waiting, now: float, kept: set[str]) -> None:
-        """Nobody goes where one waits that has waited for long."""
-        if now - one.since > _PATIENCE_S:
-            kept.add(one.carried.replica)
+    def _keep(self, one: Waiting, now: float, kept: Kept) -> None:
+        """Nobody of a lower priority goes where one waits, and nobody at all once it has waited for
+        long."""
+        priority = inf if now - one.since > _PATIENCE_S else one.priority
+        kept[one.carried.replica] = max(priority, kept.get(one.carried.replica, -inf))
 
-    def _try(self, one: Waiting, now: float, kept: Collection[str]) -> None:
+    def _try(self, one: Waiting, now: float, kept: Kept) -> None:
         """Decides anew: it goes, or waits on."""
         decision = one.decide()
-        if decision is not None and (
-            decision.replica in kept or not self._may_go(decision, one.priority)
-        ):
-            one.decided(decision, now)
-            return
-        self._order.sent(one)
-        del self._waiting[one]
-        self._gave_up.clear()
+        if decision is not None:
+            lets_pass = one.priority >= kept.get(decision.replica, -inf)
+            if not (lets_pass and self._may_go(decision, one.priority)):
+                _drop(self._awaited, one.carried.replica)
+                one.decided(decision, now)
+                self._awaited[one.carried.replica] += 1
+                return
+        self._leave(one)
+        self._order.charge(one, one.cost if decision is None else cost(decision))
         self._waited = max(self._waited, now - one.since)
         one.go(decision)
 
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s
-        while self._waiting and now - (oldest := next(iter(self._waiting))).since >= longest_s:
+        until = now - longest_s + min(_SOONER_S, longest_s / 2)
+        while self._waiting and (oldest := next(iter(self._waiting))).since <= until:
             self._leave(oldest)
-            message = f"every replica is full: the request has waited for {longest_s:g} s"
+            message = (
+                f"every replica is full: the request has waited for {now - oldest.since:.0f} s"
+            )
             wait = self.wait_s(oldest.priority, len(oldest.candidates))
             oldest.go(Saturated(message, "waited_too_long", wait))
 
     def _leave(self, one: Waiting) -> None:
         self._order.leave(one)
         del self._waiting[one]
+        _drop(self._models, one.model)
+        _drop(self._awaited, one.carried.replica)
+
+
+def _drop(counts: Counter[str], name: str) -> None:
+    """One less; what is none is not kept."""
+    counts[name] -= 1
+    if not counts[name]:
+        del counts[name]

@@ -30,7 +30,7 @@ class Waiting:
 
     __slots__ = (
         *("candidates", "carried", "cost", "deadline", "decide", "decided_at", "go"),
-        *("passed_over", "priority", "since", "tenant"),
+        *("model", "passed_over", "priority", "since", "tenant"),
     )
 
     def __init__(
@@ -53,8 +53,9 @@ class Waiting:
             deadline: when it should have its first token.
         """
         self.tenant = decision.profile.tenant
-        self.cost = _cost(decision)
-        """Seconds of a whole replica: its share of the KV cache, for as long as it is there."""
+        self.model = decision.profile.model
+        self.cost = cost(decision)
+        """As it was when it came."""
         self.since = since
         self.decide = decide
         self.go = go
@@ -100,7 +101,8 @@ def carried(decision: Decision, full: float) -> Carried:
     return Carried(decision.replica, _tokens(decision) - cached + reserve)
 
 
-def _cost(decision: Decision) -> float:
+def cost(decision: Decision) -> float:
+    """Seconds of a whole replica: its share of the KV cache, for as long as it is there."""
     first, prediction = decision.choice.first, decision.prediction
     seconds = prediction.completion.item(first) - prediction.admission.item(first)
     return _tokens(decision) / decision.situation.view.kv_capacity.item(first) * seconds

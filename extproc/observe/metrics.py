@@ -14,9 +14,17 @@ class RouterMetrics:
         self.requests = Counts(
             "extproc_requests_total",
             "Requests by what became of them: routed, refused, passed (not for a model), "
-            "unrouted (no healthy replica known; Envoy's fallback serves), and of those routed, "
+            "unrouted (no healthy replica known; Envoy's fallback serves), gave_up (the client "
+            "hung up, or Envoy went on, while it waited here), and of those routed, "
             "unanswered (the client hung up, or Envoy no longer waited for the router).",
             ["result"],
+            registry,
+        )
+        self.refused = Counts(
+            "extproc_refused_total",
+            "Refused requests by the reason that their answer gives: its code, or its type where "
+            "it has none.",
+            ["reason"],
             registry,
         )
         self.decisions = Counts(

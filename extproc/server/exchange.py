@@ -83,12 +83,14 @@ class Exchange:
     """
 
     __slots__ = (
-        *("_answer", "_held", "_in_flight", "_response_body_mode", "_services", "_subset"),
-        *("_unseen", "waiting"),
+        *("_answer", "_held", "_held_bytes", "_in_flight", "_response_body_mode", "_services"),
+        *("_subset", "_unseen", "waiting"),
     )
 
     has_fallback = True
     """Whether Envoy has a choice of its own where the router makes none."""
+    is_timed = True
+    """Whether Envoy waits for a reply no longer than it was told."""
 
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         """Takes the stream's first message, which says how Envoy speaks; it is not answered yet."""
@@ -101,6 +103,8 @@ class Exchange:
         self._in_flight: InFlight | None = None
         self._held: Waiting | None = None
         """Where it waits for a replica."""
+        self._held_bytes = 0
+        """Of its body, meanwhile."""
         self.waiting: asyncio.Future[Iterable[bytes]] | None = None
         """The replies that are still to come, where it does."""
         self._answer: AnswerNamer | None = None
@@ -128,14 +132,17 @@ class Exchange:
     def close(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
         if self._held is not None:
-            self._services.queue.gave_up(self._held)
-            self._held = None
+            self._services.queue.gave_up(self._held, self.is_timed)
+            self._services.metrics.requests.add("gave_up")
+            self._waits_no_more()
         if self._in_flight is not None:
             self._in_flight.end()
             self._in_flight = None
 
     def _refused(self, error: Refusal) -> Iterable[bytes]:
-        self._services.metrics.requests.add("refused")
+        metrics = self._services.metrics
+        metrics.requests.add("refused")
+        metrics.refused.add(error.code or error.kind)
         return [refuse(error)]
 
     # -- the request ------------------------------------------------------------------------
@@ -224,7 +231,7 @@ class Exchange:
             destination = self._destination(decision)
             return replied(self._send_to(phase, destination), self._named(decision, body))
 
-        return self._decide(asked, profile, started, sent)
+        return self._decide(asked, profile, started, len(body), sent)
 
     def _route_body(self, asked: Asked, message: HttpBody) -> Iterable[bytes]:
         """The replies to a body that came in one piece."""
@@ -240,14 +247,16 @@ class Exchange:
         return self._route("request_body", asked, came, not whole, replied)
 
     def _decide(
-        self, asked: Asked, profile: RequestProfile, started: float, sent: Sent
+        self, asked: Asked, profile: RequestProfile, started: float, size: int, sent: Sent
     ) -> Iterable[bytes]:
-        """Chooses a replica, and books the request there or has it wait.
+        """Chooses a replica, and books the request there or has it wait: not where there is no room
+        for its body, which the replica chosen may get with another name.
 
         Args:
             asked: what its headers say.
             profile: what its body says.
             started: when it was begun to be looked at; seconds.
+            size: bytes of the body.
             sent: makes the replies.
 
         Raises:
@@ -262,7 +271,9 @@ class Exchange:
         decision = decide()
         objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
         self._admit(profile, decision, objective)
-        if decision is not None and services.queue.keeps(decision, objective.priority):
+        waits = decision is not None and services.queue.keeps(decision, objective.priority)
+        if decision is not None and waits and services.room.take(size):
+            self._held_bytes = size
             return self._wait(asked, decision, decide, sent, objective)
         self._book(asked, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
@@ -294,38 +305,39 @@ class Exchange:
         """Has it wait; the replies, where it may go at once, or else what tells Envoy to wait.
 
         Raises:
-            Refusal: too many wait.
+            Saturated: too many wait.
         """
         services, since = self._services, self._services.clock()
         waiting: asyncio.Future[Iterable[bytes]] = asyncio.get_running_loop().create_future()
 
         def go(outcome: Decision | Refusal | None) -> None:
-            self._held = None
-            replies = self._after_waiting(asked, outcome, sent, services.clock() - since)
+            self._waits_no_more()
+            try:
+                if isinstance(outcome, Refusal):
+                    raise outcome
+                if outcome is None:
+                    self._admit(decision.profile, None, objective)
+                self._book(asked, outcome, services.clock() - since)
+                replies = sent(outcome)
+            except Refusal as error:
+                replies = self._refused(error)
             if not waiting.cancelled():
                 waiting.set_result(replies)
 
         one = Waiting(decision, since, decide, go, objective.priority, objective.due(since))
-        services.queue.enter(one)
+        try:
+            services.queue.enter(one)
+        except Saturated:
+            self._waits_no_more()
+            raise
         if waiting.done():
             return waiting.result()
         self._held, self.waiting = one, waiting
-        return self._have_patience()
+        return [messages.wait(services.config.hold.longest_s)] if self.is_timed else []
 
-    def _after_waiting(
-        self, asked: Asked, outcome: Decision | Refusal | None, sent: Sent, waited: float
-    ) -> Iterable[bytes]:
-        try:
-            if isinstance(outcome, Refusal):
-                raise outcome
-            self._book(asked, outcome, waited)
-            return sent(outcome)
-        except Refusal as error:
-            return self._refused(error)
-
-    def _have_patience(self) -> Iterable[bytes]:
-        """Tells Envoy to wait for the replies."""
-        return [messages.wait(self._services.config.hold.longest_s)]
+    def _waits_no_more(self) -> None:
+        self._services.room.give_back(self._held_bytes)
+        self._held, self._held_bytes = None, 0
 
     def _admit(
         self, profile: RequestProfile, decision: Decision | None, objective: Objective

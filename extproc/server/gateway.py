@@ -7,7 +7,7 @@ from extproc.request.errors import NoReplica, Refusal
 from extproc.request.media import LARGE_BODY
 from extproc.request.profile import NO_WORK
 from extproc.server import messages
-from extproc.server.exchange import NONE_READY, Asked, Exchange, refuse
+from extproc.server.exchange import NONE_READY, Asked, Exchange
 from extproc.server.proto.ext_proc_pb2 import HttpHeaders, ProcessingRequest
 from extproc.server.services import Services
 
@@ -25,6 +25,7 @@ class Gateway(Exchange):
     __slots__ = ("_held_back", "_taken", "_waiting")
 
     has_fallback = False
+    is_timed = False
 
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         """As any exchange."""
@@ -70,7 +71,7 @@ class Gateway(Exchange):
     def _to_any(self, phase: str) -> bytes:
         decision = self._services.router.decide(NO_WORK, among=self._subset)
         if decision is None:
-            return refuse(NoReplica(NONE_READY))
+            raise NoReplica(NONE_READY)
         return self._send_to(phase, self._destination(decision))
 
     def _let_go(
@@ -91,9 +92,6 @@ class Gateway(Exchange):
         except Refusal:
             self._leave_room()
             raise
-
-    def _have_patience(self) -> Iterable[bytes]:
-        return []  # in full duplex nobody counts the time
 
     def _with_body(self, reply: bytes, body: bytes, last: bool) -> Iterator[bytes]:
         """Holds its room until an Envoy that is slow to read has taken it all."""

@@ -75,4 +75,4 @@ class HeadersFirst(Exchange):
             destination = self._destination(decision)
             return [self._send_to("request_headers", destination, leave_body=True)]
 
-        return self._decide(asked, profile, started, sent)
+        return self._decide(asked, profile, started, 0, sent)

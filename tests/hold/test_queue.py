@@ -2,6 +2,7 @@
 
 import logging
 import random
+from typing import Any
 
 import pytest
 
@@ -40,9 +41,10 @@ class System:
         tenant: str = "",
         priority: int = 0,
         deadline: float = float("inf"),
+        model: str = MODEL,
     ) -> Waiting | None:
         """A request comes; what waits, where it has to."""
-        profile = RequestProfile(Endpoint.CHAT, MODEL, prompt, prompt, 100, tenant=tenant)
+        profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, 100, tenant=tenant)
         decision = self.router.decide(profile)
         assert decision is not None
         if not self.queue.keeps(decision, priority):
@@ -83,8 +85,9 @@ class System:
         self.poll()
         self.queue.look()
 
-    def poll(self, **figures: float | bool) -> None:
-        for number in range(1, len(self.fleet.members) + 1):
+    def poll(self, *only: int, **figures: Any) -> None:
+        """Of all replicas, or only some."""
+        for number in only or range(1, len(self.fleet.members) + 1):
             running = self.fleet.in_flight_on(replica(number))
             kv = {"kv_tokens": 42_000, "kv_usage": 0.6 * min(running, 1)}
             told = {"measured": True, "running": running} | kv | figures
@@ -179,6 +182,16 @@ def test_a_higher_priority_goes_first_then_who_is_due_first_then_who_came_first(
     assert system.gone == ["first", "urgent", "due", "a", "b", "batch"]
 
 
+def test_nobody_passes_a_higher_priority() -> None:
+    system = System()
+    system.come("first")
+    system.come("urgent", priority=1)
+    system.come("small", prompt=500)
+    assert system.gone == ["first"]
+    system.end("first")
+    assert system.gone == ["first", "urgent", "small"]
+
+
 def test_tenants_take_turns_by_what_their_requests_cost() -> None:
     system = System()
     system.come("first")
@@ -195,9 +208,9 @@ def test_who_waited_too_long_is_refused() -> None:
     system = System(longest_s=60)
     system.come("first")
     system.come("second")
-    system.pass_s(59.0)
+    system.pass_s(58.0)
     assert not system.refused
-    system.pass_s(1.0)
+    system.pass_s(1.0)  # a second before Envoy's time is up
     assert isinstance(system.refused["second"], Saturated)
     assert system.refused["second"].code == "waited_too_long"
     assert len(system.queue) == 0
@@ -226,7 +239,7 @@ def test_who_hangs_up_leaves() -> None:
     waiting = system.come("second")
     assert waiting is not None
     system.come("third")
-    system.queue.gave_up(waiting)
+    system.queue.gave_up(waiting, timed=True)
     system.end("first")
     assert system.gone == ["first", "third"]
 
@@ -236,7 +249,7 @@ def _leave_after(system: System, *waits: float) -> None:
         one = system.come("leaves")
         assert one is not None
         system.pass_s(wait)
-        system.queue.gave_up(one)
+        system.queue.gave_up(one, timed=True)
 
 
 def test_an_envoy_that_does_not_wait_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -258,9 +271,18 @@ def test_it_is_said_once_of_all_that_waited_then(caplog: pytest.LogCaptureFixtur
     system.pass_s(1.0)
     with caplog.at_level(logging.ERROR):
         for one in came:
-            system.queue.gave_up(one)
+            system.queue.gave_up(one, timed=True)
     assert len(came) == 6
     assert len(caplog.records) == 1
+
+
+def test_so_it_is_where_others_are_sent_in_between() -> None:
+    system = System()
+    system.fill()
+    for _ in range(3):
+        _leave_after(system, 1.0)
+        system.come("small", prompt=100)
+    assert system.come("second") is None
 
 
 @pytest.mark.parametrize("waits", [(1.0, 2.0, 3.0), (30.0, 30.0, 30.0), (1.0, 1.0)])
@@ -299,3 +321,16 @@ def test_how_long_one_would_wait_is_what_goes_before_it() -> None:
         for name in [*system.on]:
             system.end(name)
     assert system.queue.wait_s(0, 2) == 0.0
+
+
+def test_who_waits_for_one_model_keeps_nobody_from_the_replicas_of_another() -> None:
+    system = System(replicas=2)
+    system.poll(2, models=("other",))
+    system.come("first")
+    for number in range(400):
+        system.come(f"waits-{number}")
+    system.come("other", model="other")
+    assert system.gone == ["first", "other"]
+    system.come("next", model="other")
+    system.end("other")
+    assert system.gone == ["first", "other", "next"]

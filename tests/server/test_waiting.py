@@ -10,11 +10,13 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
 from extproc.server.app import let_go
+from extproc.server.room import MOST_HELD
 from extproc.server.services import Services
 from tests.fakes import ManualClock, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, Stream, chosen, destination
-from tests.server.test_gateway import DUPLEX, chunk_of, status_of
+from tests.server.test_gateway import DUPLEX, chunk_of, set_health, status_of
 from tests.server.test_names import body_of
+from tests.server.test_service import samples
 from tests.waiting import until
 
 MEMBERS = {replica(1), replica(2)}
@@ -84,6 +86,15 @@ async def test_it_is_sent_when_one_ends_to_where_that_was(
         await stream.end()
     await full[0].end()
     assert services.fleet.in_flight == 0
+    assert services.room.free == MOST_HELD
+
+
+async def test_what_finds_no_room_for_its_body_does_not_wait(
+    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+) -> None:
+    services.room.take(services.room.free - 1000)
+    async with envoy.stream() as stream:
+        assert chosen(await stream.body_first(long("third")))
 
 
 async def test_a_gateway_gets_nothing_until_then(
@@ -108,6 +119,7 @@ async def test_who_hangs_up_meanwhile_leaves(
         stream.reset()
         await until(lambda: len(services.queue) == 0)
     assert services.fleet.in_flight == 2
+    assert services.room.free == MOST_HELD
 
 
 async def test_a_stream_that_is_closed_meanwhile_leaves(
@@ -140,8 +152,11 @@ async def test_too_many_that_wait_are_refused(
     async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as three:
         assert told_to_wait(await one.body_first(long("third")))
         assert told_to_wait(await two.body_first(long("fourth")))
+        left = services.room.free
         assert status_of(await three.body_first(long("third"))) == 429
         assert len(services.queue) == 2
+        assert services.room.free == left
+    assert samples(services.metrics.refused) == {("too_many_waiting",): 1}
 
 
 async def test_what_would_be_too_late_is_refused_at_once(
@@ -160,3 +175,14 @@ async def test_what_would_be_too_late_is_refused_at_once(
         sent = [option.header for option in headers.set_headers]
         told = {header.key: header.raw_value for header in sent if header is not None}
         assert int(told["retry-after"]) > 1
+
+
+async def test_where_no_replica_is_left_meanwhile_a_gateway_is_told_so(
+    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.write_headers(**DUPLEX)
+        await stream.write_body(json.dumps(long("third")).encode())
+        await until(lambda: len(services.queue) == 1)
+        set_health(services, healthy=False)
+        assert status_of(await stream.read()) == 503
