@@ -136,7 +136,7 @@ async def crowd(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[C
         if not came.unanswered:
             await came.joined_by(len(REPLICAS) * FIT)
         replicas = (await client.fleet())["replicas"]
-        return sum(one["kv_usage"] for one in replicas) > 0.7 * len(REPLICAS)
+        return sum(float(one["kv_usage"]) for one in replicas) > 0.7 * len(REPLICAS)
 
     await until(full)
     if slow > 1.0:
