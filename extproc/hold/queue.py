@@ -102,7 +102,7 @@ class Queue:
     def gave_up(self, one: Waiting, timed: bool) -> None:
         """Its stream is over; ``timed``: it may be that Envoy did not want to wait."""
         self._leave(one)
-        if timed:
+        if timed and self._clock() >= self._trust_from:
             self._doubt(self._clock() - one.since)
 
     def _doubt(self, waited: float) -> None:

@@ -264,6 +264,18 @@ def test_an_envoy_that_does_not_wait_is_found_out(caplog: pytest.LogCaptureFixtu
     assert system.come("third") is not None
 
 
+def test_it_is_said_once_of_all_that_waited_then(caplog: pytest.LogCaptureFixture) -> None:
+    system = System()
+    system.fill()
+    came = [one for number in range(6) if (one := system.come(str(number)))]
+    system.pass_s(1.0)
+    with caplog.at_level(logging.ERROR):
+        for one in came:
+            system.queue.gave_up(one, timed=True)
+    assert len(came) == 6
+    assert len(caplog.records) == 1
+
+
 def test_so_it_is_where_others_are_sent_in_between() -> None:
     system = System()
     system.fill()
