@@ -23,7 +23,6 @@ from extproc.hold.queue import LET_GO_EVERY_S
 from extproc.hold.waiting import Waiting
 from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
-from extproc.request.errors import Refusal
 from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Decision
@@ -161,8 +160,9 @@ class Simulation:
         return f"tenant {number + 1}"
 
     def _wait(self, node: Node, arrival: Arrival, decision: Decision) -> None:
-        def go(outcome: Decision | Refusal | None) -> None:
-            assert not isinstance(outcome, Refusal)
+        def go(outcome: Decision | Exception | None) -> None:
+            if isinstance(outcome, Exception):
+                raise outcome
             self._held -= 1
             self._begin(arrival, outcome)
 

@@ -22,7 +22,6 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions
 
 from extproc.check.envoy_file import EnvoyFile, clusters_of, router_cluster
-from extproc.config import HoldSettings
 from extproc.envoy.choice import follows_header, is_destination, reads_header, reads_metadata
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Finding, Level
@@ -400,20 +399,6 @@ def waits_briefly(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.WARNING, lambda file: [part for part in file.filters if not _full_duplex(part)])
-def waits_for_room(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
-    """A request may wait at the router while every replica is full."""
-    longest = timedelta(seconds=HoldSettings().longest_s)
-    allowed = part.message.max_message_timeout or timedelta()
-    if allowed >= longest:
-        return None
-    return (
-        f"max_message_timeout is {allowed.total_seconds():g} s: where replicas are full, requests "
-        "do not wait at the router but in the replicas, which compute some of them twice. Write "
-        f"max_message_timeout: {longest.total_seconds():g}s, or as long as your hold.longest_s"
-    )
-
-
 @_rule(Level.ERROR, lambda file: _headers_first(file) if _header_matters(file) else [])
 def forged_header_is_removed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Clients cannot choose a replica: their destination header is removed before ext_proc."""
@@ -675,7 +660,7 @@ def _is_body_first(part: Part[ExternalProcessor]) -> bool:
     return _mode(part).request_header_mode is ProcessingModeHeaderSendMode.SKIP
 
 
-def _full_duplex(part: Part[ExternalProcessor]) -> bool:
+def is_full_duplex(part: Part[ExternalProcessor]) -> bool:
     """Whether messages have no timeout."""
     return _mode(part).request_body_mode is ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
 

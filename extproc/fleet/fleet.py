@@ -326,6 +326,14 @@ class Fleet:
         lately = self._ledger.heard_lately(row, self._clock())
         return state.kv_tokens > 0 and state.measured and lately
 
+    def busy(self, replica: str) -> bool:
+        """Whether anything is known to be in flight on a member."""
+        row, table = self._rows.get(replica), self._replicas
+        if row is None:
+            return False
+        others = table.peers_requests.item(row) if self.peers.counted else 0.0
+        return table.requests.item(row) + table.foreign.item(row) + others > 0.0
+
     def room(self, replica: str) -> float:
         """KV tokens that nothing there takes, nor waits for; without end where it is no member."""
         row = self._rows.get(replica)
@@ -357,7 +365,13 @@ class Fleet:
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
         adapters = self._adapters_on(candidates.ids, model)
         view = FleetView(
-            rows, candidates.ids, candidates.names, columns, candidates.excluded, adapters
+            rows,
+            candidates.ids,
+            candidates.names,
+            columns,
+            candidates.excluded,
+            adapters,
+            candidates.all,
         )
         if self.peers.counted:
             view.requests += table.peers_requests[rows]

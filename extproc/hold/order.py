@@ -3,6 +3,7 @@
 from bisect import insort
 from collections.abc import Iterator
 from heapq import heapify, heappop, heapreplace
+from statistics import median
 
 from extproc.hold.waiting import Waiting
 
@@ -31,6 +32,7 @@ class Shares:
         self._level = got if got > self._level else self._level
         self._got[tenant] = got + cost
         if len(self._got) > _MOST_TENANTS:
+            self._level = max(self._level, median(self._got.values()))
             self._got = {name: got for name, got in self._got.items() if got > self._level}
 
 
@@ -41,28 +43,31 @@ class Order:
         self._shares = Shares()
         self._lines: dict[int, dict[str, list[Waiting]]] = {}
         """By priority and tenant, each in order."""
-        self._costs: dict[int, float] = {}
-        """Of all of a priority."""
+        self._costs: dict[tuple[str, int], float] = {}
+        """Of all of a model and a priority."""
 
     def enter(self, one: Waiting) -> None:
         """It waits from now on."""
         tenants = self._lines.setdefault(one.priority, {})
         insort(tenants.setdefault(one.tenant, []), one, key=_due)
-        self._costs[one.priority] = self._costs.get(one.priority, 0.0) + one.cost
+        key = one.model, one.priority
+        self._costs[key] = self._costs.get(key, 0.0) + one.cost
 
     def leave(self, one: Waiting) -> None:
         """It does not wait any more."""
         tenants = self._lines[one.priority]
         tenants[one.tenant].remove(one)
-        self._costs[one.priority] -= one.cost
+        self._costs[one.model, one.priority] -= one.cost
         if not tenants[one.tenant]:
             del tenants[one.tenant]
         if not tenants:
-            del self._lines[one.priority], self._costs[one.priority]
+            del self._lines[one.priority]
+            self._costs = {key: left for key, left in self._costs.items() if key[1] != one.priority}
 
-    def ahead(self, priority: int) -> float:
-        """Seconds of a replica that go before one that comes now."""
-        return sum(cost for other, cost in self._costs.items() if other >= priority)
+    def ahead(self, model: str, priority: int) -> float:
+        """Seconds of a replica that go before one that comes now, for the same model."""
+        costs = self._costs.items()
+        return sum(cost for (name, other), cost in costs if name == model and other >= priority)
 
     def charge(self, one: Waiting, cost: float) -> None:
         """It goes, and its tenant has got that much more."""

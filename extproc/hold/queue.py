@@ -74,14 +74,14 @@ class Queue:
         """Whether a request that comes now has to wait."""
         model, replica = decision.profile.model, decision.replica
         alone = model not in self._models and replica not in self._awaited
-        if alone and self._may_go(decision, priority):
+        if (alone and fits(decision, priority)) or not self._fleet.tells_room(replica):
             return False
         return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
 
-    def wait_s(self, priority: int, replicas: int) -> float:
+    def wait_s(self, model: str, priority: int, replicas: int) -> float:
         """Seconds that a request would wait that comes now for one of so many replicas, about, and
         rather less: those ahead may give up, and it may pass some."""
-        return self._order.ahead(priority) / replicas
+        return min(self._order.ahead(model, priority) / replicas, self._settings.longest_s)
 
     def enter(self, one: Waiting) -> None:
         """It waits, unless it may go at once.
@@ -91,26 +91,28 @@ class Queue:
         """
         if len(self._waiting) >= self._settings.most:
             message = f"every replica is full, and {self._settings.most} requests wait already"
-            wait = self.wait_s(one.priority, len(one.candidates))
-            raise Saturated(message, "too_many_waiting", wait)
+            raise Saturated(message, "too_many_waiting", self._wait_s(one))
         self._waiting[one] = None
         self._order.enter(one)
         self._models[one.model] += 1
-        self._awaited[one.carried.replica] += 1
-        self.let_go(one.carried.replica)
+        self._awaited[one.replica] += 1
+        self.let_go(one.replica)
 
     def gave_up(self, one: Waiting, timed: bool) -> None:
         """Its stream is over; ``timed``: it may be that Envoy did not want to wait."""
         self._leave(one)
         if timed and self._clock() >= self._trust_from:
             self._doubt(self._clock() - one.since)
+        self.let_go(one.replica)
 
     def _doubt(self, waited: float) -> None:
         """Has nothing wait any more if Envoy does not wait."""
         self._gave_up.append(waited)
         least, most = min(self._gave_up), max(self._gave_up)
         alike = len(self._gave_up) == _IN_A_ROW and most - least < _ALIKE_S
-        if alike and most < _SHORT_S and self._waited < least:
+        oldest = next(iter(self._waiting), None)
+        longest = max(self._waited, 0.0 if oldest is None else self._clock() - oldest.since)
+        if alike and most < _SHORT_S and longest < least:
             self._gave_up.clear()
             self._trust_from = self._clock() + _DISTRUST_S
             logger.error(
@@ -123,65 +125,76 @@ class Queue:
         """Sends what may go, in order, now that something ended on a replica."""
         if not self._waiting:
             return
-        now, room, place, cheap = self._clock(), self._fleet.room(replica), 0, inf
+        now, room, place, cheap = self._clock(), self._room(replica), 0, inf
         kept: Kept = {}
         for one in self._order:
             if replica not in one.candidates:
                 continue
-            place += 1
-            if place == 1:
-                cheap = one.cost * _CHEAP
-            if place > _AHEAD and one.cost > cheap:
-                continue
-            has_room = room >= one.carried.tokens and replica not in one.passed_over
-            if has_room and one.priority >= kept.get(replica, -inf):
-                self._try(one, now, kept)
-                room = self._fleet.room(replica)
-            if one in self._waiting:
-                self._keep(one, now, kept)
+            if replica not in one.passed_over:
+                place += 1
+                if place == 1:
+                    cheap = one.cost * _CHEAP
+                if place > _AHEAD and one.cost > cheap:
+                    continue
+                if room >= one.tokens and one.priority >= kept.get(replica, -inf):
+                    self._try(one, now, kept)
+                    room = self._room(replica)
+            self._keep(one, now, kept)
             if place >= _FURTHER:
                 return
 
     def look(self) -> None:
         """Sends what may go by whatever else was heard, and refuses what waited too long: to be
         called often."""
-        now = self._clock()
+        now, tried = self._clock(), 0
         kept: Kept = {}
         self._refuse(now)
-        for one in islice(self._order, _ANEW):
-            if now - one.decided_at >= _ANEW_S:
-                self._try(one, now, kept)
-            if one in self._waiting:
-                self._keep(one, now, kept)
+        for one in islice(self._order, _FURTHER):
+            gone = now - one.decided_at >= _ANEW_S and self._try(one, now, kept)
+            self._keep(one, now, kept)
+            tried += not gone
+            if tried >= _ANEW:
+                break
         for replica in [*islice(self._awaited, _IN_TURN)]:
             if replica in self._awaited:
                 self._awaited[replica] = self._awaited.pop(replica)  # the others are next
                 self.let_go(replica)
 
-    def _may_go(self, decision: Decision, priority: int) -> bool:
-        """Whether the replica chosen can carry it, or it is not known what that could."""
-        return fits(decision, priority) or not self._fleet.tells_room(decision.replica)
+    def _room(self, replica: str) -> float:
+        """KV tokens that a request may take there: any that nothing there could make room for."""
+        return self._fleet.room(replica) if self._fleet.busy(replica) else inf
 
-    def _keep(self, one: Waiting, now: float, kept: Kept) -> None:
-        """Nobody of a lower priority goes where one waits, and nobody at all once it has waited for
-        long."""
-        priority = inf if now - one.since > _PATIENCE_S else one.priority
-        kept[one.carried.replica] = max(priority, kept.get(one.carried.replica, -inf))
-
-    def _try(self, one: Waiting, now: float, kept: Kept) -> None:
-        """Decides anew: it goes, or waits on."""
-        decision = one.decide()
-        if decision is not None:
-            lets_pass = one.priority >= kept.get(decision.replica, -inf)
-            if not (lets_pass and self._may_go(decision, one.priority)):
-                _drop(self._awaited, one.carried.replica)
-                one.decided(decision, now)
-                self._awaited[one.carried.replica] += 1
-                return
+    def _try(self, one: Waiting, now: float, kept: Kept) -> bool:
+        """Decides anew; whether it goes."""
+        decision, error = None, None
+        try:
+            decision = one.decide()
+        except Exception as raised:  # it is that request's alone
+            error = raised
+        if decision is not None and not self._goes(one, decision, kept):
+            _drop(self._awaited, one.replica)
+            one.decided(decision, now)
+            self._awaited[one.replica] += 1
+            return False
         self._leave(one)
         self._order.charge(one, one.cost if decision is None else cost(decision))
         self._waited = max(self._waited, now - one.since)
-        one.go(decision)
+        one.go(error or decision)
+        return True
+
+    def _keep(self, one: Waiting, now: float, kept: Kept) -> None:
+        """Where one waits, nobody of a lower priority goes, and nobody at all once it has waited
+        for long."""
+        if one in self._waiting:
+            priority = inf if now - one.since > _PATIENCE_S else one.priority
+            kept[one.replica] = max(priority, kept.get(one.replica, -inf))
+
+    def _goes(self, one: Waiting, decision: Decision, kept: Kept) -> bool:
+        """Whether nobody is to go before it, and the replica chosen can carry it, or it is not
+        known what that could."""
+        passes = one.priority >= kept.get(decision.replica, -inf)
+        tells = self._fleet.tells_room(decision.replica)
+        return passes and (fits(decision, one.priority) or not tells)
 
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s
@@ -191,14 +204,16 @@ class Queue:
             message = (
                 f"every replica is full: the request has waited for {now - oldest.since:.0f} s"
             )
-            wait = self.wait_s(oldest.priority, len(oldest.candidates))
-            oldest.go(Saturated(message, "waited_too_long", wait))
+            oldest.go(Saturated(message, "waited_too_long", self._wait_s(oldest)))
+
+    def _wait_s(self, one: Waiting) -> float:
+        return self.wait_s(one.model, one.priority, len(one.candidates) or 1)
 
     def _leave(self, one: Waiting) -> None:
         self._order.leave(one)
         del self._waiting[one]
         _drop(self._models, one.model)
-        _drop(self._awaited, one.carried.replica)
+        _drop(self._awaited, one.replica)
 
 
 def _drop(counts: Counter[str], name: str) -> None:

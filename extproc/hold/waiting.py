@@ -1,10 +1,8 @@
 """A request that waits, and whether a replica could carry it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 
-from extproc.request.errors import Refusal
 from extproc.route.router import Decision
 
 _FULL = 0.945
@@ -15,22 +13,12 @@ _RESERVE = 0.035
 """So much more for requests of a higher priority: some room is left for those that come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """A request on the replica that was chosen for it."""
-
-    replica: str
-    """``ip:port``."""
-    tokens: float
-    """KV tokens that have to be free there for it."""
-
-
 class Waiting:
     """A request that waits."""
 
     __slots__ = (
-        *("candidates", "carried", "cost", "deadline", "decide", "decided_at", "go"),
-        *("model", "passed_over", "priority", "since", "tenant"),
+        *("candidates", "cost", "deadline", "decide", "decided_at", "go", "model"),
+        *("passed_over", "priority", "replica", "since", "tenant", "tokens"),
     )
 
     def __init__(
@@ -38,7 +26,7 @@ class Waiting:
         decision: Decision,
         since: float,
         decide: Callable[[], Decision | None],
-        go: Callable[[Decision | Refusal | None], None],
+        go: Callable[[Decision | Exception | None], None],
         priority: int = 0,
         deadline: float = inf,
     ) -> None:
@@ -48,7 +36,7 @@ class Waiting:
             decision: the one that was made when it came.
             since: when that was.
             decide: decides as of now; None where no replica can be used.
-            go: sends or refuses it.
+            go: sends it; an exception: it is refused, or failed. Raises nothing.
             priority: higher goes first.
             deadline: when it should have its first token.
         """
@@ -65,13 +53,18 @@ class Waiting:
 
     def decided(self, decision: Decision, now: float) -> None:
         """It was decided anew."""
-        ids, prediction = decision.situation.view.ids, decision.prediction
+        view, prediction = decision.situation.view, decision.prediction
         full = full_at(decision, self.priority)
         room = (prediction.kv_pressure < full) & (prediction.admission <= 0.0)
-        with_room = frozenset(ids[place] for place in room.nonzero()[0].tolist())
-        self.candidates = frozenset(ids)
+        with_room = frozenset(view.ids[place] for place in room.nonzero()[0].tolist())
+        first = decision.choice.first
+        reserve = (1.0 - full) * view.kv_capacity.item(first)
+        self.candidates = view.candidates
         self.passed_over = with_room - {decision.replica}
-        self.carried = carried(decision, full)
+        """Candidates that have room, and were worse than one that has none."""
+        self.replica = decision.replica
+        self.tokens = _tokens(decision) - prediction.cached.item(first) + reserve
+        """KV tokens that have to be free there."""
         self.decided_at = now
 
 
@@ -84,27 +77,21 @@ def full_at(decision: Decision, priority: int) -> float:
 def fits(decision: Decision, priority: int) -> bool:
     """Whether the replica chosen can carry the request to its end beside what is there.
 
-    It goes, too, where nothing is that could end, and where what others sent is not known.
+    It goes, too, where nothing is that could end, where what others sent is not known, and where
+    the prompt is too long for it at any time: the replica says so at once.
     """
-    first, prediction = decision.choice.first, decision.prediction
+    first, prediction, view = decision.choice.first, decision.prediction, decision.situation.view
     pressure, admission = prediction.kv_pressure.item(first), prediction.admission.item(first)
     if pressure < full_at(decision, priority) and not admission:
         return True
-    return not decision.situation.view.requests.item(first) or decision.stale
-
-
-def carried(decision: Decision, full: float) -> Carried:
-    """The request on the replica chosen, which is full at that KV pressure."""
-    first = decision.choice.first
-    reserve = (1.0 - full) * decision.situation.view.kv_capacity.item(first)
-    cached = decision.prediction.cached.item(first)
-    return Carried(decision.replica, _tokens(decision) - cached + reserve)
+    too_long = decision.profile.longest_prompt > view.longest_prompt.item(first)
+    return not view.requests.item(first) or decision.stale or too_long
 
 
 def cost(decision: Decision) -> float:
     """Seconds of a whole replica: its share of the KV cache, for as long as it is there."""
     first, prediction = decision.choice.first, decision.prediction
-    seconds = prediction.completion.item(first) - prediction.admission.item(first)
+    seconds = prediction.prefill.item(first) + prediction.decode.item(first)
     return _tokens(decision) / decision.situation.view.kv_capacity.item(first) * seconds
 
 

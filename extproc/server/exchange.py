@@ -231,7 +231,8 @@ class Exchange:
             destination = self._destination(decision)
             return replied(self._send_to(phase, destination), self._named(decision, body))
 
-        return self._decide(asked, profile, started, len(body), sent)
+        size = len(body) if self.is_timed else 0  # a gateway's body has its room
+        return self._decide(asked, profile, started, size, sent)
 
     def _route_body(self, asked: Asked, message: HttpBody) -> Iterable[bytes]:
         """The replies to a body that came in one piece."""
@@ -269,10 +270,11 @@ class Exchange:
         told, router = not self._unseen, services.router
         decide = partial(router.decide, profile, asked.policy, self._subset, told)
         decision = decide()
+        self._known(profile)
         objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
-        self._admit(profile, decision, objective)
-        waits = decision is not None and services.queue.keeps(decision, objective.priority)
-        if decision is not None and waits and services.room.take(size):
+        if decision is None:
+            self._let_envoy_choose(profile)
+        elif self._in_time(decision, objective) and services.room.take(size):
             self._held_bytes = size
             return self._wait(asked, decision, decide, sent, objective)
         self._book(asked, decision)
@@ -307,24 +309,23 @@ class Exchange:
         Raises:
             Saturated: too many wait.
         """
-        services, since = self._services, self._services.clock()
+        services, since, profile = self._services, self._services.clock(), decision.profile
         waiting: asyncio.Future[Iterable[bytes]] = asyncio.get_running_loop().create_future()
 
-        def go(outcome: Decision | Refusal | None) -> None:
+        at_once = True
+
+        def go(outcome: Decision | Exception | None) -> None:
+            waited = 0.0 if at_once else services.clock() - since
             self._waits_no_more()
+            if waiting.cancelled():
+                return
             try:
-                if isinstance(outcome, Refusal):
-                    raise outcome
-                if outcome is None:
-                    self._admit(decision.profile, None, objective)
-                self._book(asked, outcome, services.clock() - since)
-                replies = sent(outcome)
-            except Refusal as error:
-                replies = self._refused(error)
-            if not waiting.cancelled():
-                waiting.set_result(replies)
+                waiting.set_result(self._after_waiting(asked, profile, outcome, waited, sent))
+            except Exception as error:  # this request's alone
+                waiting.set_exception(error)
 
         one = Waiting(decision, since, decide, go, objective.priority, objective.due(since))
+        self._held = one
         try:
             services.queue.enter(one)
         except Saturated:
@@ -332,40 +333,75 @@ class Exchange:
             raise
         if waiting.done():
             return waiting.result()
-        self._held, self.waiting = one, waiting
+        at_once, self.waiting = False, waiting
         return [messages.wait(services.config.hold.longest_s)] if self.is_timed else []
+
+    def _after_waiting(
+        self,
+        asked: Asked,
+        profile: RequestProfile,
+        outcome: Decision | Exception | None,
+        waited: float,
+        sent: Sent,
+    ) -> Iterable[bytes]:
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome is None:
+                self._let_envoy_choose(profile)
+            self._book(asked, outcome, waited)
+            return sent(outcome)
+        except Refusal as error:
+            return self._refused(error)
 
     def _waits_no_more(self) -> None:
         self._services.room.give_back(self._held_bytes)
         self._held, self._held_bytes = None, 0
 
-    def _admit(
-        self, profile: RequestProfile, decision: Decision | None, objective: Objective
-    ) -> None:
-        """Nothing, where it may be served or Envoy may choose.
+    def _known(self, profile: RequestProfile) -> None:
+        """Nothing, where any replica may know the model.
 
         Raises:
-            Refusal: it is not to be served.
+            NoModel: none does.
         """
-        fleet, route = self._services.fleet, self._services.config.route
-        candidates = fleet.eligibility.candidates(profile.model)
-        known = route.listed_models_only and fleet.known.is_set()
-        if known and candidates.unknown and profile.asked:
+        fleet = self._services.fleet
+        listed = self._services.config.route.listed_models_only and fleet.known.is_set()
+        unknown = fleet.eligibility.candidates(profile.model).unknown
+        if listed and unknown and profile.asked:
             raise NoModel(profile.asked, fleet.members.models)
-        if decision is None:
-            served = fleet.members.names.served(profile.model)
-            apart = profile.asked != "" and served != (profile.asked,)
-            apart |= candidates.only_some
-            if apart or self._subset is not None or not self.has_fallback:
-                raise NoReplica(NONE_READY)
-            return
-        wait = self._services.queue.wait_s(objective.priority, len(decision.situation.view))
+
+    def _let_envoy_choose(self, profile: RequestProfile) -> None:
+        """Nothing, where it may choose.
+
+        Raises:
+            NoReplica: it has no choice of its own, or knows none that serves this.
+        """
+        fleet = self._services.fleet
+        served = fleet.members.names.served(profile.model)
+        apart = profile.asked != "" and served != (profile.asked,)
+        apart |= fleet.eligibility.candidates(profile.model).only_some
+        if apart or self._subset is not None or not self.has_fallback:
+            raise NoReplica(NONE_READY)
+
+    def _in_time(self, decision: Decision, objective: Objective) -> bool:
+        """Whether it has to wait.
+
+        Raises:
+            Saturated: its first token would come too late.
+        """
+        queue, profile = self._services.queue, decision.profile
+        waits, wait = queue.keeps(decision, objective.priority), 0.0
+        if waits:
+            replicas = len(decision.situation.view)
+            wait = queue.wait_s(profile.model, objective.priority, replicas)
         soonest = wait + least(decision.prediction.ttft)
         late = f"the first token would come in {soonest:.0f} s"
-        if route.max_ttft_s is not None and soonest > route.max_ttft_s:
+        most = self._services.config.route.max_ttft_s
+        if most is not None and soonest > most:
             raise Saturated(f"every replica is busy: {late}", "saturated", wait)
         if objective.sheds(soonest):
             raise Saturated(f"{late}, later than its objective allows", "too_late", wait)
+        return waits
 
     def _named(self, decision: Decision, body: bytes) -> bytes:
         """The body, with the name by which the replica chosen serves the model."""

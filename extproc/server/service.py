@@ -96,14 +96,17 @@ class ExternalProcessor:
                 del raw, message  # see above
                 for reply in replies:
                     await context.write(reply)
-                if exchange.waiting is not None:
-                    waiting, exchange.waiting = exchange.waiting, None
+                if (waiting := exchange.waiting) is not None:
+                    exchange.waiting = None
                     reading = asyncio.ensure_future(context.read())
                     await asyncio.wait((waiting, reading), return_when=asyncio.FIRST_COMPLETED)
                     if not waiting.done() and reading.result() is grpc.aio.EOF:
                         break
-                    for reply in await waiting:
+                    replies = await waiting
+                    del waiting  # see above
+                    for reply in replies:
                         await context.write(reply)
+                    del replies
         except DecodeError:
             logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")

@@ -9,9 +9,10 @@ import pytest
 from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.hold.order import Shares
 from extproc.hold.queue import Queue
 from extproc.hold.waiting import Waiting
-from extproc.request.errors import Refusal, Saturated
+from extproc.request.errors import Saturated
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Decision, Router
 from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
@@ -31,7 +32,7 @@ class System:
         self.router = Router(self.fleet, "completion", random.Random(1))
         self.queue = Queue(self.fleet, HoldSettings.model_validate(settings), self.clock)
         self.gone: list[str] = []
-        self.refused: dict[str, Refusal] = {}
+        self.refused: dict[str, Exception] = {}
         self.on: dict[str, tuple[str, Ticket]] = {}
 
     def come(
@@ -42,17 +43,21 @@ class System:
         priority: int = 0,
         deadline: float = float("inf"),
         model: str = MODEL,
+        holder: int = 0,
     ) -> Waiting | None:
         """A request comes; what waits, where it has to."""
         profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, 100, tenant=tenant)
+        if holder:
+            profile.previous_response = f"resp-{holder}"
+            self.fleet.responses.saw(profile.previous_response, replica(holder))
         decision = self.router.decide(profile)
         assert decision is not None
         if not self.queue.keeps(decision, priority):
             self._send(name, decision)
             return None
 
-        def go(outcome: Decision | Refusal | None) -> None:
-            if isinstance(outcome, Refusal):
+        def go(outcome: Decision | Exception | None) -> None:
+            if isinstance(outcome, Exception):
                 self.refused[name] = outcome
             else:
                 assert outcome is not None
@@ -161,7 +166,7 @@ def test_another_replica_that_has_room_is_found() -> None:
     system.come("b")
     waiting = system.come("c")
     assert waiting is not None
-    other = {replica(1), replica(2)} - {waiting.carried.replica}
+    other = {replica(1), replica(2)} - {waiting.replica}
     (elsewhere,) = [name for name, (where, _) in system.on.items() if where in other]
     system.end(elsewhere)
     system.pass_s(0.5)
@@ -211,8 +216,9 @@ def test_who_waited_too_long_is_refused() -> None:
     system.pass_s(58.0)
     assert not system.refused
     system.pass_s(1.0)  # a second before Envoy's time is up
-    assert isinstance(system.refused["second"], Saturated)
-    assert system.refused["second"].code == "waited_too_long"
+    refusal = system.refused["second"]
+    assert isinstance(refusal, Saturated)
+    assert refusal.code == "waited_too_long"
     assert len(system.queue) == 0
 
 
@@ -307,20 +313,20 @@ def test_nor_is_an_envoy_that_did_wait() -> None:
 
 def test_how_long_one_would_wait_is_what_goes_before_it() -> None:
     system = System(replicas=2)
-    assert system.queue.wait_s(0, 2) == 0.0
+    assert system.queue.wait_s(MODEL, 0, 2) == 0.0
     for name in "abcd":
         system.come(name)
     system.come("urgent", priority=1)
-    all_of_them, urgent = system.queue.wait_s(0, 2), system.queue.wait_s(1, 2)
+    all_of_them, urgent = system.queue.wait_s(MODEL, 0, 2), system.queue.wait_s(MODEL, 1, 2)
     assert 0.0 < urgent < all_of_them < 60.0
-    assert system.queue.wait_s(0, 1) == 2 * all_of_them
+    assert system.queue.wait_s(MODEL, 0, 1) == 2 * all_of_them
     for name in [*system.on]:
         system.end(name)
     for _ in range(5):
         system.pass_s(0.5)
         for name in [*system.on]:
             system.end(name)
-    assert system.queue.wait_s(0, 2) == 0.0
+    assert system.queue.wait_s(MODEL, 0, 2) == 0.0
 
 
 def test_who_waits_for_one_model_keeps_nobody_from_the_replicas_of_another() -> None:
@@ -334,3 +340,55 @@ def test_who_waits_for_one_model_keeps_nobody_from_the_replicas_of_another() -> 
     system.come("next", model="other")
     system.end("other")
     assert system.gone == ["first", "other", "next"]
+
+
+def test_nor_one_who_waits_for_a_full_replica_from_an_idle_one() -> None:
+    """Twenty wait for the replica that holds their responses."""
+    system = System(replicas=2)
+    system.come("first", holder=1)
+    for number in range(20):
+        system.come(f"waits-{number}", holder=1)
+    system.come("other", holder=2)
+    assert system.gone == ["first", "other"]
+
+
+def test_a_prompt_that_no_replica_could_ever_hold_does_not_wait() -> None:
+    system = System()
+    system.come("first")
+    system.come("endless", prompt=100_000)
+    assert system.gone == ["first", "endless"]
+
+
+def test_an_error_is_that_requests_alone() -> None:
+    system = System()
+    system.come("first")
+    waiting = system.come("broken")
+    assert waiting is not None
+
+    def breaks() -> Decision | None:
+        raise RuntimeError("broken")
+
+    waiting.decide = breaks
+    system.come("next")
+    system.end("first")
+    assert system.gone == ["first", "next"]
+    assert str(system.refused["broken"]) == "broken"
+
+
+def test_when_polls_stop_all_go() -> None:
+    system = System()
+    system.come("first")
+    for number in range(100):
+        system.come(str(number))
+    system.clock.advance(10.0)
+    system.queue.look()
+    assert len(system.queue) == 0
+
+
+def test_tenants_come_and_go() -> None:
+    """Their names may be of users, of whom there are many."""
+    shares = Shares()
+    for number in range(50_000):
+        shares.sent(str(number), 1.0)
+    shares.sent("often", 5.0)
+    assert shares.of("often") > shares.of("new")
