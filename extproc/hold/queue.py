@@ -30,6 +30,8 @@ _ANEW = 16
 another one may be better by now; and how many are at a time, the first of them."""
 _SOONER_S = 1.0
 """Before Envoy's own time is up, or it would go on without the router."""
+_TRIED = 32
+"""Decisions at most when something ended."""
 _IN_TURN = 4
 """Replicas that are waited for, and looked at by turns."""
 _ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
@@ -125,21 +127,24 @@ class Queue:
         """Sends what may go, in order, now that something ended on a replica."""
         if not self._waiting:
             return
-        now, room, place, cheap = self._clock(), self._room(replica), 0, inf
+        now, room, cheap = self._clock(), self._room(replica), inf
+        place = tried = 0
         kept: Kept = {}
         for one in self._order:
             if replica not in one.candidates:
                 continue
-            if replica not in one.passed_over:
+            if place and place >= _AHEAD and one.cost > cheap:
                 place += 1
-                if place == 1:
-                    cheap = one.cost * _CHEAP
-                if place > _AHEAD and one.cost > cheap:
-                    continue
-                if room >= one.tokens and one.priority >= kept.get(replica, -inf):
-                    self._try(one, now, kept)
-                    room = self._room(replica)
+                continue
+            mayhap = room >= one.tokens and one.priority >= kept.get(replica, -inf)
+            if mayhap and not one.passes(replica, now - _ANEW_S) and tried < _TRIED:
+                tried += 1
+                self._try(one, now, kept)
+                room = self._room(replica)
             self._keep(one, now, kept)
+            if not one.passes(replica, now - _ANEW_S):
+                place += 1
+                cheap = one.cost * _CHEAP if place == 1 else cheap
             if place >= _FURTHER:
                 return
 

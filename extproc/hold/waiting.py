@@ -61,11 +61,15 @@ class Waiting:
         reserve = (1.0 - full) * view.kv_capacity.item(first)
         self.candidates = view.candidates
         self.passed_over = with_room - {decision.replica}
-        """Candidates that have room, and were worse than one that has none."""
+        """Candidates that had room, and were worse than one that had none."""
         self.replica = decision.replica
         self.tokens = _tokens(decision) - prediction.cached.item(first) + reserve
         """KV tokens that have to be free there."""
         self.decided_at = now
+
+    def passes(self, replica: str, since: float) -> bool:
+        """Whether it was decided since then that it rather waits for another than that one."""
+        return replica in self.passed_over and self.decided_at > since
 
 
 def full_at(decision: Decision, priority: int) -> float:
