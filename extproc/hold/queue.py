@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 LET_GO_EVERY_S = 0.05
 """Seconds between two looks."""
-_AHEAD, _CHEAP, _FURTHER = 16, 0.25, 256
+_AHEAD, _CHEAP, _FURTHER = 4, 0.1, 256
 """Of those that wait and could go to a replica, the first so many may pass each other. Of those
 further back only the ones that take at most this share of what the first one takes: where prompts
 are of all sizes the small ones need not wait for the large, and where they are alike nobody waits

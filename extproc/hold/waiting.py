@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from math import inf
 
+import numpy as np
+
+from extproc.predict.inputs import Floats
 from extproc.route.router import Decision
 
 _FULL = 0.945
 """KV pressure from which on a replica can carry no other request: what it has is still growing."""
 _AMONG_OTHERS = 0.02
 """So much less where other routers send there, too: for some milliseconds nobody knows of it."""
+_LITTLE = 1e-3
 _RESERVE = 0.035
 """So much more for requests of a higher priority: some room is left for those that come."""
 
@@ -54,11 +58,12 @@ class Waiting:
     def decided(self, decision: Decision, now: float) -> None:
         """It was decided anew."""
         view, prediction = decision.situation.view, decision.prediction
-        full = full_at(decision, self.priority)
-        room = (prediction.kv_pressure < full) & (prediction.admission <= 0.0)
+        full, pressure = full_at(decision, self.priority), peak_pressure(decision)
+        room = (pressure < full) & (prediction.admission <= 0.0)
         with_room = frozenset(view.ids[place] for place in room.nonzero()[0].tolist())
         first = decision.choice.first
-        reserve = (1.0 - full) * view.kv_capacity.item(first)
+        later = pressure.item(first) - prediction.kv_pressure.item(first)
+        reserve = (1.0 - full + later) * view.kv_capacity.item(first)
         self.candidates = view.candidates
         self.passed_over = with_room - {decision.replica}
         """Candidates that had room, and were worse than one that had none."""
@@ -78,6 +83,20 @@ def full_at(decision: Decision, priority: int) -> float:
     return _FULL - less + (_RESERVE if priority > 0 else 0.0)
 
 
+def peak_pressure(decision: Decision) -> Floats:
+    """The KV pressure on each candidate when it is highest, should the request be there.
+
+    Of sequences that end independently of how long they have been there, whatever is left of them
+    to generate, G tokens in all beside K that are there, (K + G·t)·e⁻ᵗ are there at time t: most at
+    1 − K/G, if that is to come. So short prompts with long answers need room that is free as yet.
+    """
+    prediction = decision.prediction
+    now = prediction.kv_pressure
+    growth = prediction.growth / decision.situation.view.kv_capacity
+    left = np.minimum(now / np.maximum(growth, _LITTLE), 1.0)
+    return np.maximum(growth * np.exp(left - 1.0), now)
+
+
 def fits(decision: Decision, priority: int) -> bool:
     """Whether the replica chosen can carry the request to its end beside what is there.
 
@@ -85,8 +104,11 @@ def fits(decision: Decision, priority: int) -> bool:
     the prompt is too long for it at any time: the replica says so at once.
     """
     first, prediction, view = decision.choice.first, decision.prediction, decision.situation.view
-    pressure, admission = prediction.kv_pressure.item(first), prediction.admission.item(first)
-    if pressure < full_at(decision, priority) and not admission:
+    full, admission = full_at(decision, priority), prediction.admission.item(first)
+    now, growth = prediction.kv_pressure.item(first), prediction.growth.item(first)
+    grows = growth > now * view.kv_capacity.item(first)
+    pressure = peak_pressure(decision).item(first) if grows else now
+    if pressure < full and not admission:
         return True
     too_long = decision.profile.longest_prompt > view.longest_prompt.item(first)
     return not view.requests.item(first) or decision.stale or too_long

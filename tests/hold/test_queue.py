@@ -44,9 +44,11 @@ class System:
         deadline: float = float("inf"),
         model: str = MODEL,
         holder: int = 0,
+        answer: int = 100,
     ) -> Waiting | None:
         """A request comes; what waits, where it has to."""
-        profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, 100, tenant=tenant)
+        profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, answer, tenant=tenant)
+        profile.least_output = answer
         if holder:
             profile.previous_response = f"resp-{holder}"
             self.fleet.responses.saw(profile.previous_response, replica(holder))
@@ -392,3 +394,11 @@ def test_tenants_come_and_go() -> None:
         shares.sent(str(number), 1.0)
     shares.sent("often", 5.0)
     assert shares.of("often") > shares.of("new")
+
+
+def test_answers_that_are_long_beside_their_prompts_need_room_that_is_free_as_yet() -> None:
+    system = System()
+    for number in range(40):
+        system.come(str(number), prompt=20, answer=4000)
+    assert 10 < len(system.gone) < 30  # 42,000 tokens
+    assert len(system.queue) == 40 - len(system.gone)
