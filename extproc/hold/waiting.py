@@ -8,7 +8,7 @@ import numpy as np
 from extproc.predict.inputs import Floats
 from extproc.route.router import Decision
 
-_FULL = 0.945
+_FULL = 0.94
 """KV pressure from which on a replica can carry no other request: what it has is still growing."""
 _AMONG_OTHERS = 0.02
 """So much less where other routers send there, too: for some milliseconds nobody knows of it."""
