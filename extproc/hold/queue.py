@@ -22,8 +22,9 @@ _AHEAD, _CHEAP, _FURTHER = 4, 0.1, 256
 further back only the ones that take at most this share of what the first one takes: where prompts
 are of all sizes the small ones need not wait for the large, and where they are alike nobody waits
 long. Nobody looks further than that."""
-_PATIENCE_S = 10.0
-"""Seconds after which nobody passes on to the replica that a request waits for."""
+_PATIENCE_S, _USUAL = 10.0, 100
+"""Seconds beyond what the last so many waited, on average, after which nobody passes a request on
+the way to one replica."""
 _ANEW_S = 0.2
 _ANEW = 16
 """Seconds after which a request is decided anew though no replica has more room than before, for
@@ -66,6 +67,8 @@ class Queue:
         self._trust_from = -inf
         self._waited = 0.0
         """Seconds: the longest wait that Envoy had the patience for."""
+        self._usual_wait = 0.0
+        """Seconds: of the last that were sent, the mean."""
         self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)
         """Seconds that the last ones waited that left."""
 
@@ -133,7 +136,7 @@ class Queue:
         for one in self._order:
             if replica not in one.candidates:
                 continue
-            if place and place >= _AHEAD and one.cost > cheap:
+            if place >= _AHEAD and one.cost > cheap and not self._is_old(one, now):
                 place += 1
                 continue
             mayhap = room >= one.tokens and one.priority >= kept.get(replica, -inf)
@@ -141,11 +144,11 @@ class Queue:
                 tried += 1
                 self._try(one, now, kept)
                 room = self._room(replica)
-            self._keep(one, now, kept)
             if not one.passes(replica, now - _ANEW_S):
+                self._keep(one, now, kept, replica)
                 place += 1
                 cheap = one.cost * _CHEAP if place == 1 else cheap
-            if place >= _FURTHER:
+            if place >= _FURTHER or kept.get(replica) == inf:
                 return
 
     def look(self) -> None:
@@ -156,7 +159,7 @@ class Queue:
         self._refuse(now)
         for one in islice(self._order, _FURTHER):
             gone = now - one.decided_at >= _ANEW_S and self._try(one, now, kept)
-            self._keep(one, now, kept)
+            self._keep(one, now, kept, one.replica)
             tried += not gone
             if tried >= _ANEW:
                 break
@@ -183,16 +186,26 @@ class Queue:
             return False
         self._leave(one)
         self._order.charge(one, one.cost if decision is None else cost(decision))
-        self._waited = max(self._waited, now - one.since)
+        waited = now - one.since
+        self._waited = max(self._waited, waited)
+        self._usual_wait += (waited - self._usual_wait) / _USUAL
         one.go(error or decision)
         return True
 
-    def _keep(self, one: Waiting, now: float, kept: Kept) -> None:
-        """Where one waits, nobody of a lower priority goes, and nobody at all once it has waited
-        for long."""
-        if one in self._waiting:
-            priority = inf if now - one.since > _PATIENCE_S else one.priority
-            kept[one.replica] = max(priority, kept.get(one.replica, -inf))
+    def _is_old(self, one: Waiting, now: float) -> bool:
+        return now - one.since > _PATIENCE_S + self._usual_wait
+
+    def _keep(self, one: Waiting, now: float, kept: Kept, replica: str) -> None:
+        """Where one waits, nobody of a lower priority goes; and nobody at all once it has waited
+        for long, to a replica that none before it keeps: its own, or else the one given."""
+        if one not in self._waiting:
+            return
+        if not self._is_old(one, now):
+            kept[one.replica] = max(one.priority, kept.get(one.replica, -inf))
+        elif kept.get(one.replica) != inf:
+            kept[one.replica] = inf
+        else:
+            kept[replica] = inf
 
     def _goes(self, one: Waiting, decision: Decision, kept: Kept) -> bool:
         """Whether nobody is to go before it, and the replica chosen can carry it, or it is not
