@@ -90,6 +90,12 @@ def counts(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def switch(text: str) -> bool:
+    """``on`` or ``off``."""
+    require(text in ("on", "off"), text, "on or off")
+    return text == "on"
+
+
 def number(text: str) -> int:
     """A whole number of at least 0."""
     require(text.isdecimal(), text, "a whole number of at least 0")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from random import Random
 
@@ -14,14 +15,17 @@ from benchmarks.machine import Machine
 from benchmarks.oracle import Oracle
 from benchmarks.polling import MODEL, Watch, poll_interval
 from benchmarks.routers import News, Node, Routers
-from benchmarks.served import Failed, Served
+from benchmarks.served import Arrival, Failed, Served
 from benchmarks.speeds import Speeds
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.fleet.fleet import Fleet
+from extproc.hold.queue import LET_GO_EVERY_S
+from extproc.hold.waiting import Waiting
 from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
 from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
+from extproc.route.router import Decision
 from extproc.simulator.blocks import trace_hashes
 from extproc.simulator.sequence import Sequence
 from extproc.simulator.steps import Outcome
@@ -52,10 +56,17 @@ class Simulation:
     """Seconds that a router's digest takes to the others; None: it never arrives."""
     weight: float = 1.0
     """The oracle's, of the cost to others."""
+    hold: bool = False
+    """Whether requests wait at the router while no replica can carry them."""
+    urgent: float = 0.0
+    """Share of the requests that go before others where they wait."""
+    tenants: PySequence[float] = ()
+    """Of how many of the requests each tenant has one; none: all are one's."""
     clock: VirtualClock = field(default_factory=VirtualClock)
 
     def __post_init__(self) -> None:
         self._random = Random(self.seed)
+        self._groups = Random(f"{self.seed} groups")
         self._poll_s = self.poll_interval or poll_interval(self.policy)
         self.machines = {
             name: Machine(name, profile, self.fleet_file.group(name), self.seed)
@@ -80,6 +91,9 @@ class Simulation:
         """What was learned of replicas whose speed changed."""
         self._sent = 0
         self._open: dict[int, Served] = {}
+        self._look_at = 0.0
+        self._held = 0
+        """Requests that wait at the routers."""
         self.failed: list[Failed] = []
         """Requests that got no whole answer."""
 
@@ -93,7 +107,7 @@ class Simulation:
         last = trace[-1].at if trace else 0.0
         arrivals = iter(trace)
         upcoming = next(arrivals, None)
-        while upcoming is not None or self._open:
+        while upcoming is not None or self._open or self._held:
             arrives_at = upcoming.at if upcoming is not None else inf
             happens_at = self._events[-1].at if self._events else inf
             now = min(arrives_at, happens_at, self._poll_at)
@@ -125,13 +139,45 @@ class Simulation:
             stream=streamed,
             least_output=traced.output_tokens if known else 0,
             prefix=Prefix(np.array(traced.hash_ids, np.uint64), ID_TOKENS, traced.prompt_tokens),
+            tenant=self._tenant(),
         )
-        sequence = self._sequence(number, traced)
-        decision = self._deciding.decide(number, profile, sequence.hashes)
+        urgent = self._groups.random() < self.urgent
+        arrival = Arrival(number, traced, self._sequence(number, traced), urgent)
+        decision = self._deciding.decide(number, profile, arrival.sequence.hashes)
+        if not (self.hold and self._routers and decision):
+            self._begin(arrival, decision)
+            return
+        node = self._routers.owner(number)
+        if node.queue.keeps(decision, int(arrival.urgent)):
+            self._wait(node, arrival, decision)
+        else:
+            self._begin(arrival, decision)
+
+    def _tenant(self) -> str:
+        if not self.tenants:
+            return ""
+        (number,) = self._groups.choices(range(len(self.tenants)), self.tenants)
+        return f"tenant {number + 1}"
+
+    def _wait(self, node: Node, arrival: Arrival, decision: Decision) -> None:
+        def go(outcome: Decision | Exception | None) -> None:
+            if isinstance(outcome, Exception):
+                raise outcome
+            self._held -= 1
+            self._begin(arrival, outcome)
+
+        self._held += 1
+        decide, now = partial(node.router.decide, decision.profile), self.clock()
+        node.queue.enter(Waiting(decision, now, decide, go, priority=int(arrival.urgent)))
+
+    def _begin(self, arrival: Arrival, decision: Decision | None) -> None:
+        number, traced = arrival.number, arrival.traced
         if decision is None:
             self.failed.append(Failed(traced, "", self.clock()))
             return
-        served = Served(number, traced, decision, not streamed, decision.replica, sequence)
+        whole = not decision.profile.stream
+        group = "urgent" if arrival.urgent else decision.profile.tenant
+        served = Served(number, traced, decision, whole, decision.replica, arrival.sequence, group)
         self._open[number] = served
 
         def sent(node: Node) -> None:
@@ -220,6 +266,23 @@ class Simulation:
 
     def _advance(self, until: float) -> Iterator[Served]:
         """Runs every engine up to a time; the routers hear of what happened in its order."""
+        while self._held and (step_ends := self._next_step()) < until:
+            yield from self._advance_at_once(step_ends)
+            self._look(step_ends)
+        yield from self._advance_at_once(until)
+
+    def _look(self, now: float) -> None:
+        if now >= self._look_at:
+            self._look_at = now + LET_GO_EVERY_S
+            for node in self.nodes:
+                node.queue.look()
+
+    def _next_step(self) -> float:
+        """When the next step of any engine ends."""
+        ends = (machine.step_ends_at for machine in self.machines.values())
+        return min((end for end in ends if end is not None), default=inf)
+
+    def _advance_at_once(self, until: float) -> Iterator[Served]:
         happened = [pair for machine in self.machines.values() for pair in machine.advance(until)]
         happened.sort(key=lambda pair: pair[0])
         for at, outcome in happened:
@@ -236,6 +299,10 @@ class Simulation:
             served = self._open.pop(sequence.id)
             self._finish(served)
             yield served
+            self._let_go(served)
+
+    def _let_go(self, served: Served) -> None:
+        self._tell(served, lambda node: node.queue.let_go(served.replica))
 
     def _first_token(self, served: Served) -> None:
         if served.first_token is not None:

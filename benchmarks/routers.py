@@ -9,16 +9,20 @@ from random import Random
 from benchmarks.clock import VirtualClock
 from benchmarks.served import Served
 from extproc.clock import Clock
-from extproc.config import ServeSettings
+from extproc.config import HoldSettings, ServeSettings
 from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Generated, Ticket
 from extproc.fleet.lone_requests import Baseline
+from extproc.hold.queue import Queue
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router
 from extproc.server.watch import Reader
+
+_HELD_S = 3600.0
+"""Nothing is refused: all must be answered to be compared."""
 
 
 class Node:
@@ -30,6 +34,7 @@ class Node:
         self._reader = Reader(ServeSettings().chunks_per_s)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
+        self.queue = Queue(fleet, HoldSettings(longest_s=_HELD_S), clock)
         self._ended: tuple[int, Generated, Baseline | None] = 0, Generated(0.0, 0.0), None
         """The last one that did, its tokens by the ledger, and what was before it if it was
         alone."""
@@ -104,6 +109,10 @@ class Routers:
         """The decision of a router drawn at random."""
         owner = self._owner[number] = self._random.choice(self.nodes)
         return owner.router.decide(profile)
+
+    def owner(self, number: int) -> Node:
+        """The router that a request came to."""
+        return self._owner[number]
 
     def tell(self, number: int, news: News) -> None:
         """Tells the router of a request at once."""

@@ -8,6 +8,17 @@ from extproc.route.router import Decision
 from extproc.simulator.sequence import Sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that came."""
+
+    number: int
+    traced: TracedRequest
+    sequence: Sequence
+    urgent: bool = False
+    """Whether it goes before those that are not, where requests wait at the router."""
+
+
 @dataclass(slots=True)
 class Served:
     """A request that was sent to a replica."""
@@ -20,6 +31,8 @@ class Served:
     replica: str
     """Where it is, after a retry."""
     sequence: Sequence
+    group: str = ""
+    """What it is told apart by in the figures: ``urgent``, or its tenant."""
     answered: bool = False
     """Whether response headers came: from then on there is no retry."""
     retried: bool = False

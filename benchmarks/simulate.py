@@ -66,10 +66,11 @@ def _compare(
         print(row(oracle.run, oracle.took), flush=True)
     told = {"know": frozenset(args.know), "profile_error": args.profile_error}
     sharing = {"routers": args.routers, "share_lag": args.share_lag}
+    waiting = {"hold": args.hold, "urgent": args.urgent, "tenants": args.tenants}
     played = []
     for policy in args.policy:
         simulation = Simulation(
-            fleet_file, policy, args.poll_interval, args.seed, **told, **sharing
+            fleet_file, policy, args.poll_interval, args.seed, **told, **sharing, **waiting
         )
         one = _play(simulation, requests, phase)
         if oracle:
@@ -148,6 +149,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--share-lag", type=arguments.time, metavar="S", help=lag)
     between = "between two scrapes of a replica [0.05 for queue_kv and least_kv, else 0.2]"
     add("--poll-interval", type=arguments.positive, metavar="S", help=between)
+    waits = "whether requests wait at the router while no replica can carry them [off]"
+    add("--hold", type=arguments.switch, default=False, metavar="on|off", help=waits)
+    first = "share of the requests that go first where they wait [0]"
+    add("--urgent", type=arguments.share, default=0.0, metavar="SHARE", help=first)
+    deal = "so many requests of each tenant for so many of the others [one tenant]"
+    add("--tenants", type=arguments.counts, default=[], metavar="N,M", help=deal)
     told = "what the router is told that production would not know"
     add("--know", type=_known, default=[], metavar=",".join(KNOWN), help=told)
     wrong = "the profile the router starts from is X times as slow as the truth"

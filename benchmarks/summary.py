@@ -1,5 +1,6 @@
 """What a simulation says in figures: as JSON, and as a table for people."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
@@ -66,6 +67,7 @@ def summary(simulation: Simulation, served: Sequence[Served], phase: Phase | Non
             "e2e_mape": float(np.median(np.abs(predicted - e2e) / e2e)),
             "rank_corr": rank_correlation(predicted, e2e),
         },
+        "groups": _groups(served),
         "learned_speed": [asdict(one) for one in simulation.speeds.learned],
         "per_replica": {
             name: _work(
@@ -113,7 +115,32 @@ def row(run: Run, took: float) -> str:
         f"{name:18}{figures}  {run['prediction']['e2e_mape']:6.0%} {distance}"
         f"{run['hits']:9.0%}{run['imbalance']:11.2f}{run['failed']:8}{took:7.1f}s"
     )
-    return "\n".join([line, *map(_learned, run["learned_speed"])])
+    groups = [_group(name, one) for name, one in run["groups"].items()]
+    return "\n".join([line, *groups, *map(_learned, run["learned_speed"])])
+
+
+def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
+    """The figures of each group of requests, where there are several."""
+    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for one in served:
+        times[one.group].append((one.ttft, one.completion))
+    if len(times) < 2:
+        return {}
+    return {
+        group or "others": {
+            "requests": len(pairs),
+            **{
+                part: distribution(np.array(one))
+                for part, one in zip(_PARTS, zip(*pairs, strict=True), strict=True)
+            },
+        }
+        for group, pairs in sorted(times.items())
+    }
+
+
+def _group(name: str, figures: dict[str, Any]) -> str:
+    parts = ("".join(f"{figures[part][one]:8.3f}" for one in FIGURES) for part in _PARTS)
+    return f"  {name:16}{'   '.join(parts)}"
 
 
 def _served(one: Served, policy: str) -> dict[str, Any]:
@@ -123,6 +150,7 @@ def _served(one: Served, policy: str) -> dict[str, Any]:
         "at_s": one.traced.at,
         "prompt_tokens": one.traced.prompt_tokens,
         "output_tokens": one.traced.output_tokens,
+        "group": one.group,
         "ttft_s": one.ttft,
         "completion_s": one.completion,
         "replica": one.replica,

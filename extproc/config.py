@@ -1,6 +1,7 @@
 """Every setting, in one model. ``extproc/settings.py`` fills it from file, environment, flags."""
 
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -275,6 +276,53 @@ class RequestSettings(Section):
     """Request header that names a tenant, whose output lengths are then learned by themselves."""
 
 
+class Objective(Section):
+    """A kind of requests, by what they aim for."""
+
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Of requests that wait, those of a higher one go first."""
+    ttft_s: float | None = Field(default=None, gt=0)
+    """Seconds to the first token that it aims for: of one priority and tenant, the request that is
+    due first goes first."""
+
+    sheddable: bool = False
+    """Whether a request is refused with 429 at once where it would miss that, by prediction."""
+
+    @model_validator(mode="after")
+    def _sheds_what_is_late(self) -> "Objective":
+        if self.sheddable and self.ttft_s is None:
+            raise ValueError("sheddable needs ttft_s: a request is refused that would miss it")
+        return self
+
+    def sheds(self, ttft_s: float) -> bool:
+        """Whether a request whose first token would come then is refused."""
+        return self.sheddable and self.ttft_s is not None and ttft_s > self.ttft_s
+
+    def due(self, since: float) -> float:
+        """When the first token of a request is due that came at ``since``."""
+        return inf if self.ttft_s is None else since + self.ttft_s
+
+
+_LONGEST_HELD_S = 3600.0
+"""Envoy takes no longer ``override_message_timeout``."""
+
+
+class HoldSettings(Section):
+    """Requests that wait at the router while no replica can carry them to their end."""
+
+    longest_s: float = Field(default=300.0, ge=0, le=_LONGEST_HELD_S)
+    """Seconds for which Envoy is asked to wait; a second earlier a request is refused with 429.
+    Envoy's ``max_message_timeout`` has to be as long: where it is shorter none waits, and with 0
+    neither."""
+    most: int = Field(default=10_000, ge=1)
+    """Requests that wait at a time; further ones are refused with 429."""
+    objectives: dict[str, Objective] = Field(default_factory=dict)
+    """Name → priority and target."""
+    objective_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    """Request header that names the objective; one that is not named here, and none, has priority
+    0."""
+
+
 _TIMEOUTS = 3
 """In a row, and a scrape has failed: vLLM under load is late with its page now and then, one that
 hangs always."""
@@ -393,6 +441,7 @@ class Config(PoolReplicas):
     serve: ServeSettings = ServeSettings()
     route: RouteSettings = RouteSettings()
     request: RequestSettings = RequestSettings()
+    hold: HoldSettings = HoldSettings()
     poll: PollSettings = PollSettings()
     xds: XdsSettings = XdsSettings()
     log: LogSettings = LogSettings()
@@ -425,6 +474,7 @@ class Config(PoolReplicas):
             route.session_header,
             "cookie" if route.session_cookie else None,
             self.request.tenant_header,
+            self.hold.objective_header,
         ]
         return frozenset(name.lower() for name in named if name)
 

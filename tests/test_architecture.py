@@ -29,6 +29,7 @@ ROOMS = (
     "poll",
     "observe",
     "store",
+    "hold",
     "route",
     "fleet",
     "settings",

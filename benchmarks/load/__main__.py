@@ -25,7 +25,7 @@ import uvloop
 from benchmarks import arguments, trace
 from benchmarks.about import about
 from benchmarks.limits import allow_many_connections
-from benchmarks.load.plan import plan
+from benchmarks.load.plan import OBJECTIVE_HEADER, URGENT, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import PATHS, TargetError, ask
 from benchmarks.progress import progress
@@ -64,6 +64,7 @@ async def _run(
     target = await ask(args.url, args.endpoint, args.model, salt)
     target = replace(target, context=args.context or target.context)
     planned = plan(requests, target, args.stream_share, args.known_lengths, Random(args.seed))
+    planned = with_urgent(planned, args.urgent, Random(f"{args.seed} urgent"))
     if not planned:
         raise ValueError(f"no request fits into the context of {target.context} tokens")
     gc.freeze()
@@ -84,6 +85,7 @@ async def _run(
             "stream_share": args.stream_share,
             "policy": args.policy_header,
             "known_lengths": args.known_lengths,
+            "urgent": args.urgent,
             "seed": args.seed,
             "started": started.isoformat(timespec="milliseconds"),
             "duration_s": took,
@@ -121,6 +123,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     share = "share of the requests that are streamed, 0 to 1 [1]"
     add("--stream-share", type=arguments.share, default=1.0, metavar="F", help=share)
     add("--policy-header", metavar="P", help="ask the router for this policy")
+    urgent = f"share of the requests that have the header {OBJECTIVE_HEADER}: {URGENT} [0]"
+    add("--urgent", type=arguments.share, default=0.0, metavar="SHARE", help=urgent)
     add("--model", metavar="NAME", help="where the server has several")
     both = list(PATHS)
     add("--endpoint", type=_endpoints, default=both, metavar=",".join(both), help="one or both")

@@ -12,6 +12,9 @@ from benchmarks.trace import TracedRequest
 from extproc.demo.traffic import Request
 from extproc.simulator.server import OUTPUT_TOKENS_STATE
 
+OBJECTIVE_HEADER = "x-gateway-inference-objective"
+"""As in the Gateway API Inference Extension; the router's ``hold.objective_header`` may name it."""
+URGENT = "urgent"
 _ROOM_TOKENS = 64
 """Left free of the context, since a prompt's tokens are known only roughly."""
 
@@ -28,6 +31,8 @@ class Planned:
     max_tokens: int | None
     ignore_eos: bool
     """Whether exactly ``max_tokens`` shall be generated."""
+    objective: str = ""
+    """Name of its objective; empty: it has none."""
 
     @property
     def at_s(self) -> float:
@@ -46,6 +51,8 @@ class Planned:
         nothing else reads it.
         """
         told = {**headers, "tracestate": f"{OUTPUT_TOKENS_STATE}={self.traced.output_tokens}"}
+        if self.objective:
+            told[OBJECTIVE_HEADER] = self.objective
         path, body = PATHS[self.endpoint], json.dumps(self.body(target, salt)).encode()
         return Request(self.at_s, f"{run}-{self.number:05}", path, body, self.streamed, told)
 
@@ -88,6 +95,11 @@ def plan(
         bound = one.output_tokens if known_lengths else _bound(one, target.context)
         planned.append(Planned(number, one, drawn, streamed, bound, known_lengths))
     return _together(planned, endpoints)
+
+
+def with_urgent(planned: Iterable[Planned], share: float, random: Random) -> list[Planned]:
+    """The same; so many of them, drawn, have the objective ``urgent``."""
+    return [replace(one, objective=URGENT if random.random() < share else "") for one in planned]
 
 
 def _bound(one: TracedRequest, context: int | None) -> int | None:

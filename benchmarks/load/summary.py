@@ -49,6 +49,7 @@ def record(planned: Planned, answer: Answer) -> Figures:
         "at_s": planned.at_s,
         "late_s": answer.late_s,
         "endpoint": planned.endpoint,
+        "objective": planned.objective,
         "streamed": planned.streamed,
         "prompt_tokens": planned.traced.prompt_tokens,
         "max_tokens": planned.max_tokens,
@@ -86,7 +87,8 @@ def summary(
         "gap_s": distribution(np.fromiter(gaps, np.float64)),
         "late_s": distribution([one["late_s"] for one in records]),
         "errors": dict(Counter(one["error"] for one in records if one["error"]).most_common()),
-        "replicas": _by_replica(records),
+        "replicas": _by("replica", [one for one in records if one["replica"]]),
+        "objectives": _by("objective", records),
         "prompt_tokens": _tokens(answered, "prompt_tokens", "counted_prompt_tokens"),
         "output_tokens": _tokens(answered, "planned_output_tokens", "output_tokens"),
         "client": {
@@ -109,10 +111,11 @@ def table(figures: Figures) -> str:
         f"{figures['output_tokens_per_s']:.0f} tokens/s\n",
         *layout.table(head, [[label, *_cells(figures[key], FIGURES)] for label, key in _ROWS]),
     ]
-    if figures["replicas"]:
-        names = ("requests", "failed", "TTFT p50", "p99", "completion p50", "p99")
-        head = [Column("replica", left=True), *map(Column, names)]
-        lines += ["", *layout.table(head, [_row(*pair) for pair in figures["replicas"].items()])]
+    for what, parts in (("replica", figures["replicas"]), ("objective", figures["objectives"])):
+        if any(parts):
+            names = ("requests", "failed", "TTFT p50", "p99", "completion p50", "p99")
+            head = [Column(what, left=True), *map(Column, names)]
+            lines += ["", *layout.table(head, [_row(name or "-", parts[name]) for name in parts])]
     if figures["left_out"]:
         lines.append(f"\nnot sent, as the context has no room for them: {figures['left_out']}")
     if figures["errors"]:
@@ -136,10 +139,10 @@ def _cells(figures: Figures | None, names: Sequence[str]) -> list[str]:
     return [figure(figures[name] if figures else None) for name in names]
 
 
-def _by_replica(records: Sequence[Record]) -> Figures:
-    """For each replica that said its name."""
-    names = sorted({one["replica"] for one in records if one["replica"]})
-    return {name: _counts([one for one in records if one["replica"] == name]) for name in names}
+def _by(key: str, records: Sequence[Record]) -> Figures:
+    """For each of the names that the records have there."""
+    names = sorted({one[key] for one in records})
+    return {name: _counts([one for one in records if one[key] == name]) for name in names}
 
 
 def _counts(records: Sequence[Record]) -> Figures:

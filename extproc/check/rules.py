@@ -660,6 +660,11 @@ def _is_body_first(part: Part[ExternalProcessor]) -> bool:
     return _mode(part).request_header_mode is ProcessingModeHeaderSendMode.SKIP
 
 
+def is_full_duplex(part: Part[ExternalProcessor]) -> bool:
+    """Whether messages have no timeout."""
+    return _mode(part).request_body_mode is ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+
+
 def skips_responses(part: Part[ExternalProcessor]) -> bool:
     """Whether Envoy does not tell the router of responses."""
     return _mode(part).response_header_mode is ProcessingModeHeaderSendMode.SKIP

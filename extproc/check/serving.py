@@ -1,6 +1,7 @@
 """Rules for what Envoy must know of the routers, by how each is configured."""
 
 from collections import defaultdict
+from datetime import timedelta
 
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint
@@ -8,7 +9,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalP
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import UpstreamTlsContext
 
 from extproc.check.envoy_file import EnvoyFile
-from extproc.check.rules import Rule, bodies_first, skips_responses
+from extproc.check.rules import Rule, bodies_first, is_full_duplex, skips_responses
 from extproc.config import Config
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Level
@@ -35,6 +36,11 @@ _UNSEEN = (
     "these have the replica's name. Leave out the filters local_ratelimit and set_filter_state, "
     f"and this route, which matches their mark {UNSEEN}"
 )
+_IMPATIENT = (
+    "max_message_timeout is {:g} s: where replicas are full, requests do not wait at the router "
+    "but in the replicas, which compute some of them twice. Write max_message_timeout: {:g}s "
+    "(hold.longest_s)"
+)
 
 
 def rules_for(config: Config) -> list[Rule]:
@@ -54,6 +60,16 @@ def rules_for(config: Config) -> list[Rule]:
 
     def shows_answers(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
         return _UNSEEN if skips_responses(part) else None
+
+    longest_s = config.hold.longest_s
+
+    def timing(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+        """Filters in which Envoy counts the time that requests wait for the router."""
+        return [one for one in file.filters if longest_s and not is_full_duplex(one)]
+
+    def waits_for_room(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+        allowed = (part.message.max_message_timeout or timedelta()).total_seconds()
+        return None if allowed >= longest_s else _IMPATIENT.format(allowed, longest_s)
 
     tls = serve.tls_cert is not None
 
@@ -82,12 +98,14 @@ def rules_for(config: Config) -> list[Rule]:
 
     all_listed = f"All {serve.workers} workers of the router are listed."
     alike = "Envoy and the router speak TLS."
+    room = "A request may wait at the router while every replica is full."
     shown = "The router is shown every answer, for route.answer_asked_name."
     told = "The router hears the headers that its settings name."
     return [
         Rule("workers_are_listed", all_listed, Level.WARNING, listing, lists_workers),
         Rule("transport_fits", alike, Level.WARNING, speaking, speaks_alike),
         Rule("every_answer_is_shown", shown, Level.ERROR, naming, shows_answers),
+        Rule("waits_for_room", room, Level.WARNING, timing, waits_for_room),
         Rule("named_headers_are_told", told, Level.ERROR, skipping, tells),
     ]
 

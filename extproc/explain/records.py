@@ -51,6 +51,8 @@ class Excluded(BaseModel):
 class Outcome(BaseModel):
     """What happened; None where it was not seen."""
 
+    waited_s: Figure = 0.0
+    """At the router, before it was sent."""
     served_by: str | None
     status: int | None
     ttft_s: Figure

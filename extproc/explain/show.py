@@ -207,7 +207,7 @@ def _named(record: Record, replica: str) -> str:
 def _remark(record: Record) -> str:
     """What went otherwise than intended."""
     outcome = record.outcome
-    odd = []
+    odd = _waited(outcome)
     if outcome.served_by not in (None, record.replica):
         odd.append(f"served by {record.name_of(str(outcome.served_by))}")
     if outcome.status is not None and outcome.status >= 400:
@@ -217,9 +217,10 @@ def _remark(record: Record) -> str:
 
 def _happened(record: Record) -> str:
     outcome = record.outcome
+    parts = _waited(outcome)
     if outcome.served_by is None:
-        return "no answer yet, or none that was seen"
-    parts = [f"served by {_named(record, outcome.served_by)} with status {outcome.status}"]
+        return ", ".join([*parts, "no answer yet, or none that was seen"])
+    parts.append(f"served by {_named(record, outcome.served_by)} with status {outcome.status}")
     parts += _times(record, outcome)
     if outcome.prompt_tokens is not None:
         parts.append(f"{outcome.prompt_tokens} prompt tokens (taken for {record.prompt_tokens})")
@@ -229,6 +230,12 @@ def _happened(record: Record) -> str:
     if outcome.output_tokens:
         parts.append(f"{outcome.output_tokens} output tokens")
     return ", ".join(parts)
+
+
+def _waited(outcome: Outcome) -> list[str]:
+    if not outcome.waited_s:
+        return []
+    return [f"waited {figure(outcome.waited_s)} s at the router until a replica could carry it"]
 
 
 def _times(record: Record, outcome: Outcome) -> list[str]:

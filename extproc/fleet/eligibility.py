@@ -41,6 +41,8 @@ class Candidates:
     ids: list[str]
     names: list[str]
     excluded: tuple[Excluded, ...]
+    all: frozenset[str] = frozenset()
+    """The same ids, to look one up."""
     unknown: bool = False
     """Whether all members, healthy or not, told all they serve, and none this model."""
     only_some: bool = False
@@ -263,11 +265,13 @@ class Eligibility:
         """Of these members the ones that nothing is said against."""
         found = [(self._replicas[name].state, why) for name, why in zip(ids, left_out, strict=True)]
         usable = [state for state, why in found if not why]
+        ids = [state.id for state in usable]
         return Candidates(
-            np.array([self._rows[state.id] for state in usable], dtype=np.intp),
-            [state.id for state in usable],
+            np.array([self._rows[name] for name in ids], dtype=np.intp),
+            ids,
             [state.name or state.id for state in usable],
             tuple(Excluded(one.id, one.name or one.id, why) for one, why in found if why),
+            frozenset(ids),
         )
 
     def _rules(self, model: str, listed: bool, told: bool) -> tuple[tuple[_Rule, bool], ...]:

@@ -318,6 +318,31 @@ class Fleet:
         if self.members.by_row[row].prefix_caching:
             self._prefixes.enter(row, prefix, self._replicas.kv_capacity.item(row))
 
+    def tells_room(self, replica: str) -> bool:
+        """Whether a member's figures can be gone by: it tells how large its KV cache is, its speed
+        was measured, and it was heard of lately."""
+        row = self._rows[replica]
+        state = self.members.by_row[row]
+        lately = self._ledger.heard_lately(row, self._clock())
+        return state.kv_tokens > 0 and state.measured and lately
+
+    def busy(self, replica: str) -> bool:
+        """Whether anything is known to be in flight on a member."""
+        row, table = self._rows.get(replica), self._replicas
+        if row is None:
+            return False
+        others = table.peers_requests.item(row) if self.peers.counted else 0.0
+        return table.requests.item(row) + table.foreign.item(row) + others > 0.0
+
+    def room(self, replica: str) -> float:
+        """KV tokens that nothing there takes, nor waits for; without end where it is no member."""
+        row = self._rows.get(replica)
+        if row is None:
+            return inf
+        table = self._replicas
+        taken = table.kv_used.item(row) + table.enqueued.item(row) - table.prefilled.item(row)
+        return table.kv_capacity.item(row) - taken
+
     # -- what policies see ------------------------------------------------------------------
 
     def view(self, model: str, among: frozenset[str] | None = None, told: bool = True) -> FleetView:
@@ -340,7 +365,13 @@ class Fleet:
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
         adapters = self._adapters_on(candidates.ids, model)
         view = FleetView(
-            rows, candidates.ids, candidates.names, columns, candidates.excluded, adapters
+            rows,
+            candidates.ids,
+            candidates.names,
+            columns,
+            candidates.excluded,
+            adapters,
+            candidates.all,
         )
         if self.peers.counted:
             view.requests += table.peers_requests[rows]

@@ -85,13 +85,16 @@ class Ledger:
         """
         return self._requests.replica.item(self._row[ticket.number])
 
+    def heard_lately(self, replica: int, now: float) -> bool:
+        """Whether a poll told of a replica in the last seconds."""
+        return 0.0 <= now - self._replicas.sampled_at.item(replica) <= _LATE_S
+
     def generated(self, ticket: Ticket, now: float) -> Generated:
         """What each of a request's sequences has, by the steps that its replica counts; nothing
         where these were not heard of lately: they are only predicted then."""
         requests, replicas, row = self._requests, self._replicas, self._row[ticket.number]
         on, before = requests.replica.item(row), requests.steps_before.item(row)
-        late = not 0.0 <= now - replicas.sampled_at.item(on) <= _LATE_S
-        if late or before == inf:
+        if before == inf or not self.heard_lately(on, now):
             return Generated(0.0, 0.0)
         tokens = (replicas.steps.item(on) - before) * replicas.tokens_per_step.item(on)
         seconds = max(now - requests.began_at.item(row), 0.0)

@@ -18,6 +18,8 @@ from extproc.route.router import Decision
 class Outcome:
     """What happened to a routed request; None where it was not seen."""
 
+    waited_s: float = 0.0
+    """Seconds at the router, until a replica could carry it."""
     served_by: str | None = None
     """``ip:port`` that answered, after retries."""
     status: int | None = None
@@ -88,6 +90,7 @@ class DecisionRecord:
                 for one in decision.situation.view.excluded
             ],
             "outcome": {
+                "waited_s": _short(self.outcome.waited_s),
                 "served_by": self.outcome.served_by,
                 "status": self.outcome.status,
                 "ttft_s": _short(self.outcome.ttft_s),

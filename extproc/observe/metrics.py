@@ -14,9 +14,17 @@ class RouterMetrics:
         self.requests = Counts(
             "extproc_requests_total",
             "Requests by what became of them: routed, refused, passed (not for a model), "
-            "unrouted (no healthy replica known; Envoy's fallback serves), and of those routed, "
+            "unrouted (no healthy replica known; Envoy's fallback serves), gave_up (the client "
+            "hung up, or Envoy went on, while it waited here), and of those routed, "
             "unanswered (the client hung up, or Envoy no longer waited for the router).",
             ["result"],
+            registry,
+        )
+        self.refused = Counts(
+            "extproc_refused_total",
+            "Refused requests by the reason that their answer gives: its code, or its type where "
+            "it has none.",
+            ["reason"],
             registry,
         )
         self.decisions = Counts(
@@ -47,6 +55,17 @@ class RouterMetrics:
             "extproc_prediction_error_ratio",
             "|predicted − actual| ÷ actual completion time.",
             (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
+            registry,
+        )
+        self.waiting = Gauge(
+            "extproc_requests_waiting",
+            "Requests that wait at the router until a replica can carry them.",
+            registry=registry,
+        )
+        self.waited_seconds = Spread(
+            "extproc_waited_seconds",
+            "Time for which requests waited at the router that had to.",
+            _SECONDS,
             registry,
         )
         self.in_flight = Gauge(

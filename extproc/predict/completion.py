@@ -1,6 +1,7 @@
 """When each replica would finish a request, over the whole fleet in one expression."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -31,6 +32,8 @@ class Prediction:
     """Time the requests in flight lose, summed over them."""
     kv_pressure: Floats
     """Fraction of the KV cache in use after admission, 0…1."""
+    growth: Floats
+    """Tokens that the sequences in flight generate meanwhile."""
     cached: Floats
     """Tokens of the prompt that the replica has in its prefix cache."""
     avoidable: Floats
@@ -100,7 +103,7 @@ def predict(
     wait = admission(view, sequences, taken, own, new)
     _refuse(view, profile.longest_prompt, wait)
     prefill = _prefill(view, prompt, new)
-    decode, slower = _decode(view, sequences, own, prompt, out)
+    decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill
     completion = ttft + decode
     kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
@@ -114,6 +117,7 @@ def predict(
         completion,
         view.c_prefill * new * view.batch + slower,
         kv_pressure,
+        growth,
         cached,
         avoidable,
         least(ttft) / least(completion),
@@ -146,14 +150,14 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
 
 def _decode(
     view: FleetView, sequences: Sequences, own: int, prompt: float, out: float
-) -> tuple[Floats, Floats]:
-    """Decode time, and what the sequences in flight lose by it."""
+) -> tuple[Floats, Floats, Floats]:
+    """Decode time, what the sequences in flight lose by it, and the tokens they generate."""
     count = len(view)
     # The first token comes out of the prefill; `later` decode steps follow.
     later, each = max(out - 1.0, 0.0), prompt / own
     on, together = sequences.replica, np.minimum(sequences.remaining, later)
     shared = together * sequences.weight
-    steps = np.bincount(on, shared, count)
+    steps = cast(Floats, np.bincount(on, shared, count))  # integers by its annotation
     kv_growth = np.bincount(on, shared * together, count) * 0.5
     kv = np.bincount(on, shared * sequences.context, count) + kv_growth
     step_share = 1.0 / view.tokens_per_step
@@ -163,4 +167,4 @@ def _decode(
         + view.c_kv * (kv + own * later * (each + later / 2))
     )
     slower = step_share * (view.c_batch * steps + view.c_kv * (each * steps + kv_growth))
-    return decode, own * slower
+    return decode, own * slower, steps

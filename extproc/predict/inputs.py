@@ -105,6 +105,7 @@ class FleetView(Columns):
         columns: Iterable[tuple[str, Floats]],
         excluded: tuple[Excluded, ...] = (),
         adapters: Sequence[str] = (),
+        candidates: frozenset[str] = frozenset(),
     ) -> None:
         """A view.
 
@@ -116,12 +117,14 @@ class FleetView(Columns):
             excluded: replicas of the pool that could not serve it now.
             adapters: the LoRA adapter that each is asked for, empty for a model that is none; no
                 entries where the model is an adapter nowhere.
+            candidates: the ids, to look one up; many views share them.
         """
         self.rows = rows
         self.ids = ids
         self.names = names
         self.excluded = excluded
         self.adapters = adapters
+        self.candidates = candidates
         self.__dict__.update(columns)
 
     @property

@@ -1,6 +1,7 @@
 """What a client is told when its request is not served."""
 
 from collections.abc import Sequence
+from math import ceil
 
 from pydantic_core import to_json
 
@@ -21,6 +22,8 @@ class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it sta
     """Of the HTTP answer."""
     kind = "internal_error"
     """``type`` of the error in its body."""
+    retry_after = 0
+    """Seconds after which the client may try again; 0: it is not said."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -55,6 +58,7 @@ class NoReplica(Refusal):
 
     status = 503
     kind = "service_unavailable_error"
+    retry_after = 1
 
 
 class Saturated(Refusal):
@@ -62,6 +66,11 @@ class Saturated(Refusal):
 
     status = 429
     kind = "rate_limit_error"
+
+    def __init__(self, message: str, code: str, retry_after: float) -> None:
+        """``retry_after``: seconds, a second at least."""
+        super().__init__(message, code=code)
+        self.retry_after = max(ceil(retry_after), 1)
 
 
 def error_body(error: Refusal) -> bytes:

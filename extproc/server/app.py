@@ -15,6 +15,7 @@ from extproc.clock import monotonic, wall
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
+from extproc.hold.queue import LET_GO_EVERY_S, Queue
 from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
@@ -65,6 +66,7 @@ async def run_router(
     server = GrpcServer(services, others)
     async with (
         _admin(pools, registry, stopping) as admin,
+        _background(let_go(pools), stopping) as letting_go,
         _background(_states(pools, registry), stopping) as state,
         _background(_housekeeping(pools), stopping) as housekeeping,
     ):
@@ -77,7 +79,7 @@ async def run_router(
         await stopping.wait()
         logger.info("stopping", extra={"in_flight": sum(one.fleet.in_flight for one in pools)})
         await server.stop(config.serve.drain_s)
-    for part in (state, housekeeping):
+    for part in (state, housekeeping, letting_go):
         if part.done() and not part.cancelled():
             part.result()
 
@@ -117,6 +119,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         wall=wall,
         random=generator,
         reader=Reader(config.serve.chunk_budget),
+        queue=Queue(fleet, config.hold, monotonic),
     )
 
 
@@ -174,6 +177,7 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
+        metrics.waiting.set(sum(len(one.queue) for one in pools))
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
         metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
@@ -182,6 +186,14 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         oldest = min(fleet.eligibility.silence.heard_at for fleet in heard)
         metrics.state_age.set(clock() - oldest)
         await asyncio.sleep(_HOUSEKEEPING_EVERY)
+
+
+async def let_go(pools: Sequence[Services]) -> None:
+    """What waits may go, too, when a poll or another router told of room; for ever."""
+    while True:
+        for one in pools:
+            one.queue.look()
+        await asyncio.sleep(LET_GO_EVERY_S)
 
 
 @asynccontextmanager

@@ -6,20 +6,24 @@ Its way through the code::
     server/exchange.py    what Envoy tells of it, phase by phase, and what is answered
     request/inspect.py    its body: model, prompt tokens, output bound, prefix
     route/router.py       a prediction for every replica, a policy's choice
+    hold/queue.py         it waits, where no replica could carry it to its end
     fleet/fleet.py        the replica's ledger, until the stream closes
     server/messages.py    the choice, as Envoy takes it
 
 The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway.py``.
 """
 
+import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
+from extproc.config import Objective
+from extproc.hold.waiting import Waiting
 from extproc.predict.inputs import least
-from extproc.request.errors import BadRequest, NoModel, NoReplica, Refusal, Saturated, error_body
+from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
 from extproc.request.profile import Endpoint, RequestProfile
@@ -39,7 +43,11 @@ _LONGEST_ID = 128
 _DIGITS = 15
 """Of a content-length: a petabyte."""
 NONE_READY = "no replica is ready to serve this request"
-_RETRY_AFTER_S = 1
+_NO_OBJECTIVE = Objective()
+Sent = Callable[[Decision | None], Iterable[bytes]]
+"""The replies that say where a request goes; by no decision, where Envoy chooses."""
+Replied = Callable[[bytes, bytes], Iterable[bytes]]
+"""The replies to a phase, of that which says where it goes, and the body for the replica."""
 _REQUEST_HEADERS = frozenset(
     {":path", ":method", "x-request-id", "content-length", "content-encoding", messages.UNSEEN}
 )
@@ -55,10 +63,15 @@ class Asked(NamedTuple):
     tenant: str
     session: str
     """As the client names it."""
+    objective: str
     length: int | None
     """Bytes of the body."""
     readable: bool
     """Whether the body is not compressed."""
+
+
+def _alone(reply: bytes, body: bytes) -> Iterable[bytes]:
+    return [reply]
 
 
 class Exchange:
@@ -69,10 +82,15 @@ class Exchange:
     in any order; each is answered as it is, and one that is unknown with a continue.
     """
 
-    __slots__ = ("_answer", "_in_flight", "_response_body_mode", "_services", "_subset", "_unseen")
+    __slots__ = (
+        *("_answer", "_held", "_held_bytes", "_in_flight", "_response_body_mode", "_services"),
+        *("_subset", "_unseen", "waiting"),
+    )
 
     has_fallback = True
     """Whether Envoy has a choice of its own where the router makes none."""
+    is_timed = True
+    """Whether Envoy waits for a reply no longer than it was told."""
 
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         """Takes the stream's first message, which says how Envoy speaks; it is not answered yet."""
@@ -83,6 +101,12 @@ class Exchange:
         self._unseen = False
         """Whether Envoy was told not to tell of the response."""
         self._in_flight: InFlight | None = None
+        self._held: Waiting | None = None
+        """Where it waits for a replica."""
+        self._held_bytes = 0
+        """Of its body, meanwhile."""
+        self.waiting: asyncio.Future[Iterable[bytes]] | None = None
+        """The replies that are still to come, where it does."""
         self._answer: AnswerNamer | None = None
         """Where the answer is to have the name that was asked for."""
 
@@ -103,14 +127,23 @@ class Exchange:
                 case phase:
                     return [messages.proceed(phase or "")]
         except Refusal as error:
-            self._services.metrics.requests.add("refused")
-            return [refuse(error)]
+            return self._refused(error)
 
     def close(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
+        if self._held is not None:
+            self._services.queue.gave_up(self._held, self.is_timed)
+            self._services.metrics.requests.add("gave_up")
+            self._waits_no_more()
         if self._in_flight is not None:
             self._in_flight.end()
             self._in_flight = None
+
+    def _refused(self, error: Refusal) -> Iterable[bytes]:
+        metrics = self._services.metrics
+        metrics.requests.add("refused")
+        metrics.refused.add(error.code or error.kind)
+        return [refuse(error)]
 
     # -- the request ------------------------------------------------------------------------
 
@@ -142,6 +175,7 @@ class Exchange:
             policy=headers.get(route.policy_header, "") if route.allow_policy_header else "",
             tenant=headers.get(tenant_header.lower(), "")[:_LONGEST_ID] if tenant_header else "",
             session=session_of(headers, route.session_header, route.session_cookie),
+            objective=headers.get((config.hold.objective_header or "").lower(), ""),
             length=int(length[:_DIGITS]) if length.isdecimal() else None,
             readable=headers.get("content-encoding", "identity") == "identity",
         )
@@ -168,8 +202,10 @@ class Exchange:
         """The reply to what any replica may get."""
         return messages.proceed(phase)
 
-    def _route(self, phase: str, asked: Asked, body: bytes, partial: bool) -> tuple[bytes, bytes]:
-        """The reply to a phase, and the body as the replica chosen is to get it.
+    def _route(
+        self, phase: str, asked: Asked, body: bytes, partial: bool, replied: Replied = _alone
+    ) -> Iterable[bytes]:
+        """The replies to a phase, as far as they are known yet.
 
         ``partial``: ``body`` is the beginning of a larger one.
 
@@ -188,28 +224,41 @@ class Exchange:
                 name, previous, self._subset, asked.session
             ),
         )
-        decision = self._decide(asked, profile, started)
-        if decision is None:
-            return messages.proceed(phase), body
-        return self._send_to(phase, self._destination(decision)), self._named(decision, body)
 
-    def _route_body(self, asked: Asked, message: HttpBody) -> bytes:
-        """The reply to a body that came in one piece."""
+        def sent(decision: Decision | None) -> Iterable[bytes]:
+            if decision is None:
+                return replied(messages.proceed(phase), body)
+            destination = self._destination(decision)
+            return replied(self._send_to(phase, destination), self._named(decision, body))
+
+        size = len(body) if self.is_timed else 0  # a gateway's body has its room
+        return self._decide(asked, profile, started, size, sent)
+
+    def _route_body(self, asked: Asked, message: HttpBody) -> Iterable[bytes]:
+        """The replies to a body that came in one piece."""
         came, whole = message.body, message.end_of_stream
-        reply, body = self._route("request_body", asked, came, partial=not whole)
-        if body is came:
-            return reply
-        length = len(came) if whole else asked.length
-        longer = len(body) - len(came)
-        return messages.with_body(reply, body, None if length is None else length + longer)
 
-    def _decide(self, asked: Asked, profile: RequestProfile, started: float) -> Decision | None:
-        """Chooses a replica and books the request there; None where Envoy is to choose.
+        def replied(reply: bytes, body: bytes) -> Iterable[bytes]:
+            if body is came:
+                return [reply]
+            length = len(came) if whole else asked.length
+            longer = len(body) - len(came)
+            return [messages.with_body(reply, body, None if length is None else length + longer)]
+
+        return self._route("request_body", asked, came, not whole, replied)
+
+    def _decide(
+        self, asked: Asked, profile: RequestProfile, started: float, size: int, sent: Sent
+    ) -> Iterable[bytes]:
+        """Chooses a replica, and books the request there or has it wait: not where there is no room
+        for its body, which the replica chosen may get with another name.
 
         Args:
             asked: what its headers say.
             profile: what its body says.
             started: when it was begun to be looked at; seconds.
+            size: bytes of the body.
+            sent: makes the replies.
 
         Raises:
             Refusal: it is not to be served.
@@ -218,42 +267,141 @@ class Exchange:
         if asked.tenant or asked.session:
             session = session_key(asked.session, profile.model) if asked.session else ""
             profile = replace(profile, tenant=asked.tenant, session=session)
-        told = not self._unseen
-        decision = services.router.decide(profile, asked.policy, self._subset, told)
-        self._admit(profile, decision)
+        told, router = not self._unseen, services.router
+        decide = partial(router.decide, profile, asked.policy, self._subset, told)
+        decision = decide()
+        self._known(profile)
+        objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
+        if decision is None:
+            self._let_envoy_choose(profile)
+        elif self._in_time(decision, objective) and services.room.take(size):
+            self._held_bytes = size
+            return self._wait(asked, decision, decide, sent, objective)
+        self._book(asked, decision)
+        services.metrics.decision_seconds.observe(services.clock() - started)
+        return sent(decision)
+
+    def _book(self, asked: Asked, decision: Decision | None, waited: float = 0.0) -> None:
+        """Takes its place on the replica chosen, after ``waited`` seconds; None: Envoy chooses."""
+        services = self._services
         if decision is None:
             services.metrics.requests.add("unrouted")
-            return None
+            return
+        profile = decision.profile
         if services.config.route.answer_asked_name and profile.asked not in ("", decision.name):
             self._answer = AnswerNamer(decision.name, profile.asked)
             if self._unseen:
                 _say_unnamed(services.config.pool)
-        self._in_flight = InFlight(services, decision, asked.request_id, self._unseen)
-        services.metrics.decision_seconds.observe(services.clock() - started)
-        return decision
+        self._in_flight = InFlight(services, decision, asked.request_id, self._unseen, waited)
 
-    def _admit(self, profile: RequestProfile, decision: Decision | None) -> None:
-        """Nothing, where it may be served or Envoy may choose.
+    # -- waiting ----------------------------------------------------------------------------
+
+    def _wait(
+        self,
+        asked: Asked,
+        decision: Decision,
+        decide: Callable[[], Decision | None],
+        sent: Sent,
+        objective: Objective,
+    ) -> Iterable[bytes]:
+        """Has it wait; the replies, where it may go at once, or else what tells Envoy to wait.
 
         Raises:
-            Refusal: it is not to be served.
+            Saturated: too many wait.
         """
-        fleet, route = self._services.fleet, self._services.config.route
-        candidates = fleet.eligibility.candidates(profile.model)
-        known = route.listed_models_only and fleet.known.is_set()
-        if known and candidates.unknown and profile.asked:
+        services, since, profile = self._services, self._services.clock(), decision.profile
+        waiting: asyncio.Future[Iterable[bytes]] = asyncio.get_running_loop().create_future()
+
+        at_once = True
+
+        def go(outcome: Decision | Exception | None) -> None:
+            waited = 0.0 if at_once else services.clock() - since
+            self._waits_no_more()
+            if waiting.cancelled():
+                return
+            try:
+                waiting.set_result(self._after_waiting(asked, profile, outcome, waited, sent))
+            except Exception as error:  # this request's alone
+                waiting.set_exception(error)
+
+        one = Waiting(decision, since, decide, go, objective.priority, objective.due(since))
+        self._held = one
+        try:
+            services.queue.enter(one)
+        except Saturated:
+            self._waits_no_more()
+            raise
+        if waiting.done():
+            return waiting.result()
+        at_once, self.waiting = False, waiting
+        return [messages.wait(services.config.hold.longest_s)] if self.is_timed else []
+
+    def _after_waiting(
+        self,
+        asked: Asked,
+        profile: RequestProfile,
+        outcome: Decision | Exception | None,
+        waited: float,
+        sent: Sent,
+    ) -> Iterable[bytes]:
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            if outcome is None:
+                self._let_envoy_choose(profile)
+            self._book(asked, outcome, waited)
+            return sent(outcome)
+        except Refusal as error:
+            return self._refused(error)
+
+    def _waits_no_more(self) -> None:
+        self._services.room.give_back(self._held_bytes)
+        self._held, self._held_bytes = None, 0
+
+    def _known(self, profile: RequestProfile) -> None:
+        """Nothing, where any replica may know the model.
+
+        Raises:
+            NoModel: none does.
+        """
+        fleet = self._services.fleet
+        listed = self._services.config.route.listed_models_only and fleet.known.is_set()
+        unknown = fleet.eligibility.candidates(profile.model).unknown
+        if listed and unknown and profile.asked:
             raise NoModel(profile.asked, fleet.members.models)
-        if decision is None:
-            served = fleet.members.names.served(profile.model)
-            apart = profile.asked != "" and served != (profile.asked,)
-            apart |= candidates.only_some
-            if apart or self._subset is not None or not self.has_fallback:
-                raise NoReplica(NONE_READY)
-            return
-        soonest = least(decision.prediction.ttft)
-        if route.max_ttft_s is not None and soonest > route.max_ttft_s:
-            message = f"every replica is busy: the first token would come in {soonest:.0f} s"
-            raise Saturated(message, code="saturated")
+
+    def _let_envoy_choose(self, profile: RequestProfile) -> None:
+        """Nothing, where it may choose.
+
+        Raises:
+            NoReplica: it has no choice of its own, or knows none that serves this.
+        """
+        fleet = self._services.fleet
+        served = fleet.members.names.served(profile.model)
+        apart = profile.asked != "" and served != (profile.asked,)
+        apart |= fleet.eligibility.candidates(profile.model).only_some
+        if apart or self._subset is not None or not self.has_fallback:
+            raise NoReplica(NONE_READY)
+
+    def _in_time(self, decision: Decision, objective: Objective) -> bool:
+        """Whether it has to wait.
+
+        Raises:
+            Saturated: its first token would come too late.
+        """
+        queue, profile = self._services.queue, decision.profile
+        waits, wait = queue.keeps(decision, objective.priority), 0.0
+        if waits:
+            replicas = len(decision.situation.view)
+            wait = queue.wait_s(profile.model, objective.priority, replicas)
+        soonest = wait + least(decision.prediction.ttft)
+        late = f"the first token would come in {soonest:.0f} s"
+        most = self._services.config.route.max_ttft_s
+        if most is not None and soonest > most:
+            raise Saturated(f"every replica is busy: {late}", "saturated", wait)
+        if objective.sheds(soonest):
+            raise Saturated(f"{late}, later than its objective allows", "too_late", wait)
+        return waits
 
     def _named(self, decision: Decision, body: bytes) -> bytes:
         """The body, with the name by which the replica chosen serves the model."""
@@ -316,9 +464,9 @@ class BodyFirst(Exchange):
             return [self._pass_on("request_body", headers)]
         self._unseen = messages.UNSEEN in headers and asked.endpoint is not Endpoint.RESPONSES
         if asked.readable:
-            return [self._route_body(asked, message)]
+            return self._route_body(asked, message)
         asked = asked._replace(length=len(message.body))
-        return [self._route("request_body", asked, b"", partial=True)[0]]
+        return self._route("request_body", asked, b"", partial=True)
 
 
 @cache
@@ -339,5 +487,4 @@ def _with_own(named: frozenset[str]) -> frozenset[str]:
 
 def refuse(error: Refusal) -> bytes:
     """The answer to a request that is not to be served."""
-    retry_after = 0 if isinstance(error, BadRequest | NoModel) else _RETRY_AFTER_S
-    return messages.answer(error.status, error_body(error), retry_after)
+    return messages.answer(error.status, error_body(error), error.retry_after)

@@ -7,7 +7,7 @@ from extproc.request.errors import NoReplica, Refusal
 from extproc.request.media import LARGE_BODY
 from extproc.request.profile import NO_WORK
 from extproc.server import messages
-from extproc.server.exchange import NONE_READY, Asked, Exchange, refuse
+from extproc.server.exchange import NONE_READY, Asked, Exchange
 from extproc.server.proto.ext_proc_pb2 import HttpHeaders, ProcessingRequest
 from extproc.server.services import Services
 
@@ -22,15 +22,16 @@ class Gateway(Exchange):
     is made when the one before it has been taken.
     """
 
-    __slots__ = ("_held", "_taken", "_waiting")
+    __slots__ = ("_held_back", "_taken", "_waiting")
 
     has_fallback = False
+    is_timed = False
 
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         """As any exchange."""
         super().__init__(services, first)
         self._waiting: Asked | None = None
-        self._held = bytearray()
+        self._held_back = bytearray()
         """What came of the body while the headers wait for it."""
         self._taken = 0
         """Bytes of the room for bodies."""
@@ -49,42 +50,48 @@ class Gateway(Exchange):
             self._waiting = asked
             return []
         partial = not message.end_of_stream
-        return [self._route("request_headers", asked, b"", partial)[0]]
+        return self._route("request_headers", asked, b"", partial)
 
     def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
         message = request.request_body
         if self._waiting is None:
             return [messages.pass_chunk("request_body", message.body, message.end_of_stream)]
-        self._held += message.body
+        self._held_back += message.body
         more = not message.end_of_stream
-        if self._take_room(len(message.body)) and more and len(self._held) < LARGE_BODY:
+        if self._take_room(len(message.body)) and more and len(self._held_back) < LARGE_BODY:
             return []
-        return self._let_go(self._waiting, complete=not more, last=not more)
+        return self._let_go(self._waiting, complete=not more)
 
     def _on_request_trailers(self) -> Iterable[bytes]:
         trailers = [messages.proceed("request_trailers")]
         if self._waiting is None:
             return trailers
-        return chain(self._let_go(self._waiting, complete=True, last=False), trailers)
+        return self._let_go(self._waiting, complete=True, trailers=trailers)
 
     def _to_any(self, phase: str) -> bytes:
         decision = self._services.router.decide(NO_WORK, among=self._subset)
         if decision is None:
-            return refuse(NoReplica(NONE_READY))
+            raise NoReplica(NONE_READY)
         return self._send_to(phase, self._destination(decision))
 
-    def _let_go(self, asked: Asked, complete: bool, last: bool) -> Iterator[bytes]:
-        """The headers that were held back, with a destination now, and after them the body.
+    def _let_go(
+        self, asked: Asked, complete: bool, trailers: Iterable[bytes] = ()
+    ) -> Iterable[bytes]:
+        """The headers that were held back, with a destination now, after them the body, and after
+        that the reply to trailers.
 
-        ``complete``: there is no more of it; ``last``: nor trailers.
+        ``complete``: there is no more of the body.
         """
-        body, self._held, self._waiting = bytes(self._held), bytearray(), None
+        body, self._held_back, self._waiting = bytes(self._held_back), bytearray(), None
+
+        def replied(reply: bytes, body: bytes) -> Iterable[bytes]:
+            return chain(self._with_body(reply, body, complete and not trailers), trailers)
+
         try:
-            reply, body = self._route("request_headers", asked, body, partial=not complete)
+            return self._route("request_headers", asked, body, not complete, replied)
         except Refusal:
             self._leave_room()
             raise
-        return self._with_body(reply, body, last)
 
     def _with_body(self, reply: bytes, body: bytes, last: bool) -> Iterator[bytes]:
         """Holds its room until an Envoy that is slow to read has taken it all."""

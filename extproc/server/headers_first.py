@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from extproc.request.media import LARGE_BODY, of_length
 from extproc.request.profile import Endpoint
+from extproc.route.router import Decision
 from extproc.server import messages
 from extproc.server.exchange import Asked, Exchange
 from extproc.server.proto.ext_proc_pb2 import HttpHeaders, ProcessingRequest
@@ -32,18 +33,18 @@ class HeadersFirst(Exchange):
         if asked is None:
             return [self._pass_on("request_headers", headers)]
         if message.end_of_stream:
-            return [self._route("request_headers", asked, b"", partial=False)[0]]
+            return self._route("request_headers", asked, b"", partial=False)
         if asked.readable and self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
             model = self._too_large_for(asked)
-            return [self._wait_for_body(asked) if model is None else self._by_length(asked, model)]
+            return [self._wait_for_body(asked)] if model is None else self._by_length(asked, model)
         # The headers leave before the body is seen, so its length must do.
-        return [self._route("request_headers", asked, b"", partial=True)[0]]
+        return self._route("request_headers", asked, b"", partial=True)
 
     def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
         asked, self._waiting = self._waiting, None
         if asked is None:
             return [messages.proceed("request_body")]
-        return [self._route_body(asked, request.request_body)]
+        return self._route_body(asked, request.request_body)
 
     def _to_any(self, phase: str) -> bytes:
         return messages.LEAVE_ALONE
@@ -63,11 +64,15 @@ class HeadersFirst(Exchange):
             return None
         return self._services.fleet.members.only_model
 
-    def _by_length(self, asked: Asked, model: str) -> bytes:
+    def _by_length(self, asked: Asked, model: str) -> Iterable[bytes]:
         services = self._services
         started = services.clock()
         profile = of_length(asked.endpoint, asked.length or 0, model, services.tokens)
-        decision = self._decide(asked, profile, started)
-        if decision is None:
-            return messages.proceed("request_headers")
-        return self._send_to("request_headers", self._destination(decision), leave_body=True)
+
+        def sent(decision: Decision | None) -> Iterable[bytes]:
+            if decision is None:
+                return [messages.proceed("request_headers")]
+            destination = self._destination(decision)
+            return [self._send_to("request_headers", destination, leave_body=True)]
+
+        return self._decide(asked, profile, started, 0, sent)

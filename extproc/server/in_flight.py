@@ -35,7 +35,12 @@ class InFlight:
     )
 
     def __init__(
-        self, services: Services, decision: Decision, request_id: str, unseen: bool
+        self,
+        services: Services,
+        decision: Decision,
+        request_id: str,
+        unseen: bool,
+        waited: float,
     ) -> None:
         """Takes its place on the replica chosen.
 
@@ -44,6 +49,7 @@ class InFlight:
             decision: where it goes.
             request_id: for the decision's record.
             unseen: Envoy was asked not to tell of the response.
+            waited: seconds that it waited at the router.
         """
         self._services = services
         self._unseen = unseen
@@ -59,6 +65,9 @@ class InFlight:
         """Chunks that it should have, if it is streamed."""
         pool = services.config.pool
         self._outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
+        if waited:
+            self._outcome.waited_s = waited
+            services.metrics.waited_seconds.observe(waited)
         self._status: int | None = None
         self._usage: UsageReader | None = None
         self._chunks: int | None = None
@@ -127,6 +136,7 @@ class InFlight:
             services.router.learn_counted(
                 self._forecast, self._served_by, generated, outcome.ttft_s, baseline
             )
+        services.queue.let_go(self._served_by)
 
     def _served(self, upstream: str) -> None:
         """Which replica it was in the end, and whether it failed."""

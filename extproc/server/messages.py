@@ -5,6 +5,7 @@ hundredth of what typed Python classes take.
 """
 
 from collections.abc import Container
+from datetime import timedelta
 from functools import cache
 
 from google.protobuf.struct_pb2 import Value
@@ -91,6 +92,17 @@ def body_only(mode: int) -> bytes:
     reply.mode_override.request_body_mode = mode
     reply.mode_override.response_header_mode = _SKIP
     reply.mode_override.response_trailer_mode = _SEND
+    return reply.SerializeToString()
+
+
+@cache
+def wait(seconds: float) -> bytes:
+    """Tells Envoy to wait for the reply, which comes within so many seconds.
+
+    It does where its ``max_message_timeout`` is as long, and passes over this where it is not.
+    """
+    reply = ProcessingResponse()
+    reply.override_message_timeout.FromTimedelta(timedelta(seconds=seconds))
     return reply.SerializeToString()
 
 

@@ -84,17 +84,29 @@ class ExternalProcessor:
         if self._full and self._open < self._most // 2:
             self._full = False
             logger.info("again fewer requests are in flight than serve.max_streams allows")
-        services, exchange = self._asked_for(context), None
+        services, exchange, reading = self._asked_for(context), None, None
         self._open += 1
         self._opened_at = self._services.clock()
         try:
-            while (raw := await context.read()) is not grpc.aio.EOF:
+            while (raw := await (reading or context.read())) is not grpc.aio.EOF:
                 message = ProcessingRequest.FromString(raw)
                 exchange = exchange or _protocol(message)(services, message)
                 replies = exchange.answer(message)
+                reading = None
                 del raw, message  # see above
                 for reply in replies:
                     await context.write(reply)
+                if (waiting := exchange.waiting) is not None:
+                    exchange.waiting = None
+                    reading = asyncio.ensure_future(context.read())
+                    await asyncio.wait((waiting, reading), return_when=asyncio.FIRST_COMPLETED)
+                    if not waiting.done() and reading.result() is grpc.aio.EOF:
+                        break
+                    replies = await waiting
+                    del waiting  # see above
+                    for reply in replies:
+                        await context.write(reply)
+                    del replies
         except DecodeError:
             logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from extproc.clock import Clock
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
+from extproc.hold.queue import Queue
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
@@ -28,6 +29,7 @@ class Services:
     wall: Clock
     random: random.Random
     reader: Reader
+    queue: Queue
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
 
@@ -41,4 +43,5 @@ class Services:
         fleet = Fleet(OutputLengths(), names=self.fleet.members.names)
         route = config.route
         router = Router(fleet, route.policy, self.random, route.session_cost_s)
-        return replace(self, config=config, router=router, watch=Watch())
+        queue = Queue(fleet, config.hold, self.clock)
+        return replace(self, config=config, router=router, queue=queue, watch=Watch())

@@ -5,6 +5,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from subprocess import PIPE, Popen
 from typing import Any
 from urllib.request import urlopen
@@ -14,8 +15,10 @@ import pytest
 from benchmarks import trace
 from benchmarks.limits import allow_many_connections
 from benchmarks.load.__main__ import main
-from benchmarks.load.plan import Planned
+from benchmarks.load.plan import OBJECTIVE_HEADER, Planned, plan, with_urgent
+from benchmarks.load.prompts import Counting
 from benchmarks.load.summary import Effort, record, summary, table
+from benchmarks.load.target import Target
 from benchmarks.trace import TracedRequest
 from extproc.demo.traffic import Answer, Client
 from tests.benchmarks.conftest import complaint_of
@@ -44,6 +47,22 @@ def summed(*answers: Answer, effort: Effort = IDLE, left_out: int = 0) -> dict[s
     traced = TracedRequest(0.0, 100, 10, None)
     records = [record(Planned(1, traced, "chat", True, None, False), one) for one in answers]
     return summary(records, client, effort, 5.0, left_out)
+
+
+def test_urgent_requests_say_so_and_have_a_line_of_their_own() -> None:
+    target = Target("tiny", None, {"chat": Counting.of((10, 12), (20, 22))})
+    traced = [TracedRequest(0.0, 10, 10, None)] * 1000
+    planned = plan(traced, target, 1.0, False, Random(0))
+    planned = with_urgent(planned, 0.3, Random(0))
+    told = [one.request(target, "", "run", {}).headers.get(OBJECTIVE_HEADER) for one in planned]
+    assert 250 < told.count("urgent") < 350
+    assert told.count("urgent") + told.count(None) == 1000
+    client = Client("http://nowhere")
+    client.answers = {str(number): answer(number) for number in range(1000)}
+    records = [record(*pair) for pair in zip(planned, client.answers.values(), strict=True)]
+    figures = summary(records, client, IDLE, 5.0)
+    assert figures["objectives"]["urgent"]["requests"] == told.count("urgent")
+    assert "urgent" in table(figures)
 
 
 def test_figures_are_of_whole_answers() -> None:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from benchmarks import simulate
 from extproc import cli
 from extproc.config import Config
 from extproc.observe.decisions import DecisionRecord
+from extproc.observe.metrics import RouterMetrics
 from extproc.route.router import Router
 from tests.fakes import ManualClock, chat, fleet_of, state
 
@@ -87,6 +89,15 @@ def test_every_field_of_a_decision_record_is_documented() -> None:
     fields = set(keys(DecisionRecord(1, "", 0.0, decision).to_json()))
     assert {"outcome", "excluded", "terms_s"} < fields
     assert fields - set(re.findall(r"`(\w+)`", section)) == set()
+
+
+def test_every_metric_of_a_router_is_documented() -> None:
+    registry = CollectorRegistry()
+    RouterMetrics(registry)
+    total = {"counter": "_total"}
+    names = {one.name + total.get(one.type, "") for one in registry.collect()}
+    assert "extproc_refused_total" in names
+    assert names - set(re.findall(r"`(extproc_\w+)", text("docs/operations.md"))) == set()
 
 
 def keys(record: object) -> Iterator[str]:

@@ -139,7 +139,8 @@ def broken(breakage: Breakage) -> list[Finding]:
 def test_our_own_files_pass_every_rule(name: str) -> None:
     findings = check_envoy(read_yaml(ENVOY / name))
     unjudged = OF_HEADERS_FIRST | (OF_WHOLE_FILES if name == "ext_proc.yaml" else set())
-    assert {finding.rule for finding in findings} == {rule.name for rule in RULES} - unjudged
+    rules = {rule.name for rule in RULES} | {"waits_for_room"}
+    assert {finding.rule for finding in findings} == rules - unjudged
     assert {finding.level for finding in findings} == {Level.OK}
 
 
@@ -422,6 +423,21 @@ def test_headers_that_settings_name_must_be_told() -> None:
     assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
     file.headers_first()
     assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
+
+
+def test_envoy_must_wait_as_long_as_requests_wait_at_the_router() -> None:
+    file = Bootstrap()
+    file.ext_proc["max_message_timeout"] = "60s"
+    (finding,) = complaints(file.tree)
+    assert (finding.rule, finding.level) == ("waits_for_room", Level.WARNING)
+    assert "is 60 s" in finding.text
+    assert "Write max_message_timeout: 300s" in finding.text
+    for longest_s in (60, 0):
+        config = Config.model_validate({"hold": {"longest_s": longest_s}})
+        assert {one.level for one in check_envoy(file.tree, config)} == {Level.OK}
+    del file.ext_proc["max_message_timeout"]
+    (finding,) = complaints(file.tree)
+    assert "is 0 s" in finding.text
 
 
 @pytest.mark.parametrize("tree", [None, [], {}, [1, 2], {"a": 1}, "text", [{"name": "x"}]])

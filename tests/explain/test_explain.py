@@ -249,6 +249,24 @@ async def test_an_answer_that_went_wrong_is_remarked(
     assert "served by r2 (10.0.0.2:8000) with status 503" in text
 
 
+async def test_how_long_it_waited_at_the_router_is_shown_where_it_did(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, chat(10), "at-once")
+    decide(services, chat(10), "later")
+    outcome = services.log.of_request("later")[0].outcome
+    outcome.waited_s = 3.2
+    waited = "waited 3.200 s at the router until a replica could carry it"
+    listed = await explain("--router", router)
+    assert listed[-1].endswith(f"[{waited}]")
+    assert sum("waited" in line for line in listed) == 1
+    text = " ".join(" ".join(await explain("--router", router, "later")).split())
+    assert f"happened {waited}, no answer yet, or none that was seen" in text
+    outcome.served_by, outcome.status = replica(1), 200
+    text = " ".join(" ".join(await explain("--router", router, "later")).split())
+    assert f"happened {waited}, served by r1 (10.0.0.1:8000) with status 200" in text
+
+
 async def test_what_clients_write_is_neither_obeyed_nor_too_wide(
     services: Services, router: str, explain: Explain
 ) -> None:

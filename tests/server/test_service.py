@@ -621,6 +621,26 @@ async def test_a_model_that_no_replica_lists_does_not_exist(
     assert error["message"].endswith(" and 48 more.")
 
 
+async def test_refusals_are_counted_by_the_reason_that_their_answers_give(
+    envoy: EnvoySide, services: Services
+) -> None:
+    clock = ManualClock(services.wall())
+    services.fleet.put(state(3, "llama-8b-a10", clock, models=("down",), healthy=False))
+    for body in (b"no json", b'{"model": 5}', CHAT | {"model": "none"}, CHAT | {"model": "down"}):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            status, error = refused(await stream.request_body(body))
+            (*_, reason) = samples(services.metrics.refused)
+            assert reason == (error["code"] or error["type"],), status
+    assert samples(services.metrics.refused) == {
+        ("invalid_json",): 1,
+        ("invalid_model",): 1,
+        ("model_not_found",): 1,
+        ("service_unavailable_error",): 1,
+    }
+    assert samples(services.metrics.requests) == {("refused",): 4}
+
+
 @pytest.mark.parametrize("figures", [{"models": ()}, {"listed": False}])
 async def test_a_replica_that_does_not_tell_its_models_may_serve_any(
     envoy: EnvoySide, services: Services, figures: dict[str, Any]

@@ -1,0 +1,1 @@
+"""Requests that wait at the router until a replica can carry them to their end."""

@@ -1,0 +1,127 @@
+"""A request that waits, and whether a replica could carry it."""
+
+from collections.abc import Callable
+from math import inf
+
+import numpy as np
+
+from extproc.predict.inputs import Floats
+from extproc.route.router import Decision
+
+_FULL = 0.94
+"""KV pressure from which on a replica can carry no other request: what it has is still growing."""
+_AMONG_OTHERS = 0.02
+"""So much less where other routers send there, too: for some milliseconds nobody knows of it."""
+_LITTLE = 1e-3
+_RESERVE = 0.035
+"""So much more for requests of a higher priority: some room is left for those that come."""
+
+
+class Waiting:
+    """A request that waits."""
+
+    __slots__ = (
+        *("candidates", "cost", "deadline", "decide", "decided_at", "go", "model"),
+        *("passed_over", "priority", "replica", "since", "tenant", "tokens"),
+    )
+
+    def __init__(
+        self,
+        decision: Decision,
+        since: float,
+        decide: Callable[[], Decision | None],
+        go: Callable[[Decision | Exception | None], None],
+        priority: int = 0,
+        deadline: float = inf,
+    ) -> None:
+        """One that waits from now on.
+
+        Args:
+            decision: the one that was made when it came.
+            since: when that was.
+            decide: decides as of now; None where no replica can be used.
+            go: sends it; an exception: it is refused, or failed. Raises nothing.
+            priority: higher goes first.
+            deadline: when it should have its first token.
+        """
+        self.tenant = decision.profile.tenant
+        self.model = decision.profile.model
+        self.cost = cost(decision)
+        """As it was when it came."""
+        self.since = since
+        self.decide = decide
+        self.go = go
+        self.priority = priority
+        self.deadline = deadline
+        self.decided(decision, since)
+
+    def decided(self, decision: Decision, now: float) -> None:
+        """It was decided anew."""
+        view, prediction = decision.situation.view, decision.prediction
+        full, pressure = full_at(decision, self.priority), peak_pressure(decision)
+        room = (pressure < full) & (prediction.admission <= 0.0)
+        with_room = frozenset(view.ids[place] for place in room.nonzero()[0].tolist())
+        first = decision.choice.first
+        later = pressure.item(first) - prediction.kv_pressure.item(first)
+        reserve = (1.0 - full + later) * view.kv_capacity.item(first)
+        self.candidates = view.candidates
+        self.passed_over = with_room - {decision.replica}
+        """Candidates that had room, and were worse than one that had none."""
+        self.replica = decision.replica
+        self.tokens = _tokens(decision) - prediction.cached.item(first) + reserve
+        """KV tokens that have to be free there."""
+        self.decided_at = now
+
+    def passes(self, replica: str, since: float) -> bool:
+        """Whether it was decided since then that it rather waits for another than that one."""
+        return replica in self.passed_over and self.decided_at > since
+
+
+def full_at(decision: Decision, priority: int) -> float:
+    """The KV pressure from which on a replica can carry no other request."""
+    less = 0.0 if decision.news_age is None else _AMONG_OTHERS
+    return _FULL - less + (_RESERVE if priority > 0 else 0.0)
+
+
+def peak_pressure(decision: Decision) -> Floats:
+    """The KV pressure on each candidate when it is highest, should the request be there.
+
+    Of sequences that end independently of how long they have been there, whatever is left of them
+    to generate, G tokens in all beside K that are there, (K + G·t)·e⁻ᵗ are there at time t: most at
+    1 − K/G, if that is to come. So short prompts with long answers need room that is free as yet.
+    """
+    prediction = decision.prediction
+    now = prediction.kv_pressure
+    growth = prediction.growth / decision.situation.view.kv_capacity
+    left = np.minimum(now / np.maximum(growth, _LITTLE), 1.0)
+    return np.maximum(growth * np.exp(left - 1.0), now)
+
+
+def fits(decision: Decision, priority: int) -> bool:
+    """Whether the replica chosen can carry the request to its end beside what is there.
+
+    It goes, too, where nothing is that could end, where what others sent is not known, and where
+    the prompt is too long for it at any time: the replica says so at once.
+    """
+    first, prediction, view = decision.choice.first, decision.prediction, decision.situation.view
+    full, admission = full_at(decision, priority), prediction.admission.item(first)
+    now, growth = prediction.kv_pressure.item(first), prediction.growth.item(first)
+    grows = growth > now * view.kv_capacity.item(first)
+    pressure = peak_pressure(decision).item(first) if grows else now
+    if pressure < full and not admission:
+        return True
+    too_long = decision.profile.longest_prompt > view.longest_prompt.item(first)
+    return not view.requests.item(first) or decision.stale or too_long
+
+
+def cost(decision: Decision) -> float:
+    """Seconds of a whole replica: its share of the KV cache, for as long as it is there."""
+    first, prediction = decision.choice.first, decision.prediction
+    seconds = prediction.prefill.item(first) + prediction.decode.item(first)
+    return _tokens(decision) / decision.situation.view.kv_capacity.item(first) * seconds
+
+
+def _tokens(decision: Decision) -> float:
+    """KV tokens that it has at its end."""
+    profile = decision.profile
+    return profile.prompt_tokens + profile.sequences * decision.prediction.output_tokens

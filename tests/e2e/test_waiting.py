@@ -1,0 +1,266 @@
+"""Requests wait at the router while every replica is full, whatever fails meanwhile."""
+
+import asyncio
+import itertools
+import re
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import MODEL, SimulatedReplica
+from tests.e2e.client import CHAT, Client
+from tests.e2e.stack import Stack, on_ports
+from tests.e2e.test_examples import EXAMPLES
+from tests.waiting import until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+WORDS, TOKENS, FIT = 1000, 120, 4
+SMALL = ("--kv-tokens", str(FIT * 1152))
+"""Of the requests here a replica has room for four."""
+REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
+BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "cluster_header", "endpoint_picker"
+IMPATIENT = "envoy, without max_message_timeout"
+SO_SLOW = 50.0
+"""None ends meanwhile."""
+numbers = itertools.count()
+
+
+class Behind(Stack):
+    """The stack behind one of the files in envoy/."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        serve = {"chunks_per_s": 1e6, "drain_s": 1.0} | EXAMPLES.get(name, {})
+        super().__init__(directory, REPLICAS, {"serve": serve})
+        self.name = name
+
+    def _bootstrap(self) -> str:
+        if self.name in (HEADERS_FIRST, FULL_DUPLEX):
+            return on_ports(self, self.name)
+        whole = super()._bootstrap()
+        return re.sub(" max_message_timeout:.*", "", whole) if self.name == IMPATIENT else whole
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Behind]:
+    async with Behind(request.param, tmp_path_factory.mktemp("waiting")) as running:
+        yield running
+
+
+def behind(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("stack", names, indirect=True)
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def known_well(client: Client) -> None:
+    """Nobody waits for a replica whose speed is not known."""
+
+    async def measured() -> bool:
+        answers = await asyncio.gather(*(client.chat(tokens=300) for _ in range(8)))
+        assert {answer.status for answer in answers} == {200}
+        replicas = (await client.fleet())["replicas"]
+        return all(one["healthy"] and one["measured"] for one in replicas)
+
+    await until(measured)
+    await client.ledger_empty()
+
+
+async def ask(client: Client, name: str) -> int:
+    """The status of the answer to a prompt that is like no other."""
+    content = name + " sea" * WORDS
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
+    headers = {"x-request-id": name, "x-simulate-output-tokens": str(TOKENS)}
+    async with client._session.post(
+        client._stack.url + CHAT, json=body | {"max_tokens": TOKENS}, headers=headers
+    ) as response:
+        await response.read()
+        return response.status
+
+
+async def waiting(client: Client) -> int:
+    """How many have asked the router and are on no replica."""
+    streams, fleet = await client.metric("extproc_open_streams"), await client.fleet()
+    return int(streams) - int(fleet["in_flight"])
+
+
+async def preempted(client: Client, stack: Stack) -> float:
+    pages = []
+    for one in REPLICAS:
+        async with client._session.get(f"http://{stack.address(one.name)}/metrics") as page:
+            pages.append(await page.text())
+    lines = (line for page in pages for line in page.splitlines())
+    counts = [line for line in lines if line.startswith("vllm:num_preemptions_total{")]
+    assert len(counts) == len(REPLICAS)
+    return sum(float(line.rpartition(" ")[2]) for line in counts)
+
+
+class Crowd:
+    """Requests that came, and their answers."""
+
+    def __init__(self, client: Client) -> None:
+        self.names: list[str] = []
+        self.asked: list[asyncio.Task[int]] = []
+        self._client = client
+
+    async def joined_by(self, count: int) -> None:
+        """Returns when the router knows of so many more."""
+        self.names += [f"{next(numbers)}" for _ in range(count)]
+        self.asked += [asyncio.create_task(ask(self._client, name)) for name in self.names[-count:]]
+
+        async def known() -> bool:
+            return await self._client.metric("extproc_open_streams") >= self.unanswered
+
+        await until(known)
+
+    @property
+    def unanswered(self) -> int:
+        return sum(not one.done() for one in self.asked)
+
+
+@asynccontextmanager
+async def crowd(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[Crowd]:
+    """The replicas are full, and so many more wait; all are answered when the block has ended.
+
+    ``slow``: how many times as long as usual the replicas take meanwhile.
+    """
+
+    came = Crowd(client)
+
+    async def full() -> bool:
+        if not came.unanswered:
+            await came.joined_by(len(REPLICAS) * FIT)
+        replicas = (await client.fleet())["replicas"]
+        return sum(float(one["kv_usage"]) for one in replicas) > 0.7 * len(REPLICAS)
+
+    await until(full)
+    if slow > 1.0:
+        await speed(client, slow)
+    await came.joined_by(more)
+    assert await waiting(client) > 0
+    yield came
+    if slow > 1.0:
+        await speed(client, 1.0)
+    assert set(await asyncio.gather(*came.asked)) == {200}
+
+
+async def streams_open(client: Client, count: int) -> None:
+    """Returns when the router has so many."""
+
+    async def so() -> bool:
+        return await client.metric("extproc_open_streams") == count
+
+    await until(so)
+
+
+async def speed(client: Client, slow: float) -> None:
+    """How many times as long as usual the replicas take."""
+    for one in REPLICAS:
+        await client.simulate(one.name, slow=slow)
+
+
+@behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
+async def test_what_does_not_fit_waits_and_nothing_is_computed_twice(
+    client: Client, stack: Stack
+) -> None:
+    before = await client.metric("extproc_waited_seconds_count")
+    async with crowd(client, 30) as came:
+
+        async def told() -> bool:
+            return await client.metric("extproc_requests_waiting") > 0
+
+        await until(told)
+    await nothing_left(client)
+    records = [one for name in came.names for one in await client.decisions(name)]
+    waited = [one for one in records if one["outcome"]["waited_s"] > 0.0]
+    assert len(records) == len(came.names)
+    assert len(waited) >= 20
+    assert await client.metric("extproc_waited_seconds_count") == before + len(waited)
+    assert await preempted(client, stack) == 0
+
+
+async def nothing_left(client: Client) -> None:
+    """Returns when nothing waits, nor is in flight."""
+
+    async def so() -> bool:
+        names = ("requests_waiting", "requests_in_flight", "open_streams")
+        return not any([await client.metric(f"extproc_{name}") for name in names])
+
+    await until(so)
+    await client.ledger_empty()
+
+
+@behind(BODY_FIRST)
+async def test_a_router_that_dies_takes_none_with_it(client: Client, stack: Stack) -> None:
+    async with crowd(client, 30):
+        await stack.kill("router")
+    await back(client, stack)
+
+
+@behind(BODY_FIRST)
+async def test_a_router_that_hangs_keeps_none_for_long(client: Client, stack: Stack) -> None:
+    async with crowd(client, 30) as came:
+        stack.process("router").signal(signal.SIGSTOP)
+        await until(lambda: came.unanswered == 0, seconds=40.0)
+        stack.process("router").signal(signal.SIGCONT)
+    await back(client, stack)
+
+
+@behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)
+async def test_who_hangs_up_leaves_at_once(client: Client, stack: Stack) -> None:
+    async with crowd(client, 10, SO_SLOW) as came:
+        wait, in_flight = await waiting(client), (await client.fleet())["in_flight"]
+        last = came.asked.pop()
+        last.cancel()
+        await streams_open(client, wait + in_flight - 1)
+        assert await waiting(client) == wait - 1
+        assert (await client.fleet())["in_flight"] == in_flight
+    await nothing_left(client)
+
+
+@behind(BODY_FIRST)
+@pytest.mark.parametrize("part", ["poller", "redis", "one"])
+async def test_whatever_dies_meanwhile_none_fails(client: Client, stack: Stack, part: str) -> None:
+    """Not even what a replica was answering that dies: nothing of it had left Envoy."""
+    async with crowd(client, 20):
+        await stack.kill(part)
+    await nothing_left(client)
+    await stack.start(part)
+    await stack.wait_routing()
+
+
+@behind(IMPATIENT)
+async def test_for_an_envoy_that_does_not_wait_none_is_kept(client: Client, stack: Stack) -> None:
+    log = stack.directory / "router.log"
+    async with crowd(client, 6, SO_SLOW) as came:
+        await until(lambda: "Envoy does not wait for the router" in log.read_text())
+        await until(lambda: waits(client, 0))
+        came.asked += [asyncio.create_task(ask(client, f"more {number}")) for number in range(4)]
+        await streams_open(client, len(REPLICAS) * FIT + 4)
+        assert await waits(client, 0)
+    assert log.read_text().count("Envoy does not wait for the router") == 1
+    records = [one for number in range(4) for one in await client.decisions(f"more {number}")]
+    assert [one["outcome"]["waited_s"] for one in records] == [0.0] * 4
+    await nothing_left(client)
+
+
+async def waits(client: Client, count: int) -> bool:
+    return await waiting(client) == count
+
+
+async def back(client: Client, stack: Stack) -> None:
+    """Returns when the router, started if need be, has nothing left and routes again."""
+    if not stack.process("router").running:
+        await stack.start("router")
+    await stack.wait_routing()
+
+    async def routed() -> bool:
+        return bool((await client.chat(tokens=1)).decisions)
+
+    await until(routed)
+    await nothing_left(client)
