@@ -326,20 +326,15 @@ class Fleet:
         lately = self._ledger.heard_lately(row, self._clock())
         return state.kv_tokens > 0 and state.measured and lately
 
-    def busy(self, replica: str) -> bool:
-        """Whether anything is known to be in flight on a member."""
+    def room(self, replica: str) -> float:
+        """KV tokens that nothing takes there, nor waits for; without end where nothing is in flight
+        that could make room, or it is no member."""
         row, table = self._rows.get(replica), self._replicas
         if row is None:
-            return False
-        others = table.peers_requests.item(row) if self.peers.counted else 0.0
-        return table.requests.item(row) + table.foreign.item(row) + others > 0.0
-
-    def room(self, replica: str) -> float:
-        """KV tokens that nothing there takes, nor waits for; without end where it is no member."""
-        row = self._rows.get(replica)
-        if row is None:
             return inf
-        table = self._replicas
+        others = table.peers_requests.item(row) if self.peers.counted else 0.0
+        if table.requests.item(row) + table.foreign.item(row) + others <= 0.0:
+            return inf
         taken = table.kv_used.item(row) + table.enqueued.item(row) - table.prefilled.item(row)
         return table.kv_capacity.item(row) - taken
 

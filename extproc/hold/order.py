@@ -28,9 +28,8 @@ class Shares:
 
     def sent(self, tenant: str, cost: float) -> None:
         """A request of its own goes that takes so much."""
-        got = self.of(tenant)
-        self._level = got if got > self._level else self._level
-        self._got[tenant] = got + cost
+        self._level = self.of(tenant)
+        self._got[tenant] = self._level + cost
         if len(self._got) > _MOST_TENANTS:
             self._level = max(self._level, median(self._got.values()))
             self._got = {name: got for name, got in self._got.items() if got > self._level}

@@ -130,7 +130,7 @@ class Queue:
         """Sends what may go, in order, now that something ended on a replica."""
         if not self._waiting:
             return
-        now, room, cheap = self._clock(), self._room(replica), inf
+        now, room, cheap = self._clock(), self._fleet.room(replica), inf
         place = tried = 0
         kept: Kept = {}
         for one in self._order:
@@ -139,11 +139,11 @@ class Queue:
             if place >= _AHEAD and one.cost > cheap and not self._is_old(one, now):
                 place += 1
                 continue
-            mayhap = room >= one.tokens and one.priority >= kept.get(replica, -inf)
-            if mayhap and not one.passes(replica, now - _ANEW_S) and tried < _TRIED:
+            may_go = room >= one.tokens and one.priority >= kept.get(replica, -inf)
+            if may_go and not one.passes(replica, now - _ANEW_S) and tried < _TRIED:
                 tried += 1
                 self._try(one, now, kept)
-                room = self._room(replica)
+                room = self._fleet.room(replica)
             if not one.passes(replica, now - _ANEW_S):
                 self._keep(one, now, kept, replica)
                 place += 1
@@ -167,10 +167,6 @@ class Queue:
             if replica in self._awaited:
                 self._awaited[replica] = self._awaited.pop(replica)  # the others are next
                 self.let_go(replica)
-
-    def _room(self, replica: str) -> float:
-        """KV tokens that a request may take there: any that nothing there could make room for."""
-        return self._fleet.room(replica) if self._fleet.busy(replica) else inf
 
     def _try(self, one: Waiting, now: float, kept: Kept) -> bool:
         """Decides anew; whether it goes."""

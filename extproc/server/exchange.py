@@ -274,7 +274,7 @@ class Exchange:
         objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
         if decision is None:
             self._let_envoy_choose(profile)
-        elif self._in_time(decision, objective) and services.room.take(size):
+        elif self._has_to_wait(decision, objective) and services.room.take(size):
             self._held_bytes = size
             return self._wait(asked, decision, decide, sent, objective)
         self._book(asked, decision)
@@ -383,20 +383,21 @@ class Exchange:
         if apart or self._subset is not None or not self.has_fallback:
             raise NoReplica(NONE_READY)
 
-    def _in_time(self, decision: Decision, objective: Objective) -> bool:
+    def _has_to_wait(self, decision: Decision, objective: Objective) -> bool:
         """Whether it has to wait.
 
         Raises:
             Saturated: its first token would come too late.
         """
-        queue, profile = self._services.queue, decision.profile
+        queue, most = self._services.queue, self._services.config.route.max_ttft_s
         waits, wait = queue.keeps(decision, objective.priority), 0.0
+        if most is None and not objective.sheddable:
+            return waits
         if waits:
-            replicas = len(decision.situation.view)
-            wait = queue.wait_s(profile.model, objective.priority, replicas)
+            model, replicas = decision.profile.model, len(decision.situation.view)
+            wait = queue.wait_s(model, objective.priority, replicas)
         soonest = wait + least(decision.prediction.ttft)
         late = f"the first token would come in {soonest:.0f} s"
-        most = self._services.config.route.max_ttft_s
         if most is not None and soonest > most:
             raise Saturated(f"every replica is busy: {late}", "saturated", wait)
         if objective.sheds(soonest):

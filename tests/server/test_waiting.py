@@ -22,6 +22,13 @@ from tests.waiting import until
 MEMBERS = {replica(1), replica(2)}
 
 
+async def wait_in_full_duplex(stream: Stream, services: Services) -> None:
+    """Sends a request as a gateway does, which has to wait."""
+    await stream.write_headers(**DUPLEX)
+    await stream.write_body(json.dumps(long("third")).encode())
+    await until(lambda: len(services.queue) == 1)
+
+
 @pytest.fixture
 def config() -> Config:
     return Config.model_validate(
@@ -101,9 +108,7 @@ async def test_a_gateway_gets_nothing_until_then(
     envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
 ) -> None:
     async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX)
-        await stream.write_body(json.dumps(long("third")).encode())
-        await until(lambda: len(services.queue) == 1)
+        await wait_in_full_duplex(stream, services)
         await full[0].end()
         assert set(destination(await stream.read())) == MEMBERS
         body, ended = chunk_of(await stream.read())
@@ -181,8 +186,6 @@ async def test_where_no_replica_is_left_meanwhile_a_gateway_is_told_so(
     envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
 ) -> None:
     async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX)
-        await stream.write_body(json.dumps(long("third")).encode())
-        await until(lambda: len(services.queue) == 1)
+        await wait_in_full_duplex(stream, services)
         set_health(services, healthy=False)
         assert status_of(await stream.read()) == 503
