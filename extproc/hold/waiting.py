@@ -1,7 +1,6 @@
 """A request that waits, and whether a replica could carry it."""
 
 from collections.abc import Callable
-from math import inf
 
 import numpy as np
 
@@ -31,8 +30,6 @@ class Waiting:
         since: float,
         decide: Callable[[], Decision | None],
         go: Callable[[Decision | Exception | None], None],
-        priority: int = 0,
-        deadline: float = inf,
     ) -> None:
         """One that waits from now on.
 
@@ -41,8 +38,6 @@ class Waiting:
             since: when that was.
             decide: decides as of now; None where no replica can be used.
             go: sends it; an exception: it is refused, or failed. Raises nothing.
-            priority: higher goes first.
-            deadline: when it should have its first token.
         """
         self.tenant = decision.profile.tenant
         self.model = decision.profile.model
@@ -51,14 +46,17 @@ class Waiting:
         self.since = since
         self.decide = decide
         self.go = go
-        self.priority = priority
-        self.deadline = deadline
+        objective = decision.profile.objective
+        self.priority = objective.priority
+        decode = decision.prediction.decode.item(decision.choice.first)
+        self.deadline = since + objective.due_s(decode)
+        """When its first token is due."""
         self.decided(decision, since)
 
     def decided(self, decision: Decision, now: float) -> None:
         """It was decided anew."""
         view, prediction = decision.situation.view, decision.prediction
-        full, pressure = full_at(decision, self.priority), peak_pressure(decision)
+        full, pressure = full_at(decision), peak_pressure(decision)
         room = (pressure < full) & (prediction.admission <= 0.0)
         with_room = frozenset(view.ids[place] for place in room.nonzero()[0].tolist())
         first = decision.choice.first
@@ -77,10 +75,10 @@ class Waiting:
         return replica in self.passed_over and self.decided_at > since
 
 
-def full_at(decision: Decision, priority: int) -> float:
+def full_at(decision: Decision) -> float:
     """The KV pressure from which on a replica can carry no other request."""
     less = 0.0 if decision.news_age is None else _AMONG_OTHERS
-    return _FULL - less + (_RESERVE if priority > 0 else 0.0)
+    return _FULL - less + (_RESERVE if decision.profile.objective.priority > 0 else 0.0)
 
 
 def peak_pressure(decision: Decision) -> Floats:
@@ -97,14 +95,14 @@ def peak_pressure(decision: Decision) -> Floats:
     return np.maximum(growth * np.exp(left - 1.0), now)
 
 
-def fits(decision: Decision, priority: int) -> bool:
+def fits(decision: Decision) -> bool:
     """Whether the replica chosen can carry the request to its end beside what is there.
 
     It goes, too, where nothing is that could end, where what others sent is not known, and where
     the prompt is too long for it at any time: the replica says so at once.
     """
     first, prediction, view = decision.choice.first, decision.prediction, decision.situation.view
-    full, admission = full_at(decision, priority), prediction.admission.item(first)
+    full, admission = full_at(decision), prediction.admission.item(first)
     now, growth = prediction.kv_pressure.item(first), prediction.growth.item(first)
     grows = growth > now * view.kv_capacity.item(first)
     pressure = peak_pressure(decision).item(first) if grows else now

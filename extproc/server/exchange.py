@@ -20,11 +20,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from extproc.config import Objective
 from extproc.hold.waiting import Waiting
 from extproc.predict.inputs import least
 from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
+from extproc.request.objective import NO_OBJECTIVE, Objective, first_of, targets_of
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.rename import AnswerNamer, rename
@@ -43,7 +43,6 @@ _LONGEST_ID = 128
 _DIGITS = 15
 """Of a content-length: a petabyte."""
 NONE_READY = "no replica is ready to serve this request"
-_NO_OBJECTIVE = Objective()
 Sent = Callable[[Decision | None], Iterable[bytes]]
 """The replies that say where a request goes; by no decision, where Envoy chooses."""
 Replied = Callable[[bytes, bytes], Iterable[bytes]]
@@ -64,6 +63,9 @@ class Asked(NamedTuple):
     session: str
     """As the client names it."""
     objective: str
+    """As a header names it."""
+    targets: dict[str, float]
+    """That headers tell, beside those of its objective; in seconds."""
     length: int | None
     """Bytes of the body."""
     readable: bool
@@ -167,15 +169,16 @@ class Exchange:
         if endpoint is None or headers.get(":method") != "POST":
             return None
         config = self._services.config
-        route, tenant_header = config.route, config.request.tenant_header
+        route = config.route
         length = headers.get("content-length", "")
         return Asked(
             endpoint,
             request_id=headers.get("x-request-id", "")[:_LONGEST_ID],
             policy=headers.get(route.policy_header, "") if route.allow_policy_header else "",
-            tenant=headers.get(tenant_header.lower(), "")[:_LONGEST_ID] if tenant_header else "",
+            tenant=first_of(config.tenant_headers, headers)[:_LONGEST_ID],
             session=session_of(headers, route.session_header, route.session_cookie),
-            objective=headers.get((config.hold.objective_header or "").lower(), ""),
+            objective=first_of(config.objective_headers, headers),
+            targets=targets_of(headers) if config.hold.allow_inference_headers else {},
             length=int(length[:_DIGITS]) if length.isdecimal() else None,
             readable=headers.get("content-encoding", "identity") == "identity",
         )
@@ -264,22 +267,30 @@ class Exchange:
             Refusal: it is not to be served.
         """
         services = self._services
-        if asked.tenant or asked.session:
+        objective = self._objective(asked, profile)
+        if asked.tenant or asked.session or objective is not NO_OBJECTIVE:
             session = session_key(asked.session, profile.model) if asked.session else ""
-            profile = replace(profile, tenant=asked.tenant, session=session)
+            profile = replace(profile, tenant=asked.tenant, session=session, objective=objective)
         told, router = not self._unseen, services.router
         decide = partial(router.decide, profile, asked.policy, self._subset, told)
         decision = decide()
         self._known(profile)
-        objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
         if decision is None:
             self._let_envoy_choose(profile)
-        elif self._has_to_wait(decision, objective) and services.room.take(size):
+        elif self._has_to_wait(decision) and services.room.take(size):
             self._held_bytes = size
-            return self._wait(asked, decision, decide, sent, objective)
+            return self._wait(asked, decision, decide, sent)
         self._book(asked, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
         return sent(decision)
+
+    def _objective(self, asked: Asked, profile: RequestProfile) -> Objective:
+        hold = self._services.config.hold
+        found = hold.objective(asked.objective, asked.tenant, profile.asked, profile.model)
+        if not (told := asked.targets):
+            return found
+        ttft_s, tpot_s = told.get("ttft_s", found.ttft_s), told.get("tpot_s", found.tpot_s)
+        return found._replace(ttft_s=ttft_s, tpot_s=tpot_s)
 
     def _book(self, asked: Asked, decision: Decision | None, waited: float = 0.0) -> None:
         """Takes its place on the replica chosen, after ``waited`` seconds; None: Envoy chooses."""
@@ -300,9 +311,8 @@ class Exchange:
         self,
         asked: Asked,
         decision: Decision,
-        decide: Callable[[], Decision | None],
+        decide: Callable[..., Decision | None],
         sent: Sent,
-        objective: Objective,
     ) -> Iterable[bytes]:
         """Has it wait; the replies, where it may go at once, or else what tells Envoy to wait.
 
@@ -324,7 +334,13 @@ class Exchange:
             except Exception as error:  # this request's alone
                 waiting.set_exception(error)
 
-        one = Waiting(decision, since, decide, go, objective.priority, objective.due(since))
+        def decide_anew() -> Decision | None:
+            decision = decide(waited=services.clock() - since)
+            if decision is not None:
+                _refuse_late(decision)
+            return decision
+
+        one = Waiting(decision, since, decide_anew, go)
         self._held = one
         try:
             services.queue.enter(one)
@@ -383,25 +399,24 @@ class Exchange:
         if apart or self._subset is not None or not self.has_fallback:
             raise NoReplica(NONE_READY)
 
-    def _has_to_wait(self, decision: Decision, objective: Objective) -> bool:
+    def _has_to_wait(self, decision: Decision) -> bool:
         """Whether it has to wait.
 
         Raises:
-            Saturated: its first token would come too late.
+            Saturated: its first token would come too late, or it is to be refused where it is late.
         """
         queue, most = self._services.queue, self._services.config.route.max_ttft_s
-        waits, wait = queue.keeps(decision, objective.priority), 0.0
-        if most is None and not objective.sheddable:
+        waits, wait, profile = queue.keeps(decision), 0.0, decision.profile
+        if most is None and not profile.objective.sheddable:
             return waits
         if waits:
-            model, replicas = decision.profile.model, len(decision.situation.view)
-            wait = queue.wait_s(model, objective.priority, replicas)
+            replicas = len(decision.situation.view)
+            wait = queue.wait_s(profile.model, profile.objective.priority, replicas)
         soonest = wait + least(decision.prediction.ttft)
-        late = f"the first token would come in {soonest:.0f} s"
         if most is not None and soonest > most:
+            late = f"the first token would come in {soonest:.0f} s"
             raise Saturated(f"every replica is busy: {late}", "saturated", wait)
-        if objective.sheds(soonest):
-            raise Saturated(f"{late}, later than its objective allows", "too_late", wait)
+        _refuse_late(decision, wait)
         return waits
 
     def _named(self, decision: Decision, body: bytes) -> bytes:
@@ -484,6 +499,18 @@ def _say_unnamed(pool: str) -> None:
 @cache
 def _with_own(named: frozenset[str]) -> frozenset[str]:
     return _REQUEST_HEADERS | named
+
+
+def _refuse_late(decision: Decision, wait: float = 0.0) -> None:
+    """Nothing, unless it would miss its target though it waits no longer than ``wait`` seconds.
+
+    Raises:
+        Saturated: it is to be refused then.
+    """
+    late = decision.situation.late
+    if decision.profile.objective.sheddable and late is not None and least(late) + wait > 0.0:
+        message = f"it would miss its target by {least(late) + wait:.1f} s"
+        raise Saturated(message, "too_late", wait)
 
 
 def refuse(error: Refusal) -> bytes:

@@ -13,6 +13,7 @@ from extproc.hold.order import Shares
 from extproc.hold.queue import Queue
 from extproc.hold.waiting import Waiting
 from extproc.request.errors import Saturated
+from extproc.request.objective import Objective
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Decision, Router
 from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
@@ -41,7 +42,7 @@ class System:
         prompt: int = MOST,
         tenant: str = "",
         priority: int = 0,
-        deadline: float = float("inf"),
+        ttft_s: float = float("inf"),
         model: str = MODEL,
         holder: int = 0,
         answer: int = 100,
@@ -49,12 +50,13 @@ class System:
         """A request comes; what waits, where it has to."""
         profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, answer, tenant=tenant)
         profile.least_output = answer
+        profile.objective = Objective(priority=priority, ttft_s=ttft_s)
         if holder:
             profile.previous_response = f"resp-{holder}"
             self.fleet.responses.saw(profile.previous_response, replica(holder))
         decision = self.router.decide(profile)
         assert decision is not None
-        if not self.queue.keeps(decision, priority):
+        if not self.queue.keeps(decision):
             self._send(name, decision)
             return None
 
@@ -70,8 +72,6 @@ class System:
             self.clock(),
             lambda: self.router.decide(profile),
             go,
-            priority,
-            deadline,
         )
         self.queue.enter(one)
         return one
@@ -181,7 +181,7 @@ def test_a_higher_priority_goes_first_then_who_is_due_first_then_who_came_first(
     system.come("first")
     system.come("a")
     system.come("b")
-    system.come("due", deadline=system.clock() + 1.0)
+    system.come("due", ttft_s=1.0)
     system.come("urgent", priority=1)
     system.come("batch", priority=-1)
     for _ in range(6):
