@@ -334,6 +334,16 @@ class HoldSettings(Section):
                 raise ValueError(f"several objectives have the {kind} {', '.join(sorted(twice))}")
         return given
 
+    @model_validator(mode="after")
+    def _sheds_what_is_late(self) -> "HoldSettings":
+        for name, one in self.objectives.items():
+            if one.sheddable and not (self.allow_inference_headers or one.named(name).has_target):
+                raise ValueError(
+                    f"objective {name!r} is sheddable and has no target: a request is refused that "
+                    "would miss ttft_s, tpot_s or completion_s"
+                )
+        return self
+
     @cached_property
     def _objectives(self) -> dict[tuple[str, str], Objective]:
         """By what chooses it, and its name."""

@@ -75,6 +75,14 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def held(self) -> Counter[tuple[str, str]]:
+        """How many wait, by objective and tenant."""
+        return Counter((one.profile.objective.name, one.tenant) for one in self._waiting)
+
+    def shares(self) -> dict[str, float]:
+        """What each tenant got as of late while its requests waited, in seconds of a replica."""
+        return self._order.shares.recent(self._clock())
+
     def keeps(self, decision: Decision) -> bool:
         """Whether a request that comes now has to wait."""
         model, replica = decision.profile.model, decision.replica

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from extproc.predict.inputs import Floats
+from extproc.route.comparison import seconds
 from extproc.route.router import Decision
 
 _FULL = 0.94
@@ -21,7 +22,7 @@ class Waiting:
 
     __slots__ = (
         *("candidates", "cost", "deadline", "decide", "decided_at", "go", "model"),
-        *("passed_over", "priority", "replica", "since", "tenant", "tokens"),
+        *("passed_over", "priority", "profile", "replica", "since", "tenant", "tokens", "why"),
     )
 
     def __init__(
@@ -39,18 +40,19 @@ class Waiting:
             decide: decides as of now; None where no replica can be used.
             go: sends it; an exception: it is refused, or failed. Raises nothing.
         """
-        self.tenant = decision.profile.tenant
-        self.model = decision.profile.model
+        self.profile = profile = decision.profile
+        self.tenant, self.model = profile.tenant, profile.model
+        self.priority = profile.objective.priority
         self.cost = cost(decision)
         """As it was when it came."""
         self.since = since
         self.decide = decide
         self.go = go
-        objective = decision.profile.objective
-        self.priority = objective.priority
         decode = decision.prediction.decode.item(decision.choice.first)
-        self.deadline = since + objective.due_s(decode)
+        self.deadline = since + profile.objective.due_s(decode)
         """When its first token is due."""
+        self.why = _why(decision)
+        """In words."""
         self.decided(decision, since)
 
     def decided(self, decision: Decision, now: float) -> None:
@@ -110,6 +112,17 @@ def fits(decision: Decision) -> bool:
         return True
     too_long = decision.profile.longest_prompt > view.longest_prompt.item(first)
     return not view.requests.item(first) or decision.stale or too_long
+
+
+def _why(decision: Decision) -> str:
+    first, prediction = decision.choice.first, decision.prediction
+    name = decision.situation.view.names[first]
+    if admission := prediction.admission.item(first):
+        return f"{name} would not have admitted it for {seconds(admission)}"
+    pressure = peak_pressure(decision).item(first)
+    if pressure < full_at(decision):
+        return f"others waited for {name} before it"
+    return f"{name} would have needed {pressure:.0%} of its KV cache"
 
 
 def cost(decision: Decision) -> float:

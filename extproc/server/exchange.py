@@ -292,8 +292,13 @@ class Exchange:
         ttft_s, tpot_s = told.get("ttft_s", found.ttft_s), told.get("tpot_s", found.tpot_s)
         return found._replace(ttft_s=ttft_s, tpot_s=tpot_s)
 
-    def _book(self, asked: Asked, decision: Decision | None, waited: float = 0.0) -> None:
-        """Takes its place on the replica chosen, after ``waited`` seconds; None: Envoy chooses."""
+    def _book(
+        self, asked: Asked, decision: Decision | None, waited: float = 0.0, why: str = ""
+    ) -> None:
+        """Takes its place on the replica chosen; None: Envoy chooses.
+
+        ``waited``: seconds before that, and ``why``.
+        """
         services = self._services
         if decision is None:
             services.metrics.requests.add("unrouted")
@@ -303,7 +308,8 @@ class Exchange:
             self._answer = AnswerNamer(decision.name, profile.asked)
             if self._unseen:
                 _say_unnamed(services.config.pool)
-        self._in_flight = InFlight(services, decision, asked.request_id, self._unseen, waited)
+        request_id, unseen = asked.request_id, self._unseen
+        self._in_flight = InFlight(services, decision, request_id, unseen, waited, why)
 
     # -- waiting ----------------------------------------------------------------------------
 
@@ -319,7 +325,7 @@ class Exchange:
         Raises:
             Saturated: too many wait.
         """
-        services, since, profile = self._services, self._services.clock(), decision.profile
+        services, since = self._services, self._services.clock()
         waiting: asyncio.Future[Iterable[bytes]] = asyncio.get_running_loop().create_future()
 
         at_once = True
@@ -330,7 +336,7 @@ class Exchange:
             if waiting.cancelled():
                 return
             try:
-                waiting.set_result(self._after_waiting(asked, profile, outcome, waited, sent))
+                waiting.set_result(self._after_waiting(asked, one, outcome, waited, sent))
             except Exception as error:  # this request's alone
                 waiting.set_exception(error)
 
@@ -355,7 +361,7 @@ class Exchange:
     def _after_waiting(
         self,
         asked: Asked,
-        profile: RequestProfile,
+        one: Waiting,
         outcome: Decision | Exception | None,
         waited: float,
         sent: Sent,
@@ -364,8 +370,8 @@ class Exchange:
             if isinstance(outcome, Exception):
                 raise outcome
             if outcome is None:
-                self._let_envoy_choose(profile)
-            self._book(asked, outcome, waited)
+                self._let_envoy_choose(one.profile)
+            self._book(asked, outcome, waited, one.why)
             return sent(outcome)
         except Refusal as error:
             return self._refused(error)
