@@ -343,7 +343,7 @@ class Exchange:
         def decide_anew() -> Decision | None:
             decision = decide(waited=services.clock() - since)
             if decision is not None:
-                _refuse_late(decision)
+                self._refuse_late(decision)
             return decision
 
         one = Waiting(decision, since, decide_anew, go)
@@ -412,18 +412,30 @@ class Exchange:
             Saturated: its first token would come too late, or it is to be refused where it is late.
         """
         queue, most = self._services.queue, self._services.config.route.max_ttft_s
-        waits, wait, profile = queue.keeps(decision), 0.0, decision.profile
-        if most is None and not profile.objective.sheddable:
-            return waits
-        if waits:
-            replicas = len(decision.situation.view)
-            wait = queue.wait_s(profile.model, profile.objective.priority, replicas)
-        soonest = wait + least(decision.prediction.ttft)
-        if most is not None and soonest > most:
+        waits, sheddable = queue.keeps(decision), decision.profile.objective.sheddable
+        wait = self._wait_s(decision) if waits and (sheddable or most is not None) else 0.0
+        if most is not None and (soonest := wait + least(decision.prediction.ttft)) > most:
             late = f"the first token would come in {soonest:.0f} s"
             raise Saturated(f"every replica is busy: {late}", "saturated", wait)
-        _refuse_late(decision, wait)
+        self._refuse_late(decision, wait)
         return waits
+
+    def _refuse_late(self, decision: Decision, wait: float = 0.0) -> None:
+        """Nothing, unless it is to be refused where it misses its targets, and would miss them if
+        it waited so many seconds from now on.
+
+        Raises:
+            Saturated: it would.
+        """
+        late, sheddable = decision.situation.late, decision.profile.objective.sheddable
+        if sheddable and late is not None and (missed := least(late) + wait) > 0.0:
+            message = f"on every replica it would miss its target, by {missed:.2f} s at least"
+            raise Saturated(message, "too_late", self._wait_s(decision))
+
+    def _wait_s(self, decision: Decision) -> float:
+        """Seconds that one like it would wait that comes now."""
+        profile, replicas = decision.profile, len(decision.situation.view)
+        return self._services.queue.wait_s(profile.model, profile.objective.priority, replicas)
 
     def _named(self, decision: Decision, body: bytes) -> bytes:
         """The body, with the name by which the replica chosen serves the model."""
@@ -505,18 +517,6 @@ def _say_unnamed(pool: str) -> None:
 @cache
 def _with_own(named: frozenset[str]) -> frozenset[str]:
     return _REQUEST_HEADERS | named
-
-
-def _refuse_late(decision: Decision, wait: float = 0.0) -> None:
-    """Nothing, unless it would miss its target though it waits no longer than ``wait`` seconds.
-
-    Raises:
-        Saturated: it is to be refused then.
-    """
-    late = decision.situation.late
-    if decision.profile.objective.sheddable and late is not None and least(late) + wait > 0.0:
-        message = f"it would miss its target by {least(late) + wait:.1f} s"
-        raise Saturated(message, "too_late", wait)
 
 
 def refuse(error: Refusal) -> bytes:
