@@ -4,22 +4,21 @@ from math import exp, log
 
 _ASKED = 0.9
 """Share of the requests that are to take no longer."""
-_STEP = 0.02
-"""Of the logarithm, for each request; more for the first ones."""
+_STEP = 0.03
+"""Of the logarithm, for each request: it follows the last hundred or so."""
 
 
 class Margin:
-    """Actual ÷ predicted of a time: the quantile ``_ASKED`` of those seen, the latest of some 100.
+    """Actual ÷ predicted of a time: the quantile ``_ASKED`` of those seen.
 
     By stochastic approximation (Robbins and Monro, 1951): each that exceeds it moves it up, and
     each that does not a ninth as far down.
     """
 
-    __slots__ = ("_log", "_seen")
+    __slots__ = ("_log",)
 
     def __init__(self) -> None:
         self._log = 0.0
-        self._seen = 0
 
     @property
     def ratio(self) -> float:
@@ -28,11 +27,9 @@ class Margin:
 
     def observe(self, predicted: float, actual: float) -> None:
         """A request took ``actual`` seconds."""
-        if min(predicted, actual) <= 0.0:
-            return
-        self._seen += 1
-        exceeds = log(actual / predicted) > self._log
-        self._log += max(_STEP, 1.0 / self._seen) * (exceeds - 1.0 + _ASKED)
+        if min(predicted, actual) > 0.0:
+            exceeds = log(actual / predicted) > self._log
+            self._log += _STEP * (exceeds - 1.0 + _ASKED)
 
 
 class Margins:
