@@ -23,8 +23,6 @@ class Situation:
     prediction: Prediction
     adapter: AdapterTimes | None = None
     """What it meets where it asks for a LoRA adapter."""
-    late: Floats | None = None
-    """:func:`~extproc.route.target.lateness` of each candidate, where it has a target."""
 
     @property
     def cached_share(self) -> Floats:

@@ -10,7 +10,7 @@ from extproc.fleet.ledger import Generated
 from extproc.fleet.lone_requests import Baseline, Served
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
-from extproc.predict.inputs import FleetView, most
+from extproc.predict.inputs import FleetView, least, most
 from extproc.predict.margins import Margins
 from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
@@ -225,9 +225,7 @@ class Router:
         if adapter is not None:
             add_adapter(prediction, adapter)
         situation = Situation(profile, view, held, prediction, adapter)
-        if profile.objective.has_target:
-            situation.late = lateness(profile.objective, prediction, self.margins, waited)
-        name, chosen_by = self._policy(situation, policy)
+        name, chosen_by = self._policy(situation, policy, waited)
         choice = chosen_by.choose(situation, self._random)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(
@@ -241,6 +239,12 @@ class Router:
             fleet.peers.news_age,
             fleet.peers.stale,
         )
+
+    def late(self, decision: Decision, waited: float) -> float:
+        """Seconds by which a request misses its targets at the least, if it is sent ``waited``
+        seconds after it came; below zero: to spare."""
+        objective = decision.profile.objective
+        return least(lateness(objective, decision.prediction, self.margins, waited))
 
     def model(
         self, asked: str, previous_response: str, among: frozenset[str] | None, session: str = ""
@@ -278,7 +282,7 @@ class Router:
         alike = [name in fleet.members.models_on(one) for one in situation.view.ids]
         return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
 
-    def _policy(self, situation: Situation, asked: str) -> tuple[str, Policy]:
+    def _policy(self, situation: Situation, asked: str, waited: float) -> tuple[str, Policy]:
         """What chooses for a request that asks for a policy or, with an empty name, for none."""
         profile = situation.profile
         if profile.previous_response:
@@ -287,8 +291,9 @@ class Router:
                 return Holder.NAME, Holder(holder)
         name = asked if asked in POLICIES else self._default
         policy: Policy = self._policies[name]
-        if situation.late is not None:
-            name, policy = Target.NAME, Target(situation.late, policy)
+        if (objective := profile.objective).has_target:
+            late = lateness(objective, situation.prediction, self.margins, waited)
+            name, policy = Target.NAME, Target(late, policy)
         home = self.fleet.sessions.holder(profile.session) if profile.session else None
         if home is not None:
             return Session.NAME, Session(home, self._session_cost_s, policy)
@@ -388,9 +393,9 @@ class Router:
             return 0.0, 0.0
         lengths = self.fleet.lengths
         bound = profile.most_output(most(view.longest_prompt))
-        least = min(float(profile.least_output), bound)
+        fewest = min(float(profile.least_output), bound)
         row = lengths.row(profile)
-        return max(lengths.expected(row, bound), least), max(lengths.p90(row, bound), least)
+        return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
 
 
 def _teaches_alone(forecast: Forecast) -> bool:

@@ -341,9 +341,10 @@ class Exchange:
                 waiting.set_exception(error)
 
         def decide_anew() -> Decision | None:
-            decision = decide(waited=services.clock() - since)
+            so_far = services.clock() - since
+            decision = decide(waited=so_far)
             if decision is not None:
-                self._refuse_late(decision)
+                self._refuse_late(decision, so_far)
             return decision
 
         one = Waiting(decision, since, decide_anew, go)
@@ -420,16 +421,18 @@ class Exchange:
         self._refuse_late(decision, wait)
         return waits
 
-    def _refuse_late(self, decision: Decision, wait: float = 0.0) -> None:
-        """Nothing, unless it is to be refused where it misses its targets, and would miss them if
-        it waited so many seconds from now on.
+    def _refuse_late(self, decision: Decision, waited: float) -> None:
+        """Nothing, unless it is to be refused where it misses a target, and would if it were sent
+        so many seconds after it came.
 
         Raises:
             Saturated: it would.
         """
-        late, sheddable = decision.situation.late, decision.profile.objective.sheddable
-        if sheddable and late is not None and (missed := least(late) + wait) > 0.0:
-            message = f"on every replica it would miss its target, by {missed:.2f} s at least"
+        objective = decision.profile.objective
+        if not (objective.sheddable and objective.has_target):
+            return
+        if (late := self._services.router.late(decision, waited)) > 0.0:
+            message = f"on every replica it would miss its target, by {late:.2f} s at least"
             raise Saturated(message, "too_late", self._wait_s(decision))
 
     def _wait_s(self, decision: Decision) -> float:
