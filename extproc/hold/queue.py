@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter, deque
+from collections.abc import Iterator
 from itertools import islice
 from math import inf
 
@@ -74,6 +75,10 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """All that wait, the oldest first."""
+        return iter(self._waiting)
 
     def keeps(self, decision: Decision, priority: int) -> bool:
         """Whether a request that comes now has to wait."""
