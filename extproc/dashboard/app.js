@@ -100,6 +100,16 @@ class Table {
 
 const text = (name, value, more = {}) => ({ name, fill: (cell, item) => write(cell, value(item)), ...more });
 
+/** Words that are cut where they are long. */
+const brief = (name, value) => ({
+  name,
+  className: "words",
+  fill: (cell, item) => {
+    if (!cell.firstChild) cell.append(element("span", { className: "brief" }));
+    write(cell.firstChild, value(item));
+  },
+});
+
 /** A figure with a bar under it that says the same. */
 const meter = (name, value, share) => ({
   name,
@@ -263,19 +273,17 @@ function draw(canvas, points, [low, middle, high]) {
   const pen = canvas.getContext("2d");
   pen.scale(ratio, ratio);
   pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
-  const values = points.flatMap(([predicted, actual]) => [predicted, actual]).filter((one) => one > 0);
-  const from = Math.floor(Math.log10(Math.min(...values, 1)));
-  const to = Math.max(Math.ceil(Math.log10(Math.max(...values, 1))), from + 1);
-  const [left, right, top, bottom] = [46, 12, 10, 40];
-  const x = (value) => left + ((Math.log10(value) - from) / (to - from)) * (width - left - right);
-  const y = (value) => height - bottom - ((Math.log10(value) - from) / (to - from)) * (height - top - bottom);
-  const [least, most] = [10 ** from, 10 ** to];
+  const ticks = scale(points.flatMap(([predicted, actual]) => [predicted, actual]).filter((one) => one > 0));
+  const [least, most] = [ticks[0], ticks.at(-1)];
+  const [left, right, top, bottom] = [52, 18, 10, 40];
+  const part = (value) => Math.log(value / least) / Math.log(most / least);
+  const x = (value) => left + part(value) * (width - left - right);
+  const y = (value) => height - bottom - part(value) * (height - top - bottom);
 
   pen.lineWidth = 1;
   pen.strokeStyle = colour("--line");
   pen.fillStyle = colour("--quiet");
-  for (let power = from; power <= to; power++) {
-    const value = 10 ** power;
+  for (const value of ticks) {
     pen.beginPath();
     pen.moveTo(x(value), y(least));
     pen.lineTo(x(value), y(most));
@@ -283,7 +291,7 @@ function draw(canvas, points, [low, middle, high]) {
     pen.lineTo(x(most), y(value));
     pen.stroke();
     pen.textAlign = "center";
-    pen.fillText(`${value} s`, Math.min(x(value), width - 18), height - bottom + 16);
+    pen.fillText(`${value} s`, x(value), height - bottom + 16);
     pen.textAlign = "right";
     pen.fillText(`${value} s`, left - 6, Math.max(y(value), 10) + 4);
   }
@@ -317,6 +325,15 @@ function draw(canvas, points, [low, middle, high]) {
     pen.fill();
   }
   pen.restore();
+}
+
+/** 1, 2, 5, 10 …: from what is just below all values to what is just above. */
+function scale(values) {
+  const steps = [];
+  for (let power = -3; power < 5; power++) for (const digit of [1, 2, 5]) steps.push(Number(`${digit}e${power}`));
+  const first = steps.findLastIndex((one) => one <= Math.min(...values));
+  const last = steps.findIndex((one) => one >= Math.max(...values));
+  return steps.slice(Math.max(first, 0), Math.max(last, first + 2, 2) + 1);
 }
 
 function line(pen, from, to, colour, dashes) {
@@ -361,8 +378,8 @@ function showParts(news) {
   const facts = [];
   for (const pool of news.pools) {
     const of = news.pools.length > 1 ? ` of ${pool.name}` : "";
-    const age = pool.other_routers ? `, newest news ${seconds(pool.others_age_s)} old` : "";
-    facts.push([`Routers${of}`, news.router.polls ? "this one alone" : `this one and ${pool.other_routers} more${age}`]);
+    const others = `this one and ${pool.other_routers} more, newest news ${seconds(pool.others_age_s)} old`;
+    facts.push([`Routers${of}`, pool.other_routers ? others : "this one alone"]);
     const pollers = pool.pollers === null ? "not known: Redis does not answer" : pool.pollers.join(", ") || "none";
     facts.push([`Pollers${of}`, news.router.polls ? "this router polls the replicas itself" : pollers]);
   }
@@ -393,8 +410,9 @@ function showDecisions({ columns, rows }) {
           ? { name, head: true, className: "left", fill: link(at) }
           : text(at && columns[at] === "actual" ? `actual ${columns[at - 1]}` : name, (one) => one.figures[at], at < 3 ? { className: "left" } : {}),
       ),
-      text("model: why", (one) => one.why, { className: "words" }),
+      brief("model: why", (one) => one.why),
     ],
+    "cards dense",
   ).named("Last decisions", false);
   if (!decisions.node.isConnected) $("decisions").replaceChildren(decisions.node);
   decisions.show(rows, (one) => one.number);

@@ -22,11 +22,10 @@ _LATELY_S = 60.0
 """Seconds over which decisions are counted."""
 _MINUTES_S = 300.0
 """Seconds over which predictions are compared with what came of them."""
-_LISTED = 20
+_LISTED = 12
 """Of the last decisions."""
 _POINTS = 500
 """Requests that are drawn, at most."""
-_ROUND = 1e6
 
 
 def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def _pool(pool: Pool, sent: Counter[tuple[str, str]]) -> dict[str, Any]:
         "pollers": fleet.pollers,
         "replicas": _replicas(pool, view, sent),
         "held": _held(pool.queue, view, pool.clock()),
-        **_accuracy(view, ended),
+        **_accuracy(view, ended, pool.accuracy.added),
     }
 
 
@@ -125,8 +124,9 @@ def _held(queue: Queue, view: FleetView, now: float) -> list[dict[str, Any]]:
     return [groups[key] for key in sorted(groups)]
 
 
-def _accuracy(view: FleetView, ended: Sequence[Ended]) -> dict[str, Any]:
-    """Predicted and actual seconds of the last requests, and how far apart they are."""
+def _accuracy(view: FleetView, ended: Sequence[Ended], added: int) -> dict[str, Any]:
+    """Predicted and actual seconds of the last requests, the newest first, and how far apart they
+    are; ``added``: the number of the newest."""
     names = dict(zip(view.ids, view.names, strict=True))
     ratios = np.array([one.actual_s / one.predicted_s for one in ended if one.predicted_s > 0.0])
     low, middle, high = np.percentile(ratios, (10, 50, 90)) if len(ratios) else (None,) * 3
@@ -137,8 +137,8 @@ def _accuracy(view: FleetView, ended: Sequence[Ended]) -> dict[str, Any]:
         "actual_to_predicted": {"p10": low, "p50": middle, "p90": high},
         "points": [
             [round(one.predicted_s, 3), round(one.actual_s, 3), names.get(one.replica, one.replica)]
-            for one in ended
-            if int(one.at * _ROUND) % one_in == 0
+            for place, one in enumerate(ended)
+            if (added - place) % one_in == 0
         ],
     }
 

@@ -30,10 +30,13 @@ class Accuracy:
 
     def __init__(self) -> None:
         self._ended: deque[Ended] = deque(maxlen=_KEPT)
+        self.added = 0
+        """How many there were, in all."""
 
     def add(self, one: Ended) -> None:
         """It ended now."""
         self._ended.append(one)
+        self.added += 1
 
     def since(self, at: float) -> Iterator[Ended]:
         """Those that ended then or later, the newest first."""
