@@ -3,7 +3,7 @@
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -107,22 +107,41 @@ class RedisSettings(Section):
     _is_one = field_validator("url")(_of_redis)
 
 
-class TlsFiles(Section):
-    """TLS on a gRPC port that Envoy connects to."""
+class CertificateFiles(Section):
+    """TLS on a port."""
 
     tls_cert: Path | None = None
-    """PEM file of the certificate to show Envoy, with those between it and its authority; without
-    it, Envoy connects in plain text."""
+    """PEM file of the certificate to show, with those between it and its authority; without it,
+    the port speaks plain text."""
     tls_key: Path | None = None
     """PEM file of its key, without a password."""
+
+    @property
+    def client_ca(self) -> Path | None:
+        """PEM file of the authorities that sign what must be shown; None: nothing must."""
+        return None
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+        return self
+
+
+class TlsFiles(CertificateFiles):
+    """TLS on a gRPC port that Envoy connects to."""
+
     tls_client_ca: Path | None = None
     """PEM file of the authorities that sign what Envoy must show (mTLS); without it, whoever
     reaches the port may connect."""
 
+    @property
+    def client_ca(self) -> Path | None:
+        """As it is set."""
+        return self.tls_client_ca
+
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> "TlsFiles":
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+    def _authority_needs_a_certificate(self) -> Self:
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(
                 "tls_client_ca needs tls_cert and tls_key: Envoy shows a certificate "
@@ -397,6 +416,14 @@ class XdsSettings(TlsFiles):
     _address = field_validator("listen")(_host_and_port)
 
 
+class AdminSettings(CertificateFiles):
+    """Who may look at the admin addresses of routers and pollers."""
+
+    token_file: Path | None = None
+    """File with the token to show (``Authorization: Bearer …``), watched; without it, whoever
+    reaches the port may look. Health needs none."""
+
+
 class LogSettings(Section):
     """Logs go to standard error, one JSON object or one line of text each."""
 
@@ -444,6 +471,7 @@ class Config(PoolReplicas):
     hold: HoldSettings = HoldSettings()
     poll: PollSettings = PollSettings()
     xds: XdsSettings = XdsSettings()
+    admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
 
     @field_validator("pools")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from aiohttp import web
 from pydantic_core import to_json
 
-from extproc.dashboard.routes import news_routes, page_routes
+from extproc.dashboard.routes import news_routes
 from extproc.observe.admin import Check
 from extproc.server.services import Services
 
@@ -37,7 +37,6 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
     return [
         web.get("/decisions", decisions),
         web.get("/fleet", fleet),
-        *page_routes(),
         *news_routes(pools),
     ]
 

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from extproc.clock import Clock, monotonic
+from extproc.dashboard.routes import page_routes
 from extproc.explain.records import read_records
 from extproc.explain.show import comparison
 from extproc.observe.admin import serve_admin
@@ -36,7 +37,7 @@ async def client(services: Services) -> AsyncIterator[aiohttp.ClientSession]:
     """Asks the admin address of a router."""
     routes = admin_routes(services)
     async with (
-        serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address,
+        serve_admin("127.0.0.1:0", CollectorRegistry(), routes, page_routes()) as address,
         aiohttp.ClientSession(f"http://{address}") as session,
     ):
         yield session

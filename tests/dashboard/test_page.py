@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from extproc.clock import Clock, monotonic
+from extproc.dashboard.routes import page_routes
 from extproc.demo.stack import SimulatedReplica
 from extproc.observe.accuracy import Ended
 from extproc.observe.admin import serve_admin
@@ -47,7 +48,9 @@ async def admin(services: Services, clock: Clock) -> AsyncIterator[str]:
     assert decision is not None
     services.log.add(EVIL, services.wall(), decision, "default")
     services.accuracy.add(Ended(clock(), replica(1), 1.0, 1.2, 0.0, None))
-    async with serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services)) as address:
+    async with serve_admin(
+        "127.0.0.1:0", CollectorRegistry(), admin_routes(services), page_routes()
+    ) as address:
         yield f"http://{address}/"
 
 
@@ -183,7 +186,7 @@ async def test_it_says_when_the_router_is_gone_and_goes_on_when_it_is_back(
     page: Page, services: Services
 ) -> None:
     def serving(address: str) -> Any:
-        return serve_admin(address, CollectorRegistry(), admin_routes(services))
+        return serve_admin(address, CollectorRegistry(), admin_routes(services), page_routes())
 
     async with serving("127.0.0.1:0") as address:
         await page.open(f"http://{address}/")
