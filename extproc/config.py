@@ -160,7 +160,7 @@ class ServeSettings(TlsFiles):
     listen: str = "127.0.0.1:50051"
     """gRPC address Envoy connects to."""
     admin: str = "127.0.0.1:9090"
-    """HTTP address of /metrics, /decisions, /fleet and health."""
+    """HTTP address of the page, /metrics, /decisions, /fleet and health."""
     workers: int = Field(default=1, ge=1)
     """Router processes; number k, from 0, takes the ports of ``listen`` and ``admin`` plus k."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)

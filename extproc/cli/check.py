@@ -9,6 +9,7 @@ from extproc.check.judge import check_envoy
 from extproc.cli.configuration import add_flags, configured
 from extproc.cli.errors import CommandError, UsageError
 from extproc.config import (
+    AdminSettings,
     CertificateFiles,
     Config,
     ModelTargets,
@@ -89,7 +90,7 @@ def _understood(config: Config) -> str:
     """The configuration in a few lines."""
     lines = {
         "pool": f"{config.pool}, {_kept(config)}",
-        "router": _router(config.serve),
+        "router": _router(config.serve, config.admin),
         "policy": config.route.policy,
         "poller": f"every {config.poll.interval_s:g} s, {_poller(config)}",
         "replicas": _replicas(config) or "none: a poller has nothing to do",
@@ -116,8 +117,8 @@ def _replicas(pool: PoolReplicas) -> str:
     return ", ".join(replicas)
 
 
-def _router(serve: ServeSettings) -> str:
-    first = f"{serve.listen} for Envoy{_tls(serve)}, {serve.admin} for people"
+def _router(serve: ServeSettings, access: AdminSettings) -> str:
+    first = f"{serve.listen} for Envoy{_tls(serve)}, {serve.admin} for people{_tls(access)}"
     others = serve.workers - 1
     return f"{first}; {others} more on the next ports" if others else first
 

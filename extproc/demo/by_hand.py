@@ -16,6 +16,10 @@ To try by hand, in another terminal. A chat; a streamed one; one routed by anoth
 {_chat(stack, stream=True)}
 {_chat(stack, policy="round_robin")}
 
+The fleet, the decisions and what waits, live, in a browser:
+
+  {stack.router_admin}/
+
 The last decisions, and why (add the id of a request to see all that was compared for it):
 
   {stack.explain_command}

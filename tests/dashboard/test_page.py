@@ -8,6 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from extproc.clock import Clock, monotonic
+from extproc.config import AdminSettings
 from extproc.dashboard.routes import page_routes
 from extproc.demo.stack import SimulatedReplica
 from extproc.observe.accuracy import Ended
@@ -180,6 +181,32 @@ async def test_it_stands_still_while_it_is_paused(
     assert not await shown.evaluate("document.querySelector('.health.down')")
     await shown.evaluate("document.querySelector('#pause').click()")
     await shown.until("document.querySelector('.health.down')")
+
+
+async def test_it_asks_for_the_token_and_keeps_it_out_of_addresses(
+    page: Page, services: Services, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("an-example")
+    access = AdminSettings(token_file=file)
+    routes = admin_routes(services), page_routes()
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), *routes, access) as address:
+        await page.open(f"http://{address}/")
+        await page.until("!document.querySelector('#token-form').hidden")
+        assert await page.evaluate("document.activeElement.id") == "token"
+        for token, then in (
+            ("wrong", "document.querySelector('#token-error').textContent"),
+            ("an-example", "document.querySelectorAll('#replicas tbody tr').length == 4"),
+        ):
+            await page.evaluate(f"document.querySelector('#token').value = '{token}'")
+            await page.press("Enter", 13)
+            await page.until(then)
+        assert await page.evaluate("document.querySelector('#token-form').hidden")
+        assert await page.evaluate("[document.cookie, localStorage.length]") == ["", 0]
+        await page.open(f"http://{address}/")  # this tab knows it
+        await page.until("document.querySelectorAll('#replicas tbody tr').length == 4")
+        assert not [one for one in page.requested if "an-example" in one]
+        page.problems.clear()  # each 401
 
 
 async def test_it_says_when_the_router_is_gone_and_goes_on_when_it_is_back(
