@@ -408,7 +408,7 @@ function showDecisions({ columns, rows }) {
       ...columns.map((name, at) =>
         at === request
           ? { name, head: true, className: "left", fill: link(at) }
-          : text(at && columns[at] === "actual" ? `actual ${columns[at - 1]}` : name, (one) => one.figures[at], at < 3 ? { className: "left" } : {}),
+          : text(at && columns[at] === "actual" ? `${columns[at - 1].replace(/ s$/, "")} actual` : name, (one) => one.figures[at], at < 3 ? { className: "left" } : {}),
       ),
       brief("model: why", (one) => one.why),
     ],
@@ -426,6 +426,7 @@ const link = (at) => (cell, one) => {
     cell.append(button);
   }
   write(cell.firstChild, one.figures[at]);
+  cell.title = one.figures[at];
 };
 
 async function openComparison(number) {
