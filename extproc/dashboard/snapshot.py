@@ -1,5 +1,6 @@
 """What the page shows at one moment."""
 
+import asyncio
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -28,12 +29,16 @@ _POINTS = 500
 """Requests that are drawn, at most."""
 
 
-def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
+async def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
     """All of it, of the pools of one router, as JSON: seconds, tokens, and null for what is not
-    known."""
+    known. Piece by piece: a thousand replicas take 15 ms, and requests come first."""
     first = pools[0]
     serve = first.config.serve
     sent, seconds = _sent(first)
+    shown = []
+    for pool in pools:
+        shown.append(_pool(pool, sent))
+        await asyncio.sleep(0)
     return {
         "at": first.wall(),
         "router": {
@@ -46,7 +51,7 @@ def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
         "warnings": [*router_warnings(pools)],
         "decisions_s": seconds,
         "decisions": _decisions(first.log),
-        "pools": [_pool(pool, sent) for pool in pools],
+        "pools": shown,
     }
 
 

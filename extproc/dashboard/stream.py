@@ -20,14 +20,16 @@ class Live:
     def __init__(self, pools: Sequence[Pool]) -> None:
         self._pools = pools
         self._clock = pools[0].clock
+        self._making = asyncio.Lock()
         self._last = b""
         self._next_at = self._clock()
 
     async def frames(self) -> AsyncIterator[bytes]:
         """Each snapshot as JSON, for ever; whoever is slow misses some."""
         while True:
-            if self._clock() >= self._next_at - _EARLY_S:
-                self._last = to_json(snapshot(self._pools))
-                self._next_at = self._clock() + EVERY_S
+            async with self._making:
+                if self._clock() >= self._next_at - _EARLY_S:
+                    self._last = to_json(await snapshot(self._pools))
+                    self._next_at = self._clock() + EVERY_S
             yield self._last
             await asyncio.sleep(max(self._next_at - self._clock(), 0.0))

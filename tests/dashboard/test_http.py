@@ -16,8 +16,11 @@ from extproc.explain.records import read_records
 from extproc.explain.show import comparison
 from extproc.observe.admin import serve_admin
 from extproc.server.admin import admin_routes
+from extproc.server.app import apply
 from extproc.server.services import Services
+from extproc.store.replicas import Snapshot
 from tests.fakes import chat
+from tests.large import A_FEW_MS, REPLICAS, longest_piece, thousand
 from tests.waiting import PATIENCE_S
 
 FILES = {
@@ -83,6 +86,20 @@ async def test_all_who_look_share_one_snapshot_a_tick(client: aiohttp.ClientSess
     assert seen[0][0]["pools"][0]["replicas"]["name"] == ["r1", "r2", "r3", "r4"]
     assert all(len({one["at"] for one in each}) == 3 for each in seen)
     assert len({one["at"] for each in seen for one in each}) <= 4
+
+
+async def test_a_large_fleet_is_shown_without_holding_requests_up(
+    client: aiohttp.ClientSession, services: Services
+) -> None:
+    await apply(Snapshot(thousand()), services.fleet)
+    for number in range(50):
+        decision = services.router.decide(chat(500, 200))
+        assert decision is not None
+        services.log.add(f"request-{number}", services.wall(), decision)
+    async with longest_piece() as longest, client.get("/dashboard/events") as response:
+        found = await news(response, 2)
+    assert len(found[-1]["pools"][0]["replicas"]["replica"]) == REPLICAS + 4
+    assert longest[0] < A_FEW_MS
 
 
 async def test_a_decision_is_compared_in_the_words_of_explain(

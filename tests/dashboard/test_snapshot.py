@@ -1,5 +1,6 @@
 """What the page is told, and what it warns of."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.fakes import ManualClock, chat, fleet_of, replica
 
 def shown(services: Services) -> dict[str, Any]:
     """The only pool, as it arrives at the page."""
-    news = from_json(to_json(snapshot([services])))
+    news = from_json(to_json(asyncio.run(snapshot([services]))))
     (pool,) = news["pools"]
     return {**pool, "warnings": [*news["warnings"], *pool["warnings"]], "news": news}
 
