@@ -1,4 +1,4 @@
-"""The page over HTTP: its three files, its news as server-sent events, and one decision."""
+"""The page over HTTP: its files, its news as server-sent events, and one decision."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,11 +14,8 @@ from extproc.dashboard.stream import Live
 from extproc.explain.records import read_records
 from extproc.explain.show import compare
 
-_FILES = {
-    "/": ("page.html", "text/html"),
-    "/dashboard/style.css": ("style.css", "text/css"),
-    "/dashboard/app.js": ("app.js", "text/javascript"),
-}
+_FILES = Path(__file__).parent / "page"
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -34,7 +31,8 @@ _DIGITS = 15
 
 def page_routes() -> list[web.RouteDef]:
     """The page itself, which holds nothing that anybody may not see."""
-    return [web.get(path, _file(*file)) for path, file in _FILES.items()]
+    files = [web.get(f"/dashboard/{file.name}", _file(file)) for file in _FILES.iterdir()]
+    return [web.get("/", _file(_FILES / "index.html")), *files]
 
 
 def news_routes(pools: Sequence[Pool]) -> list[web.RouteDef]:
@@ -65,8 +63,8 @@ def news_routes(pools: Sequence[Pool]) -> list[web.RouteDef]:
     return [web.get("/dashboard/events", events), web.get("/dashboard/decision", decision)]
 
 
-def _file(name: str, kind: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:
+    text, kind = file.read_text(encoding="utf-8"), _KINDS[file.suffix]
 
     async def answer(_: web.Request) -> web.Response:
         return web.Response(text=text, content_type=kind, headers=_HEADERS)

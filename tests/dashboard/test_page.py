@@ -17,6 +17,7 @@ from extproc.server.admin import admin_routes
 from extproc.server.services import Services
 from tests.dashboard.browser import BINARY, Page, chromium
 from tests.dashboard.conftest import poll
+from tests.dashboard.test_http import FILES
 from tests.dashboard.test_snapshot import wait
 from tests.e2e.stack import Stack
 from tests.fakes import chat, replica
@@ -65,7 +66,8 @@ async def shown(page: Page, admin: str) -> Page:
 
 async def test_only_the_router_is_asked_for_anything(shown: Page, admin: str) -> None:
     asked = {one.removeprefix(admin) for one in shown.requested if not one.startswith("data:")}
-    assert asked == {"", "dashboard/style.css", "dashboard/app.js", "dashboard/events"}
+    files = {path.removeprefix("/") for path in FILES}
+    assert asked == {*files, "dashboard/events"}
 
 
 async def test_what_clients_wrote_stays_text(shown: Page) -> None:
