@@ -105,8 +105,10 @@ def _sent(pool: Pool) -> tuple[Counter[tuple[str, str]], float]:
     now = pool.wall()
     records = pool.log.since(now - _LATELY_S)
     sent = Counter((one.pool, one.decision.replica) for one in records)
-    full = len(records) >= pool.config.serve.decisions_kept  # there were more
-    return sent, now - records[-1].decided_at if records and full else _LATELY_S
+    kept = pool.log.after(0, 1)
+    if records and records[-1].number == kept[0].number > 1:  # there were more
+        return sent, max(now - records[-1].decided_at, 1.0)
+    return sent, _LATELY_S
 
 
 def _held(queue: Queue, view: FleetView, now: float) -> list[dict[str, Any]]:

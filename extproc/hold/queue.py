@@ -73,12 +73,12 @@ class Queue:
         self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)
         """Seconds that the last ones waited that left."""
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def __iter__(self) -> Iterator[Waiting]:
         """All that wait, the oldest first."""
         return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def keeps(self, decision: Decision, priority: int) -> bool:
         """Whether a request that comes now has to wait."""

@@ -12,6 +12,7 @@ from extproc.config import Config
 from extproc.dashboard.snapshot import snapshot
 from extproc.hold.waiting import Waiting
 from extproc.observe.accuracy import Ended
+from extproc.observe.decisions import DecisionLog
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.router import Router
 from extproc.server.services import Services
@@ -106,6 +107,19 @@ def test_where_requests_go_is_counted_over_the_last_minute(
     newest = pool["news"]["decisions"]["rows"][0]
     assert newest["figures"][pool["news"]["decisions"]["columns"].index("request")] == "7"
     assert newest["why"].startswith("llama: ")
+
+
+def test_where_few_decisions_are_kept_the_rate_is_theirs(
+    services: Services, clock: ManualClock
+) -> None:
+    few = replace(services, log=DecisionLog(4))
+    for number in range(8):
+        clock.advance(2.0)
+        decide(few, str(number))
+    clock.advance(2.0)
+    pool = shown(few)
+    assert sum(pool["replicas"]["sent"]) == 4
+    assert pool["news"]["decisions_s"] == 8.0
 
 
 def test_what_waits_is_shown_by_priority_and_tenant(services: Services, clock: ManualClock) -> None:
