@@ -85,7 +85,7 @@ def _replicas(pool: Pool, view: FleetView, sent: Counter[tuple[str, str]]) -> di
         "models": [", ".join(state.models) if state else "" for state in states],
         "why_not": [against.get(name, "") for name in view.ids],
         "healthy": [bool(state and state.healthy) for state in states],
-        "running": _figures(view.requests - view.waiting),
+        "running": _figures(np.maximum(view.requests - view.waiting, 0.0)),
         "waiting": _figures(view.waiting),
         "kv_usage": _figures(view.kv_usage),
         "warm_tokens": [round(fleet.warm_tokens(name)) for name in view.ids],

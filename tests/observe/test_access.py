@@ -9,6 +9,7 @@ import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from extproc.cli import main
 from extproc.config import AdminSettings
 from extproc.observe.admin import serve_admin
 from extproc.tls.certificates import trusting
@@ -117,3 +118,31 @@ async def test_tls_with_a_certificate_that_is_renewed(tmp_path: Path, logged: Lo
         assert "admin.tls_key" in str(line["error"])
         with pytest.raises(aiohttp.ClientError):
             await status(f"http://{address}/livez")
+
+
+@pytest.mark.parametrize("command", ["serve", "poll", "check"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"token_file": "none"}, "admin.token_file: none: No such file"),
+        ({"tls_cert": "none", "tls_key": "none"}, "admin.tls_cert: none: No such file"),
+        ({"tls_cert": "none"}, "tls_cert and tls_key go together"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(
+    command: str, given: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = ("--serve.admin=127.0.0.1:0", "--poll.admin=127.0.0.1:0")
+    files = (f"--admin.{name}={file}" for name, file in given.items())
+    assert main([command, *ports, *files]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_check_tells_of_tls_and_of_a_certificate_that_has_expired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = Authority(tmp_path / "authority").sign("router", days=-1)
+    assert main(["check", f"--admin.tls_cert={cert}", f"--admin.tls_key={key}"]) == 0
+    printed = capsys.readouterr()
+    assert "for people (TLS)" in printed.out
+    assert f"admin.tls_cert: {cert}: certificate has expired" in printed.err
