@@ -151,6 +151,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
     kv_usage = _floats(engine.kv_usage for engine in engines)
     capacity = _floats(engine.capacity for engine in engines)
     speculations = [engine.speculation for engine in engines]
+    backlog = _floats(one.backlog for one in exact)
     drafts = _floats(one.tokens if one else 0 for one in speculations)
     kv_used = kv_usage * capacity
     c_prefill = _floats(model.c_prefill for model in models)
@@ -164,7 +165,8 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "waiting": waiting,
         "polled_waiting": waiting,
         "polled_kv_usage": kv_usage,
-        "backlog": _floats(one.backlog for one in exact),
+        "backlog": backlog,
+        "taken": kv_used + backlog,
         "batch": running,
         "kv_used": kv_used,
         "kv_capacity": capacity,
