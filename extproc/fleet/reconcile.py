@@ -99,8 +99,7 @@ class Reconciliation:
         self._correct_prefills(row, mine, state, asked_at, now)
         then = mine[requests.sent_at[mine] <= sampled_at]
         self._correct_foreign(row, then, state)
-        known_kv = self._kv_then(row, then, sampled_at, now) + self._replicas.peers_kv.item(row)
-        self._replicas.kv_beyond[row] = state.kv_usage * self._replicas.kv_capacity[row] - known_kv
+        self._correct_kv(row, then, state, now - sampled_at)
         self._replicas.sampled_at[row] = sampled_at
         return mine
 
@@ -131,17 +130,23 @@ class Reconciliation:
         replicas.foreign_backlog[row] = min(max(waiting, 0.0), replicas.foreign.item(row)) * prompt
         replicas.polled_kv_usage[row] = state.kv_usage
 
-    def _kv_then(self, row: int, then: Indices, sampled_at: float, now: float) -> float:
-        """KV tokens that the router's requests of that time had."""
-        requests = self._requests
-        prompt, end = requests.prompt[then], requests.prompt_end[then]
-        prefilled = self._replicas.prefilled.item(row)
-        begun = (requests.steps_before[then] < inf) & (requests.began_at[then] <= sampled_at)
-        begun &= end <= prefilled
-        whole = requests.weight[then] * (requests.each[then] + requests.generated[then])
-        prefilled -= self._prefill_rate(row) * (now - sampled_at)
-        part = np.clip(prefilled - (end - prompt), 0.0, prompt)
-        return float(np.where(begun, whole, part).sum())
+    def _correct_kv(self, row: int, then: Indices, state: ReplicaState, age: float) -> None:
+        """What the poll saw beyond what the running ones of ``then``, and peers' requests, have.
+
+        Those that came first run. The clock may take others for begun that were only on the way:
+        they are not in what the poll saw, and will take their KV space all the same.
+        """
+        replicas, requests = self._replicas, self._requests
+        others = replicas.peers_decoding.item(row) + replicas.foreign.item(row)
+        order = then[requests.turn[then].argsort()]
+        run = order[requests.parts[order].cumsum() <= state.running - others]
+        end, prefilled = requests.prompt_end[run], replicas.prefilled.item(row)
+        begun = (requests.steps_before[run] < inf) & (end <= prefilled)
+        whole = requests.weight[run] * (requests.each[run] + requests.generated[run])
+        start = end - requests.prompt[run]
+        part = np.clip(prefilled - self._prefill_rate(row) * age - start, 0.0, requests.prompt[run])
+        known = float(np.where(begun, whole, part).sum()) + replicas.peers_kv.item(row)
+        replicas.kv_beyond[row] = state.kv_usage * replicas.kv_capacity.item(row) - known
 
     # -- prefills ---------------------------------------------------------------------------
 
