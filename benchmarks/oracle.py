@@ -76,8 +76,10 @@ class Oracle:
         stretch = self._stretch[[self._rows[machine.name] for machine in machines]]
         view = _view(machines, exact, stretch)
         held = _held(exact)
-        prediction = predict(profile, float(output), view, _sequences(exact), held.cached)
-        situation = Situation(profile, view, held, self._with_step_ends(prediction, machines))
+        sequences = _sequences(exact)
+        prediction = predict(profile, float(output), view, sequences, held.cached)
+        prediction = self._with_step_ends(prediction, machines)
+        situation = Situation(profile, view, held, prediction, sequences)
         choice = self._policy.choose(situation, self._random)
         return Decision("oracle", situation, choice, self._policy, output, retry=choice.second)
 

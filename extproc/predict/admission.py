@@ -5,9 +5,7 @@ import numpy as np
 from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
 
 
-def admission(
-    view: FleetView, sequences: Sequences, own: int, new: Floats | float
-) -> Floats:
+def admission(view: FleetView, sequences: Sequences, own: int, new: Floats | float) -> Floats:
     """Seconds until the sequences in flight have freed the KV tokens and places it needs.
 
     vLLM admits a prompt only when all of it fits, after those queued before it.
