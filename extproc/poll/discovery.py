@@ -37,10 +37,12 @@ class Target:
 
     def marked(self, state: ReplicaState) -> ReplicaState:
         """What a scrape saw of it, as it is to be published."""
-        marks: dict[str, object] = {"draining": self.draining}
         if not self.ready and state.healthy:
-            marks |= {"healthy": False, "problem": "not ready, by its EndpointSlice"}
-        return state.model_copy(update=marks)
+            update = {"healthy": False, "problem": "not ready, by its EndpointSlice"}
+            state = state.model_copy(update=update)
+        if self.draining != state.draining:
+            state = state.model_copy(update={"draining": self.draining})
+        return state
 
     @property
     def who(self) -> str:

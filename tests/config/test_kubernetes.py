@@ -208,6 +208,7 @@ def test_what_is_there_twice_never_goes_at_once(deployment: Manifest) -> None:
     name, selector = deployment["metadata"]["name"], deployment["spec"]["selector"]
     assert named("PodDisruptionBudget", name)["spec"] == {
         "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",  # what is broken holds no node up
         "selector": selector,
     }
     (spread,) = pod(deployment)["topologySpreadConstraints"]
