@@ -144,16 +144,16 @@ class ApiServer:
         blank = {"addressType": "", "endpoints": None, "ports": None}
         self.send("BOOKMARK", metadata={"resourceVersion": str(self.version)}, **blank)
 
-    def end_watches(self) -> None:
-        """As at their timeout."""
+    def end_watches(self, last: bytes = b"") -> None:
+        """As at their timeout; or as one between ends them, perhaps within a line."""
         for watch in self.watches:
+            watch.put_nowait(last)
             watch.put_nowait(_END)
 
     def drop_watches(self, last: bytes = b"") -> None:
         """Hangs up, perhaps within a line."""
         for watch in self.watches:
-            if last:
-                watch.put_nowait(last)
+            watch.put_nowait(last)
             watch.put_nowait(_HANG_UP)
 
     async def watched(self, times: int = 1) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -150,14 +150,19 @@ async def test_another_namespace_and_names_for_people(api: ApiServer) -> None:
 
 
 @pytest.mark.parametrize("last", [b"", b'{"type": "MODIFIED", "object": {"kind": "EndpointSl'])
-async def test_a_watch_that_is_cut_goes_on_where_it_was(
-    api: ApiServer, found: Found, logged: Logged, last: bytes
+@pytest.mark.parametrize("cut", [ApiServer.drop_watches, ApiServer.end_watches])
+async def test_a_watch_that_ends_goes_on_where_it_was(
+    api: ApiServer,
+    found: Found,
+    logged: Logged,
+    cut: Callable[[ApiServer, bytes], None],
+    last: bytes,
 ) -> None:
     await found.has(vllm_0="serves", vllm_1="serves")
     await api.watched()
     api.put(endpoint_slice(TWO[0], terminating("10.1.0.2", "vllm-1")))
     await found.has(vllm_0="serves", vllm_1="drains")
-    api.drop_watches(last)
+    cut(api, last)
     api.put(endpoint_slice(TWO[0]))  # while nobody watches
     await found.has(vllm_0="serves")
     assert (await api.watched(2))["resourceVersion"] == "92"
