@@ -326,11 +326,11 @@ async def test_what_cannot_be_read_is_asked_for_again(api: ApiServer, found: Fou
 
 
 async def test_failures_in_a_row_are_ever_further_apart(
-    api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch
+    api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     monkeypatch.setattr(service_watch, "_FIRST_WAIT_S", 0.5)
     monkeypatch.setattr(service_watch, "_LONGEST_WAIT_S", 10.0)
-    api.forbidden = {"watch"}
+    await api.stop()
     waits: list[float] = []
     enough, sleep = asyncio.Event(), asyncio.sleep
 
@@ -348,6 +348,7 @@ async def test_failures_in_a_row_are_ever_further_apart(
     longest = [0.5, 1, 2, 4, 8, 10, 10, 10]
     assert all(most / 2 <= wait <= most for wait, most in zip(waits, longest, strict=False))
     assert len(set(waits)) == len(waits)  # cut at random
+    assert len(logged.lines(LOST)) == 1
 
 
 async def test_services_of_the_replicas_file_come_and_go(api: ApiServer, tmp_path: Path) -> None:
