@@ -111,7 +111,7 @@ def _leads_to(name: str, targets: ModelTargets) -> str:
 
 
 def _replicas(pool: PoolReplicas) -> str:
-    replicas = [f"{one.url or one.dns} ({one.profile})" for one in pool.replicas]
+    replicas = [f"{one.where} ({one.profile})" for one in pool.replicas]
     if pool.replicas_file:
         replicas.append(f"those in {pool.replicas_file}")
     return ", ".join(replicas)

@@ -334,11 +334,12 @@ class Fleet:
         row, table = self._rows.get(replica), self._replicas
         if row is None:
             return inf
-        others = table.peers_requests.item(row) if self.peers.counted else 0.0
-        if table.requests.item(row) + table.foreign.item(row) + others <= 0.0:
+        others = table.foreign.item(row) + table.peers_requests.item(row)
+        if table.requests.item(row) + others <= 0.0:
             return inf
-        taken = table.kv_used.item(row) + table.enqueued.item(row) - table.prefilled.item(row)
-        return table.kv_capacity.item(row) - taken
+        queued = table.joining.item(row) + table.foreign_backlog.item(row)
+        queued += table.peers_backlog.item(row)
+        return table.kv_capacity.item(row) - table.kv_used.item(row) - queued
 
     # -- what policies see ------------------------------------------------------------------
 
@@ -394,10 +395,12 @@ class Fleet:
             adapters,
             candidates.all,
         )
+        view.taken = view.kv_used + view.joining + view.foreign_backlog
         if self.peers.counted:
             view.requests += table.peers_requests[rows]
             view.queued += table.peers_queued[rows]
             view.enqueued += table.peers_backlog[rows]
+            view.taken += table.peers_backlog[rows]
         view.requests += view.foreign
         view.waiting = np.maximum(view.queued, view.polled_waiting)
         view.backlog = view.enqueued - view.prefilled + view.foreign_backlog

@@ -98,15 +98,14 @@ def predict(
         cached = np.minimum(held, prompt - 1.0)
         new = prompt - cached
         avoidable = (new - least(new)) * (view.c_prefill * (view.batch + 1.0))
-    taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
-    wait = admission(view, sequences, taken, own, new)
+    wait = admission(view, sequences, own, new)
     _refuse(view, profile.longest_prompt, wait)
     prefill = _prefill(view, prompt, new)
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill
     completion = ttft + decode
-    kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
+    kv_pressure = np.minimum((view.taken + (new + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
         step_rest,
