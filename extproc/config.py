@@ -4,7 +4,7 @@ import re
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -151,22 +151,41 @@ class RedisSettings(Section):
     _is_one = field_validator("url")(_of_redis)
 
 
-class TlsFiles(Section):
-    """TLS on a gRPC port that Envoy connects to."""
+class CertificateFiles(Section):
+    """TLS on a port."""
 
     tls_cert: Path | None = None
-    """PEM file of the certificate to show Envoy, with those between it and its authority; without
-    it, Envoy connects in plain text."""
+    """PEM file of the certificate to show, with those between it and its authority; without it,
+    the port speaks plain text."""
     tls_key: Path | None = None
     """PEM file of its key, without a password."""
+
+    @property
+    def client_ca(self) -> Path | None:
+        """PEM file of the authorities that sign what must be shown; None: nothing must."""
+        return None
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+        return self
+
+
+class TlsFiles(CertificateFiles):
+    """TLS on a gRPC port that Envoy connects to."""
+
     tls_client_ca: Path | None = None
     """PEM file of the authorities that sign what Envoy must show (mTLS); without it, whoever
     reaches the port may connect."""
 
+    @property
+    def client_ca(self) -> Path | None:
+        """As it is set."""
+        return self.tls_client_ca
+
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> "TlsFiles":
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+    def _authority_needs_a_certificate(self) -> Self:
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(
                 "tls_client_ca needs tls_cert and tls_key: Envoy shows a certificate "
@@ -185,7 +204,7 @@ class ServeSettings(TlsFiles):
     listen: str = "127.0.0.1:50051"
     """gRPC address Envoy connects to."""
     admin: str = "127.0.0.1:9090"
-    """HTTP address of /metrics, /decisions, /fleet and health."""
+    """HTTP address of the page, /metrics, /decisions, /fleet and health."""
     workers: int = Field(default=1, ge=1)
     """Router processes; number k, from 0, takes the ports of ``listen`` and ``admin`` plus k."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
@@ -441,6 +460,14 @@ class XdsSettings(TlsFiles):
     _address = field_validator("listen")(_host_and_port)
 
 
+class AdminSettings(CertificateFiles):
+    """Who may look at the admin addresses of routers and pollers."""
+
+    token_file: Path | None = None
+    """File with the token to show (``Authorization: Bearer …``), watched; without it, whoever
+    reaches the port may look. Health needs none."""
+
+
 class LogSettings(Section):
     """Logs go to standard error, one JSON object or one line of text each."""
 
@@ -489,6 +516,7 @@ class Config(PoolReplicas):
     hold: HoldSettings = HoldSettings()
     poll: PollSettings = PollSettings()
     xds: XdsSettings = XdsSettings()
+    admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
 
     @field_validator("pools")

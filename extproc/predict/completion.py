@@ -138,13 +138,23 @@ def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
             wait[too_long] = np.inf
 
 
+def backlog_s(view: FleetView) -> Floats:
+    """Seconds until what is queued on each candidate is prefilled."""
+    return _prefill_steps(view, view.backlog, np.ceil(view.backlog / view.token_budget))
+
+
 def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
     queue = view.backlog + new
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
-    seconds: Floats = queue * view.c_prefill + steps * view.decode_step + view.frontend
+    seconds = _prefill_steps(view, queue, steps) + view.frontend
     return seconds + view.c_att * (new * (prompt - new / 2))
+
+
+def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:
+    seconds: Floats = tokens * view.c_prefill + steps * view.decode_step
+    return seconds
 
 
 def _decode(
