@@ -11,7 +11,7 @@ from extproc.request.objective import Objective
 from extproc.route.comparison import seconds
 from extproc.route.policy import Choice, Policy, Situation, lowest
 
-_OWN = 0.25
+_OWN = 0.5
 """Seconds of others that a second of its own is worth, where it has a target for that."""
 
 
@@ -38,7 +38,7 @@ class Target:
     """Of the replicas that meet the target, one that costs others little; another policy chooses
     where none does.
 
-    Where a target says how long the request may decode, ``own/4 + cost to others + avoidable
+    Where a target says how long the request may decode, ``own/2 + cost to others + avoidable
     prefill`` decides, own being its completion: it leaves the fast replicas to requests that have
     no such target. Where its first token alone has one, the other policy's choice is taken unless
     that is late. To go by lateness where none is in time would fill the replica with the soonest
