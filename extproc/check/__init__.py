@@ -1,1 +1,1 @@
-"""``extproc check``: what is missing or dangerous in a configuration or an Envoy file."""
+"""``extproc check``: what is missing or dangerous in a configuration, an Envoy file, or live."""

@@ -17,8 +17,14 @@ from extproc.store.leases import living
 from extproc.store.replicas import Snapshot, StateReader
 
 _AWAY = "{}: routers and pollers go on by themselves. Start it, or put right redis.url"
-_REFUSES = "refuses what routers and pollers do: {}. Give their user the rights that docs/operations.md lists (Redis)"
+_REFUSES = (
+    "refuses what routers and pollers do: {}. Give their user the rights that docs/operations.md "
+    "lists (Redis)"
+)
 _NO_POLLER = "no poller of the pool {!r} is alive: what routers know gets old. Run 'extproc poll'"
+
+_WRITES = "redis.call('TIME') return redis.call('DEL', KEYS[1])"
+"""Of a key that is never there."""
 
 
 async def check_redis(
@@ -39,13 +45,10 @@ async def check_redis(
             await _rights(redis, Keys(config.pool))
             pollers = await living(redis, config.pool)
             snapshot = await StateReader(redis, config.pool, Random()).read()
-        except ResponseError as error:
-            text = _REFUSES.format(str(error).rstrip("."))
-            return [Finding("redis", Level.ERROR, where, text)], None
         except (RedisError, OSError) as error:
-            return [
-                Finding("redis", Level.ERROR, where, _AWAY.format(str(error).rstrip(".")))
-            ], None
+            wrong = _REFUSES if isinstance(error, ResponseError) else _AWAY
+            text = wrong.format(str(error).rstrip("."))
+            return [Finding("redis", Level.ERROR, where, text)], None
         await membership.look(DesiredStore(redis, config.pool), monotonic())
     told = f"version {version} answers in {took_s * 1e3:.1f} ms; pool {config.pool}: "
     counts = f"{len(pollers)} pollers alive, {len(snapshot.states)} replicas"
@@ -59,7 +62,11 @@ async def _version(redis: Redis) -> str:
     """Asked for with what needs no right to administer."""
     async with in_time():
         await redis.ping()
-        told = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
+    try:
+        async with in_time():
+            told = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
+    except ResponseError:  # before 6.2
+        return "not told"
     fields = told if isinstance(told, dict) else dict(zip(told[::2], told[1::2], strict=True))
     return str_if_bytes(fields[b"version"])
 
@@ -71,7 +78,7 @@ async def _rights(redis: Redis, keys: Keys) -> None:
         ResponseError: it is not allowed to.
     """
     async with in_time():
-        await redis.delete(keys.slot)
+        await redis.eval(_WRITES, 1, keys.slot)
         await redis.publish(keys.changes, "{}")
     async with redis.pubsub() as pubsub, in_time():
         await pubsub.subscribe(keys.changes)

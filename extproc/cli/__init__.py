@@ -18,7 +18,7 @@ _COMMANDS = {
     "serve": "Runs a router: the ext_proc server that Envoy asks.",
     "poll": "Runs a poller: scrapes the replicas and shares what they do.",
     "xds": "Runs a control plane: Envoy takes the replicas, or everything, from it.",
-    "check": "Says what is wrong with a configuration or an Envoy file.",
+    "check": "Says what is wrong with a configuration, an Envoy file, or what runs.",
     "top": "Shows what a running router sees of its fleet, live.",
     "explain": "Shows what a running router decided, and why.",
     "replicas": "Lists, adds, drains and removes replicas while requests run.",

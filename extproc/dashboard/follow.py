@@ -24,6 +24,10 @@ async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str,
         open_session(access) as session,
         answer(session, url, "/dashboard/events", "text/event-stream", endless=True) as events,
     ):
-        while event := await events.content.readuntil(b"\n\n"):
-            yield loads(event.removeprefix(b"data: "))
+        try:
+            while event := await events.content.readuntil(b"\n\n"):
+                yield loads(event.removeprefix(b"data: "))
+        finally:  # there is no end to read up to, and TLS would wait for the router's goodbye
+            if events.connection and events.connection.transport:
+                events.connection.transport.abort()
     raise AskError(f"the router at {url} has stopped")

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,21 @@ LACKING = WORKED.replace("cache_config_info", "-")
 PAIR = [SimulatedReplica(name, FLEET[0].profile) for name in ("one", "two")]
 
 
+def written(file: Path, settings: dict[str, Any]) -> Path:
+    file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+def plain(settings: Config) -> dict[str, Any]:
+    return settings.model_dump(mode="json", exclude_unset=True)
+
+
 @pytest.fixture
 def check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     async def check(settings: Config | Path, *arguments: str, status: int = 0) -> list[str]:
         """The findings it prints."""
         if isinstance(settings, Config):
-            file = tmp_path / "extproc.yaml"
-            file.write_text(yaml.safe_dump(settings.model_dump(mode="json", exclude_unset=True)))
-            settings = file
+            settings = written(tmp_path / "extproc.yaml", plain(settings))
         argv = ["check", "--config", str(settings), *(arguments or ("--live",))]
         capsys.readouterr()
         assert await asyncio.to_thread(main, argv) == status
@@ -101,7 +109,6 @@ async def test_redis_refuses_what_is_needed(
     async with serving() as one:
         error, *_ = bad(await check(config(redis_server, one), status=1))
     assert "refuses what routers and pollers do: " in error
-    assert "ermission" in error
 
 
 async def test_the_rights_that_the_docs_list_suffice(
@@ -175,12 +182,11 @@ async def test_names_that_lead_nowhere_are_told(check: Check, tmp_path: Path) ->
     assert "no replica is known" in text
 
 
-@pytest.mark.parametrize("kind", [Stack, XdsStack])
+@pytest.mark.parametrize("kind", [Stack, partial(XdsStack, name="xds_all")])
 async def test_an_envoy_that_runs_is_judged_as_its_file_is(
-    check: Check, tmp_path: Path, kind: type[Stack]
+    check: Check, tmp_path: Path, kind: Callable[..., Stack]
 ) -> None:
-    more = {"name": "xds_all"} if kind is XdsStack else {}
-    async with kind(tmp_path, PAIR, **more) as stack:
+    async with kind(tmp_path, PAIR) as stack:
         asked = stack.config_file, "--envoy-admin", stack.envoy_admin
         lines = await check(*asked)
         assert all("message_timeout is 4 s" in one for one in bad(lines))  # tests are patient
@@ -193,9 +199,8 @@ async def test_an_envoy_that_runs_is_judged_as_its_file_is(
 
 
 async def _ill(envoy_admin: str) -> bool:
-    async with aiohttp.ClientSession() as session:
-        async with session.get(f"{envoy_admin}/clusters") as response:
-            return "failed_active_hc" in await response.text()
+    async with aiohttp.request("GET", f"{envoy_admin}/clusters") as response:
+        return "failed_active_hc" in await response.text()
 
 
 async def test_members_that_only_one_side_has_are_told(check: Check, tmp_path: Path) -> None:
@@ -203,8 +208,7 @@ async def test_members_that_only_one_side_has_are_told(check: Check, tmp_path: P
         other = yaml.safe_load(stack.config_file.read_text())
         other |= {"state": "memory", "replicas": [stack.address("one"), three.id]}
         other["serve"]["workers"] = 1
-        file = tmp_path / "other.yaml"
-        file.write_text(yaml.safe_dump(other))
+        file = written(tmp_path / "other.yaml", other)
         error, *warnings = bad(await check(file, "--envoy-admin", stack.envoy_admin, status=1))
     assert f"no cluster has {three.id}, which routers choose" in error
     assert any(
