@@ -15,7 +15,7 @@ from extproc.address import join_address
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, alias_generator=to_camel)
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel)
 
 
 class Metadata(_Part):
