@@ -57,6 +57,7 @@ class Poller:
             membership=into.membership,
             random=random,
         )
+        self.unlisted = self._discovery.unlisted
         self._typical = Typical()
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, _Polled] = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -27,7 +28,7 @@ from tests.kubernetes_api import (
     recorded_watch,
     terminating,
 )
-from tests.poll.polling import config, healthy, unhealthy, watching
+from tests.poll.polling import config, healthy, polling, unhealthy, watching
 from tests.poll.replica import Replica, hang, serving
 from tests.waiting import PATIENCE_S, until
 
@@ -472,3 +473,31 @@ async def test_a_pod_that_is_about_to_end_is_told_of_at_once(
             api.put(endpoint_slice(terminating("127.0.0.1", "vllm-0"), ports=ports))
             state = await seen.replica(replica, lambda state: state.draining)
             assert state.healthy
+
+
+@pytest.mark.process
+async def test_a_poller_that_was_told_of_no_pods_is_not_ready(
+    api: ApiServer, redis_server: RedisServer, logged: Logged
+) -> None:
+    api.forbidden = {"list"}
+    source = {"kubernetes": {"service": "vllm", "port": 8000}}
+    settings = config(redis_server, replicas=[source])
+    async with polling(settings), aiohttp.ClientSession() as session:
+
+        async def ready() -> str:
+            async with session.get(f"http://{settings.poll.admin}/readyz") as response:
+                return await response.text()
+
+        async def says(text: str) -> None:
+            async def so() -> bool:
+                return await ready() == text
+
+            await until(so)
+
+        await logged.line("poller ready")
+        await says("pool default: Service vllm, port 8000 was never listed: see the log\n")
+        api.forbidden = set()
+        await says("ok\n")
+        await api.stop()
+        await logged.line(LOST, 2)
+        assert await ready() == "ok\n"
