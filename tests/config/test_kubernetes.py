@@ -5,12 +5,14 @@
 writes the manifests anew.
 """
 
+import asyncio
 import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from jsonschema import Draft4Validator
@@ -18,6 +20,8 @@ from jsonschema import Draft4Validator
 from extproc import settings
 from extproc.address import split_address
 from extproc.config import Config
+from extproc.demo.processes import free_port
+from tests.envoy_config.test_envoy import around_the_fragment, running
 from tests.kubernetes_api import KIND, RECORDED, endpoint_slice, terminating
 
 ROOT = Path(__file__).parents[2]
@@ -234,6 +238,28 @@ def test_probes_ask_the_admin_port(name: str, command: str) -> None:
     admin = said.serve.admin if name == "router" else said.poll.admin
     for probe in ("readinessProbe", "livenessProbe"):
         assert asked[probe]["httpGet"]["port"] == split_address(admin)[1]
+
+
+@pytest.mark.process
+async def test_an_envoy_that_is_to_end_sends_its_clients_elsewhere(tmp_path: Path) -> None:
+    ours = container("extproc-envoy")
+    *command, script = ours["lifecycle"]["preStop"]["exec"]["command"]
+    drain, _, sleep = script.rpartition("\nsleep ")
+    grace = pod(named("Deployment", "extproc-envoy"))["terminationGracePeriodSeconds"]
+    assert 0 < grace - int(sleep) < 60
+    port, admin = free_port(), free_port()
+    bootstrap = around_the_fragment(port, admin, "127.0.0.1:1", ["127.0.0.1:1"])
+    async with (
+        running(tmp_path, bootstrap, admin, ours["args"][2:]),
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+    ):
+        async with client.get("/") as response:
+            assert "connection" not in response.headers
+        assert "9901" in drain
+        hook = await asyncio.create_subprocess_exec(*command, drain.replace("9901", str(admin)))
+        assert await hook.wait() == 0
+        async with client.get("/") as response:
+            assert response.headers["connection"] == "close"
 
 
 def test_a_router_has_the_time_it_needs_to_drain() -> None:
