@@ -40,10 +40,12 @@ POLICIES = [one for one in MANIFESTS if one["kind"] == "NetworkPolicy"]
 
 
 def rendered(**values: Any) -> dict[str, str]:
-    """What Helm makes of the chart, by the name of the template."""
+    """What Helm makes of the chart, by the name of the template; with the plain manifests' label,
+    unless the values have one."""
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(CHART)) as chart:
-        files = chart.render(values, name="any", namespace="default")
+        plain = {"vllm": {"selector": {"app": "vllm"}}}
+        files = chart.render(plain | values, name="any", namespace="default")
     return {name.rpartition("/")[2]: text for name, text in files.items()}
 
 
@@ -151,9 +153,27 @@ def test_with_a_redis_and_a_gateway_of_ones_own() -> None:
     }
     for deployment in (one for one in manifests if one["kind"] == "Deployment"):
         (only,) = pod(deployment)["containers"]
-        assert only["env"][-2] == url  # the last of a name counts
+        names = [one["name"] for one in only["env"]]
+        assert len(names) == len({*names})  # else the API server refuses it
+        assert only["env"][-2] == url
     (router,) = (one for one in manifests if title(one) == "NetworkPolicy-extproc-router")
     assert router["spec"]["ingress"][0]["from"] == gateway
+
+
+def test_pods_are_selected_by_your_label_alone() -> None:
+    files = rendered(vllm={"selector": {"model": "llama"}})
+    (service,) = (one for one in parsed(files["extproc.yaml"]) if title(one) == "Service-vllm")
+    assert service["spec"]["selector"] == {"model": "llama"}
+    with pytest.raises(Exception, match="vllm.selector: labels of your vLLM pods"):
+        rendered(vllm={})
+
+
+def test_a_name_with_an_apostrophe() -> None:
+    source = {"url": "10.0.0.1:8000", "name": "joe's"}
+    manifests = parsed(rendered(replicas=[source])["extproc.yaml"])
+    (poller,) = (one for one in manifests if title(one) == "Deployment-extproc-poller")
+    env = {one["name"]: one["value"] for one in pod(poller)["containers"][0]["env"]}
+    assert json.loads(env["EXTPROC_REPLICAS"]) == [source]
 
 
 def test_helm_finds_nothing_wrong() -> None:
