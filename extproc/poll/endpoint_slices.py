@@ -49,7 +49,7 @@ class _Port(_Part):
 class EndpointSlice(_Part):
     """One of the slices of a Service, in discovery.k8s.io/v1."""
 
-    metadata: Metadata
+    metadata: Metadata = Metadata()
     address_type: str = ""
     endpoints: tuple[_Endpoint, ...] | None = None
     ports: tuple[_Port, ...] | None = None
