@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from benchmarks import arguments, fleet
 from benchmarks.about import about
 from benchmarks.compare import envoy, terminal
 from benchmarks.compare.contenders import Contender
+from benchmarks.compare.faults import FAULTS, Fault
 from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, Product
 from benchmarks.compare.play import play
@@ -49,6 +50,9 @@ _INTERRUPTED = 130
 class _Turns:
     """Those that were made, and those that could not be: nothing finished is lost."""
 
+    without_part: list[str] = field(default_factory=list)
+    """Contenders that lack what the fault falls on."""
+
     runs: list[dict[str, Any]] = field(default_factory=list)
     not_run: list[dict[str, Any]] = field(default_factory=list)
 
@@ -65,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     origin = about("benchmarks.compare", sys.argv[1:] if argv is None else argv)
     try:
         file = fleet.read(args.fleet)
-        contenders = _contenders(args, file)
+        contenders, turns.without_part = _with_part(args.fault, _contenders(args, file))
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.check_outputs(args)
@@ -136,6 +140,22 @@ def contender(name: str) -> Contender:
     return Peer(product, _among(kind, policy or product.best, product.policies))
 
 
+def _with_part(
+    fault: Fault | None, every: Sequence[Contender]
+) -> tuple[list[Contender], list[str]]:
+    """Those that have what the fault falls on, and the names of the others.
+
+    Raises:
+        ValueError: none has it.
+    """
+    if fault is None or fault.part == "replica":
+        return [*every], []
+    having = [one for one in every if fault.part in one.parts]
+    if not having:
+        raise ValueError(f"{fault.name}: no contender here has a {fault.part} of its own")
+    return having, [one.name for one in every if one not in having]
+
+
 def _among(kind: str, policy: str, known: Sequence[str]) -> str:
     if policy not in known:
         raise ValueError(f"{kind} has no policy {policy!r}; it has: {', '.join(known)}")
@@ -179,6 +199,8 @@ def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> 
             "stream_share": args.stream_share,
             "seed": args.seed,
             "repeats": args.repeats,
+            "fault": asdict(args.fault) if args.fault else None,
+            "without_part": turns.without_part,
             "ours": [name for name in ran if name.startswith("router:")],
             "contenders": {name: contender(name).about for name in ran},
         },
@@ -201,12 +223,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--contenders", type=_names, metavar="a,b,c", help="kind:policy, see benchmarks/README.md")
     add("--stream-share", type=arguments.share, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
+    fault = f"what happens in each turn: {', '.join(FAULTS)}"
+    add("--fault", choices=FAULTS, metavar="PART-WAY", help=fault)
+    add("--at", type=arguments.time, metavar="S", help="when it does [half of --duration]")
     add("--quick", action="store_true", help="two minutes: without peers, once, for 6 s")
     arguments.add_outputs(parser)
     args = parser.parse_args(argv)
     args.skip = _FROM_S / args.speed if args.skip is None else args.skip
     args.duration = args.duration or (_QUICK_DURATION_S if args.quick else _DURATION_S)
     args.repeats = args.repeats or (1 if args.quick else _REPEATS)
+    if args.at is not None and not (args.fault and args.at < args.duration):
+        parser.error("--at is when the --fault happens: some time before --duration has passed")
+    at_s = args.duration / 2 if args.at is None else args.at
+    args.fault = Fault(args.fault, at_s) if args.fault else None
     return args
 
 

@@ -109,6 +109,7 @@ class ReplicaServer:
         self._random = random
         self._responses = ResponseStore()
         self._faults = Faults()
+        self._in_flight: list[str] = []
 
     def app(self) -> web.Application:
         """The application; it runs the replica's engine while it is up."""
@@ -126,6 +127,7 @@ class ReplicaServer:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/simulate", self._simulate)
         app.router.add_get("/simulate/late", self._late)
+        app.router.add_get("/simulate/requests", self._requests)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/load", self._load)
@@ -145,9 +147,16 @@ class ReplicaServer:
         if request.path == "/simulate":
             return await handler(request)
         await self.replica.live.awake()
-        if self._faults.fail and request.path in _INFERENCE:
+        if request.path not in _INFERENCE:
+            return await handler(request)
+        if self._faults.fail:
             return _error(request, self._faults.fail, "This failure was asked for with /simulate.")
-        return await handler(request)
+        name = request.headers.get("x-request-id", "")
+        self._in_flight.append(name)
+        try:
+            return await handler(request)
+        finally:
+            self._in_flight.remove(name)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body_type, reply_type = GENERATING[request.path]
@@ -251,6 +260,10 @@ class ReplicaServer:
 
     async def _late(self, request: web.Request) -> web.Response:
         return web.json_response(self.replica.live.lateness.to_json())
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        """The ``x-request-id`` of each request in flight: who is hit when this replica fails."""
+        return web.json_response(self._in_flight)
 
     async def _models(self, request: web.Request) -> web.Response:
         settings = self.replica.settings
