@@ -25,17 +25,21 @@ import aiohttp
 
 from benchmarks import arguments, fleet
 from benchmarks.about import about
-from benchmarks.compare import envoy, terminal
+from benchmarks.compare import envoy, pickers, terminal
+from benchmarks.compare.aibrix import AIBrix
 from benchmarks.compare.contenders import Contender
 from benchmarks.compare.faults import FAULTS, Fault
 from benchmarks.compare.fleets import Fleet
+from benchmarks.compare.llm_d import LlmD
 from benchmarks.compare.peers import PRODUCTS, Peer, Product
+from benchmarks.compare.pickers import Picker
 from benchmarks.compare.play import play
 from benchmarks.compare.router import Router
 from benchmarks.report import figures
 from extproc.demo.processes import ProcessError
 from extproc.route.policies import POLICIES
 
+_PICKERS = {one.name: one for one in (LlmD(), AIBrix())}
 _HERE = Path(__file__).parents[1]
 _SPEED = 4.0
 _FROM_S = 120.0
@@ -120,8 +124,13 @@ def _rotated(contenders: Sequence[Contender], repeat: int) -> list[Contender]:
     return [*contenders[first:], *contenders[:first]]
 
 
-def contender(name: str) -> Contender:
+def contender(name: str, programs: Path | None = None, fair: bool = False) -> Contender:
     """The contender of that name, ``kind:policy``; a kind alone stands for its usual policy.
+
+    Args:
+        name: of it.
+        programs: a folder to look for endpoint pickers in, before ``PATH``.
+        fair: whether those that can are behind this project's Envoy file.
 
     Raises:
         ValueError: there is none, or it is not installed; the message says what there is.
@@ -131,8 +140,17 @@ def contender(name: str) -> Contender:
         return Router(_among(kind, policy or "completion", tuple(POLICIES)))
     if kind == "envoy":
         return envoy.EnvoyAlone(_among(kind, policy or "least_request", envoy.POLICIES))
+    if kind in _PICKERS:
+        picker = _PICKERS[kind]
+        program = pickers.found(picker, programs)
+        if program is None:
+            raise ValueError(
+                f"{kind} needs the program {picker.program}: see docs/compare-build.md"
+            )
+        policy = _among(kind, policy or picker.policies[0], picker.policies)
+        return Picker(picker, policy, program, fair and picker.standard)
     if kind not in PRODUCTS:
-        kinds = ", ".join(("router", "envoy", *PRODUCTS))
+        kinds = ", ".join(("router", "envoy", *PRODUCTS, *_PICKERS))
         raise ValueError(f"there is no contender {kind!r}; there are: {kinds}")
     product = PRODUCTS[kind]
     if not product.installed:
@@ -175,7 +193,11 @@ def _contenders(args: argparse.Namespace, file: fleet.FleetFile) -> list[Contend
         *(["envoy:least_request_weighted"] if unequal else []),
         *(f"{one.name}:{one.best}" for one in _installed() if not args.quick),
     ]
-    return [contender(name) for name in names]
+    return [_named(args, name) for name in names]
+
+
+def _named(args: argparse.Namespace, name: str) -> Contender:
+    return contender(name, args.programs, args.envoy == "fair")
 
 
 def _installed() -> list[Product]:
@@ -202,7 +224,7 @@ def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> 
             "fault": asdict(args.fault) if args.fault else None,
             "without_part": turns.without_part,
             "ours": [name for name in ran if name.startswith("router:")],
-            "contenders": {name: contender(name).about for name in ran},
+            "contenders": {name: _named(args, name).about for name in ran},
         },
         "not_run": turns.not_run,
         "runs": turns.runs,
@@ -220,7 +242,16 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(speed=_SPEED, skip=None, duration=None)
     turns = "turns of each contender, each with the next part of the trace [2]"
     add("--repeats", type=arguments.count, metavar="N", help=turns)
-    add("--contenders", type=_names, metavar="a,b,c", help="kind:policy, see benchmarks/README.md")
+    add(
+        "--contenders",
+        type=lambda text: text.split(","),
+        metavar="a,b,c",
+        help="kind:policy, see benchmarks/README.md",
+    )
+    programs = "where epp (llm-d) and gateway-plugins (AIBrix) are [PATH]"
+    add("--programs", type=Path, metavar="DIR", help=programs)
+    behind = "fair: llm-d behind this project's envoy/endpoint_picker.yaml [its makers' file]"
+    add("--envoy", choices=("own", "fair"), default="own", help=behind)
     add("--stream-share", type=arguments.share, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
     fault = f"what happens in each turn: {', '.join(FAULTS)}"
@@ -234,16 +265,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.repeats = args.repeats or (1 if args.quick else _REPEATS)
     if args.at is not None and not (args.fault and args.at < args.duration):
         parser.error("--at is when the --fault happens: some time before --duration has passed")
+    try:
+        args.contenders = list(dict.fromkeys(_named(args, n).name for n in args.contenders or ()))
+    except ValueError as error:
+        parser.error(f"--contenders: {error}")
     at_s = args.duration / 2 if args.at is None else args.at
     args.fault = Fault(args.fault, at_s) if args.fault else None
     return args
-
-
-def _names(text: str) -> list[str]:
-    try:
-        return list(dict.fromkeys(contender(part).name for part in text.split(",")))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

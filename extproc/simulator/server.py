@@ -45,6 +45,9 @@ OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
 OUTPUT_TOKENS_STATE = "simulate-output-tokens"
 """The same as an entry of ``tracestate``, which gets through proxies that drop unknown headers."""
 
+REQUEST_STATE = "simulate-request"
+"""Its client's name for a request, there too: some gateways put their own into ``x-request-id``."""
+
 SERVED_BY_HEADER = "x-served-by"
 """In every response: the ``ip:port`` that answered."""
 
@@ -151,7 +154,7 @@ class ReplicaServer:
             return await handler(request)
         if self._faults.fail:
             return _error(request, self._faults.fail, "This failure was asked for with /simulate.")
-        name = request.headers.get("x-request-id", "")
+        name = _trace_state(request, REQUEST_STATE) or ""
         self._in_flight.append(name)
         try:
             return await handler(request)
@@ -262,7 +265,7 @@ class ReplicaServer:
         return web.json_response(self.replica.live.lateness.to_json())
 
     async def _requests(self, request: web.Request) -> web.Response:
-        """The ``x-request-id`` of each request in flight: who is hit when this replica fails."""
+        """The name of each request in flight: who is hit when this replica fails."""
         return web.json_response(self._in_flight)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -341,7 +344,7 @@ def _output_tokens(request: web.Request) -> int | None:
     Raises:
         RequestError: it is not a positive number.
     """
-    value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request))
+    value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request, OUTPUT_TOKENS_STATE))
     if value is None:
         return None
     if not (value.isascii() and value.isdigit() and 0 < len(value) < 10 and int(value)):
@@ -349,11 +352,11 @@ def _output_tokens(request: web.Request) -> int | None:
     return int(value)
 
 
-def _trace_state(request: web.Request) -> str | None:
-    """The entry of ``tracestate``, which is ``key=value`` with commas between (W3C)."""
+def _trace_state(request: web.Request, name: str) -> str | None:
+    """An entry of ``tracestate``, which is ``key=value`` with commas between (W3C)."""
     for entry in ",".join(request.headers.getall("tracestate", [])).split(","):
         key, _, value = entry.strip().partition("=")
-        if key == OUTPUT_TOKENS_STATE:
+        if key == name:
             return value
     return None
 

@@ -154,11 +154,9 @@ class Turn:
         self.killed = {name for name, process in parts if process.returncode == -9}
         """Of the contender's parts."""
         self.harm = harm(Run.model_validate(run))
-        at_s = run["fault"]["at_s"]
-        assert AT_S <= at_s < AT_S + 2
-        self.later = {
-            one["request_id"] for one in run["requests"] if one["at_s"] + one["late_s"] > at_s
-        }
+        self.at_s = run["fault"]["at_s"]
+        assert AT_S <= self.at_s < AT_S + 2
+        self.later = {one for one in self.ids() if self.sent_s(one) > self.at_s}
         assert 0 < len(self.later) < len(TRACE)
         assert not [one for one in run["complaints"] if "router's answer" not in one]
 
@@ -166,6 +164,10 @@ class Turn:
         """Requests of which this is true."""
         every = self.run["requests"]
         return {one["request_id"] for one in every if of.items() <= one.items()}
+
+    def sent_s(self, name: str) -> float:
+        (one,) = (one for one in self.run["requests"] if one["request_id"] == name)
+        return float(one["at_s"] + one["late_s"])
 
     @property
     def failed(self) -> set[str]:
@@ -229,6 +231,21 @@ async def test_a_slow_replica_is_slow(tmp_path: Path) -> None:
     step_s = hardware_profile("llama-8b-h100").step.c0
     assert min(gaps[one] for one in there & turn.later) > 3 * step_s
     assert turn.ids(struck=True) <= there
+
+
+@pytest.mark.process
+async def test_all_fails_from_then_on_where_envoy_does_not_go_on_without_its_picker(
+    programs: Path, tmp_path: Path
+) -> None:
+    turn = await played("picker-killed", compare.contender("llm-d", programs), tmp_path)
+    assert turn.killed == {"picker"}
+    struck = turn.ids(struck=True)
+    assert turn.harm.hit == turn.harm.lost == len(struck) > 0
+    assert turn.failed == struck | turn.later
+    assert (turn.harm.elsewhere, turn.harm.later) == (0, len(turn.later))
+    assert turn.harm.until_s == pytest.approx(
+        max(turn.sent_s(one) for one in turn.later) - turn.at_s
+    )
 
 
 @pytest.mark.process

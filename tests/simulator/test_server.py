@@ -269,24 +269,25 @@ async def test_a_client_that_hangs_up_leaves_nothing_behind(
     assert replica.engine.counters.finished.total() == 0
 
 
-async def test_requests_in_flight_are_told_by_their_ids(client: ClientSession) -> None:
-    async def ids() -> set[str]:
+async def test_requests_in_flight_are_told_by_their_names(client: ClientSession) -> None:
+    async def names() -> set[str]:
         async with client.get("/simulate/requests") as response:
             return set(await response.json())
 
     def ask(name: str, stream: bool) -> Any:
         body = chat(stream=stream, ignore_eos=True, max_tokens=4000)
-        return asyncio.ensure_future(client.post(CHAT, json=body, headers={"x-request-id": name}))
+        headers = {"tracestate": f"simulate-output-tokens=4000,simulate-request={name}"}
+        return asyncio.ensure_future(client.post(CHAT, json=body, headers=headers))
 
     whole, streamed = ask("whole", False), ask("streamed", True)
     async with asyncio.timeout(PATIENCE_S):
-        while await ids() != {"whole", "streamed"}:
+        while await names() != {"whole", "streamed"}:
             pass
         whole.cancel()
-        while await ids() != {"streamed"}:
+        while await names() != {"streamed"}:
             pass
         (await streamed).close()
-        while await ids():
+        while await names():
             pass
 
 
