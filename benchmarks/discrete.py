@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from random import Random
 
@@ -23,6 +22,7 @@ from extproc.hold.queue import LET_GO_EVERY_S
 from extproc.hold.waiting import Waiting
 from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
+from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Decision
@@ -33,6 +33,7 @@ from extproc.simulator.steps import Outcome
 KNOWN = ("lengths", "coefficients")
 STREAMED = 0.5
 """Share of requests that are streamed."""
+_URGENT = Objective("urgent", priority=1)
 _LONGEST_DRAIN = 7200.0
 """Seconds after the last request in which all must have ended."""
 
@@ -60,6 +61,12 @@ class Simulation:
     """Whether requests wait at the router while no replica can carry them."""
     urgent: float = 0.0
     """Share of the requests that go before others where they wait."""
+    target: Objective = NO_OBJECTIVE
+    """What others aim for."""
+    target_share: float = 1.0
+    """Of these requests, so many do, drawn."""
+    ignore_targets: bool = False
+    """Whether the router is told of none."""
     tenants: PySequence[float] = ()
     """Of how many of the requests each tenant has one; none: all are one's."""
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -141,17 +148,25 @@ class Simulation:
             prefix=Prefix(np.array(traced.hash_ids, np.uint64), ID_TOKENS, traced.prompt_tokens),
             tenant=self._tenant(),
         )
-        urgent = self._groups.random() < self.urgent
-        arrival = Arrival(number, traced, self._sequence(number, traced), urgent)
+        objective = self._objective()
+        if not (self.ignore_targets and objective.has_target):
+            profile.objective = objective
+        arrival = Arrival(number, traced, self._sequence(number, traced), objective)
         decision = self._deciding.decide(number, profile, arrival.sequence.hashes)
         if not (self.hold and self._routers and decision):
             self._begin(arrival, decision)
             return
         node = self._routers.owner(number)
-        if node.queue.keeps(decision, int(arrival.urgent)):
+        if node.queue.keeps(decision):
             self._wait(node, arrival, decision)
         else:
             self._begin(arrival, decision)
+
+    def _objective(self) -> Objective:
+        if self._groups.random() < self.urgent:
+            return _URGENT
+        aims = self.target.has_target and self._groups.random() < self.target_share
+        return self.target if aims else NO_OBJECTIVE
 
     def _tenant(self) -> str:
         if not self.tenants:
@@ -167,8 +182,12 @@ class Simulation:
             self._begin(arrival, outcome)
 
         self._held += 1
-        decide, now = partial(node.router.decide, decision.profile), self.clock()
-        node.queue.enter(Waiting(decision, now, decide, go, priority=int(arrival.urgent)))
+        profile, now = decision.profile, self.clock()
+
+        def decide() -> Decision | None:
+            return node.router.decide(profile, waited=self.clock() - now)
+
+        node.queue.enter(Waiting(decision, now, decide, go))
 
     def _begin(self, arrival: Arrival, decision: Decision | None) -> None:
         number, traced = arrival.number, arrival.traced
@@ -176,8 +195,8 @@ class Simulation:
             self.failed.append(Failed(traced, "", self.clock()))
             return
         whole = not decision.profile.stream
-        group = "urgent" if arrival.urgent else decision.profile.tenant
-        served = Served(number, traced, decision, whole, decision.replica, arrival.sequence, group)
+        sequence, aim, now = arrival.sequence, arrival.objective, self.clock()
+        served = Served(number, traced, decision, whole, decision.replica, sequence, aim, now)
         self._open[number] = served
 
         def sent(node: Node) -> None:

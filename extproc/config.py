@@ -1,11 +1,14 @@
 """Every setting, in one model. ``extproc/settings.py`` fills it from file, environment, flags."""
 
+import re
+from collections import Counter
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -19,6 +22,7 @@ from extproc.address import shift_port, split_address
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
 from extproc.redis_url import parse
 from extproc.replica_state import SILENT_AFTER_S
+from extproc.request.objective import FAIRNESS_ID, NO_OBJECTIVE, OBJECTIVE, TARGETS, Objective
 
 
 class Section(BaseModel):
@@ -51,13 +55,50 @@ def _of_redis(url: str) -> str:
     return url
 
 
+def _of_kubernetes(name: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
+        raise ValueError("a name in Kubernetes has lower-case letters, digits and '-' alone")
+    return name
+
+
+_KubernetesName = Annotated[str, AfterValidator(_of_kubernetes)]
+
+
+class KubernetesService(Section):
+    """A Service of Kubernetes, whose pods are replicas."""
+
+    service: _KubernetesName
+    """Its name."""
+    port: int | str
+    """The port of its pods (targetPort) as a number, or the name of its port."""
+    namespace: _KubernetesName | None = None
+    """Where it is; None: where the poller's pod is."""
+
+    @field_validator("port")
+    @classmethod
+    def _is_one(cls, port: int | str) -> int | str:
+        port = int(port) if isinstance(port, str) and port.isdecimal() else port
+        if isinstance(port, str):
+            return _of_kubernetes(port)
+        if not 1 <= port <= 65535:
+            raise ValueError("a port is a number from 1 to 65535, or a name")
+        return port
+
+    def __str__(self) -> str:
+        name = f"{self.namespace}/{self.service}" if self.namespace else self.service
+        return f"Service {name}, port {self.port}"
+
+
 class ReplicaSource(Section):
-    """One or more replicas: an address, or a DNS name that resolves to many."""
+    """One or more replicas: an address, a DNS name that resolves to many, or the pods of a Service
+    of Kubernetes."""
 
     url: str = ""
     """``host:port`` or ``http://host:port`` of one replica."""
     dns: str = ""
     """``name:port``: every address the name resolves to is a replica; resolved again and again."""
+    kubernetes: KubernetesService | None = None
+    """Every pod of this Service is a replica; watched."""
     profile: str = DEFAULT_PROFILE
     """Hardware profile its prediction starts from."""
     name: str = ""
@@ -71,14 +112,19 @@ class ReplicaSource(Section):
     _addresses = field_validator("url", "dns")(_of_a_replica)
 
     @property
+    def where(self) -> str:
+        """What it names: address, DNS name or Service."""
+        return self.url or self.dns or str(self.kubernetes)
+
+    @property
     def host_and_port(self) -> tuple[str, int]:
-        """Name or IP address, and port."""
+        """Name or IP address, and port, of ``url`` or ``dns``."""
         return split_address(self.url or self.dns)
 
     @model_validator(mode="after")
     def _one_address(self) -> "ReplicaSource":
-        if bool(self.url) == bool(self.dns):
-            raise ValueError("a replica needs either 'url' or 'dns'")
+        if sum(map(bool, (self.url, self.dns, self.kubernetes))) != 1:
+            raise ValueError("a replica needs one of 'url', 'dns' and 'kubernetes'")
         return self
 
     @model_validator(mode="after")
@@ -107,22 +153,41 @@ class RedisSettings(Section):
     _is_one = field_validator("url")(_of_redis)
 
 
-class TlsFiles(Section):
-    """TLS on a gRPC port that Envoy connects to."""
+class CertificateFiles(Section):
+    """TLS on a port."""
 
     tls_cert: Path | None = None
-    """PEM file of the certificate to show Envoy, with those between it and its authority; without
-    it, Envoy connects in plain text."""
+    """PEM file of the certificate to show, with those between it and its authority; without it,
+    the port speaks plain text."""
     tls_key: Path | None = None
     """PEM file of its key, without a password."""
+
+    @property
+    def client_ca(self) -> Path | None:
+        """PEM file of the authorities that sign what must be shown; None: nothing must."""
+        return None
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+        return self
+
+
+class TlsFiles(CertificateFiles):
+    """TLS on a gRPC port that Envoy connects to."""
+
     tls_client_ca: Path | None = None
     """PEM file of the authorities that sign what Envoy must show (mTLS); without it, whoever
     reaches the port may connect."""
 
+    @property
+    def client_ca(self) -> Path | None:
+        """As it is set."""
+        return self.tls_client_ca
+
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> "TlsFiles":
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+    def _authority_needs_a_certificate(self) -> Self:
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(
                 "tls_client_ca needs tls_cert and tls_key: Envoy shows a certificate "
@@ -141,7 +206,7 @@ class ServeSettings(TlsFiles):
     listen: str = "127.0.0.1:50051"
     """gRPC address Envoy connects to."""
     admin: str = "127.0.0.1:9090"
-    """HTTP address of /metrics, /decisions, /fleet and health."""
+    """HTTP address of the page, /metrics, /decisions, /fleet and health."""
     workers: int = Field(default=1, ge=1)
     """Router processes; number k, from 0, takes the ports of ``listen`` and ``admin`` plus k."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
@@ -276,31 +341,29 @@ class RequestSettings(Section):
     """Request header that names a tenant, whose output lengths are then learned by themselves."""
 
 
-class Objective(Section):
-    """A kind of requests, by what they aim for."""
+class ObjectiveSettings(Section):
+    """A kind of requests, by what they aim for; times in seconds since they came."""
 
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Of requests that wait, those of a higher one go first."""
     ttft_s: float | None = Field(default=None, gt=0)
-    """Seconds to the first token that it aims for: of one priority and tenant, the request that is
-    due first goes first."""
-
+    """Until the first token."""
+    tpot_s: float | None = Field(default=None, gt=0)
+    """For each further token, on average."""
+    completion_s: float | None = Field(default=None, gt=0)
+    """Until the last token."""
     sheddable: bool = False
-    """Whether a request is refused with 429 at once where it would miss that, by prediction."""
+    """Whether a request is refused with 429 where it would miss a target, by prediction."""
+    tenants: tuple[str, ...] = ()
+    """Tenants whose requests have it, where no header names another."""
+    models: tuple[str, ...] = ()
+    """Models whose requests have it, where their tenant has none."""
 
-    @model_validator(mode="after")
-    def _sheds_what_is_late(self) -> "Objective":
-        if self.sheddable and self.ttft_s is None:
-            raise ValueError("sheddable needs ttft_s: a request is refused that would miss it")
-        return self
-
-    def sheds(self, ttft_s: float) -> bool:
-        """Whether a request whose first token would come then is refused."""
-        return self.sheddable and self.ttft_s is not None and ttft_s > self.ttft_s
-
-    def due(self, since: float) -> float:
-        """When the first token of a request is due that came at ``since``."""
-        return inf if self.ttft_s is None else since + self.ttft_s
+    def named(self, name: str) -> Objective:
+        """The objective."""
+        targets = (self.ttft_s, self.tpot_s, self.completion_s)
+        seconds = (inf if one is None else one for one in targets)
+        return Objective(name, self.priority, self.sheddable, *seconds)
 
 
 _LONGEST_HELD_S = 3600.0
@@ -316,11 +379,52 @@ class HoldSettings(Section):
     neither."""
     most: int = Field(default=10_000, ge=1)
     """Requests that wait at a time; further ones are refused with 429."""
-    objectives: dict[str, Objective] = Field(default_factory=dict)
-    """Name → priority and target."""
+    objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
+    """Name → priority, targets, and whose requests have it."""
     objective_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
     """Request header that names the objective; one that is not named here, and none, has priority
     0."""
+    allow_inference_headers: bool = False
+    """Whether the headers count by which llm-d and the Gateway API Inference Extension name an
+    objective, a tenant (fairness id) and targets."""
+
+    @field_validator("objectives")
+    @classmethod
+    def _are_told_apart(cls, given: dict[str, ObjectiveSettings]) -> dict[str, ObjectiveSettings]:
+        for kind in ("tenants", "models"):
+            names = Counter(name for one in given.values() for name in set(getattr(one, kind)))
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise ValueError(f"several objectives have the {kind} {', '.join(sorted(twice))}")
+        return given
+
+    @model_validator(mode="after")
+    def _sheds_what_is_late(self) -> "HoldSettings":
+        for name, one in self.objectives.items():
+            if one.sheddable and not (self.allow_inference_headers or one.named(name).has_target):
+                raise ValueError(
+                    f"objective {name!r} is sheddable and has no target: a request is refused that "
+                    "would miss ttft_s, tpot_s or completion_s"
+                )
+        return self
+
+    @cached_property
+    def _objectives(self) -> dict[tuple[str, str], Objective]:
+        """By what chooses it, and its name."""
+        return {
+            (kind, name): one.named(objective)
+            for objective, one in self.objectives.items()
+            for kind, names in (("", [objective]), ("tenant", one.tenants), ("model", one.models))
+            for name in names
+        }
+
+    def objective(self, name: str, tenant: str, *models: str) -> Objective:
+        """What a request aims for: by the name in its header, or else by its tenant, or its model
+        by any of these names."""
+        found = self._objectives
+        if not found:
+            return NO_OBJECTIVE
+        keys = (("", name), ("tenant", tenant), *(("model", model) for model in models))
+        return next((found[key] for key in keys if key in found), NO_OBJECTIVE)
 
 
 _TIMEOUTS = 3
@@ -397,6 +501,14 @@ class XdsSettings(TlsFiles):
     _address = field_validator("listen")(_host_and_port)
 
 
+class AdminSettings(CertificateFiles):
+    """Who may look at the admin addresses of routers and pollers."""
+
+    token_file: Path | None = None
+    """File with the token to show (``Authorization: Bearer …``), watched; without it, whoever
+    reaches the port may look. Health needs none."""
+
+
 class LogSettings(Section):
     """Logs go to standard error, one JSON object or one line of text each."""
 
@@ -413,7 +525,8 @@ class PoolReplicas(Section):
     """Which replicas a pool has."""
 
     replicas: tuple[ReplicaSource, ...] = ()
-    """``host:port, …``, or a list of replicas with ``url`` or ``dns``, ``profile`` and ``name``."""
+    """``host:port, …``, or a list of replicas with ``url``, ``dns`` or ``kubernetes``,
+    ``profile`` and ``name``."""
     replicas_file: Path | None = None
     """YAML list in the form of ``replicas``; watched."""
 
@@ -444,6 +557,7 @@ class Config(PoolReplicas):
     hold: HoldSettings = HoldSettings()
     poll: PollSettings = PollSettings()
     xds: XdsSettings = XdsSettings()
+    admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
 
     @field_validator("pools")
@@ -473,10 +587,25 @@ class Config(PoolReplicas):
             route.policy_header if route.allow_policy_header else None,
             route.session_header,
             "cookie" if route.session_cookie else None,
-            self.request.tenant_header,
-            self.hold.objective_header,
+            *self.tenant_headers,
+            *self.objective_headers,
+            *(TARGETS if self.hold.allow_inference_headers else ()),
         ]
         return frozenset(name.lower() for name in named if name)
+
+    @cached_property
+    def objective_headers(self) -> tuple[str, ...]:
+        """Those that name an objective; the first that is there counts."""
+        return self._believed(self.hold.objective_header, OBJECTIVE)
+
+    @cached_property
+    def tenant_headers(self) -> tuple[str, ...]:
+        """Those that name a tenant, likewise."""
+        return self._believed(self.request.tenant_header, FAIRNESS_ID)
+
+    def _believed(self, own: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+        others = known if self.hold.allow_inference_headers else ()
+        return (own.lower(), *others) if own else others
 
     @property
     def each_pool(self) -> "tuple[Config, ...]":

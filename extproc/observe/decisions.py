@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from math import isfinite
 from typing import Any
 
@@ -20,6 +20,8 @@ class Outcome:
 
     waited_s: float = 0.0
     """Seconds at the router, until a replica could carry it."""
+    waited_for: str = ""
+    """Why, in a few words; empty where it did not."""
     served_by: str | None = None
     """``ip:port`` that answered, after retries."""
     status: int | None = None
@@ -69,6 +71,7 @@ class DecisionRecord:
             "model": profile.asked or profile.model,
             "served_as": decision.name,
             "stream": profile.stream,
+            "objective": profile.objective.name,
             "prompt_tokens": profile.prompt_tokens,
             "output_bound": profile.output_bound,
             "sequences": profile.sequences,
@@ -91,6 +94,7 @@ class DecisionRecord:
             ],
             "outcome": {
                 "waited_s": _short(self.outcome.waited_s),
+                "waited_for": self.outcome.waited_for,
                 "served_by": self.outcome.served_by,
                 "status": self.outcome.status,
                 "ttft_s": _short(self.outcome.ttft_s),
@@ -181,6 +185,10 @@ class DecisionLog:
     def last(self, most: int) -> list[DecisionRecord]:
         """The newest ``most`` records, oldest first."""
         return list(islice(reversed(self._records), most))[::-1]
+
+    def since(self, at: float) -> list[DecisionRecord]:
+        """Those that were decided then or later, the newest first."""
+        return list(takewhile(lambda one: one.decided_at >= at, reversed(self._records)))
 
     def of_request(self, request_id: str) -> list[DecisionRecord]:
         """Records of one request, oldest first."""

@@ -98,15 +98,14 @@ def predict(
         cached = np.minimum(held, prompt - 1.0)
         new = prompt - cached
         avoidable = (new - least(new)) * (view.c_prefill * (view.batch + 1.0))
-    taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
-    wait = admission(view, sequences, taken, own, new)
+    wait = admission(view, sequences, own, new)
     _refuse(view, profile.longest_prompt, wait)
     prefill = _prefill(view, prompt, new)
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill
     completion = ttft + decode
-    kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
+    kv_pressure = np.minimum((view.taken + (new + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
         step_rest,
@@ -139,13 +138,23 @@ def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
             wait[too_long] = np.inf
 
 
+def backlog_s(view: FleetView) -> Floats:
+    """Seconds until what is queued on each candidate is prefilled."""
+    return _prefill_steps(view, view.backlog, np.ceil(view.backlog / view.token_budget))
+
+
 def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
     queue = view.backlog + new
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
-    seconds: Floats = queue * view.c_prefill + steps * view.decode_step + view.frontend
+    seconds = _prefill_steps(view, queue, steps) + view.frontend
     return seconds + view.c_att * (new * (prompt - new / 2))
+
+
+def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:
+    seconds: Floats = tokens * view.c_prefill + steps * view.decode_step
+    return seconds
 
 
 def _decode(

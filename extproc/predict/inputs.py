@@ -53,6 +53,8 @@ class Columns:
     """In flight: the router's own; in a view, all that are known of."""
     queued: Floats
     """Of these, without a token yet."""
+    joining: Floats
+    """Prompt tokens of these, prefilled or not, without those that were cached."""
     enqueued: Floats
     """Prompt tokens sent, in all."""
     prefilled: Floats
@@ -96,6 +98,8 @@ class FleetView(Columns):
     """Requests that have no token yet, or are in the replica's queue."""
     backlog: Floats
     """Prompt tokens sent and not yet prefilled."""
+    taken: Floats
+    """KV tokens in use, and those that the backlog will use."""
 
     def __init__(
         self,

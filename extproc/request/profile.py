@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.prefix import NO_PREFIX, Prefix
 
 
@@ -77,6 +78,8 @@ class RequestProfile:
     """The model's name in its body: it may be another than those that replicas serve."""
     session: str = ""
     """Key of the session that it belongs to."""
+    objective: Objective = NO_OBJECTIVE
+    """What it aims for."""
     in_background: bool = False
     """The answer comes at once and the work is done later."""
     prefix: Prefix = NO_PREFIX

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.clock import monotonic, wall
 from extproc.config import Config
+from extproc.dashboard.routes import page_routes
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.hold.queue import LET_GO_EVERY_S, Queue
@@ -91,8 +92,14 @@ async def _admin(
     address = pools[0].config.serve.admin
     async with AsyncExitStack() as stack:
         try:
-            ready = readiness(pools, stopping)
-            serving = serve_admin(address, registry, admin_routes(*pools), ready=ready)
+            serving = serve_admin(
+                address,
+                registry,
+                admin_routes(*pools),
+                page_routes(),
+                pools[0].config.admin,
+                ready=readiness(pools, stopping),
+            )
             bound = await stack.enter_async_context(serving)
         except OSError as error:
             reason = f"cannot listen on {address} (serve.admin): {error.strerror}"
@@ -177,7 +184,9 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
-        metrics.waiting.set(sum(len(one.queue) for one in pools))
+        held = [(*kind, count) for one in pools for kind, count in one.queue.held().items()]
+        got = [pair for one in pools for pair in one.queue.shares().items()]
+        metrics.tell_waiting(held, got)
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
         metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))

@@ -25,6 +25,7 @@ SMALL = ("--kv-tokens", str(FIT * 1152))
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
 BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "cluster_header", "endpoint_picker"
 IMPATIENT = "envoy, without max_message_timeout"
+WAITING = 'extproc_requests_waiting{objective="",tenant=""}'
 SO_SLOW = 50.0
 """None ends meanwhile."""
 numbers = itertools.count()
@@ -71,9 +72,9 @@ async def known_well(client: Client) -> None:
     await client.ledger_empty()
 
 
-async def ask(client: Client, name: str) -> int:
+async def ask(client: Client, name: str, words: int = WORDS) -> int:
     """The status of the answer to a prompt that is like no other."""
-    content = name + " sea" * WORDS
+    content = name + " sea" * words
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
     headers = {"x-request-id": name, "x-simulate-output-tokens": str(TOKENS)}
     async with client._session.post(
@@ -172,7 +173,7 @@ async def test_what_does_not_fit_waits_and_nothing_is_computed_twice(
     async with crowd(client, 30) as came:
 
         async def told() -> bool:
-            return await client.metric("extproc_requests_waiting") > 0
+            return await client.metric(WAITING) > 0
 
         await until(told)
     await nothing_left(client)
@@ -184,12 +185,24 @@ async def test_what_does_not_fit_waits_and_nothing_is_computed_twice(
     assert await preempted(client, stack) == 0
 
 
+@behind(BODY_FIRST)
+async def test_of_many_that_come_at_once_hardly_any_is_computed_twice(
+    client: Client, stack: Stack
+) -> None:
+    """Between two polls the router only predicts what became of them, and how long they get."""
+    before = await preempted(client, stack)
+    asked = [ask(client, f"short {number}", words=WORDS // 4) for number in range(100)]
+    assert set(await asyncio.gather(*asked)) == {200}
+    assert await preempted(client, stack) <= before + 10
+    await nothing_left(client)
+
+
 async def nothing_left(client: Client) -> None:
     """Returns when nothing waits, nor is in flight."""
 
     async def so() -> bool:
-        names = ("requests_waiting", "requests_in_flight", "open_streams")
-        return not any([await client.metric(f"extproc_{name}") for name in names])
+        names = (WAITING, "extproc_requests_in_flight", "extproc_open_streams")
+        return not any([await client.metric(name) for name in names])
 
     await until(so)
     await client.ledger_empty()
