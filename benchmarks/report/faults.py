@@ -16,7 +16,7 @@ _TERMS = (
     "Failed requests: lost, of those hit; elsewhere, of the others that were in flight; later, of "
     "those sent afterwards, the last of them until so long after the fault. Slowest: from sending "
     "to the end, good or bad. Before and after: completion of the answered requests that were "
-    "sent before and after the fault, without those hit."
+    "sent before and after the fault, without those hit. !: some turns are in doubt."
 )
 
 
@@ -69,7 +69,8 @@ def rows(results: Results, every: Sequence[Contender]) -> Iterator[list[str]]:
     Counts are sums over turns, ``until`` and ``slowest`` the most of any, other times medians.
     """
     for one in every:
-        yield [one.name, *_cells([harm(run) for run in one.runs if run.fault])]
+        name = f"{one.name} !" if one.doubtful else one.name
+        yield [name, *_cells([harm(run) for run in one.runs if run.fault])]
     for name in results.without_part:
         yield [f"{name}: has none", *["–"] * len(HEAD)]
 
