@@ -44,7 +44,12 @@ class AIBrix(Product):
         self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
     ) -> Account:
         made = _DECIDED.findall(log)
-        failed = [one.value for one in samples if one.name == "gateway_request_model_fail_total"]
+        failed = [
+            one.value
+            for one in samples
+            if one.name == "gateway_request_model_fail_total"
+            and one.labels["status_code"].startswith("5")  # 499: the client has gone
+        ]
         used = {strategy for strategy, _ in made}
         decided = Counter(address for _, address in made)
         return Account({policy}, used, decided, None, int(sum(failed)))

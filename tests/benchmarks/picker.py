@@ -24,7 +24,7 @@ from extproc.server.proto.ext_proc_pb2 import ProcessingRequest, ProcessingRespo
 from extproc.server.service import SERVICE
 
 LIE = "PICKER_LIE"
-"""In the environment: what it says otherwise than it does. ``policy``, or ``replica``."""
+"""In the environment, what it lies about: its ``policy``, the ``replica`` or ``failures``."""
 
 
 class Epp:
@@ -56,6 +56,7 @@ class Epp:
 
     def metrics(self) -> str:
         plugins = ["random-scorer"] if os.environ.get(LIE) == "policy" else self.plugins
+        failed = 2 if os.environ.get(LIE) == "failures" else 0
         decisions = sum(self.decided.values())
         attempts = "llm_d_epp_scheduler_attempts_total"
         took = "llm_d_epp_plugin_duration_seconds"
@@ -68,6 +69,7 @@ class Epp:
                     f'{attempts}{{status="success",port="{one.rpartition(":")[2]}"}} {count}'
                     for one, count in self.decided.items()
                 ),
+                f'{attempts}{{status="failure",port=""}} {failed}',
                 f"# TYPE {took} histogram",
                 f'{took}_count{{extension_point="Picker",plugin_type="max-score-picker"}} 1',
                 *(
@@ -110,7 +112,12 @@ class GatewayPlugins:
         return reply.SerializeToString()
 
     def metrics(self) -> str:
-        return ""
+        name = "gateway_request_model_fail_total"
+        failed = 2 if os.environ.get(LIE) == "failures" else 0
+        return (
+            f'# TYPE {name} counter\n{name}{{status_code="499"}} 7\n'
+            f'{name}{{status_code="503"}} {failed}\n'
+        )
 
 
 def _point(plugin: str) -> str:

@@ -117,7 +117,12 @@ async def test_a_picker_behind_envoy_does_its_policy(
 @pytest.mark.process
 @pytest.mark.parametrize("name", ["llm-d:scorers", "aibrix:least-latency"])
 @pytest.mark.parametrize(
-    ("lie", "said"), [("policy", "it decided by"), ("replica", "2 requests went elsewhere")]
+    ("lie", "said"),
+    [
+        ("policy", "it decided by"),
+        ("replica", "2 requests went elsewhere"),
+        ("failures", "it counts 2 failures"),
+    ],
 )
 async def test_a_picker_that_says_otherwise_than_it_did_is_found_out(
     name: str, lie: str, said: str, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
