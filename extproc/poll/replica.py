@@ -236,5 +236,5 @@ def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
 
 def _listed(known: ReplicaState | None) -> dict[str, Any]:
     """What the replica told of its models before, where it did."""
-    names = ("models", "listed", "adapters", "max_model_len")
+    names = ("models", "listed", "adapters", "max_model_len", "takes_priority")
     return {name: getattr(known, name) for name in names} if known and known.listed else {}

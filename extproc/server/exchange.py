@@ -26,6 +26,7 @@ from extproc.predict.inputs import least
 from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
+from extproc.request.priority import with_priority
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.rename import AnswerNamer, rename
 from extproc.request.session import session_key, session_of
@@ -229,7 +230,8 @@ class Exchange:
             if decision is None:
                 return replied(messages.proceed(phase), body)
             destination = self._destination(decision)
-            return replied(self._send_to(phase, destination), self._named(decision, body))
+            written = self._written(decision, body, partial)
+            return replied(self._send_to(phase, destination), written)
 
         size = len(body) if self.is_timed else 0  # a gateway's body has its room
         return self._decide(asked, profile, started, size, sent)
@@ -264,14 +266,16 @@ class Exchange:
             Refusal: it is not to be served.
         """
         services = self._services
-        if asked.tenant or asked.session:
+        objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
+        if asked.tenant or asked.session or objective.priority:
             session = session_key(asked.session, profile.model) if asked.session else ""
-            profile = replace(profile, tenant=asked.tenant, session=session)
+            profile = replace(
+                profile, tenant=asked.tenant, session=session, priority=objective.priority
+            )
         told, router = not self._unseen, services.router
         decide = partial(router.decide, profile, asked.policy, self._subset, told)
         decision = decide()
         self._known(profile)
-        objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
         if decision is None:
             self._let_envoy_choose(profile)
         elif self._has_to_wait(decision, objective) and services.room.take(size):
@@ -404,12 +408,21 @@ class Exchange:
             raise Saturated(f"{late}, later than its objective allows", "too_late", wait)
         return waits
 
-    def _named(self, decision: Decision, body: bytes) -> bytes:
-        """The body, with the name by which the replica chosen serves the model."""
+    def _written(self, decision: Decision, body: bytes, partial: bool) -> bytes:
+        """The body, with the name by which the replica chosen serves the model, and with the
+        priority of its objective: where there are objectives, a client's own does not count."""
         profile, name = decision.profile, decision.name
-        if profile.asked in ("", name):
+        if profile.asked not in ("", name):
+            body = rename(profile.endpoint, body, profile.asked, name)
+        if partial or not (profile.priority or (self._has_priorities and profile.claims_priority)):
             return body
-        return rename(profile.endpoint, body, profile.asked, name)
+        if profile.endpoint.takes_priority and self._services.fleet.members.all_take_priority:
+            body = with_priority(body, -profile.priority)
+        return body
+
+    @property
+    def _has_priorities(self) -> bool:
+        return bool(self._services.config.hold.objectives)
 
     def _destination(self, decision: Decision) -> str:
         if not self._services.config.serve.second_choice:
@@ -421,7 +434,9 @@ class Exchange:
 
     def _send_to(self, phase: str, destination: str, leave_body: bool = False) -> bytes:
         clear_route_cache = self._services.config.serve.clear_route_cache
-        return messages.send_to(phase, destination, clear_route_cache, leave_body)
+        return messages.send_to(
+            phase, destination, clear_route_cache, leave_body, self._has_priorities
+        )
 
     # -- the response -----------------------------------------------------------------------
 

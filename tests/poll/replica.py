@@ -103,6 +103,7 @@ class Replica:
             "/health": text(""),
             "/metrics": text(page()),
             "/v1/models": models("tiny", adapters=("adapter",)),
+            "/version": text('{"version": "0.32.0"}'),
         }
         self.asked: list[str] = []
         self._asked = asyncio.Event()
