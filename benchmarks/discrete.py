@@ -130,6 +130,7 @@ class Simulation:
         number = self._sent = self._sent + 1
         streamed = self._random.random() < STREAMED
         known = "lengths" in self.know
+        tenant, urgent = self._tenant(), self._groups.random() < self.urgent
         profile = RequestProfile(
             Endpoint.CHAT,
             MODEL,
@@ -139,10 +140,10 @@ class Simulation:
             stream=streamed,
             least_output=traced.output_tokens if known else 0,
             prefix=Prefix(np.array(traced.hash_ids, np.uint64), ID_TOKENS, traced.prompt_tokens),
-            tenant=self._tenant(),
+            tenant=tenant,
+            priority=int(urgent),
         )
-        urgent = self._groups.random() < self.urgent
-        arrival = Arrival(number, traced, self._sequence(number, traced), urgent)
+        arrival = Arrival(number, traced, self._sequence(number, traced, urgent), urgent)
         decision = self._deciding.decide(number, profile, arrival.sequence.hashes)
         if not (self.hold and self._routers and decision):
             self._begin(arrival, decision)
@@ -186,10 +187,13 @@ class Simulation:
         self._tell(served, sent)
         self._send(served)
 
-    def _sequence(self, number: int, traced: TracedRequest) -> Sequence:
+    def _sequence(self, number: int, traced: TracedRequest, urgent: bool) -> Sequence:
         block = next(iter(self.machines.values())).engine.pool.block_size
         hashes = trace_hashes(traced.hash_ids, traced.prompt_tokens, ID_TOKENS, block)
-        return Sequence(number, traced.prompt_tokens, traced.output_tokens, hashes)
+        priority = -int(urgent)  # vLLM takes the lower first
+        return Sequence(
+            number, traced.prompt_tokens, traced.output_tokens, hashes, priority=priority
+        )
 
     def _send(self, served: Served) -> None:
         machine = self.machines[served.replica]
@@ -214,7 +218,8 @@ class Simulation:
         served.retried = True
         served.replica = second
         served.first_token = None
-        served.sequence = self._sequence(served.number, served.traced)
+        urgent = served.sequence.priority < 0
+        served.sequence = self._sequence(served.number, served.traced, urgent)
         self._send(served)
 
     def _fail(self, served: Served) -> None:

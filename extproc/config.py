@@ -280,7 +280,8 @@ class Objective(Section):
     """A kind of requests, by what they aim for."""
 
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Of requests that wait, those of a higher one go first."""
+    """Of requests that wait, those of a higher one go first, at the router and in replicas that run
+    ``--scheduling-policy priority``."""
     ttft_s: float | None = Field(default=None, gt=0)
     """Seconds to the first token that it aims for: of one priority and tenant, the request that is
     due first goes first."""
@@ -321,6 +322,11 @@ class HoldSettings(Section):
     objective_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
     """Request header that names the objective; one that is not named here, and none, has priority
     0."""
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether any request may have another than 0."""
+        return any(objective.priority for objective in self.objectives.values())
 
 
 _TIMEOUTS = 3

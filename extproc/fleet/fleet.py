@@ -26,7 +26,7 @@ from extproc.fleet.sent import SentPrompts
 from extproc.fleet.tables import SEEN, Replicas, Requests
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
-from extproc.predict.inputs import Columns, FleetView, Sequences
+from extproc.predict.inputs import Columns, FleetView, Sequences, most
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
@@ -340,9 +340,21 @@ class Fleet:
 
     # -- what policies see ------------------------------------------------------------------
 
-    def view(self, model: str, among: frozenset[str] | None = None, told: bool = True) -> FleetView:
-        """The replicas that may serve ``model``, as of now; of those ``among`` a few, if given.
-        ``told``: whether Envoy tells of the response."""
+    def view(
+        self,
+        model: str,
+        among: frozenset[str] | None = None,
+        told: bool = True,
+        priority: int = 0,
+    ) -> FleetView:
+        """The replicas that may serve a request, as of now.
+
+        Args:
+            model: what it is for.
+            among: the only ones that may be chosen; None: all.
+            told: whether Envoy tells of the response.
+            priority: the request's; what lets it go before does not count as queued.
+        """
         now, table = self._clock(), self._replicas
         if self.peers.look(now):
             self._progress.changed()
@@ -375,6 +387,10 @@ class Fleet:
         view.requests += view.foreign
         view.waiting = np.maximum(view.queued, view.polled_waiting)
         view.backlog = view.enqueued - view.prefilled + view.foreign_backlog
+        if len(rows) and most(view.by_priority) > 0.0:
+            tokens, requests = self._ledger.behind(priority)
+            view.behind = tokens[rows]
+            view.waiting = np.maximum(view.waiting - requests[rows], 0.0)
         if self.eligibility.any_new:
             self.eligibility.favour_idle(view)
         return view
@@ -416,6 +432,7 @@ class Fleet:
             others[0] = foreign = foreign[theirs]
             others[1] = np.maximum(self._replicas.kv_beyond[rows[theirs]], 0.0) / foreign
             others[2] = self.lengths.expected(0, _UNBOUNDED)
+            others[3] = inf
             on = np.concatenate([on, theirs])
             figures = np.concatenate([figures, others], axis=1)
         return Sequences(on, *figures)

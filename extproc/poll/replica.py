@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -17,6 +16,7 @@ from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.model_list import Models
+from extproc.poll.precedence import goes_by_priority
 from extproc.poll.scrape import ScrapeError, UnreachableError, read_models, scrape
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.calibration import Calibration
@@ -46,6 +46,7 @@ class PolledReplica:
         known: ReplicaState | None = None,
         kv_stream: KvStream | None = None,
         *,
+        finds_precedence: bool = False,
         monotonic: Clock,
         wall: Clock,
         random: Random,
@@ -72,8 +73,9 @@ class PolledReplica:
         self._typical = typical
         self._start = hardware_profile(target.profile).step
         self._calibration = Calibration(self._start, _learned(known, target.profile))
+        self._finds_precedence = finds_precedence
         self._models = Models(
-            partial(read_models, session, target.id),
+            self._tell,
             self._models_changed,
             self._target.who,
             _listed(known),
@@ -199,6 +201,27 @@ class PolledReplica:
         self._state = state
         self._publish_state(state)
 
+    async def _tell(self) -> dict[str, Any]:
+        """What it serves; and once that is known, whether it goes by priority, which nobody but its
+        next process changes."""
+        fields, before = await read_models(self._session, self._target.id), self._models.fields
+        if "by_priority" in before:
+            return fields | {"by_priority": before["by_priority"]}
+        if before and self._finds_precedence and fields.get("takes_priority") and self._is_free:
+            try:
+                model, *_ = fields["models"]
+                found = await goes_by_priority(self._session, self._target.id, model)
+            except ScrapeError:  # it wants a key, or generates nothing
+                found = False
+            fields["by_priority"] = found
+        return fields
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether nothing waits there, and it has one queue only."""
+        figures = self._figures
+        return figures is not None and not figures.waiting and figures.engines == 1
+
     def _models_changed(self) -> None:
         if self._state is not None:
             self._publish(self._state.model_copy(update=self._models.fields))
@@ -235,6 +258,10 @@ def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
 
 
 def _listed(known: ReplicaState | None) -> dict[str, Any]:
-    """What the replica told of its models before, where it did."""
-    names = ("models", "listed", "adapters", "max_model_len", "takes_priority")
-    return {name: getattr(known, name) for name in names} if known and known.listed else {}
+    """What the replica told of its models before, where it did; what it was not seen to do may not
+    have been tried."""
+    if known is None or not known.listed:
+        return {}
+    names = ["models", "listed", "adapters", "max_model_len", "takes_priority"]
+    names += ["by_priority"] if known.by_priority else []
+    return {name: getattr(known, name) for name in names}

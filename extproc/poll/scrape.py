@@ -3,6 +3,8 @@
 import asyncio
 import os
 import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -141,11 +143,27 @@ async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
 
 
 async def _get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes:
+    async with answer(session, replica, path) as response:
+        return await _read(response, path)
+
+
+@asynccontextmanager
+async def answer(
+    session: aiohttp.ClientSession, replica: str, path: str, body: Mapping[str, Any] | None = None
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """What the replica at ``ip:port`` answers to a GET or, with a body, to a POST.
+
+    Raises:
+        ScrapeError: that is no 200, or breaks off.
+    """
+    method = "GET" if body is None else "POST"
     try:
-        async with session.get(_url(replica, path), allow_redirects=False) as response:
+        async with session.request(
+            method, _url(replica, path), json=body, allow_redirects=False
+        ) as response:
             if response.status != 200:
                 raise ScrapeError(f"{path} answered {response.status}")
-            return await _read(response, path)
+            yield response
     except TimeoutError:
         raise ScrapeError(f"{path} did not answer in full in {session.timeout.total:g} s") from None
     except aiohttp.ClientConnectorError as error:

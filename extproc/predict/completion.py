@@ -31,9 +31,9 @@ class Prediction:
     cost_to_others: Floats
     """Time the requests in flight lose, summed over them."""
     kv_pressure: Floats
-    """Fraction of the KV cache in use after admission, 0…1."""
+    """Fraction of the KV cache in use after admission, 0…1, but for what is preempted before it."""
     growth: Floats
-    """Tokens that the sequences in flight generate meanwhile."""
+    """Tokens that those sequences in flight generate meanwhile."""
     cached: Floats
     """Tokens of the prompt that the replica has in its prefix cache."""
     avoidable: Floats
@@ -80,6 +80,10 @@ def predict(
     (:class:`~extproc.predict.correction.Corrections`), and d the tokens that a sequence gets from a
     step.
 
+    Where a replica goes by priority, W and the queue that the admission waits for have none of a
+    lower priority, and the KV pressure is that beside sequences of the same and of higher ones: the
+    others are preempted first. They give no room for the admission itself.
+
     Two sequences about to finish cost next to nothing; one long one costs for the whole way.
 
     Args:
@@ -100,12 +104,15 @@ def predict(
         avoidable = (new - least(new)) * (view.c_prefill * (view.batch + 1.0))
     taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
-    wait = admission(view, sequences, taken, own, new)
+    wait = admission(view, sequences, taken - view.behind, own, new)
     _refuse(view, profile.longest_prompt, wait)
     prefill = _prefill(view, prompt, new)
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill
     completion = ttft + decode
+    if most(view.by_priority) > 0.0:
+        yielded, theirs = _yielded(profile.priority, view, sequences, out)
+        taken, growth = np.maximum(taken - yielded, 0.0), growth - theirs
     kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
@@ -140,12 +147,24 @@ def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
 
 
 def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
-    queue = view.backlog + new
+    queue = view.backlog - view.behind + new
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
     seconds: Floats = queue * view.c_prefill + steps * view.decode_step + view.frontend
     return seconds + view.c_att * (new * (prompt - new / 2))
+
+
+def _yielded(
+    priority: int, view: FleetView, sequences: Sequences, out: float
+) -> tuple[Floats, Floats]:
+    """KV tokens of the sequences that are preempted before this one, and what they generate."""
+    on, count = sequences.replica, len(view)
+    lower = ((sequences.priority < priority) & (view.by_priority[on] > 0.0)).nonzero()[0]
+    on, weight = on[lower], sequences.weight[lower]
+    together = np.minimum(sequences.remaining[lower], max(out - 1.0, 0.0))
+    held = cast(Floats, np.bincount(on, weight * sequences.context[lower], count))
+    return held, cast(Floats, np.bincount(on, weight * together, count))
 
 
 def _decode(

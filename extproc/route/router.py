@@ -206,7 +206,7 @@ class Router:
             told: Envoy tells of its response, so that it may try a replica that failed.
         """
         fleet = self.fleet
-        view = fleet.view(profile.model, among, told)
+        view = fleet.view(profile.model, among, told, profile.priority)
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)

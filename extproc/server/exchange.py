@@ -410,7 +410,7 @@ class Exchange:
 
     def _written(self, decision: Decision, body: bytes, partial: bool) -> bytes:
         """The body, with the name by which the replica chosen serves the model, and with the
-        priority of its objective: where there are objectives, a client's own does not count."""
+        priority of its objective: where any has one, a client's own does not count."""
         profile, name = decision.profile, decision.name
         if profile.asked not in ("", name):
             body = rename(profile.endpoint, body, profile.asked, name)
@@ -422,7 +422,7 @@ class Exchange:
 
     @property
     def _has_priorities(self) -> bool:
-        return bool(self._services.config.hold.objectives)
+        return self._services.config.hold.has_priorities
 
     def _destination(self, decision: Decision) -> str:
         if not self._services.config.serve.second_choice:
