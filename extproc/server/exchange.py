@@ -414,11 +414,13 @@ class Exchange:
         profile, name = decision.profile, decision.name
         if profile.asked not in ("", name):
             body = rename(profile.endpoint, body, profile.asked, name)
-        if partial or not (profile.priority or (self._has_priorities and profile.claims_priority)):
+        if partial or not profile.endpoint.takes_priority:
             return body
-        if profile.endpoint.takes_priority and self._services.fleet.members.all_take_priority:
-            body = with_priority(body, -profile.priority)
-        return body
+        priority = -profile.priority
+        if priority and not self._services.fleet.members.all_take_priority:
+            priority = 0  # which any takes
+        overrules = self._has_priorities and profile.claims_priority
+        return with_priority(body, priority) if priority or overrules else body
 
     @property
     def _has_priorities(self) -> bool:

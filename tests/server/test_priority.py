@@ -114,6 +114,8 @@ async def test_where_a_retry_might_reach_one_that_refuses_it_there_is_none(
     know(services, 2, takes_priority=False)
     for _ in range(4):
         assert common(await sent(envoy, CHAT, "urgent")).body_mutation is None
+    body = body_of(await sent(envoy, CHAT | {"priority": -999}, "urgent"))
+    assert json.loads(body or b"") == CHAT | {"priority": 0}
     know(services, 2, takes_priority=True)
     assert common(await sent(envoy, CHAT, "urgent")).body_mutation is not None
 
