@@ -323,7 +323,7 @@ class HoldSettings(Section):
     """Request header that names the objective; one that is not named here, and none, has priority
     0."""
 
-    @property
+    @cached_property
     def has_priorities(self) -> bool:
         """Whether any request may have another than 0."""
         return any(objective.priority for objective in self.objectives.values())

@@ -207,10 +207,10 @@ class PolledReplica:
         fields, before = await read_models(self._session, self._target.id), self._models.fields
         if "by_priority" in before:
             return fields | {"by_priority": before["by_priority"]}
-        if before and self._finds_precedence and fields.get("takes_priority") and self._is_free:
+        tries = self._finds_precedence and fields["takes_priority"] and self._is_free
+        if tries and before.get("models") and (models := fields.get("models")):
             try:
-                model, *_ = fields["models"]
-                found = await goes_by_priority(self._session, self._target.id, model)
+                found = await goes_by_priority(self._session, self._target.id, models[0])
             except ScrapeError:  # it wants a key, or generates nothing
                 found = False
             fields["by_priority"] = found

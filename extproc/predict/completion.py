@@ -45,6 +45,8 @@ class Prediction:
     """Time to first token in the completion, at the soonest, 0…1."""
     adapter: Floats
     """Wait for a place of its LoRA adapter in the batch, and for the adapter to be loaded."""
+    yielded: Floats | None
+    """KV tokens in use that are preempted before it; None where no candidate goes by priority."""
 
     @property
     def cost_weight(self) -> Floats:
@@ -110,6 +112,7 @@ def predict(
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill
     completion = ttft + decode
+    yielded: Floats | None = None
     if most(view.by_priority) > 0.0:
         yielded, theirs = _yielded(profile.priority, view, sequences, out)
         taken, growth = np.maximum(taken - yielded, 0.0), growth - theirs
@@ -129,6 +132,7 @@ def predict(
         avoidable,
         least(ttft) / least(completion),
         np.zeros(len(view)),
+        yielded,
     )
 
 
