@@ -76,8 +76,10 @@ class Oracle:
         stretch = self._stretch[[self._rows[machine.name] for machine in machines]]
         view = _view(machines, exact, stretch)
         held = _held(exact)
-        prediction = predict(profile, float(output), view, _sequences(exact), held.cached)
-        situation = Situation(profile, view, held, self._with_step_ends(prediction, machines))
+        sequences = _sequences(exact)
+        prediction = predict(profile, float(output), view, sequences, held.cached)
+        prediction = self._with_step_ends(prediction, machines)
+        situation = Situation(profile, view, held, prediction, sequences)
         choice = self._policy.choose(situation, self._random)
         return Decision("oracle", situation, choice, self._policy, output, retry=choice.second)
 
@@ -151,6 +153,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
     kv_usage = _floats(engine.kv_usage for engine in engines)
     capacity = _floats(engine.capacity for engine in engines)
     speculations = [engine.speculation for engine in engines]
+    backlog = _floats(one.backlog for one in exact)
     drafts = _floats(one.tokens if one else 0 for one in speculations)
     kv_used = kv_usage * capacity
     c_prefill = _floats(model.c_prefill for model in models)
@@ -164,7 +167,8 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "waiting": waiting,
         "polled_waiting": waiting,
         "polled_kv_usage": kv_usage,
-        "backlog": _floats(one.backlog for one in exact),
+        "backlog": backlog,
+        "taken": kv_used + backlog,
         "batch": running,
         "kv_used": kv_used,
         "kv_capacity": capacity,

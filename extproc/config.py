@@ -1,11 +1,13 @@
 """Every setting, in one model. ``extproc/settings.py`` fills it from file, environment, flags."""
 
+import re
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -51,13 +53,50 @@ def _of_redis(url: str) -> str:
     return url
 
 
+def _of_kubernetes(name: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", name):
+        raise ValueError("a name in Kubernetes has lower-case letters, digits and '-' alone")
+    return name
+
+
+_KubernetesName = Annotated[str, AfterValidator(_of_kubernetes)]
+
+
+class KubernetesService(Section):
+    """A Service of Kubernetes, whose pods are replicas."""
+
+    service: _KubernetesName
+    """Its name."""
+    port: int | str
+    """The port of its pods (targetPort) as a number, or the name of its port."""
+    namespace: _KubernetesName | None = None
+    """Where it is; None: where the poller's pod is."""
+
+    @field_validator("port")
+    @classmethod
+    def _is_one(cls, port: int | str) -> int | str:
+        port = int(port) if isinstance(port, str) and port.isdecimal() else port
+        if isinstance(port, str):
+            return _of_kubernetes(port)
+        if not 1 <= port <= 65535:
+            raise ValueError("a port is a number from 1 to 65535, or a name")
+        return port
+
+    def __str__(self) -> str:
+        name = f"{self.namespace}/{self.service}" if self.namespace else self.service
+        return f"Service {name}, port {self.port}"
+
+
 class ReplicaSource(Section):
-    """One or more replicas: an address, or a DNS name that resolves to many."""
+    """One or more replicas: an address, a DNS name that resolves to many, or the pods of a Service
+    of Kubernetes."""
 
     url: str = ""
     """``host:port`` or ``http://host:port`` of one replica."""
     dns: str = ""
     """``name:port``: every address the name resolves to is a replica; resolved again and again."""
+    kubernetes: KubernetesService | None = None
+    """Every pod of this Service is a replica; watched."""
     profile: str = DEFAULT_PROFILE
     """Hardware profile its prediction starts from."""
     name: str = ""
@@ -71,14 +110,19 @@ class ReplicaSource(Section):
     _addresses = field_validator("url", "dns")(_of_a_replica)
 
     @property
+    def where(self) -> str:
+        """What it names: address, DNS name or Service."""
+        return self.url or self.dns or str(self.kubernetes)
+
+    @property
     def host_and_port(self) -> tuple[str, int]:
-        """Name or IP address, and port."""
+        """Name or IP address, and port, of ``url`` or ``dns``."""
         return split_address(self.url or self.dns)
 
     @model_validator(mode="after")
     def _one_address(self) -> "ReplicaSource":
-        if bool(self.url) == bool(self.dns):
-            raise ValueError("a replica needs either 'url' or 'dns'")
+        if sum(map(bool, (self.url, self.dns, self.kubernetes))) != 1:
+            raise ValueError("a replica needs one of 'url', 'dns' and 'kubernetes'")
         return self
 
     @model_validator(mode="after")
@@ -107,22 +151,41 @@ class RedisSettings(Section):
     _is_one = field_validator("url")(_of_redis)
 
 
-class TlsFiles(Section):
-    """TLS on a gRPC port that Envoy connects to."""
+class CertificateFiles(Section):
+    """TLS on a port."""
 
     tls_cert: Path | None = None
-    """PEM file of the certificate to show Envoy, with those between it and its authority; without
-    it, Envoy connects in plain text."""
+    """PEM file of the certificate to show, with those between it and its authority; without it,
+    the port speaks plain text."""
     tls_key: Path | None = None
     """PEM file of its key, without a password."""
+
+    @property
+    def client_ca(self) -> Path | None:
+        """PEM file of the authorities that sign what must be shown; None: nothing must."""
+        return None
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+        return self
+
+
+class TlsFiles(CertificateFiles):
+    """TLS on a gRPC port that Envoy connects to."""
+
     tls_client_ca: Path | None = None
     """PEM file of the authorities that sign what Envoy must show (mTLS); without it, whoever
     reaches the port may connect."""
 
+    @property
+    def client_ca(self) -> Path | None:
+        """As it is set."""
+        return self.tls_client_ca
+
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> "TlsFiles":
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key go together: one is given without the other")
+    def _authority_needs_a_certificate(self) -> Self:
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise ValueError(
                 "tls_client_ca needs tls_cert and tls_key: Envoy shows a certificate "
@@ -141,7 +204,7 @@ class ServeSettings(TlsFiles):
     listen: str = "127.0.0.1:50051"
     """gRPC address Envoy connects to."""
     admin: str = "127.0.0.1:9090"
-    """HTTP address of /metrics, /decisions, /fleet and health."""
+    """HTTP address of the page, /metrics, /decisions, /fleet and health."""
     workers: int = Field(default=1, ge=1)
     """Router processes; number k, from 0, takes the ports of ``listen`` and ``admin`` plus k."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
@@ -403,6 +466,14 @@ class XdsSettings(TlsFiles):
     _address = field_validator("listen")(_host_and_port)
 
 
+class AdminSettings(CertificateFiles):
+    """Who may look at the admin addresses of routers and pollers."""
+
+    token_file: Path | None = None
+    """File with the token to show (``Authorization: Bearer …``), watched; without it, whoever
+    reaches the port may look. Health needs none."""
+
+
 class LogSettings(Section):
     """Logs go to standard error, one JSON object or one line of text each."""
 
@@ -419,7 +490,8 @@ class PoolReplicas(Section):
     """Which replicas a pool has."""
 
     replicas: tuple[ReplicaSource, ...] = ()
-    """``host:port, …``, or a list of replicas with ``url`` or ``dns``, ``profile`` and ``name``."""
+    """``host:port, …``, or a list of replicas with ``url``, ``dns`` or ``kubernetes``,
+    ``profile`` and ``name``."""
     replicas_file: Path | None = None
     """YAML list in the form of ``replicas``; watched."""
 
@@ -450,6 +522,7 @@ class Config(PoolReplicas):
     hold: HoldSettings = HoldSettings()
     poll: PollSettings = PollSettings()
     xds: XdsSettings = XdsSettings()
+    admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
 
     @field_validator("pools")

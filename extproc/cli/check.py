@@ -8,11 +8,20 @@ from pathlib import Path
 from extproc.check.judge import check_envoy
 from extproc.cli.configuration import add_flags, configured
 from extproc.cli.errors import CommandError, UsageError
-from extproc.config import Config, ModelTargets, PoolReplicas, ServeSettings, TlsFiles, XdsSettings
+from extproc.config import (
+    AdminSettings,
+    CertificateFiles,
+    Config,
+    ModelTargets,
+    PoolReplicas,
+    ServeSettings,
+    XdsSettings,
+)
 from extproc.envoy.finding import Level
+from extproc.observe.token import read_token
 from extproc.request.tokens import TokenCounter, TokenizerError
-from extproc.server import certificates
 from extproc.store.connection import address, connect
+from extproc.tls import certificates
 from extproc.yaml_file import read_yaml
 
 
@@ -35,26 +44,32 @@ def run(args: argparse.Namespace) -> int:
     config = configured(args)
     try:
         TokenCounter(config.request)
-        doubts = [*_doubts("serve", config.serve), *_doubts("xds", config.xds)]
+        doubts = [
+            *_doubts("serve", config.serve, "Envoy"),
+            *_doubts("xds", config.xds, "Envoy"),
+            *_doubts("admin", config.admin, "whoever looks"),
+        ]
+        if config.admin.token_file is not None:
+            read_token(config.admin.token_file)
     except TokenizerError as error:
         raise UsageError(f"request.tokenizers: {error}") from None
-    except certificates.CertificateError as error:
+    except ValueError as error:
         raise UsageError(error) from None
     if args.envoy is None or args.config or config != Config():
         print(_understood(config))
     for doubt in doubts:
-        print(f"{Level.WARNING:<8} {doubt}: Envoy will not trust it", file=sys.stderr)
+        print(f"{Level.WARNING:<8} {doubt}", file=sys.stderr)
     return 0 if args.envoy is None else _check(args.envoy, config)
 
 
-def _doubts(section: str, files: TlsFiles) -> list[str]:
-    """What Envoy will have against the certificate of a section, if anything.
+def _doubts(section: str, files: CertificateFiles, peers: str) -> list[str]:
+    """What ``peers`` will have against the certificate of a section, if anything.
 
     Raises:
         CertificateError: it cannot be used at all.
     """
     doubt = "" if files.tls_cert is None else certificates.read(files, section).doubt
-    return [f"{section}.tls_cert: {doubt}"] if doubt else []
+    return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []
 
 
 def _check(path: Path, config: Config) -> int:
@@ -75,7 +90,7 @@ def _understood(config: Config) -> str:
     """The configuration in a few lines."""
     lines = {
         "pool": f"{config.pool}, {_kept(config)}",
-        "router": _router(config.serve),
+        "router": _router(config.serve, config.admin),
         "policy": config.route.policy,
         "poller": f"every {config.poll.interval_s:g} s, {_poller(config)}",
         "replicas": _replicas(config) or "none: a poller has nothing to do",
@@ -96,22 +111,22 @@ def _leads_to(name: str, targets: ModelTargets) -> str:
 
 
 def _replicas(pool: PoolReplicas) -> str:
-    replicas = [f"{one.url or one.dns} ({one.profile})" for one in pool.replicas]
+    replicas = [f"{one.where} ({one.profile})" for one in pool.replicas]
     if pool.replicas_file:
         replicas.append(f"those in {pool.replicas_file}")
     return ", ".join(replicas)
 
 
-def _router(serve: ServeSettings) -> str:
-    first = f"{serve.listen} for Envoy{_tls(serve)}, {serve.admin} for people"
+def _router(serve: ServeSettings, access: AdminSettings) -> str:
+    first = f"{serve.listen} for Envoy{_tls(serve)}, {serve.admin} for people{_tls(access)}"
     others = serve.workers - 1
     return f"{first}; {others} more on the next ports" if others else first
 
 
-def _tls(files: TlsFiles) -> str:
+def _tls(files: CertificateFiles) -> str:
     if files.tls_cert is None:
         return ""
-    return " (TLS)" if files.tls_client_ca is None else " (mTLS)"
+    return " (TLS)" if files.client_ca is None else " (mTLS)"
 
 
 def _kept(config: Config) -> str:

@@ -7,6 +7,7 @@ import json
 from extproc.cli.arguments import whole
 from extproc.cli.configuration import add_file, configured
 from extproc.cli.errors import CommandError
+from extproc.config import Config
 from extproc.explain.ask import AskError, ask
 from extproc.explain.records import read_records
 from extproc.explain.show import comparison, decisions
@@ -47,24 +48,24 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         CommandError: there is no router, or no such request.
     """
-    routers = [args.router] if args.router else _configured(args)
+    config = configured(args)
+    routers = [args.router] if args.router else _workers(config)
     try:
-        answer = asyncio.run(ask(routers, args.request_id, args.last))
+        answer = asyncio.run(ask(routers, args.request_id, args.last, config.admin))
         if args.json:
             text = json.dumps(answer, indent=2)
         elif args.request_id is None:
             text = decisions(read_records(answer))
         else:
             text = "\n\n\n".join(map(comparison, read_records(answer)))
-    except AskError as error:
+    except (AskError, OSError, ValueError) as error:
         raise CommandError(*str(error).splitlines()) from None
     print(text)
     return 0
 
 
-def _configured(args: argparse.Namespace) -> list[str]:
+def _workers(config: Config) -> list[str]:
     """The admin addresses of the router's workers."""
-    config = configured(args)
     return [config.of_worker(number).serve.admin for number in range(config.serve.workers)]
 
 

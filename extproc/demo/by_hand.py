@@ -16,6 +16,8 @@ To try by hand, in another terminal. A chat; a streamed one; one routed by anoth
 {_chat(stack, stream=True)}
 {_chat(stack, policy="round_robin")}
 
+In a browser, {stack.router_admin}/ shows fleet, decisions and warnings, live.
+
 The last decisions, and why (add the id of a request to see all that was compared for it):
 
   {stack.explain_command}

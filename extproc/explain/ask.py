@@ -6,6 +6,11 @@ from typing import Any
 
 import aiohttp
 
+from extproc.config import AdminSettings
+from extproc.observe.token import authorization, read_token
+from extproc.tls.certificates import trusting
+
+_OPEN = AdminSettings()
 _PATIENCE = aiohttp.ClientTimeout(total=10.0)
 
 
@@ -13,19 +18,34 @@ class AskError(Exception):
     """No router answered, or not as a router does; a line for each says what to do."""
 
 
-async def ask(routers: Sequence[str], request_id: str | None, most: int) -> list[Any]:
+async def ask(
+    routers: Sequence[str],
+    request_id: str | None,
+    most: int,
+    access: AdminSettings = _OPEN,
+) -> list[Any]:
     """The newest decisions, or all about one request, as JSON, oldest first.
 
     Args:
         routers: admin address of each worker: ``host:port`` or ``http://host:port``.
         request_id: whose decisions; None: those of all.
         most: of all, at most so many.
+        access: TLS of those whose address names no scheme, and the token to show.
 
     Raises:
+        ValueError: a file of ``access`` cannot be used.
         AskError: none of them answered, or none keeps a decision of that request.
     """
-    urls = [(one if "://" in one else f"http://{one}").rstrip("/") for one in routers]
-    async with aiohttp.ClientSession(timeout=_PATIENCE) as session:
+    scheme = "http" if access.tls_cert is None else "https"
+    urls = [(one if "://" in one else f"{scheme}://{one}").rstrip("/") for one in routers]
+    headers = {}
+    if access.token_file is not None:
+        headers["Authorization"] = authorization(read_token(access.token_file))
+    trusted = True if access.tls_cert is None else trusting(access.tls_cert)
+    connector = aiohttp.TCPConnector(ssl=trusted)
+    async with aiohttp.ClientSession(
+        timeout=_PATIENCE, headers=headers, connector=connector
+    ) as session:
         asking = (
             _last(session, url, most) if request_id is None else _about(session, url, request_id)
             for url in urls
@@ -69,6 +89,8 @@ async def _last(session: aiohttp.ClientSession, url: str, most: int) -> list[Any
 async def _get(session: aiohttp.ClientSession, url: str, **query: str) -> list[Any]:
     try:
         async with session.get(f"{url}/decisions", params=query) as response:
+            if response.status == 401:
+                raise AskError(f"the router at {url} asks for another token (admin.token_file)")
             if response.status != 200:
                 raise _no_router(url, f"status {response.status}")
             answer = await response.json()

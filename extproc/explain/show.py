@@ -1,12 +1,13 @@
 """Decision records as text for people."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 from extproc.explain.records import Candidate, Outcome, Record
 from extproc.layout import Column, count, figure, paragraph, printable, share, table
 
-_DECISIONS = (
+DECISIONS = (
     Column("time", left=True),
     Column("request", left=True, most=36),
     Column("replica", left=True, most=20),
@@ -17,6 +18,7 @@ _DECISIONS = (
     Column("finish s"),
     Column("actual"),
 )
+"""Of the last decisions."""
 _CANDIDATES = (
     Column("", left=True),
     Column("replica", left=True, most=18),
@@ -64,16 +66,30 @@ def decisions(records: Sequence[Record]) -> str:
     """The decisions as a table, two lines each: figures, then the model and why."""
     if not records:
         return "no decisions yet"
-    header, *rows = table(_DECISIONS, [_decision(record) for record in records])
+    header, *rows = table(DECISIONS, [figures_of(record) for record in records])
     lines = [header, *paragraph("model: why", _LABEL)]
     for row, record in zip(rows, records, strict=True):
-        why = f"{record.model}: {record.why}{_remark(record)}"
-        lines += [row, *paragraph(printable(why), _LABEL)]
+        lines += [row, *paragraph(reason_of(record), _LABEL)]
     return "\n".join(lines)
 
 
-def comparison(record: Record) -> str:
-    """One decision with all that was compared, and what happened."""
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One decision in words, with all that was compared."""
+
+    facts: dict[str, str]
+    """What was asked, chosen and done, in order."""
+    columns: list[Column]
+    rows: list[list[str]]
+    """A row a candidate, in the order of their scores; first the chosen one."""
+    legend: list[str]
+    """What the columns are."""
+    left_out: list[tuple[str, str]]
+    """Name of each replica that was left out, and why."""
+
+
+def compare(record: Record) -> Comparison:
+    """All that is told of one decision."""
     facts = {
         "request": record.request_id,
         "time": _time(record).strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -83,20 +99,35 @@ def comparison(record: Record) -> str:
         "why": record.why,
         "happened": _happened(record),
     }
-    lines = []
-    for name, text in facts.items():
-        lines += paragraph(printable(text) or "-", _LABEL, name)
-    lines += ["", *_compared(record), "", *_legend(record)]
-    if record.excluded:
+    return Comparison(
+        {name: printable(text) or "-" for name, text in facts.items()},
+        *_compared(record),
+        _legend(record),
+        [(printable(one.name), printable(one.why)) for one in record.excluded],
+    )
+
+
+def comparison(record: Record) -> str:
+    """The same as text."""
+    one, lines = compare(record), list[str]()
+    for name, text in one.facts.items():
+        lines += paragraph(text, _LABEL, name)
+    lines += ["", *table(one.columns, one.rows), "", *one.legend]
+    if one.left_out:
         lines += ["", "left out"]
-        names = [printable(one.name) for one in record.excluded]
-        column = min(max(map(len, names)), 40) + 2
-        for name, one in zip(names, record.excluded, strict=True):
-            lines += paragraph(printable(one.why), column, name)
+        column = min(max(len(name) for name, _ in one.left_out), 40) + 2
+        for name, why in one.left_out:
+            lines += paragraph(why, column, name)
     return "\n".join(lines)
 
 
-def _decision(record: Record) -> list[str]:
+def reason_of(record: Record) -> str:
+    """Model, why the replica was chosen, and what went otherwise than intended."""
+    return printable(f"{record.model}: {record.why}{_remark(record)}")
+
+
+def figures_of(record: Record) -> list[str]:
+    """A decision in the columns of ``DECISIONS``."""
     outcome = record.outcome
     return [
         _time(record).strftime("%H:%M:%S"),
@@ -111,7 +142,7 @@ def _decision(record: Record) -> list[str]:
     ]
 
 
-def _compared(record: Record) -> list[str]:
+def _compared(record: Record) -> tuple[list[Column], list[list[str]]]:
     """The table of candidates."""
     candidates = sorted(record.candidates, key=lambda one: _rank(one, record))
     rows = [_candidate(one, one.replica == record.replica) for one in candidates]
@@ -120,7 +151,7 @@ def _compared(record: Record) -> list[str]:
     hidden |= set() if _adapted(record) else {"adapter"}
     hidden |= set() if _cached(record) or _adapted(record) else {"wasted"}
     shown = [i for i, column in enumerate(_CANDIDATES) if column.header not in hidden]
-    return table([_CANDIDATES[i] for i in shown], [[row[i] for i in shown] for row in rows])
+    return [_CANDIDATES[i] for i in shown], [[row[i] for i in shown] for row in rows]
 
 
 def _legend(record: Record) -> list[str]:

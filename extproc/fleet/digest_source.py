@@ -123,7 +123,7 @@ class DigestSource:
                 joining,
                 backlog,
                 np.maximum(replicas.decoding, 0.0),
-                np.maximum(replicas.held + generated, 0.0),
+                np.maximum(replicas.held + generated + replicas.prefilling, 0.0),
                 decoded,
                 expected,
                 np.bincount(on, requests.parts, count),

@@ -207,6 +207,19 @@ class Eligibility:
         chosen = self._of(ids, left_out)
         return replace(chosen, excluded=candidates.excluded + chosen.excluded)
 
+    def everyone(self) -> Candidates:
+        """All members; ``excluded`` are those that something speaks against, whatever the model and
+        how many requests are there."""
+        ids = sorted(self._rows, key=self._rows.__getitem__)
+        rules = [rule for rule, _ in self._rules("", False, told=True)]
+        members = [self._replicas[name] for name in ids]
+        against = [next(filter(None, (rule(one) for rule in rules)), "") for one in members]
+        return replace(self._of(ids, [""] * len(ids)), excluded=self._of(ids, against).excluded)
+
+    def heard_at(self, replica: str) -> float:
+        """When the last news of a member came, by the clock."""
+        return self._replicas[replica].heard_at
+
     def favour_idle(self, view: FleetView) -> None:
         """Has idle new ones taken for no slower than the median of the candidates.
 
@@ -275,11 +288,16 @@ class Eligibility:
         )
 
     def _rules(self, model: str, listed: bool, told: bool) -> tuple[tuple[_Rule, bool], ...]:
-        """Each with whether it holds even where it leaves no replica."""
+        """Each with whether it holds even where it leaves no replica; without a model: those that
+        hold whatever it is."""
         out = self._is_ejected if told else _was_ejected
+
+        def serves(one: _Replica) -> bool:
+            return not model or self._serves(model, one)
+
         return (
             (lambda one: "" if one.state.healthy else one.state.problem or "not healthy", True),
-            (lambda one: "" if self._serves(model, one) else f"does not serve {model!r}", listed),
+            (lambda one: "" if serves(one) else f"does not serve {model!r}", listed),
             (lambda one: one.stalled, False),
             (lambda one: "it failed several requests in a row" if out(one) else "", False),
             # last: those draining serve rather than one that is ejected

@@ -12,7 +12,7 @@ from extproc.fleet import sent
 from extproc.fleet.adapters import Adapters
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
-from extproc.fleet.eligibility import Eligibility
+from extproc.fleet.eligibility import Candidates, Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Generated, Ledger, Ticket
@@ -59,6 +59,8 @@ class Fleet:
         """Names this router among others, from its start to its end."""
         self.known = asyncio.Event()
         """Set when the replicas that there were at the start were put in."""
+        self.pollers: Sequence[str] | None = None
+        """Names of those that are alive; None: that is not known."""
         self._clock = clock
         self._replicas = replicas = Replicas()
         self._requests = requests = Requests()
@@ -332,11 +334,12 @@ class Fleet:
         row, table = self._rows.get(replica), self._replicas
         if row is None:
             return inf
-        others = table.peers_requests.item(row) if self.peers.counted else 0.0
-        if table.requests.item(row) + table.foreign.item(row) + others <= 0.0:
+        others = table.foreign.item(row) + table.peers_requests.item(row)
+        if table.requests.item(row) + others <= 0.0:
             return inf
-        taken = table.kv_used.item(row) + table.enqueued.item(row) - table.prefilled.item(row)
-        return table.kv_capacity.item(row) - taken
+        queued = table.joining.item(row) + table.foreign_backlog.item(row)
+        queued += table.peers_backlog.item(row)
+        return table.kv_capacity.item(row) - table.kv_used.item(row) - queued
 
     # -- what policies see ------------------------------------------------------------------
 
@@ -355,22 +358,56 @@ class Fleet:
             told: whether Envoy tells of the response.
             priority: the request's; what lets it go before does not count as queued.
         """
-        now, table = self._clock(), self._replicas
+        self._look()
+        candidates = self.eligibility.candidates(model, among, told)
+        if self.eligibility.any_new:
+            table = self._replicas
+            requests = table.requests + table.foreign
+            if self.peers.counted:
+                requests += table.peers_requests
+            candidates = self.eligibility.without_full(candidates, requests)
+        view = self._view(candidates, self._adapters_on(candidates.ids, model))
+        if len(view) and most(view.by_priority) > 0.0:
+            self._put_behind(view, priority)
+        if self.eligibility.any_new:
+            self.eligibility.favour_idle(view)
+        return view
+
+    def _put_behind(self, view: FleetView, priority: int) -> None:
+        """What lets a request of that priority go before it is not queued, to it."""
+        tokens, requests = self._ledger.behind(priority)
+        view.behind = tokens[view.rows]
+        view.backlog -= view.behind
+        view.taken -= view.behind
+        view.waiting = np.maximum(view.waiting - requests[view.rows], 0.0)
+
+    def overview(self) -> FleetView:
+        """All members, as of now; ``excluded`` are those that something speaks against, whatever
+        the model that is asked for."""
+        self._look()
+        return self._view(self.eligibility.everyone())
+
+    def warm_tokens(self, replica: str) -> float:
+        """Tokens that a member has in its prefix cache: by its own word, or else as many as it
+        should have by what was sent there."""
+        row, blocks = self._rows[replica], self.blocks.count(replica)
+        if blocks is None:
+            return self._prefixes.tokens(row)
+        return float(blocks * self.members.by_row[row].block_size)
+
+    def _look(self) -> None:
+        """Brings everything up to now."""
+        now = self._clock()
         if self.peers.look(now):
             self._progress.changed()
         self._progress.advance(now)
         self._progress.refresh()
         if self._corrections.due(now):
-            table.stretch[:] = self._corrections.ratios(now, self.peers.decoded)
-        candidates = self.eligibility.candidates(model, among, told)
-        if self.eligibility.any_new:
-            requests = table.requests + table.foreign
-            if self.peers.counted:
-                requests += table.peers_requests
-            candidates = self.eligibility.without_full(candidates, requests)
-        rows = candidates.rows
+            self._replicas.stretch[:] = self._corrections.ratios(now, self.peers.decoded)
+
+    def _view(self, candidates: Candidates, adapters: Sequence[str] = ()) -> FleetView:
+        rows, table = candidates.rows, self._replicas
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
-        adapters = self._adapters_on(candidates.ids, model)
         view = FleetView(
             rows,
             candidates.ids,
@@ -380,19 +417,15 @@ class Fleet:
             adapters,
             candidates.all,
         )
+        view.taken = view.kv_used + view.joining + view.foreign_backlog
         if self.peers.counted:
             view.requests += table.peers_requests[rows]
             view.queued += table.peers_queued[rows]
             view.enqueued += table.peers_backlog[rows]
+            view.taken += table.peers_backlog[rows]
         view.requests += view.foreign
         view.waiting = np.maximum(view.queued, view.polled_waiting)
         view.backlog = view.enqueued - view.prefilled + view.foreign_backlog
-        if len(rows) and most(view.by_priority) > 0.0:
-            tokens, requests = self._ledger.behind(priority)
-            view.behind = tokens[rows]
-            view.waiting = np.maximum(view.waiting - requests[rows], 0.0)
-        if self.eligibility.any_new:
-            self.eligibility.favour_idle(view)
         return view
 
     def held(self, prefix: Prefix, view: FleetView) -> Held:

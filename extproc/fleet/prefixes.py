@@ -193,6 +193,11 @@ class Prefixes:
         expected = expected // blocks * blocks
         return Held(expected, depths, expected * self._belief.share(rows, depths))
 
+    def tokens(self, row: int) -> float:
+        """What the replica in that row should hold, in all."""
+        cache = self._caches[row]
+        return len(cache.recent) * cache.unit
+
     def _end_of_run(self, keys: Keys, start: int, mask: int) -> int:
         """Up to where these replicas, no more and no fewer, hold the keys from there on: found in a
         dozen looks, however long the prompt."""

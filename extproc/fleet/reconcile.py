@@ -98,7 +98,9 @@ class Reconciliation:
         mine: Indices = (requests.replica == row).nonzero()[0]
         self._correct_steps(row, mine, state.steps, now - sampled_at)
         self._correct_prefills(row, mine, state, asked_at, now)
-        self._correct_foreign(row, mine[requests.sent_at[mine] <= sampled_at], state)
+        then = mine[requests.sent_at[mine] <= sampled_at]
+        self._correct_foreign(row, then, state)
+        self._correct_kv(row, then, state, now - sampled_at)
         self._replicas.sampled_at[row] = sampled_at
         return mine
 
@@ -128,10 +130,24 @@ class Reconciliation:
         prompt = (state.prompt_tokens - state.cached_tokens) / max(state.first_tokens, 1.0)
         replicas.foreign_backlog[row] = min(max(waiting, 0.0), replicas.foreign.item(row)) * prompt
         replicas.polled_kv_usage[row] = state.kv_usage
-        started = requests.steps_before[then] < inf
-        own_kv = requests.weight[then] * (requests.each[then] + requests.generated[then])
-        known_kv = float(own_kv @ started) + replicas.peers_kv.item(row)
-        replicas.kv_beyond[row] = state.kv_usage * replicas.kv_capacity[row] - known_kv
+
+    def _correct_kv(self, row: int, then: Indices, state: ReplicaState, age: float) -> None:
+        """What the poll saw beyond what the running ones of ``then``, and peers' requests, have.
+
+        Those that came first run. The clock may take others for begun that were only on the way:
+        they are not in what the poll saw, and will take their KV space all the same.
+        """
+        replicas, requests = self._replicas, self._requests
+        others = replicas.peers_decoding.item(row) + replicas.foreign.item(row)
+        order = then[requests.turn[then].argsort()]
+        run = order[requests.parts[order].cumsum() <= state.running - others]
+        end, prefilled = requests.prompt_end[run], replicas.prefilled.item(row)
+        begun = (requests.steps_before[run] < inf) & (end <= prefilled)
+        whole = requests.weight[run] * (requests.each[run] + requests.generated[run])
+        start = end - requests.prompt[run]
+        part = np.clip(prefilled - self._prefill_rate(row) * age - start, 0.0, requests.prompt[run])
+        known = float(np.where(begun, whole, part).sum()) + replicas.peers_kv.item(row)
+        replicas.kv_beyond[row] = state.kv_usage * replicas.kv_capacity.item(row) - known
 
     # -- prefills ---------------------------------------------------------------------------
 
@@ -172,8 +188,7 @@ class Reconciliation:
         start = end - requests.prompt.item(first)
         least, most = max(start, admitted), inf
         if told and (queued or not theirs) and requests.sent_at[first] <= asked_at:
-            chunk = replicas.chunk.item(row)
-            rate = chunk / self._step_with(row, chunk)
+            rate = self._prefill_rate(row)
             most = max(end, start + budget, least) + rate * (now - asked_at)
         replicas.prefilled[row] = min(max(prefilled, least), most, enqueued)
 
@@ -223,6 +238,11 @@ class Reconciliation:
         arrived_at = requests.sent_at[order] + _TOKENIZED * prompts
         late = (arrived_at > asked_at - _UNDER_WAY - 2.0 * step).nonzero()[0]
         return order[: late[0]] if len(late) else order
+
+    def _prefill_rate(self, row: int) -> float:
+        """Prompt tokens a second."""
+        chunk = self._replicas.chunk.item(row)
+        return chunk / self._step_with(row, chunk)
 
     def _step_with(self, row: int, prompt_tokens: float) -> float:
         """Seconds of a step that prefills so many beside what decodes."""

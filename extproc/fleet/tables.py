@@ -122,6 +122,11 @@ class Replicas(Columns, Table):
     peers_parts: Floats
 
     @property
+    def prefilling(self) -> Floats:
+        """KV tokens of the router's own prompts that are prefilled in part."""
+        return self.joining - (self.enqueued - self.prefilled)
+
+    @property
     def peers(self) -> Floats:
         """The columns of other routers, as the rows of one array."""
         return self._floats[-len(FIGURES) :, : self._length]
@@ -168,6 +173,7 @@ def count(replicas: Replicas, requests: Requests, row: int, sign: int) -> None:
     replicas.requests[on] += sign
     if requests.steps_before.item(row) == inf:
         replicas.queued[on] += sign
+        replicas.joining[on] += sign * requests.prompt.item(row)
     else:
         weight = sign * requests.weight.item(row)
         replicas.decoding[on] += weight

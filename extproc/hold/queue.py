@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter, deque
+from collections.abc import Iterator
 from itertools import islice
 from math import inf
 
@@ -71,6 +72,10 @@ class Queue:
         """Seconds: of the last that were sent, the mean."""
         self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)
         """Seconds that the last ones waited that left."""
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """All that wait, the oldest first."""
+        return iter(self._waiting)
 
     def __len__(self) -> int:
         return len(self._waiting)

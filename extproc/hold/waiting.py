@@ -1,7 +1,7 @@
 """A request that waits, and whether a replica could carry it."""
 
 from collections.abc import Callable
-from math import inf
+from math import inf, log
 
 import numpy as np
 
@@ -12,7 +12,10 @@ _FULL = 0.94
 """KV pressure from which on a replica can carry no other request: what it has is still growing."""
 _AMONG_OTHERS = 0.02
 """So much less where other routers send there, too: for some milliseconds nobody knows of it."""
-_LITTLE = 1e-3
+_LOOKED_AT = 0.3, 0.6, 0.95
+"""When the KV pressure is looked at, in shares of the tokens that the request will generate."""
+_LEAST_SPREAD = 1.1
+"""p90 ÷ mean of lengths that are all about the same."""
 _RESERVE = 0.035
 """So much more for requests of a higher priority: some room is left for those that come."""
 
@@ -90,15 +93,25 @@ def full_at(decision: Decision, priority: int) -> float:
 def peak_pressure(decision: Decision) -> Floats:
     """The KV pressure on each candidate when it is highest, should the request be there.
 
-    Of sequences that end independently of how long they have been there, whatever is left of them
-    to generate, G tokens in all beside K that are there, (K + G·t)·e⁻ᵗ are there at time t: most at
-    1 − K/G, if that is to come. So short prompts with long answers need room that is free as yet.
+    A sequence with k KV tokens, which is to generate r more, is still there after t more with
+    probability e^-(t/r)^κ (Weibull), and then has k + t. Where answers are of all lengths κ is 1:
+    how long one has been there tells nothing of when it ends. Where nine of ten are hardly longer
+    than their mean κ is large, so that what came together grows together until it ends. So short
+    prompts with long answers, and many that come at once, need room that is free as yet.
     """
-    prediction = decision.prediction
-    now = prediction.kv_pressure
-    growth = prediction.growth / decision.situation.view.kv_capacity
-    left = np.minimum(now / np.maximum(growth, _LITTLE), 1.0)
-    return np.maximum(growth * np.exp(left - 1.0), now)
+    situation, mean = decision.situation, decision.prediction.output_tokens
+    sequences, count = situation.sequences, len(situation.view)
+    if not mean:
+        return decision.prediction.kv_pressure
+    spread = max(decision.p90_output_tokens / mean, _LEAST_SPREAD)
+    shape = max(log(log(10.0)) / log(spread), 1.0)
+    more = np.zeros(count)
+    for share in _LOOKED_AT:
+        t = share * mean
+        there = np.exp(-((t / np.maximum(sequences.remaining, 1.0)) ** shape))
+        change = sequences.weight * ((sequences.context + t) * there - sequences.context)
+        np.maximum(more, np.bincount(sequences.replica, change, count), out=more)
+    return decision.prediction.kv_pressure + more / situation.view.kv_capacity
 
 
 def fits(decision: Decision, priority: int) -> bool:
@@ -110,10 +123,11 @@ def fits(decision: Decision, priority: int) -> bool:
     first, prediction, view = decision.choice.first, decision.prediction, decision.situation.view
     full, admission = full_at(decision, priority), prediction.admission.item(first)
     now, growth = prediction.kv_pressure.item(first), prediction.growth.item(first)
-    grows = growth > now * view.kv_capacity.item(first)
-    pressure = peak_pressure(decision).item(first) if grows else now
-    if pressure < full and not admission:
-        return True
+    if not admission and now < full:
+        if now + growth / view.kv_capacity.item(first) < full:
+            return True
+        if peak_pressure(decision).item(first) < full:
+            return True
     too_long = decision.profile.longest_prompt > view.longest_prompt.item(first)
     return not view.requests.item(first) or decision.stale or too_long
 

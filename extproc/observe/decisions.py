@@ -4,7 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from math import isfinite
 from typing import Any
 
@@ -181,6 +181,10 @@ class DecisionLog:
     def last(self, most: int) -> list[DecisionRecord]:
         """The newest ``most`` records, oldest first."""
         return list(islice(reversed(self._records), most))[::-1]
+
+    def since(self, at: float) -> list[DecisionRecord]:
+        """Those that were decided then or later, the newest first."""
+        return list(takewhile(lambda one: one.decided_at >= at, reversed(self._records)))
 
     def of_request(self, request_id: str) -> list[DecisionRecord]:
         """Records of one request, oldest first."""

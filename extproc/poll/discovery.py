@@ -1,18 +1,21 @@
-"""Which replicas there are: addresses from the configuration, DNS names, a watched file, and what
-commands added and removed."""
+"""Which replicas there are: addresses from the configuration, DNS names, Services of Kubernetes, a
+watched file, and what commands added and removed."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 from pydantic import ValidationError
 
 from extproc.address import join_address
-from extproc.config import Config, ReplicaSource
+from extproc.config import Config, KubernetesService, ReplicaSource
 from extproc.poll.membership import Membership
 from extproc.poll.resolve import Host, Resolve, resolve_host
+from extproc.poll.service_watch import ServiceWatch
+from extproc.replica_state import ReplicaState
 from extproc.watched_file import WatchedFile
 from extproc.yaml_file import read_yaml
 
@@ -27,6 +30,19 @@ class Target:
     profile: str
     kv_events_ports: tuple[int, int] | None = None
     """Where its KV events are published and replayed; None: they are not."""
+    draining: bool = field(default=False, compare=False)
+    """It is to get nothing new: by command, or since Kubernetes is about to end its pod."""
+    ready: bool = field(default=True, compare=False)
+    """False: Kubernetes says that it is not to be used."""
+
+    def marked(self, state: ReplicaState) -> ReplicaState:
+        """What a scrape saw of it, as it is to be published."""
+        if not self.ready and state.healthy:
+            update = {"healthy": False, "problem": "not ready, by its EndpointSlice"}
+            state = state.model_copy(update=update)
+        if self.draining != state.draining:
+            state = state.model_copy(update={"draining": self.draining})
+        return state
 
     @property
     def who(self) -> str:
@@ -44,6 +60,7 @@ class Discovery:
         timeout_s: float,
         resolve: Resolve = resolve_host,
         membership: Membership | None = None,
+        random: Random | None = None,
     ) -> None:
         self._sources = tuple(sources)
         self._file = file and WatchedFile(file, "replicas file", read_replicas)
@@ -51,27 +68,57 @@ class Discovery:
         self._new_host = partial(Host, resolve=resolve, timeout_s=timeout_s)
         self._hosts: dict[str, Host] = {}
         self._membership = membership or Membership()
+        self._new_watch = partial(
+            ServiceWatch,
+            changed=self._membership.wake,
+            timeout_s=timeout_s,
+            random=random or Random(),
+        )
+        self._services: dict[KubernetesService, ServiceWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
         """Return the replicas as of now; an address named twice counts once, the first."""
         if self._file and (listed := self._file.news()) is not None:
             self._listed = listed
         sources = (*self._sources, *self._listed, *self._membership.added)
-        await self._look_up({source.host_and_port[0] for source in sources})
+        hosts = {source.host_and_port[0] for source in sources if not source.kubernetes}
+        self._follow({source.kubernetes for source in sources if source.kubernetes})
+        services = (service.look_up() for service in self._services.values())
+        await asyncio.gather(self._look_up(hosts), *services)
         found: dict[str, Target] = {}
         for source in sources:
             for target in self._targets_of(source):
                 found.setdefault(target.id, target)
         removed = self._membership.removed_of(found)
-        return tuple(target for id_, target in found.items() if id_ not in removed)
+        return tuple(
+            replace(target, draining=target.draining or self._membership.drains(id_))
+            for id_, target in found.items()
+            if id_ not in removed
+        )
+
+    def stop(self) -> None:
+        """Nobody asks any more."""
+        self._follow(set())
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:
+        target = partial(Target, profile=source.profile, kv_events_ports=source.kv_events_ports)
+        if source.kubernetes:
+            for address, pod in self._services[source.kubernetes].pods.items():
+                name = "/".join(filter(None, (source.name, pod.name or address)))
+                yield target(address, name, draining=pod.terminating, ready=pod.ready)
+            return
         host, port = source.host_and_port
         addresses = self._hosts[host].addresses
         for ip in addresses if source.dns else addresses[:1]:
             address = join_address(ip, port)
             name = f"{source.name}/{address}" if source.name and source.dns else source.name
-            yield Target(address, name or address, source.profile, source.kv_events_ports)
+            yield target(address, name or address)
+
+    def _follow(self, services: set[KubernetesService]) -> None:
+        for gone in self._services.keys() - services:
+            self._services.pop(gone).stop()
+        for service in services - self._services.keys():
+            self._services[service] = self._new_watch(service)
 
     async def _look_up(self, names: set[str]) -> None:
         for gone in self._hosts.keys() - names:

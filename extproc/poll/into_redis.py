@@ -55,7 +55,9 @@ async def run_poller(config: Config) -> None:
     metrics = PollMetrics(registry)
     names = [pool.pool for pool in config.each_pool]
     health = Health(names, monotonic)
-    admin = serve_admin(config.poll.admin, registry, live=health.live, ready=health.ready)
+    admin = serve_admin(
+        config.poll.admin, registry, access=config.admin, live=health.live, ready=health.ready
+    )
     async with admin as address:
         log.info("poller ready", extra={"pool": ", ".join(names), "admin": address})
         await until_signalled(*(_poll(pool, metrics, health) for pool in config.each_pool))

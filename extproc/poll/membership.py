@@ -9,7 +9,6 @@ from redis.exceptions import RedisError, ResponseError
 
 from extproc.clock import Clock
 from extproc.config import ReplicaSource
-from extproc.replica_state import ReplicaState
 from extproc.store.desired import Desired, DesiredStore
 
 log = logging.getLogger(__name__)
@@ -48,10 +47,13 @@ class Membership:
         named = self._named = set(replicas)
         return {one for one in named if self._wish(one) == "remove"}
 
-    def marked(self, state: ReplicaState) -> ReplicaState:
-        """The state as it is to be published: it says whether the replica is draining."""
-        draining = self._wish(state.id) == "drain"
-        return state.model_copy(update={"draining": True}) if draining else state
+    def drains(self, replica: str) -> bool:
+        """Whether nothing new is to be sent there."""
+        return self._wish(replica) == "drain"
+
+    def wake(self) -> None:
+        """Something else changed: whoever waits is to look again."""
+        self._changed.set()
 
     async def wait(self, seconds: float) -> None:
         """Returns at a change, or after so many seconds."""

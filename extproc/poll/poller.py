@@ -52,7 +52,11 @@ class Poller:
         self._metrics = metrics
         self._random = random
         self._discovery = Discovery(
-            config.replicas, config.replicas_file, config.poll.resolve_s, membership=into.membership
+            config.replicas,
+            config.replicas_file,
+            config.poll.resolve_s,
+            membership=into.membership,
+            random=random,
         )
         self._typical = Typical()
         self._targets: dict[str, Target] = {}
@@ -75,6 +79,7 @@ class Poller:
                             await self._follow(start)
                             await asyncio.sleep(TEND_S)
         finally:
+            self._discovery.stop()
             await self._into.release()
 
     def _start(
@@ -92,7 +97,7 @@ class Poller:
         replica = PolledReplica(
             target,
             session,
-            lambda state: self._into.put(self._into.membership.marked(state)),
+            self._publish,
             self._metrics,
             self._settings,
             self._typical,
@@ -114,7 +119,11 @@ class Poller:
         targets = {target.id: target for target in await self._discovery.targets()}
         for replica in targets.keys() - self._targets.keys():
             self._into.forget(replica)  # it may have left while Redis was away: that is over
-        self._targets = targets
+        before, self._targets = self._targets, targets
+        for replica in before.keys() & targets.keys() & self._polled.keys():
+            was, now, state = before[replica], targets[replica], self._polled[replica].replica.state
+            if state and (was.draining, was.ready) != (now.draining, now.ready):
+                self._publish(state)  # at once: a pod that is about to end takes nothing new
 
     async def _follow(self, start: Callable[[Target, ReplicaState | None], _Polled]) -> None:
         targets = self._targets
@@ -140,6 +149,10 @@ class Poller:
             if polled.target != targets[replica]:  # it got another name or profile
                 self._stop(replica)
                 self._polled[replica] = start(targets[replica], polled.replica.state)
+
+    def _publish(self, state: ReplicaState) -> None:
+        if target := self._targets.get(state.id):  # else it left, and nobody is to send there
+            self._into.put(target.marked(state))
 
     def _stop(self, replica: str) -> None:
         self._polled.pop(replica).task.cancel()

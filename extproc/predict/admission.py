@@ -5,9 +5,7 @@ import numpy as np
 from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
 
 
-def admission(
-    view: FleetView, sequences: Sequences, taken: Floats, own: int, new: Floats | float
-) -> Floats:
+def admission(view: FleetView, sequences: Sequences, own: int, new: Floats | float) -> Floats:
     """Seconds until the sequences in flight have freed the KV tokens and places it needs.
 
     vLLM admits a prompt only when all of it fits, after those queued before it.
@@ -15,12 +13,11 @@ def admission(
     Args:
         view: the candidates.
         sequences: what is in flight on them.
-        taken: KV tokens in use or queued for, a candidate each.
         own: places that the request needs.
         new: KV tokens that it needs, on each candidate.
     """
     wait = np.zeros(len(view))
-    missing = new - (view.kv_capacity - taken)
+    missing = new - (view.kv_capacity - view.taken)
     places = view.max_num_seqs - view.batch - view.waiting
     if most(missing) <= 0.0 and least(places) >= own:
         return wait

@@ -104,18 +104,17 @@ def predict(
         cached = np.minimum(held, prompt - 1.0)
         new = prompt - cached
         avoidable = (new - least(new)) * (view.c_prefill * (view.batch + 1.0))
-    taken = view.kv_used + view.backlog
     step_rest = _step_rest(view)
-    wait = admission(view, sequences, taken - view.behind, own, new)
+    wait = admission(view, sequences, own, new)
     _refuse(view, profile.longest_prompt, wait)
     prefill = _prefill(view, prompt, new)
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill
     completion = ttft + decode
-    yielded: Floats | None = None
+    taken, yielded = view.taken, None
     if most(view.by_priority) > 0.0:
         yielded, theirs = _yielded(profile.priority, view, sequences, out)
-        taken, growth = np.maximum(taken - yielded, 0.0), growth - theirs
+        taken, growth = np.maximum(taken + view.behind - yielded, 0.0), growth - theirs
     kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
@@ -150,13 +149,23 @@ def _refuse(view: FleetView, prompt: float, wait: Floats) -> None:
             wait[too_long] = np.inf
 
 
+def backlog_s(view: FleetView) -> Floats:
+    """Seconds until what is queued on each candidate is prefilled."""
+    return _prefill_steps(view, view.backlog, np.ceil(view.backlog / view.token_budget))
+
+
 def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
-    queue = view.backlog - view.behind + new
+    queue = view.backlog + new
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
-    seconds: Floats = queue * view.c_prefill + steps * view.decode_step + view.frontend
+    seconds = _prefill_steps(view, queue, steps) + view.frontend
     return seconds + view.c_att * (new * (prompt - new / 2))
+
+
+def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:
+    seconds: Floats = tokens * view.c_prefill + steps * view.decode_step
+    return seconds
 
 
 def _yielded(

@@ -55,6 +55,8 @@ class Columns:
     """In flight: the router's own; in a view, all that are known of."""
     queued: Floats
     """Of these, without a token yet."""
+    joining: Floats
+    """Prompt tokens of these, prefilled or not, without those that were cached."""
     enqueued: Floats
     """Prompt tokens sent, in all."""
     prefilled: Floats
@@ -100,8 +102,10 @@ class FleetView(Columns):
     """Requests that have no token yet, or are in the replica's queue."""
     backlog: Floats
     """Prompt tokens sent and not yet prefilled."""
+    taken: Floats
+    """KV tokens in use, and those that the backlog will use."""
     behind: Floats | float = 0.0
-    """Of these, those of requests that let this one go before them."""
+    """Prompt tokens beside the backlog, of requests that let this one go before them."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ async def add(pool: Pool, address: str, profile: str | None, name: str | None) -
     if known and elsewhere and known.wish != "remove":
         if profile or name:
             raise ReplicaError(
-                f"{known.title} is in the pool by configuration, file or DNS: "
+                f"{known.title} is in the pool by configuration, file, DNS or Kubernetes: "
                 "its profile and name are set there"
             )
         return f"{known.title} is in the pool already"
@@ -75,7 +75,11 @@ def _served_without(replica: Replica, replicas: list[Replica]) -> bool:
     others = [
         one.state
         for one in replicas
-        if one.state and one.id != replica.id and one.state.healthy and one.wish == "serve"
+        if one.state
+        and one.id != replica.id
+        and one.state.healthy
+        and one.wish == "serve"
+        and not one.state.draining  # it may be Kubernetes that drains it
     ]
     models = replica.state.models if replica.state else ()
     return bool(others) and all(any(model in state.models for state in others) for model in models)

@@ -122,7 +122,7 @@ class _Rival:
     def _admission(self) -> str:
         view, wait = self.situation.view, self.situation.prediction.admission
         longer = seconds(self._longer(wait)) + (" longer" if wait[self.first] else "")
-        taken, capacity = view.kv_used + view.backlog, view.kv_capacity[self.other]
+        taken, capacity = view.taken, view.kv_capacity[self.other]
         if taken[self.other] + self._new[self.other] > capacity:
             place = f"KV space, {taken[self.other]:,.0f} of {capacity:,.0f} tokens being taken"
         else:

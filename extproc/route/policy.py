@@ -9,7 +9,7 @@ import numpy as np
 from extproc.fleet.prefixes import Held
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.completion import Prediction
-from extproc.predict.inputs import FleetView, Floats, Indices, least
+from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least
 from extproc.request.profile import RequestProfile
 
 
@@ -21,6 +21,8 @@ class Situation:
     view: FleetView
     held: Held
     prediction: Prediction
+    sequences: Sequences
+    """What is in flight on the candidates; good until the fleet changes."""
     adapter: AdapterTimes | None = None
     """What it meets where it asks for a LoRA adapter."""
 

@@ -211,11 +211,12 @@ class Router:
             return None
         expected, p90 = self._output(profile, view)
         held = fleet.held(profile.prefix, view)
-        prediction = predict(profile, expected, view, fleet.sequences(view), held.cached)
+        sequences = fleet.sequences(view)
+        prediction = predict(profile, expected, view, sequences, held.cached)
         adapter = fleet.adapter_times(view)
         if adapter is not None:
             add_adapter(prediction, adapter)
-        situation = Situation(profile, view, held, prediction, adapter)
+        situation = Situation(profile, view, held, prediction, sequences, adapter)
         name, chosen_by = self._policy(profile, view, policy)
         choice = chosen_by.choose(situation, self._random)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)

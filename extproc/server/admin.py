@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from aiohttp import web
 from pydantic_core import to_json
 
+from extproc.dashboard.routes import news_routes
 from extproc.observe.admin import Check
 from extproc.server.services import Services
 
@@ -33,7 +34,11 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
     async def fleet(request: web.Request) -> web.StreamResponse:
         return await _answer(request, _fleet(pools))
 
-    return [web.get("/decisions", decisions), web.get("/fleet", fleet)]
+    return [
+        web.get("/decisions", decisions),
+        web.get("/fleet", fleet),
+        *news_routes(pools),
+    ]
 
 
 def readiness(pools: Sequence[Services], stopping: asyncio.Event) -> Check:

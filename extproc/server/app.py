@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.clock import monotonic, wall
 from extproc.config import Config
+from extproc.dashboard.routes import page_routes
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.hold.queue import LET_GO_EVERY_S, Queue
@@ -91,8 +92,14 @@ async def _admin(
     address = pools[0].config.serve.admin
     async with AsyncExitStack() as stack:
         try:
-            ready = readiness(pools, stopping)
-            serving = serve_admin(address, registry, admin_routes(*pools), ready=ready)
+            serving = serve_admin(
+                address,
+                registry,
+                admin_routes(*pools),
+                page_routes(),
+                pools[0].config.admin,
+                ready=readiness(pools, stopping),
+            )
             bound = await stack.enter_async_context(serving)
         except OSError as error:
             reason = f"cannot listen on {address} (serve.admin): {error.strerror}"

@@ -1,6 +1,7 @@
 """A request that was sent to a replica, until its response has ended."""
 
 from extproc.fleet.lone_requests import Baseline
+from extproc.observe.accuracy import Ended
 from extproc.request.response_id import ResponseIdReader
 from extproc.request.usage import PRELUDE, Usage, UsageReader
 from extproc.route.router import Decision
@@ -127,8 +128,9 @@ class InFlight:
             outcome.ttft_s = self._first_token - self._sent_at
         if complete:
             outcome.completion_s = seconds
-            self._account(self._forecast.predicted_completion, seconds)
         usage = self._usage.usage() if self._usage is not None and complete else None
+        if complete:
+            self._account(seconds, None if usage is None else usage.cached_tokens)
         if usage is not None:
             self._learn(usage, seconds, baseline)
         elif well and (complete or self._usage is None):
@@ -203,8 +205,12 @@ class InFlight:
                 usage.prompt_tokens,
             )
 
-    def _account(self, predicted: float, actual: float) -> None:
-        metrics = self._services.metrics
-        metrics.completion_seconds.observe(actual)
+    def _account(self, actual: float, cached: int | None) -> None:
+        services, forecast = self._services, self._forecast
+        predicted, replica = forecast.predicted_completion, forecast.replica
+        services.metrics.completion_seconds.observe(actual)
         if actual > 0:
-            metrics.prediction_error.observe(abs(predicted - actual) / actual)
+            services.metrics.prediction_error.observe(abs(predicted - actual) / actual)
+        if replica == self._served_by:
+            now, hits = services.clock(), forecast.expected_hits
+            services.accuracy.add(Ended(now, replica, predicted, actual, hits, cached))

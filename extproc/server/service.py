@@ -26,8 +26,10 @@ POOL = "x-extproc-pool"
 _UNKNOWN_REMEMBERED = 100
 _NO_OTHERS: Mapping[str, Services] = MappingProxyType({})
 
-_HEALTH_NAMES = ("", SERVICE, "liveness", "readiness")
-"""Envoy asks for the first or second, gateways for the others."""
+_HEALTH_NAMES = ("", SERVICE, "readiness")
+"""Envoy asks for the first or second, gateways for the last."""
+_LIVENESS = "liveness"
+"""Of the endpoint picker's protocol: one that stops still lives."""
 _LARGEST_MESSAGE = 128 * 2**20
 """Bytes: a buffered body comes in one message, and requests carry images."""
 
@@ -216,7 +218,9 @@ class GrpcServer:
         port = tls.open_port(self._server, address, self._files, "serve")
         with threads.patient():
             await self._server.start()
-        await self._report(health_pb2.HealthCheckResponse.SERVING)
+        serving = health_pb2.HealthCheckResponse.SERVING
+        await self._health.set(_LIVENESS, serving)
+        await self._report(serving)
         return port
 
     async def stop(self, drain_s: float) -> None:

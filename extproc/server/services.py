@@ -7,6 +7,7 @@ from extproc.clock import Clock
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.hold.queue import Queue
+from extproc.observe.accuracy import Accuracy
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
@@ -32,6 +33,7 @@ class Services:
     queue: Queue
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
+    accuracy: Accuracy = field(default_factory=Accuracy)
 
     @property
     def fleet(self) -> Fleet:
@@ -44,4 +46,11 @@ class Services:
         route = config.route
         router = Router(fleet, route.policy, self.random, route.session_cost_s)
         queue = Queue(fleet, config.hold, self.clock)
-        return replace(self, config=config, router=router, queue=queue, watch=Watch())
+        return replace(
+            self,
+            config=config,
+            router=router,
+            queue=queue,
+            watch=Watch(),
+            accuracy=Accuracy(),
+        )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from random import Random
 
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
@@ -19,10 +20,12 @@ from extproc.store.blocks import BlockReader
 from extproc.store.connection import connect, reconnecting
 from extproc.store.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
 from extproc.store.keys import Keys
+from extproc.store.leases import living
 from extproc.store.read import Garbage
 from extproc.store.stream import Fields, StreamReader, StreamWriter
 
 _HELD_AT_ONCE = 100
+_POLLERS_EVERY_S = 1.0
 _ALONE_S = 0.25
 """Between two batches of prompts where only routers that start later read them."""
 
@@ -41,6 +44,7 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
             tasks.create_task(hear_holders(StreamReader(redis, key, Random()), holders))
         blocks = BlockReader(redis, config.pool, Random(), monotonic)
         tasks.create_task(hear_blocks(blocks, fleet))
+        tasks.create_task(hear_pollers(redis, config.pool, fleet))
         tasks.create_task(tell_prompts(StreamWriter(redis, keys.prompts, MOST_KEPT), fleet))
         tasks.create_task(hear_prompts(StreamReader(redis, keys.prompts, Random()), fleet))
 
@@ -103,6 +107,16 @@ async def tell_prompts(writer: StreamWriter, fleet: Fleet) -> None:
             await _deliver(writer, [{fleet.router: prompts}])
         urgent = fleet.peers.expected or len(fleet.sent) > 0
         await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
+
+
+async def hear_pollers(redis: Redis, pool: str, fleet: Fleet) -> None:
+    """Brings which pollers are alive into the fleet, for ever."""
+    while True:
+        try:
+            fleet.pollers = await living(redis, pool)
+        except (RedisError, OSError):
+            fleet.pollers = None
+        await asyncio.sleep(_POLLERS_EVERY_S)
 
 
 async def hear_prompts(reader: StreamReader, fleet: Fleet) -> None:

@@ -2,9 +2,11 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from redis.utils import str_if_bytes
 
 from extproc.clock import Clock
 from extproc.store.connection import Outage, in_time
@@ -82,6 +84,18 @@ class Held:
     """Those of them that it did not hold before, or lost in the meantime."""
     reclaimed: frozenset[str] = frozenset()
     """Those that it held and that nobody had any more: Redis came back empty."""
+
+
+async def living(redis: Redis, pool: str) -> list[str]:
+    """Names of the pollers of a pool that are alive; those that ended last are among them for the
+    life of a lease.
+
+    Raises:
+        RedisError: Redis does not answer.
+    """
+    async with in_time():
+        names = cast(list[bytes], await redis.zrange(Keys(pool).pollers, 0, -1))
+    return [*map(str_if_bytes, names)]
 
 
 class Leases:

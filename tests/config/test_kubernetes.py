@@ -1,47 +1,244 @@
-"""The manifests agree with what the programs in them listen on, ask for and need."""
+"""The manifests are what the chart renders, and agree with the API and with the programs in them.
 
+    python -m tests.config.test_kubernetes
+
+writes the manifests anew.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft4Validator
 
 from extproc import settings
 from extproc.address import split_address
 from extproc.config import Config
+from tests.kubernetes_api import KIND, RECORDED, endpoint_slice, terminating
 
 ROOT = Path(__file__).parents[2]
-MANIFESTS: list[dict[str, Any]] = list(
-    yaml.safe_load_all((ROOT / "docs" / "kubernetes.yaml").read_text(encoding="utf-8"))
-)
+CHART = ROOT / "docs" / "helm"
+FILE = ROOT / "docs" / "kubernetes.yaml"
+Manifest = dict[str, Any]
 
 
-def named(kind: str, name: str) -> dict[str, Any]:
-    (found,) = (one for one in MANIFESTS if one["kind"] == kind and one["metadata"]["name"] == name)
+def parsed(text: str) -> list[Manifest]:
+    return list(yaml.safe_load_all(text))
+
+
+MANIFESTS = parsed(FILE.read_text(encoding="utf-8"))
+DEPLOYMENTS = [one for one in MANIFESTS if one["kind"] == "Deployment"]
+POLICIES = [one for one in MANIFESTS if one["kind"] == "NetworkPolicy"]
+
+
+def rendered(**values: Any) -> dict[str, str]:
+    """What Helm makes of the chart, by the name of the template."""
+    helm = pytest.importorskip("helm_python")
+    with helm.Chart.load(str(CHART)) as chart:
+        files = chart.render(values, name="any", namespace="default")
+    return {name.rpartition("/")[2]: text for name, text in files.items()}
+
+
+def title(manifest: Manifest) -> str:
+    return f"{manifest['kind']}-{manifest['metadata']['name']}"
+
+
+def named(kind: str, name: str) -> Manifest:
+    (found,) = (one for one in MANIFESTS if title(one) == f"{kind}-{name}")
     return found
 
 
-def container(deployment: str) -> dict[str, Any]:
-    (only,) = named("Deployment", deployment)["spec"]["template"]["spec"]["containers"]
+def pod(deployment: Manifest) -> Manifest:
+    return dict(deployment["spec"]["template"]["spec"])
+
+
+def container(deployment: str) -> Manifest:
+    (only,) = pod(named("Deployment", deployment))["containers"]
     return dict(only)
 
 
-def config() -> Config:
-    return settings.load({}, named("ConfigMap", "extproc")["data"])
+def config(deployment: str) -> Config:
+    env = container(deployment)["env"]
+    return settings.load({}, {one["name"]: one["value"] for one in env})
+
+
+# -- the API's view -------------------------------------------------------------------------
+
+
+def strict(schema: Any) -> Any:
+    """The same, but an object has no fields that it does not name: the API server warns of these
+    and drops them."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: strict(value) for key, value in schema.items()}
+    return made | {"additionalProperties": False} if "properties" in schema else made
+
+
+SCHEMAS = {"components": {"schemas": strict(json.loads((RECORDED / "schemas.json").read_text()))}}
+
+
+def faults(manifest: Mapping[str, Any]) -> list[str]:
+    """What the API has against it."""
+    group, _, version = manifest["apiVersion"].rpartition("/")
+    kind = {"group": group, "version": version, "kind": manifest["kind"]}
+    (name,) = (
+        name
+        for name, schema in SCHEMAS["components"]["schemas"].items()
+        if kind in schema.get("x-kubernetes-group-version-kind", ())
+    )
+    validator = Draft4Validator({"$ref": f"#/components/schemas/{name}"} | SCHEMAS)
+    return [f"{one.json_path}: {one.message}" for one in validator.iter_errors(manifest)]
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=title)
+def test_a_manifest_is_as_the_api_wants_it(manifest: Manifest) -> None:
+    assert faults(manifest) == []
+
+
+def test_the_slices_of_the_tests_server_are_too() -> None:
+    assert faults({**KIND, **endpoint_slice(terminating("10.1.0.1", "vllm-0"))}) == []
+
+
+def test_what_the_api_does_not_know_is_found() -> None:
+    wrong = copy.deepcopy(named("Deployment", "extproc-router"))
+    (only,) = wrong["spec"]["template"]["spec"]["containers"]
+    only["readynessProbe"] = only.pop("readinessProbe")
+    only["ports"] = [{"containerPort": "http"}]
+    del wrong["spec"]["selector"]
+    found = " ".join(faults(wrong))
+    assert all(part in found for part in ("'readynessProbe'", "'http' is not", "'selector' is a"))
+
+
+# -- the chart ------------------------------------------------------------------------------
+
+
+def test_the_manifests_are_what_helm_renders() -> None:
+    files = rendered()
+    again = "run: python -m tests.config.test_kubernetes"
+    assert files["extproc.yaml"].strip() + "\n" == FILE.read_text(encoding="utf-8"), again
+    (envoy,) = parsed(files["envoy.yaml"])
+    assert faults(envoy) == []
+    assert envoy["data"] == {"envoy.yaml": (ROOT / "envoy" / "envoy.yaml").read_text()}
+
+
+def test_with_a_redis_and_a_gateway_of_ones_own() -> None:
+    url = {"name": "EXTPROC_REDIS__URL", "valueFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}
+    gateway = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "gw"}}}]
+    files = rendered(
+        redis={"enabled": False},
+        envoy={"enabled": False},
+        gateway=gateway,
+        env=[url, {"name": "EXTPROC_ROUTE__POLICY", "value": "lmetric"}],
+    )
+    assert not files["envoy.yaml"].strip()
+    manifests = parsed(files["extproc.yaml"])
+    assert not [fault for one in manifests for fault in faults(one)]
+    titles = {title(one) for one in MANIFESTS} - {title(one) for one in manifests}
+    assert titles == {
+        *("Service-redis", "Deployment-redis", "NetworkPolicy-redis", "Service-envoy"),
+        *("Deployment-extproc-envoy", "PodDisruptionBudget-extproc-envoy"),
+        "NetworkPolicy-extproc-envoy",
+    }
+    for deployment in (one for one in manifests if one["kind"] == "Deployment"):
+        (only,) = pod(deployment)["containers"]
+        assert only["env"][-2] == url  # the last of a name counts
+    (router,) = (one for one in manifests if title(one) == "NetworkPolicy-extproc-router")
+    assert router["spec"]["ingress"][0]["from"] == gateway
+
+
+def test_helm_finds_nothing_wrong() -> None:
+    helm = pytest.importorskip("helm_python")
+    told = helm.lint(str(CHART))
+    assert told["errors"] == []
+    assert [one["error"] for one in told["messages"]] == ["icon is recommended"]
+
+
+# -- what runs in it ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
+def test_a_pod_may_do_no_more_than_it_has_to(deployment: Manifest) -> None:
+    spec = pod(deployment)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] > 0
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for one in spec["containers"]:
+        assert one["securityContext"] == {
+            "readOnlyRootFilesystem": True,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert {"readinessProbe", "livenessProbe", "resources"} <= one.keys()
+    watches = deployment["metadata"]["name"] == "extproc-poller"
+    assert watches == spec.get("automountServiceAccountToken", True)
+
+
+def test_our_pods_run_as_the_images_user() -> None:
+    user = next(line for line in (ROOT / "Dockerfile").read_text().splitlines() if "USER" in line)
+    for name in ("extproc-router", "extproc-poller"):
+        said = pod(named("Deployment", name))["securityContext"]
+        assert user == f"USER {said['runAsUser']}:{said['runAsGroup']}"
+
+
+def test_a_poller_may_read_what_it_watches_and_nothing_else() -> None:
+    account = pod(named("Deployment", "extproc-poller"))["serviceAccountName"]
+    binding, role = named("RoleBinding", account), named("Role", account)
+    assert named("ServiceAccount", account)
+    assert [one["name"] for one in binding["subjects"]] == [account]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    assert role["rules"] == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    "deployment", [one for one in DEPLOYMENTS if one["spec"].get("replicas", 1) > 1], ids=title
+)
+def test_what_is_there_twice_never_goes_at_once(deployment: Manifest) -> None:
+    name, selector = deployment["metadata"]["name"], deployment["spec"]["selector"]
+    assert named("PodDisruptionBudget", name)["spec"] == {
+        "maxUnavailable": 1,
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",  # what is broken holds no node up
+        "selector": selector,
+    }
+    (spread,) = pod(deployment)["topologySpreadConstraints"]
+    assert spread["labelSelector"] == selector
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=title)
+def test_each_port_is_open_to_somebody(deployment: Manifest) -> None:
+    name, selector = deployment["metadata"]["name"], deployment["spec"]["selector"]
+    policy = named("NetworkPolicy", name)["spec"]
+    assert policy["podSelector"] == selector
+    opened = {port["port"] for rule in policy["ingress"] for port in rule["ports"]}
+    assert opened == {port["containerPort"] for port in container(name)["ports"]}
+    everybody = [rule for rule in policy["ingress"] if "from" not in rule]
+    assert bool(everybody) == (name == "extproc-envoy")
 
 
 @pytest.mark.parametrize(("name", "command"), [("router", "serve"), ("poller", "poll")])
 def test_probes_ask_the_admin_port(name: str, command: str) -> None:
     asked = container(f"extproc-{name}")
     assert asked["args"] == [command]
-    admin = config().serve.admin if name == "router" else config().poll.admin
+    said = config(f"extproc-{name}")
+    admin = said.serve.admin if name == "router" else said.poll.admin
     for probe in ("readinessProbe", "livenessProbe"):
         assert asked[probe]["httpGet"]["port"] == split_address(admin)[1]
 
 
 def test_a_router_has_the_time_it_needs_to_drain() -> None:
-    pod = named("Deployment", "extproc-router")["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] > config().serve.drain_s
+    spec = pod(named("Deployment", "extproc-router"))
+    assert spec["terminationGracePeriodSeconds"] > config("extproc-router").serve.drain_s
 
 
 def test_envoy_and_poller_find_pods_by_the_names_of_headless_services() -> None:
@@ -57,8 +254,8 @@ def test_envoy_and_poller_find_pods_by_the_names_of_headless_services() -> None:
         service = named("Service", name)["spec"]
         assert service["clusterIP"] == "None"
         assert (name, service["ports"][0]["port"]) in known
-    (replicas,) = config().replicas
-    assert replicas.dns == "vllm:8000"
+    (replicas,) = config("extproc-poller").replicas
+    assert replicas.where == "Service vllm, port 8000"
 
 
 @pytest.mark.parametrize(
@@ -79,3 +276,7 @@ def test_a_service_finds_pods_that_listen_on_its_port(service: dict[str, Any]) -
     ports = [port["containerPort"] for one in pods["spec"]["containers"] for port in one["ports"]]
     (port,) = service["spec"]["ports"]
     assert port.get("targetPort", port["port"]) in ports
+
+
+if __name__ == "__main__":
+    FILE.write_text(rendered()["extproc.yaml"].strip() + "\n", encoding="utf-8")

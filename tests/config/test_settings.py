@@ -151,6 +151,34 @@ def test_a_replica_without_host_and_port_is_named(key: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "where", "reason"),
+    [
+        ("kubernetes: {service: 'vllm:8000', port: 1}", ".kubernetes.service", "letters, digits"),
+        ("kubernetes: {service: vllm, port: 1, namespace: ''}", ".kubernetes.namespace", "letters"),
+        ("kubernetes: {service: vllm, port: 0}", ".kubernetes.port", "from 1 to 65535"),
+        ("kubernetes: {service: vllm, port: '65536'}", ".kubernetes.port", "from 1 to 65535"),
+        ("kubernetes: {service: vllm, port: 'a b'}", ".kubernetes.port", "letters, digits"),
+        ("kubernetes: {service: vllm}", ".kubernetes.port", "required"),
+        ("url: a:1, dns: a:1", "", "needs one of 'url', 'dns' and 'kubernetes'"),
+        ("name: one", "", "needs one of 'url', 'dns' and 'kubernetes'"),
+    ],
+)
+def test_a_replica_is_named_in_one_way(said: str, where: str, reason: str) -> None:
+    (problem,) = problems(env={"EXTPROC_REPLICAS": f"[{{{said}}}]"})
+    assert problem.startswith(f"variable EXTPROC_REPLICAS: replicas.0{where}: ")
+    assert reason in problem
+
+
+@pytest.mark.parametrize(("port", "taken"), [("8000", 8000), ("'8000'", 8000), ("http", "http")])
+def test_a_service_of_kubernetes(port: str, taken: int | str) -> None:
+    given = f"[{{kubernetes: {{service: vllm, port: {port}}}}}]"
+    [replica] = load({}, {"EXTPROC_REPLICAS": given}).replicas
+    assert replica.kubernetes is not None
+    assert replica.kubernetes.port == taken
+    assert replica.where == f"Service vllm, port {taken}"
+
+
+@pytest.mark.parametrize(
     ("url", "reason"),
     [
         ("host:6379", "write redis://"),

@@ -71,9 +71,9 @@ async def known_well(client: Client) -> None:
     await client.ledger_empty()
 
 
-async def ask(client: Client, name: str) -> int:
+async def ask(client: Client, name: str, words: int = WORDS) -> int:
     """The status of the answer to a prompt that is like no other."""
-    content = name + " sea" * WORDS
+    content = name + " sea" * words
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}]}
     headers = {"x-request-id": name, "x-simulate-output-tokens": str(TOKENS)}
     async with client._session.post(
@@ -182,6 +182,18 @@ async def test_what_does_not_fit_waits_and_nothing_is_computed_twice(
     assert len(waited) >= 20
     assert await client.metric("extproc_waited_seconds_count") == before + len(waited)
     assert await preempted(client, stack) == 0
+
+
+@behind(BODY_FIRST)
+async def test_of_many_that_come_at_once_hardly_any_is_computed_twice(
+    client: Client, stack: Stack
+) -> None:
+    """Between two polls the router only predicts what became of them, and how long they get."""
+    before = await preempted(client, stack)
+    asked = [ask(client, f"short {number}", words=WORDS // 4) for number in range(100)]
+    assert set(await asyncio.gather(*asked)) == {200}
+    assert await preempted(client, stack) <= before + 10
+    await nothing_left(client)
 
 
 async def nothing_left(client: Client) -> None:

@@ -101,6 +101,38 @@ def test_a_poll_does_not_erase_a_dispatch_newer_than_it() -> None:
     assert fleet.view(MODEL).requests[0] == 1
 
 
+@pytest.mark.parametrize("running", [0, 1, 2])
+def test_what_a_poll_does_not_show_yet_takes_its_kv_space_all_the_same(running: int) -> None:
+    """They were on the way when it was taken, and the clock had them begun."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for _ in range(3):
+        fleet.dispatch(replica(1), chat(1000, 100))
+    clock.advance(1.5)
+    assert fleet.view(MODEL).batch[0] == 3
+    usage = running * 1000 / 42_000
+    fleet.put(state(1, A10, clock, running=running, kv_usage=usage, steps=10.0))
+    for seconds in (0.05, 0.5):
+        clock.advance(seconds)
+        assert fleet.view(MODEL).taken[0] == pytest.approx(3000, rel=0.05)
+
+
+def test_a_prompt_takes_as_much_kv_space_in_whatever_part_it_is_prefilled() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    ticket = fleet.dispatch(replica(1), chat(10_000, 100))
+    fleet.dispatch(replica(1), chat(2_000, 100))
+    for _ in range(4):
+        view = fleet.view(MODEL)
+        assert view.backlog[0] > 0.0
+        assert view.taken[0] == pytest.approx(12_000)
+        clock.advance(0.5)
+        done = 12_000 - fleet.view(MODEL).backlog[0]
+        fleet.put(state(1, A10, clock, running=1, waiting=1, kv_usage=done / 42_000))
+    fleet.release(ticket, prefilled=False)
+    assert fleet.view(MODEL).taken[0] == pytest.approx(2_000, rel=0.1)
+
+
 def test_requests_that_two_polls_see_beyond_the_own_ones_are_others() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)

@@ -53,13 +53,14 @@ def test_it_takes_its_place_before_them() -> None:
     clock.advance(0.05)
     urgent = ours.dispatch(replica(1), chat(1000, 100))
     ours.first_token(urgent)
-    backlog = ours.view(MODEL).backlog[0]
-    assert backlog == pytest.approx(8000, abs=500), "the first was begun before it came"
+    lower, same = (ours.view(MODEL, priority=one).backlog[0] for one in (-1, 0))
+    assert lower == pytest.approx(8000, abs=500), "the first was begun before it came"
+    assert same == 0.0
     ours.release(urgent)
     for ticket in batch:
         ours.first_token(ticket)
         ours.release(ticket)
-    assert ours.view(MODEL).backlog[0] == 0.0
+    assert ours.view(MODEL, priority=-1).backlog[0] == 0.0
 
 
 def test_what_is_preempted_before_it_takes_no_room() -> None:

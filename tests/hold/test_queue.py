@@ -15,7 +15,7 @@ from extproc.hold.waiting import Waiting
 from extproc.request.errors import Saturated
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Decision, Router
-from tests.fakes import MODEL, ManualClock, fleet_of, replica, state
+from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
 MOST = 24_000
@@ -44,11 +44,11 @@ class System:
         deadline: float = float("inf"),
         model: str = MODEL,
         holder: int = 0,
-        answer: int = 100,
+        answer: int | None = 100,
     ) -> Waiting | None:
         """A request comes; what waits, where it has to."""
         profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, answer, tenant=tenant)
-        profile.least_output = answer
+        profile.least_output = answer or 0
         if holder:
             profile.previous_response = f"resp-{holder}"
             self.fleet.responses.saw(profile.previous_response, replica(holder))
@@ -124,6 +124,17 @@ def test_nothing_waits_where_there_is_room() -> None:
     for name in "abcdef":
         system.come(name, prompt=1000)
     assert system.gone == [*"abcdef"]
+
+
+@pytest.mark.parametrize(("answers", "fit"), [((600,) * 5, 15), ((60, 60, 60, 60, 2760), 17)])
+def test_of_many_at_once_as_many_go_as_fit_until_they_end(answers: tuple[int], fit: int) -> None:
+    """What takes equally long grows together; where most end soon, there is room for more."""
+    system = System()
+    for tokens in answers * 40:
+        system.fleet.lengths.observe(chat(2200), tokens)
+    for number in range(30):
+        system.come(f"{number}", prompt=2200, answer=None)
+    assert len(system.gone) == fit
 
 
 def test_a_request_larger_than_all_is_not_kept_from_an_idle_replica() -> None:

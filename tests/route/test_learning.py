@@ -85,7 +85,7 @@ def test_a_first_token_that_comes_late_is_not_taken_for_slow_decoding() -> None:
     soon, late = System(), System()
     for _ in range(10):
         soon.serve(chat(100), 20)
-        late.serve(chat(40_000), 60 + 20, ttft=0.0)
+        late.serve(chat(20_000), 30 + 20, ttft=0.0)
     assert late.stretch == pytest.approx(soon.stretch, rel=0.2)
 
 

@@ -19,7 +19,14 @@ from extproc.config import Config
 from extproc.request.media import LARGE_BODY
 from extproc.server.services import Services
 from tests.fakes import ManualClock, replica, state
-from tests.server.envoy_side import CHAT, EnvoySide, Stream, destination, headers_message
+from tests.server.envoy_side import (
+    CHAT,
+    EnvoySide,
+    Stream,
+    chosen,
+    destination,
+    headers_message,
+)
 
 DUPLEX: dict[str, Any] = {
     "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
@@ -66,7 +73,9 @@ async def test_headers_wait_for_the_body_which_goes_back_unchanged(
         await stream.write_headers(**DUPLEX)
         for number, piece in enumerate(pieces):
             await stream.write_body(piece, number == len(pieces) - 1)
-        assert set(destination(await stream.read())) == MEMBERS
+        reply = await stream.read()
+        assert set(destination(reply)) == MEMBERS
+        assert chosen(reply) == destination(reply)
         assert chunk_of(await stream.read()) == (BODY, True)
         assert services.log.after(0)[-1].decision.profile.model == "llama"
 

@@ -141,3 +141,28 @@ async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(
     assert count(services.metrics.completion_seconds) == 0
     assert count(services.metrics.prediction_error) == 0
     assert services.fleet.in_flight == 0
+
+
+@pytest.mark.parametrize("retried", [False, True])
+async def test_what_came_of_a_prediction_is_kept_where_it_was_that_replicas(
+    envoy: EnvoySide, services: Services, clock: ManualClock, retried: bool
+) -> None:
+    details = {"prompt_tokens_details": {"cached_tokens": 32}}
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-request-id": "one"})
+        first, second = destination(await stream.request_body(CHAT))
+        await stream.response_headers(upstream=second if retried else first)
+        clock.advance(1.5)
+        usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
+        await stream.response_body({"usage": usage})
+        await stream.end()
+    kept = [*services.accuracy.since(0.0)]
+    if retried:
+        assert kept == []
+        return
+    (record,) = services.log.of_request("one")
+    predicted = record.decision.predicted_completion
+    assert [(one.replica, one.predicted_s, one.actual_s, one.cached) for one in kept] == [
+        (first, predicted, 1.5, 32)
+    ]
+    assert [*services.accuracy.since(clock() + 1.0)] == []

@@ -327,13 +327,19 @@ async def test_stopping_lets_open_streams_end(services: Services) -> None:
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         EnvoySide(channel).stream() as stream,
     ):
-        health = health_pb2_grpc.HealthStub(channel)
-        answer = await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
-        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        check = health_pb2_grpc.HealthStub(channel).Check
+
+        async def serving(service: str) -> bool:
+            answer = await check(health_pb2.HealthCheckRequest(service=service))
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        names = ("", SERVICE, "readiness", "liveness")
+        assert all([await serving(name) for name in names])
         await stream.request_headers()
         await stream.request_body(CHAT)
         stopping = asyncio.create_task(server.stop(drain_s=30))
         await asyncio.sleep(0)
+        assert [name for name in names if await serving(name)] == ["liveness"]
         await stream.response_headers()
         await stream.response_body(ANSWER)
         assert not stopping.done()

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import Config, TlsFiles, XdsSettings
-from extproc.server import tls
 from extproc.server.app import build
 from extproc.server.service import GrpcServer
+from extproc.tls.renewed import Renewed
 from extproc.xds.catalog import Catalog
 from extproc.xds.server import XdsServer
 from tests.certificates import Authority
@@ -157,13 +157,13 @@ async def test_files_that_cannot_be_used_change_nothing(
 def test_files_that_could_not_be_read_once_are_read_the_next_time(
     files: Files, logged: Logged
 ) -> None:
-    renewed = tls._Renewed(TlsFiles.model_validate(files.settings), "serve")
+    renewed = Renewed(TlsFiles.model_validate(files.settings), "serve", "Envoy")
     files.put(*files.ours.sign("renewed"))
     with too_many_open_files():
-        assert renewed._changed() is None
+        assert renewed.news() is None
     (line,) = logged.lines("the old certificate stays in use")
     assert "Too many open files" in str(line["error"])
-    assert renewed._changed() is not None
+    assert renewed.news() is not None
 
 
 async def test_an_expired_certificate_is_a_warning(

@@ -6,12 +6,13 @@ from collections.abc import Collection
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import Outage, connect
 from extproc.store.keys import Keys
-from extproc.store.leases import LIFE_S, Held, Leases
+from extproc.store.leases import LIFE_S, Held, Leases, living
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
@@ -158,3 +159,15 @@ async def test_one_that_was_away_finds_out_before_it_takes_anything_back(
     assert await a.tend(TEN) == Held(frozenset())
     clock.advance(LIFE_S)
     assert len((await a.tend(TEN)).taken) == 5
+
+
+async def test_who_is_alive_is_told(redis_server: RedisServer, redis_client: Redis) -> None:
+    assert await living(redis_client, POOL) == []
+    a, b = poller(redis_client, "a"), poller(redis_client, "b")
+    await rounds(a, b)
+    assert sorted(await living(redis_client, POOL)) == ["a", "b"]
+    await a.release()
+    assert await living(redis_client, POOL) == ["b"]
+    await redis_server.kill()
+    with pytest.raises((RedisError, OSError)):
+        await living(redis_client, POOL)

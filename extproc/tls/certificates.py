@@ -1,11 +1,11 @@
-"""The files that TLS towards Envoy needs: read, and tried before they are used."""
+"""The files that TLS needs: read, and tried before they are used."""
 
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from extproc.config import TlsFiles
+from extproc.config import CertificateFiles
 
 
 class CertificateError(ValueError):
@@ -25,7 +25,7 @@ class Certificates:
     """Why peers will not take the certificate (it has expired, say); empty where they will."""
 
 
-def read(files: TlsFiles, section: str) -> Certificates:
+def read(files: CertificateFiles, section: str) -> Certificates:
     """Reads and tries the files of a configuration that has TLS.
 
     Args:
@@ -40,9 +40,9 @@ def read(files: TlsFiles, section: str) -> Certificates:
     chain = _content(f"{section}.tls_cert", files.tls_cert)
     key = _content(f"{section}.tls_key", files.tls_key)
     client_ca = None
-    if files.tls_client_ca is not None:
-        client_ca = _content(f"{section}.tls_client_ca", files.tls_client_ca)
-        _try_authorities(f"{section}.tls_client_ca", files.tls_client_ca)
+    if files.client_ca is not None:
+        client_ca = _content(f"{section}.tls_client_ca", files.client_ca)
+        _try_authorities(f"{section}.tls_client_ca", files.client_ca)
     _try_authorities(f"{section}.tls_cert", files.tls_cert)
     doubt = _try_pair(files.tls_cert, files.tls_key, section)
     return Certificates(chain, key, client_ca, doubt and f"{files.tls_cert}: {doubt}")
@@ -69,11 +69,21 @@ def _try_pair(cert: Path, key: Path, section: str) -> str:
         server.load_cert_chain(cert, key, password="")  # gRPC takes no password
     except ssl.SSLError as error:
         raise CertificateError(f"{section}.tls_key: {key}: {_reason(error, cert)}") from None
+    return _shake_hands(server, trusting(cert))
+
+
+def trusting(certificate: Path) -> ssl.SSLContext:
+    """What a client connects with that trusts this very certificate, whoever signed it and
+    whatever name it is for, and nothing else.
+
+    Raises:
+        OSError: it cannot be read, or is none.
+    """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # whoever signed it
-    client.load_verify_locations(cert)
-    return _shake_hands(server, client)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(certificate)
+    return client
 
 
 def _reason(error: ssl.SSLError, cert: Path) -> str:

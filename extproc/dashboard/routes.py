@@ -1,0 +1,78 @@
+"""The page over HTTP: its files, its news as server-sent events, and one decision."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from pydantic_core import to_json
+
+from extproc.dashboard.pool import Pool
+from extproc.dashboard.stream import Live
+from extproc.explain.records import read_records
+from extproc.explain.show import compare
+
+_FILES = Path(__file__).parent / "page"
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""Nothing comes from elsewhere, nothing goes there, and nothing is written into scripts."""
+_DIGITS = 15
+
+
+def page_routes() -> list[web.RouteDef]:
+    """The page itself, which holds nothing that anybody may not see."""
+    files = [web.get(f"/dashboard/{file.name}", _file(file)) for file in _FILES.iterdir()]
+    return [web.get("/", _file(_FILES / "index.html")), *files]
+
+
+def news_routes(pools: Sequence[Pool]) -> list[web.RouteDef]:
+    """What the page shows, of the pools of one router."""
+    live, log = Live(pools), pools[0].log
+
+    async def events(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            async for frame in live.frames():
+                await response.write(b"data: %s\n\n" % frame)
+        except ConnectionError:
+            pass  # whoever looked is gone
+        return response
+
+    async def decision(request: web.Request) -> web.Response:
+        number = request.query.get("number", "")
+        if not number.isdecimal() or len(number) > _DIGITS:
+            raise web.HTTPBadRequest(text=f"number={number[:_DIGITS]!r} is none of a decision\n")
+        for record in log.after(int(number) - 1, 1):
+            if record.number == int(number):
+                # Words for a thousand candidates take long: requests come first.
+                body = await asyncio.to_thread(_words, record.to_json())
+                return web.Response(body=body, content_type="application/json", headers=_HEADERS)
+        raise web.HTTPNotFound(text="that decision is no longer kept (serve.decisions_kept)\n")
+
+    return [web.get("/dashboard/events", events), web.get("/dashboard/decision", decision)]
+
+
+def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:
+    text, kind = file.read_text(encoding="utf-8"), _KINDS[file.suffix]
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=text, content_type=kind, headers=_HEADERS)
+
+    return answer
+
+
+def _words(record: dict[str, Any]) -> bytes:
+    """The comparison that ``extproc explain`` prints, in its parts."""
+    (one,) = read_records([record])
+    return to_json(asdict(compare(one)))

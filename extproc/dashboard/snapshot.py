@@ -1,0 +1,166 @@
+"""What the page shows at one moment."""
+
+import asyncio
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from extproc.dashboard.pool import Pool
+from extproc.dashboard.warnings import pool_warnings, router_warnings
+from extproc.explain.records import read_records
+from extproc.explain.show import DECISIONS, figures_of, reason_of
+from extproc.hold.queue import Queue
+from extproc.observe.accuracy import Ended
+from extproc.observe.decisions import DecisionLog
+from extproc.predict.completion import backlog_s
+from extproc.predict.inputs import FleetView, Floats
+
+_LATELY_S = 60.0
+"""Seconds over which decisions are counted."""
+_MINUTES_S = 300.0
+"""Seconds over which predictions are compared with what came of them."""
+_LISTED = 12
+"""Of the last decisions."""
+_POINTS = 500
+"""Requests that are drawn, at most."""
+
+
+async def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
+    """All of it, of the pools of one router, as JSON: seconds, tokens, and null for what is not
+    known. Piece by piece: a thousand replicas take 15 ms, and requests come first."""
+    first = pools[0]
+    serve = first.config.serve
+    sent, seconds = _sent(first)
+    shown = []
+    for pool in pools:
+        shown.append(_pool(pool, sent))
+        await asyncio.sleep(0)
+    return {
+        "at": first.wall(),
+        "router": {
+            "host": platform.node(),
+            "admin": serve.admin,
+            "workers": serve.workers,
+            "policy": first.config.route.policy,
+            "polls": first.config.state == "memory",
+        },
+        "warnings": [*router_warnings(pools)],
+        "decisions_s": seconds,
+        "decisions": _decisions(first.log),
+        "pools": shown,
+    }
+
+
+def _pool(pool: Pool, sent: Counter[tuple[str, str]]) -> dict[str, Any]:
+    fleet = pool.fleet
+    view = fleet.overview()
+    ended = [*pool.accuracy.since(pool.clock() - _MINUTES_S)]
+    return {
+        "name": pool.config.pool,
+        "warnings": [*pool_warnings(pool, view, ended)],
+        "in_flight": fleet.in_flight,
+        "other_routers": len(fleet.peers),
+        "others_age_s": fleet.peers.news_age,
+        "pollers": fleet.pollers,
+        "replicas": _replicas(pool, view, sent),
+        "held": _held(pool.queue, view, pool.clock()),
+        **_accuracy(view, ended, pool.accuracy.added),
+    }
+
+
+def _replicas(pool: Pool, view: FleetView, sent: Counter[tuple[str, str]]) -> dict[str, list[Any]]:
+    """Column by column, an entry a replica."""
+    fleet, now = pool.fleet, pool.clock()
+    against = {one.id: one.why for one in view.excluded}
+    states = [fleet.members.get(name) for name in view.ids]
+    with np.errstate(divide="ignore"):
+        prefill = 1.0 / view.c_prefill
+    return {
+        "replica": view.ids,
+        "name": view.names,
+        "models": [", ".join(state.models) if state else "" for state in states],
+        "why_not": [against.get(name, "") for name in view.ids],
+        "healthy": [bool(state and state.healthy) for state in states],
+        "running": _figures(np.maximum(view.requests - view.waiting, 0.0)),
+        "waiting": _figures(view.waiting),
+        "kv_usage": _figures(view.kv_usage),
+        "warm_tokens": [round(fleet.warm_tokens(name)) for name in view.ids],
+        "warm_known": [fleet.blocks.count(name) is not None for name in view.ids],
+        "backlog_s": _figures(backlog_s(view)),
+        "prefill_per_s": _figures(prefill),
+        "decode_per_s": _figures(view.tokens_per_step / view.decode_step / view.stretch),
+        "measured": [bool(state and state.measured) for state in states],
+        "stretch": _figures(view.stretch),
+        "sent": [sent[pool.config.pool, name] for name in view.ids],
+        "news_age_s": [round(now - fleet.eligibility.heard_at(name), 1) for name in view.ids],
+    }
+
+
+def _sent(pool: Pool) -> tuple[Counter[tuple[str, str]], float]:
+    """Of late, how many requests went to each pool and replica; and in how many seconds."""
+    now = pool.wall()
+    records = pool.log.since(now - _LATELY_S)
+    sent = Counter((one.pool, one.decision.replica) for one in records)
+    kept = pool.log.after(0, 1)
+    if records and records[-1].number == kept[0].number > 1:  # there were more
+        return sent, max(now - records[-1].decided_at, 1.0)
+    return sent, _LATELY_S
+
+
+def _held(queue: Queue, view: FleetView, now: float) -> list[dict[str, Any]]:
+    """What waits at the router, by whose it is, in the order of priorities."""
+    names = dict(zip(view.ids, view.names, strict=True))
+    groups: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for one in queue:  # the oldest first
+        key = -one.priority, one.tenant, one.model
+        if key not in groups:
+            groups[key] = {
+                "priority": one.priority,
+                "tenant": one.tenant,
+                "model": one.model,
+                "requests": 0,
+                "longest_s": round(now - one.since, 1),
+                "replicas": Counter[str](),
+            }
+        groups[key]["requests"] += 1
+        groups[key]["replicas"][names.get(one.replica, one.replica)] += 1
+    return [groups[key] for key in sorted(groups)]
+
+
+def _accuracy(view: FleetView, ended: Sequence[Ended], added: int) -> dict[str, Any]:
+    """Predicted and actual seconds of the last requests, the newest first, and how far apart they
+    are; ``added``: the number of the newest."""
+    names = dict(zip(view.ids, view.names, strict=True))
+    ratios = np.array([one.actual_s / one.predicted_s for one in ended if one.predicted_s > 0.0])
+    low, middle, high = np.percentile(ratios, (10, 50, 90)) if len(ratios) else (None,) * 3
+    # Always the same ones, so that a point stays where it is.
+    one_in = 1 << (len(ended) // _POINTS).bit_length()
+    return {
+        "ended": len(ratios),
+        "actual_to_predicted": {"p10": low, "p50": middle, "p90": high},
+        "points": [
+            [round(one.predicted_s, 3), round(one.actual_s, 3), names.get(one.replica, one.replica)]
+            for place, one in enumerate(ended)
+            if (added - place) % one_in == 0
+        ],
+    }
+
+
+def _decisions(log: DecisionLog) -> dict[str, Any]:
+    """As ``extproc explain`` lists them, the newest first."""
+    records = read_records([one.to_json(0) for one in reversed(log.last(_LISTED))])
+    return {
+        "columns": [column.header for column in DECISIONS],
+        "rows": [
+            {"number": one.number, "figures": figures_of(one), "why": reason_of(one)}
+            for one in records
+        ],
+    }
+
+
+def _figures(values: Floats) -> list[float | None]:
+    return [value if isfinite(value) else None for value in values.round(3).tolist()]

@@ -1,0 +1,51 @@
+"""The token that whoever looks at an admin address has to show."""
+
+from hmac import compare_digest
+from pathlib import Path
+
+from extproc.watched_file import WatchedFile
+
+_SCHEME = "Bearer "
+
+
+class Token:
+    """The one in a file; another one from when the file has changed."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads it.
+
+        Raises:
+            ValueError: the file holds none, or cannot be read.
+        """
+        self._file = WatchedFile(path, "admin token", _token_in)
+        self._token = read_token(path)
+
+    def is_in(self, header: str) -> bool:
+        """Whether a request shows it in this header, ``Authorization``."""
+        self._token = self._file.news() or self._token
+        shown = header.encode(errors="surrogateescape")
+        return compare_digest(shown, authorization(self._token).encode())
+
+
+def read_token(path: Path) -> str:
+    """The token in a file.
+
+    Raises:
+        ValueError: it holds none, or cannot be read.
+    """
+    try:
+        return _token_in(path)
+    except OSError as error:
+        raise ValueError(f"admin.token_file: {path}: {error.strerror}") from None
+
+
+def authorization(token: str) -> str:
+    """The header that shows it."""
+    return f"{_SCHEME}{token}"
+
+
+def _token_in(path: Path) -> str:
+    token = path.read_text(encoding="utf-8").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise ValueError(f"admin.token_file: {path} holds no token: one line of ASCII")
+    return token

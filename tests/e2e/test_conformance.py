@@ -1,0 +1,167 @@
+"""What the Gateway API Inference Extension's conformance suite asks of traffic, case by case.
+
+The suite tests gateways in a cluster, with an endpoint picker of its own, which picks what the
+header ``test-epp-endpoint-selection`` lists. Here Envoy stands for the gateway, in full duplex, and
+makes a subset hint of that header; the picker is the router. Left out are the cases about the
+status of resources, which a gateway's controller writes: ``InferencePoolAccepted``,
+``InferencePoolResolvedRefsCondition``, ``InferencePoolInvalidEPPService``,
+``InferencePoolHTTPRoutePortValidation``, ``HTTPRouteInvalidInferencePoolRef`` and the like.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from extproc.demo.stack import SimulatedReplica
+from extproc.simulator.server import SERVED_BY_HEADER
+from tests.e2e.client import Answer, Client
+from tests.e2e.stack import Stack, on_ports
+from tests.waiting import until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+SELECTION = "test-epp-endpoint-selection"
+A10 = "llama-8b-a10"
+PRIMARY, SECONDARY = ("one", "two", "three"), ("four", "five")
+FLEET = tuple(SimulatedReplica(name, A10) for name in (*PRIMARY, *SECONDARY))
+WEIGHTED = "/weighted"
+EXT_PROC = "envoy.filters.http.ext_proc"
+TYPES = "type.googleapis.com/envoy.extensions.filters.http"
+
+
+class Gateway(Stack):
+    """Two pools, the second of which gets three of ten requests on one path."""
+
+    def _configuration(self) -> dict[str, Any]:
+        whole = super()._configuration()
+        own, second = whole["replicas"][:3], whole["replicas"][3:]
+        return {**whole, "replicas": own, "pools": {"second": {"replicas": second}}}
+
+    def _bootstrap(self) -> str:
+        bootstrap = yaml.safe_load(on_ports(self, "endpoint_picker"))
+        resources = bootstrap["static_resources"]
+        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        manager["http_filters"].insert(0, _subset_hint())
+        (cluster,) = (one for one in resources["clusters"] if one["name"] == "replicas")
+        second = deepcopy(cluster) | {"name": "second"}
+        for one, names in ((cluster, PRIMARY), (second, SECONDARY)):
+            one["load_assignment"]["endpoints"] = [self._members(names)]
+        resources["clusters"].append(second)
+        (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
+        manager["route_config"]["virtual_hosts"][0]["routes"].insert(0, _weighted(route))
+        return yaml.safe_dump(bootstrap)
+
+    def _members(self, names: tuple[str, ...]) -> dict[str, Any]:
+        addresses = [{"address": "127.0.0.1", "port_value": self.ports[name]} for name in names]
+        members = [{"endpoint": {"address": {"socket_address": one}}} for one in addresses]
+        return {"lb_endpoints": members}
+
+
+def _subset_hint() -> dict[str, Any]:
+    hint = {
+        "metadata_namespace": "envoy.lb.subset_hint",
+        "key": "x-gateway-destination-endpoint-subset",
+    }
+    rule = {"header": SELECTION, "on_header_present": hint, "remove": True}
+    kind = f"{TYPES}.header_to_metadata.v3.Config"
+    return {
+        "name": "envoy.filters.http.header_to_metadata",
+        "typed_config": {"@type": kind, "request_rules": [rule]},
+    }
+
+
+def _weighted(route: dict[str, Any]) -> dict[str, Any]:
+    """Of each ten requests seven go to one pool, and three to the other."""
+    metadata = [{"key": "x-extproc-pool", "value": "second"}]
+    overrides = {
+        "@type": f"{TYPES}.ext_proc.v3.ExtProcPerRoute",
+        "overrides": {"grpc_initial_metadata": metadata},
+    }
+    second = {"name": "second", "weight": 30, "typed_per_filter_config": {EXT_PROC: overrides}}
+    weighted = {"clusters": [{"name": "replicas", "weight": 70}, second]}
+    action = {key: value for key, value in route["route"].items() if key != "cluster"}
+    action |= {"weighted_clusters": weighted, "prefix_rewrite": "/"}
+    return {"match": {"prefix": f"{WEIGHTED}/"}, "route": action}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Gateway(tmp_path_factory.mktemp("gateway"), FLEET) as running:
+        yield running
+
+
+async def selected(
+    client: Client, stack: Stack, *names: str, path: str = "", requests: int = 40
+) -> list[Answer]:
+    """The answers to so many requests, ten at a time, for these replicas alone."""
+    headers = {SELECTION: ",".join(stack.address(name) for name in names)}
+    limit = asyncio.Semaphore(10)
+
+    async def one() -> Answer:
+        async with limit:
+            body = {"model": "llama-8b", "prompt": "San Francisco", "max_tokens": 2}
+            return await client.request("POST", f"{path}/v1/completions", body, headers)
+
+    return await asyncio.gather(*(one() for _ in range(requests)))
+
+
+def served_by(answers: list[Answer], stack: Stack) -> set[str]:
+    assert {answer.status for answer in answers} == {200}
+    return {stack.name_of(answer.headers[SERVED_BY_HEADER]) for answer in answers}
+
+
+@pytest.mark.parametrize("names", [PRIMARY[2:], PRIMARY[:2], PRIMARY])
+async def test_gateway_following_epp_routing(
+    client: Client, stack: Stack, names: tuple[str, ...]
+) -> None:
+    """``GatewayFollowingEPPRouting``, and, as all replicas are ports of one address,
+    ``GatewayFollowingEPPRoutingWithDataParallelism``."""
+    assert served_by(await selected(client, stack, *names), stack) <= set(names)
+
+
+async def test_no_endpoint_of_the_subset_is_one_of_the_pool(client: Client, stack: Stack) -> None:
+    """The protocol's own words: the picker answers 503."""
+    answers = await selected(client, stack, *SECONDARY, requests=3)
+    assert {answer.status for answer in answers} == {503}
+
+
+async def test_gateway_destination_endpoint_served(client: Client, stack: Stack) -> None:
+    """``GatewayDestinationEndpointServed``: the picker hears who served."""
+    for name in PRIMARY:
+        (answer,) = await selected(client, stack, name, requests=1)
+        assert served_by([answer], stack) == {name}
+        assert answer.decision["outcome"]["served_by"] == stack.address(name)
+
+
+async def test_gateway_weighted_across_two_inference_pools(client: Client, stack: Stack) -> None:
+    """``GatewayWeightedAcrossTwoInferencePools``: listed are the endpoints of both pools, and each
+    picker takes of its own. How many go where Envoy draws."""
+    answers = await selected(client, stack, *PRIMARY, *SECONDARY, path=WEIGHTED, requests=60)
+    by_pool = {"default": set(PRIMARY), "second": set(SECONDARY)}
+    for pool, names in by_pool.items():
+        of_pool = [answer for answer in answers if answer.decision["pool"] == pool]
+        assert of_pool
+        assert served_by(of_pool, stack) <= names
+
+
+async def test_epp_unavailable_fail_open(client: Client, stack: Stack) -> None:
+    """``EppUnAvailableFailOpen``: without a picker any endpoint of the pool serves, eventually; in
+    full duplex Envoy fails what it sends to one that it does not know yet to be gone."""
+    assert served_by(await selected(client, stack, "one", requests=1), stack) == {"one"}
+    await stack.kill("router")
+
+    async def noticed() -> bool:
+        (answer,) = await selected(client, stack, "one", requests=1)
+        return answer.status == 200
+
+    try:
+        await until(noticed)
+        assert served_by(await selected(client, stack, "one", requests=10), stack) <= set(PRIMARY)
+    finally:
+        await stack.start("router")
+        await stack.wait_routing()

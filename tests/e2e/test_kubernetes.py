@@ -1,0 +1,113 @@
+"""Replicas are the pods of a Service, which Kubernetes takes away while requests run."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from extproc.demo.stack import SimulatedReplica
+from tests.e2e.client import Client
+from tests.e2e.stack import Stack
+from tests.e2e.test_failures import IN_TURN, more, traffic
+from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice
+from tests.waiting import until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+FLEET = tuple(SimulatedReplica(f"vllm-{number}", "llama-8b-h100") for number in range(3))
+POLLER = """
+import sys
+from pathlib import Path
+from extproc.cli import main
+from extproc.poll import in_cluster
+in_cluster.ACCOUNT = Path({account!r})  # where kubelet would mount it only root may write
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+class Cluster(Stack):
+    """The poller finds replicas through an API server alone."""
+
+    def __init__(self, directory: Path, api: ApiServer) -> None:
+        super().__init__(directory, FLEET)
+        self.api = api
+
+    def say(self, name: str, **conditions: bool) -> None:
+        """What the slice controller says of a pod: each has a port of its own, and so a slice."""
+        pod = endpoint("127.0.0.1", name, **conditions)
+        self.api.put(endpoint_slice(pod, name=name, ports=[("http", self.ports[name])]))
+
+    def _configuration(self) -> dict[str, Any]:
+        service = {"service": "vllm", "port": "http"}
+        replicas = [{"kubernetes": service, "profile": FLEET[0].profile}]
+        return {**super()._configuration(), "replicas": replicas}
+
+    def _poll(self, name: str) -> list[str]:
+        _python, _option, _module, *arguments = super()._poll(name)
+        code = POLLER.format(account=str(self.api.account))
+        return [sys.executable, "-c", code, *arguments]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    api = ApiServer(tmp_path_factory.mktemp("api"))
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), api)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+        patched.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+        for one in FLEET:
+            cluster.say(one.name)
+        await api.start()
+        async with cluster:
+            yield cluster
+        await api.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
+        yield Client(cluster, session)
+
+
+async def test_a_pod_that_is_deleted_ends_its_streams_and_gets_nothing_new(
+    client: Client, cluster: Cluster
+) -> None:
+    tokens = 1000
+    streaming = asyncio.create_task(client.chat(tokens=tokens, headers=IN_TURN, stream=True))
+
+    async def placed() -> bool:
+        return any(one["in_flight"] for one in (await client.fleet())["replicas"])
+
+    await until(placed)
+    busy = next(one["name"] for one in (await client.fleet())["replicas"] if one["in_flight"])
+
+    async def draining() -> bool:
+        return bool((await client.replica(busy))["draining"])
+
+    async with traffic(client) as answers:
+        await more(answers, 5)
+        cluster.say(busy, ready=False, serving=True, terminating=True)
+        await until(draining)
+        assert not streaming.done()
+        later = await more(answers, 20)
+        answer = await streaming
+        cluster.api.delete(busy)
+        await cluster.stop(busy)
+
+        async def gone() -> bool:
+            return busy not in {one["name"] for one in (await client.fleet())["replicas"]}
+
+        await until(gone)
+        await more(answers, 10)
+    assert answer.status == 200
+    assert answer.decision["replica_name"] == busy
+    assert answer.body.count(b"data: ") >= tokens
+    assert answer.body.rstrip().endswith(b"data: [DONE]")
+    assert {one.status for one in answers} == {200}
+    assert busy not in {one.decision["replica_name"] for one in later}
+    assert later[0].decision["excluded"][0]["why"] == "draining"

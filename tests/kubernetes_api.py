@@ -1,0 +1,304 @@
+"""The EndpointSlices of an API server of Kubernetes, listed and watched as the real one has them.
+
+As in kube-apiserver: every change has a version; a watch tells all changes after the one it is
+asked from, or that this is too old (410: as an event after status 200, or as the status) or yet to
+come; an object that a selector no longer selects is DELETED; items of a list have no kind.
+"""
+
+import asyncio
+import copy
+import json
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from extproc.demo.processes import free_port
+from extproc.poll import in_cluster
+from tests.certificates import Authority
+from tests.waiting import until
+
+RECORDED = Path(__file__).parent / "data" / "kubernetes"
+"""What a real one answered."""
+KIND = {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1"}
+SERVICE = "kubernetes.io/service-name"
+
+_Slice = dict[str, Any]
+_Change = tuple[int, _Slice | None, _Slice | None]
+"""Version, and the slice before and after."""
+_END, _HANG_UP = "end", "hang up"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def recorded(name: str) -> tuple[int, dict[str, Any]]:
+    """Status and body of an answer."""
+    answer = json.loads((RECORDED / f"{name}.json").read_text())
+    return answer["status"], answer["body"]
+
+
+def recorded_watch(name: str) -> list[dict[str, Any]]:
+    """The events of a watch."""
+    lines = (RECORDED / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line)["event"] for line in lines]
+
+
+def endpoint(
+    ip: str, pod: str, ready: bool = True, serving: bool | None = None, terminating: bool = False
+) -> dict[str, Any]:
+    """One of a slice, as the slice controller writes it."""
+    serving = ready if serving is None else serving
+    return {
+        "addresses": [ip],
+        "conditions": {"ready": ready, "serving": serving, "terminating": terminating},
+        "targetRef": {"kind": "Pod", "namespace": "llm", "name": pod},
+    }
+
+
+def terminating(ip: str, pod: str) -> dict[str, Any]:
+    """One that is about to end, and serves still."""
+    return endpoint(ip, pod, ready=False, serving=True, terminating=True)
+
+
+def endpoint_slice(
+    *endpoints: Mapping[str, Any],
+    name: str = "vllm-abcde",
+    family: str = "IPv4",
+    ports: Sequence[tuple[str, int]] = (("http", 8000),),
+    service: str = "vllm",
+) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "namespace": "llm", "labels": {SERVICE: service}},
+        "addressType": family,
+        "endpoints": [dict(one) for one in endpoints],
+        "ports": [{"name": port, "protocol": "TCP", "port": number} for port, number in ports],
+    }
+
+
+class ApiServer:
+    """Speaks HTTPS, and takes one token; a test writes its slices, and makes it misbehave."""
+
+    def __init__(self, directory: Path) -> None:
+        self.account = directory / "account"
+        """The files of a pod's service account."""
+        self.port = free_port()
+        self.token = "token-1"
+        self.forbidden: set[str] = set()
+        """Verbs that the token gives no right to."""
+        self.asked: list[dict[str, str]] = []
+        """The queries that were answered, each with its path."""
+        self.version = 90
+        self.gone_as_status = False
+        self.handler: Handler = self._answer
+        """A test may put another in its place."""
+        self._slices: dict[str, _Slice] = {}
+        self._changes: list[_Change] = []
+        self._oldest = self.version
+        self.watches: set[asyncio.Queue[Any]] = set()
+        """For each that is open what it is to be told: changes, lines, its end."""
+        self._runner: web.AppRunner | None = None
+        authority = Authority(directory / "kube-ca")
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._context.load_cert_chain(*authority.sign("kube-apiserver"))
+        self.account.mkdir()
+        (self.account / "ca.crt").write_bytes(authority.file.read_bytes())
+        (self.account / "namespace").write_text("llm")
+        self.mount_token(self.token)
+
+    # -- what a test does -------------------------------------------------------------------
+
+    def mount_token(self, token: str) -> None:
+        (self.account / "token").write_text(token + "\n")
+
+    def put(self, new: Mapping[str, Any]) -> None:
+        """Creates or changes a slice."""
+        self.version += 1
+        after = copy.deepcopy(dict(new))
+        after["metadata"]["resourceVersion"] = str(self.version)
+        name = after["metadata"]["name"]
+        self._happened(self._slices.get(name), after)
+        self._slices[name] = after
+
+    def delete(self, name: str) -> None:
+        self.version += 1
+        self._happened(self._slices.pop(name), None)
+
+    def elsewhere(self) -> None:
+        """Something changes that nobody here watches."""
+        self.version += 1
+
+    def forget(self) -> None:
+        """Of what was it knows no more: it was compacted, or a server started anew."""
+        self._oldest = self.version
+        self._changes.clear()
+
+    def send(self, kind: str, **told: Any) -> None:
+        """An event of no change to all that watch."""
+        for watch in self.watches:
+            watch.put_nowait(_line(kind, {**KIND, **told}))
+
+    def bookmark(self) -> None:
+        blank = {"addressType": "", "endpoints": None, "ports": None}
+        self.send("BOOKMARK", metadata={"resourceVersion": str(self.version)}, **blank)
+
+    def end_watches(self, last: bytes = b"") -> None:
+        """As at their timeout; or as one between ends them, perhaps within a line."""
+        for watch in self.watches:
+            watch.put_nowait(last)
+            watch.put_nowait(_END)
+
+    def drop_watches(self, last: bytes = b"") -> None:
+        """Hangs up, perhaps within a line."""
+        for watch in self.watches:
+            watch.put_nowait(last)
+            watch.put_nowait(_HANG_UP)
+
+    async def watched(self, times: int = 1) -> dict[str, str]:
+        """Returns the last query when there were so many watches and the last is open."""
+
+        def so() -> bool:
+            return len(self.asked_for("watch")) >= times and bool(self.watches)
+
+        await until(so)
+        return self.asked_for("watch")[-1]
+
+    def asked_for(self, verb: str) -> list[dict[str, str]]:
+        return [one for one in self.asked if ("watch" in one) == (verb == "watch")]
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", self._admit)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.01, handler_cancellation=True
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self.port, ssl_context=self._context).start()
+
+    async def stop(self) -> None:
+        """Nobody listens any more, and what was open is cut."""
+        if self._runner is not None:
+            self.drop_watches()
+            await self._runner.cleanup()
+
+    # -- what it answers --------------------------------------------------------------------
+
+    async def _admit(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            status, body = recorded("unauthorized")
+            return web.json_response(body, status=status)
+        self.asked.append({"path": request.path, **request.query})
+        return await self.handler(request)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        *_, namespace, resource = request.path.split("/")
+        if request.path != f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/{resource}":
+            return _failure(404, "NotFound", "the server could not find the requested resource")
+        verb = "watch" if request.query.get("watch") == "true" else "list"
+        if verb in self.forbidden or resource != "endpointslices":
+            who = "system:serviceaccount:llm:extproc"
+            return _failure(
+                403,
+                "Forbidden",
+                f'{resource}.discovery.k8s.io is forbidden: User "{who}" cannot {verb} resource '
+                f'"{resource}" in API group "discovery.k8s.io" in the namespace "{namespace}"',
+            )
+        selector = request.query["labelSelector"]
+        return await (self._watch if verb == "watch" else self._list)(request, selector)
+
+    async def _list(self, _: web.Request, selector: str) -> web.StreamResponse:
+        items = [one for one in self._slices.values() if _selected(one, selector)]
+        return web.json_response(
+            {
+                "kind": "EndpointSliceList",
+                "apiVersion": "discovery.k8s.io/v1",
+                "metadata": {"resourceVersion": str(self.version)},
+                "items": items,
+            }
+        )
+
+    async def _watch(self, request: web.Request, selector: str) -> web.StreamResponse:
+        since = int(request.query["resourceVersion"])
+        if since > self.version:
+            text = f"Too large resource version: {since}, current: {self.version}"
+            return _failure(504, "Timeout", text)
+        too_old = f"too old resource version: {since} ({self._oldest})"
+        if since < self._oldest and self.gone_as_status:
+            return _failure(410, "Expired", too_old)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        if since < self._oldest:
+            await response.write(_line("ERROR", _status(410, "Expired", too_old)))
+            return response
+        watch: asyncio.Queue[Any] = asyncio.Queue()
+        for change in self._changes:
+            if change[0] > since:
+                watch.put_nowait(change)
+        self.watches.add(watch)
+        try:
+            async with asyncio.timeout(float(request.query["timeoutSeconds"])):
+                await self._tell(watch, request, response)
+        except TimeoutError:
+            pass
+        finally:
+            self.watches.discard(watch)
+        return response
+
+    async def _tell(
+        self, watch: "asyncio.Queue[Any]", request: web.Request, response: web.StreamResponse
+    ) -> None:
+        bookmarks = request.query.get("allowWatchBookmarks") == "true"
+        while (told := await watch.get()) != _END:
+            if told == _HANG_UP:
+                assert request.transport is not None
+                request.transport.abort()
+                return
+            line = told if isinstance(told, bytes) else _event(told, request.query["labelSelector"])
+            if line and (bookmarks or b'"BOOKMARK"' not in line):
+                await response.write(line)
+
+    def _happened(self, before: _Slice | None, after: _Slice | None) -> None:
+        change = (self.version, before, after)
+        self._changes.append(change)
+        for watch in self.watches:
+            watch.put_nowait(change)
+
+
+def _selected(one: Mapping[str, Any] | None, selector: str) -> bool:
+    label, _, value = selector.partition("=")
+    return one is not None and one["metadata"]["labels"].get(label) == value
+
+
+def _event(change: _Change, selector: str) -> bytes:
+    """The line that tells of a change those who asked with this selector; empty: none does."""
+    version, before, after = change
+    was, is_ = _selected(before, selector), _selected(after, selector)
+    if not was and not is_:
+        return b""
+    told = copy.deepcopy(after if is_ else before)
+    assert told is not None
+    told["metadata"]["resourceVersion"] = str(version)
+    kind = "MODIFIED" if was and is_ else "ADDED" if is_ else "DELETED"
+    return _line(kind, {**KIND, **told})
+
+
+def _line(kind: str, told: Mapping[str, Any]) -> bytes:
+    return json.dumps({"type": kind, "object": told}).encode() + b"\n"
+
+
+def _status(code: int, reason: str, message: str) -> dict[str, Any]:
+    about = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+    return {**about, "message": message, "reason": reason, "code": code}
+
+
+def _failure(code: int, reason: str, message: str) -> web.Response:
+    return web.json_response(_status(code, reason, message), status=code)
+
+
+def enter_pod(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this process finds is what a pod finds in a cluster with this server."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
+    monkeypatch.setattr(in_cluster, "ACCOUNT", server.account)

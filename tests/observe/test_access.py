@@ -1,0 +1,148 @@
+"""TLS and the token of admin addresses."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from extproc.cli import main
+from extproc.config import AdminSettings
+from extproc.observe.admin import serve_admin
+from extproc.tls.certificates import trusting
+from tests.certificates import Authority
+from tests.conftest import Logged
+
+TOKEN = "an-example"
+OPEN, CLOSED = ("/livez", "/healthz", "/readyz", "/public"), ("/metrics", "/private", "/none")
+
+
+async def hello(_: web.Request) -> web.Response:
+    return web.Response(text="hello")
+
+
+PUBLIC, PRIVATE = [web.get("/public", hello)], [web.get("/private", hello)]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "token"
+    file.write_text(f"{TOKEN}\n")
+    return file
+
+
+def write(file: Path, text: str) -> None:
+    file.write_text(text)
+
+
+async def status(url: str, **headers: str) -> int:
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as response:
+        return response.status
+
+
+async def test_without_the_token_only_health_and_what_is_public_is_shown(file: Path) -> None:
+    access = AdminSettings(token_file=file)
+    registry = CollectorRegistry()
+    async with serve_admin("127.0.0.1:0", registry, PRIVATE, PUBLIC, access) as address:
+        for path in OPEN:
+            assert await status(f"http://{address}{path}") == 200
+        for path in CLOSED:
+            url = f"http://{address}{path}"
+            assert await status(url) == 401
+            for wrong in ("Bearer", "Bearer other", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}é"):
+                assert await status(url, Authorization=wrong) == 401
+            right = await status(url, Authorization=f"Bearer {TOKEN}")
+            assert right == (404 if path == "/none" else 200)
+
+
+async def test_a_token_that_changes_holds_from_then_on(file: Path, logged: Logged) -> None:
+    access = AdminSettings(token_file=file)
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), access=access) as address:
+        url = f"http://{address}/metrics"
+        write(file, "another-one")
+        assert await status(url, Authorization=f"Bearer {TOKEN}") == 401
+        assert await status(url, Authorization="Bearer another-one") == 200
+        write(file, "")
+        for _ in range(2):
+            assert await status(url, Authorization="Bearer ") == 401
+            assert await status(url, Authorization="Bearer another-one") == 200
+        (line,) = logged.lines("admin token is not usable, keeping its last content")
+        assert "holds no token" in str(line["error"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [(Path.unlink, "No such file"), (lambda file: file.write_text(" \n"), "holds no token")],
+)
+async def test_a_token_that_cannot_be_read_stops_the_start(
+    file: Path, spoil: Callable[[Path], object], said: str
+) -> None:
+    spoil(file)
+    serving = serve_admin("127.0.0.1:0", CollectorRegistry(), access=AdminSettings(token_file=file))
+    with pytest.raises(ValueError, match=rf"admin\.token_file: .*{said}"):
+        await serving.__aenter__()
+
+
+async def test_tls_with_a_certificate_that_is_renewed(tmp_path: Path, logged: Logged) -> None:
+    authority = Authority(tmp_path / "authority")
+    files = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key"}
+
+    def put(name: str) -> Path:
+        cert, key = authority.sign(name)
+        shutil.copy(cert, files["tls_cert"])
+        shutil.copy(key, files["tls_key"])
+        return cert
+
+    async def reached(cert: Path) -> bool:
+        connector = aiohttp.TCPConnector(ssl=trusting(cert))
+        async with aiohttp.ClientSession(connector=connector) as session:
+            try:
+                async with session.get(f"https://{address}/livez") as response:
+                    return response.status == 200
+            except aiohttp.ClientSSLError:
+                return False
+
+    first = put("first")
+    serving = serve_admin("127.0.0.1:0", CollectorRegistry(), access=AdminSettings(**files))
+    async with serving as address:
+        assert await reached(first)
+        second = put("second")
+        assert await reached(second)
+        assert not await reached(first)
+        files["tls_key"].write_text("none")
+        assert await reached(second)
+        (line,) = logged.lines("the old certificate stays in use")
+        assert "admin.tls_key" in str(line["error"])
+        with pytest.raises(aiohttp.ClientError):
+            await status(f"http://{address}/livez")
+
+
+@pytest.mark.parametrize("command", ["serve", "poll", "check"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"token_file": "none"}, "admin.token_file: none: No such file"),
+        ({"tls_cert": "none", "tls_key": "none"}, "admin.tls_cert: none: No such file"),
+        ({"tls_cert": "none"}, "tls_cert and tls_key go together"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(
+    command: str, given: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ports = ("--serve.admin=127.0.0.1:0", "--poll.admin=127.0.0.1:0")
+    files = (f"--admin.{name}={file}" for name, file in given.items())
+    assert main([command, *ports, *files]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_check_tells_of_tls_and_of_a_certificate_that_has_expired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cert, key = Authority(tmp_path / "authority").sign("router", days=-1)
+    assert main(["check", f"--admin.tls_cert={cert}", f"--admin.tls_key={key}"]) == 0
+    printed = capsys.readouterr()
+    assert "for people (TLS)" in printed.out
+    assert f"admin.tls_cert: {cert}: certificate has expired" in printed.err

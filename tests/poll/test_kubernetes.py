@@ -1,0 +1,473 @@
+"""Replicas that are the pods of a Service, followed through an API server over HTTPS."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from extproc.config import ReplicaSource
+from extproc.poll import service_watch
+from extproc.poll.discovery import Discovery
+from extproc.poll.endpoint_slices import EndpointSlice, Pod, pods_of
+from tests.certificates import Authority
+from tests.conftest import Logged, RedisServer
+from tests.kubernetes_api import (
+    ApiServer,
+    endpoint,
+    endpoint_slice,
+    enter_pod,
+    recorded,
+    recorded_watch,
+    terminating,
+)
+from tests.poll.polling import config, healthy, unhealthy, watching
+from tests.poll.replica import Replica, hang, serving
+from tests.waiting import PATIENCE_S, until
+
+LOST = "Kubernetes does not tell of a Service, keeping its last pods"
+FOUND = "Kubernetes tells of the Service again"
+TWO = (endpoint("10.1.0.1", "vllm-0"), endpoint("10.1.0.2", "vllm-1"))
+
+
+@pytest.fixture
+async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ApiServer]:
+    """A server with two pods, and this process in another one."""
+    monkeypatch.setattr(service_watch, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(service_watch, "_LONGEST_WAIT_S", 0.02)
+    server = ApiServer(tmp_path)
+    server.put(endpoint_slice(*TWO))
+    enter_pod(server, monkeypatch)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+class Found:
+    """What discovery finds, each time it is woken."""
+
+    def __init__(self, **said: Any) -> None:
+        said = {"service": "vllm", "port": 8000} | said
+        source = ReplicaSource.model_validate({"kubernetes": said})
+        self.discovery = Discovery([source], None, PATIENCE_S, random=Random(1))
+
+    async def pods(self) -> dict[str, str]:
+        """By the replica's name, how it is."""
+        return {
+            one.name: "drains" if one.draining else "serves" if one.ready else "not ready"
+            for one in await self.discovery.targets()
+        }
+
+    async def has(self, **pods: str) -> None:
+        """Returns when the pods are these."""
+        wanted = {name.replace("_", "-"): how for name, how in pods.items()}
+
+        async def so() -> bool:
+            return await self.pods() == wanted
+
+        await until(so)
+
+
+@pytest.fixture
+async def found(api: ApiServer) -> AsyncIterator[Found]:
+    watching = Found()
+    yield watching
+    watching.discovery.stop()
+
+
+class Recorded:
+    """Answers as a real server did: a list, then watches, one after the other."""
+
+    def __init__(self, *watches: list[dict[str, Any]]) -> None:
+        self._watches = list(watches)
+        self.step = asyncio.Semaphore(0)
+        """An event is told for each release."""
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            status, body = recorded("endpointslices-list")
+            return web.json_response(body, status=status)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        if not self._watches:
+            await asyncio.Event().wait()
+        for event in self._watches.pop(0):
+            await self.step.acquire()
+            await response.write(json.dumps(event).encode() + b"\n")
+        return response
+
+
+async def test_what_a_real_server_told(api: ApiServer, found: Found) -> None:
+    real = Recorded(recorded_watch("endpointslices-watch"), recorded_watch("watch-too-old"))
+    api.handler = real.answer
+    await found.has(vllm_0="serves", vllm_1="serves")
+    for now in (
+        {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "not ready"},
+        {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "serves"},
+        {"vllm_0": "serves", "vllm_1": "not ready", "vllm_2": "serves"},
+        {"vllm_0": "serves", "vllm_1": "serves", "vllm_2": "serves"},
+        {"vllm_0": "drains", "vllm_1": "serves", "vllm_2": "serves"},
+        {"vllm_1": "serves", "vllm_2": "serves"},
+        {"vllm_1": "serves", "vllm_2": "serves", "vllm_3": "serves", "vllm_4": "serves"},
+        {"vllm_1": "serves", "vllm_2": "serves"},
+    ):
+        real.step.release()
+        await found.has(**now)
+    for _bookmark in range(2):
+        real.step.release()
+    await until(lambda: len(api.asked_for("watch")) == 2)
+    assert [one["resourceVersion"] for one in api.asked_for("watch")] == ["91", "112"]
+    real.step.release()  # too old
+    await until(lambda: len(api.asked_for("watch")) == 3)
+    assert len(api.asked_for("list")) == 2
+    await found.has(vllm_0="serves", vllm_1="serves")
+
+
+async def test_it_asks_as_the_api_wants_to_be_asked(api: ApiServer, found: Found) -> None:
+    await found.has(vllm_0="serves", vllm_1="serves")
+    watch = await api.watched()
+    path = "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices"
+    selected = {"path": path, "labelSelector": "kubernetes.io/service-name=vllm"}
+    assert api.asked == [selected, watch]
+    assert watch == selected | {
+        "watch": "true",
+        "resourceVersion": "91",
+        "allowWatchBookmarks": "true",
+        "timeoutSeconds": "40",
+    }
+
+
+async def test_another_namespace_and_names_for_people(api: ApiServer) -> None:
+    source = {"kubernetes": {"service": "vllm", "port": 8000, "namespace": "gpu"}, "name": "fast"}
+    discovery = Discovery([ReplicaSource.model_validate(source)], None, PATIENCE_S)
+    assert [one.name for one in await discovery.targets()] == ["fast/vllm-0", "fast/vllm-1"]
+    assert api.asked[0]["path"].split("/")[5] == "gpu"
+    discovery.stop()
+
+
+@pytest.mark.parametrize("last", [b"", b'{"type": "MODIFIED", "object": {"kind": "EndpointSl'])
+@pytest.mark.parametrize("cut", [ApiServer.drop_watches, ApiServer.end_watches])
+async def test_a_watch_that_ends_goes_on_where_it_was(
+    api: ApiServer,
+    found: Found,
+    logged: Logged,
+    cut: Callable[[ApiServer, bytes], None],
+    last: bytes,
+) -> None:
+    await found.has(vllm_0="serves", vllm_1="serves")
+    await api.watched()
+    api.put(endpoint_slice(TWO[0], terminating("10.1.0.2", "vllm-1")))
+    await found.has(vllm_0="serves", vllm_1="drains")
+    cut(api, last)
+    api.put(endpoint_slice(TWO[0]))  # while nobody watches
+    await found.has(vllm_0="serves")
+    assert (await api.watched(2))["resourceVersion"] == "92"
+    assert len(api.asked_for("list")) == 1
+    assert not logged.lines(LOST)
+
+
+async def test_bookmarks_keep_a_quiet_watch_young(api: ApiServer, found: Found) -> None:
+    await found.has(vllm_0="serves", vllm_1="serves")
+    await api.watched()
+    api.elsewhere()
+    api.bookmark()
+    api.forget()  # all before the bookmark
+    api.end_watches()
+    assert (await api.watched(2))["resourceVersion"] == "92"
+    api.put(endpoint_slice(TWO[0]))
+    await found.has(vllm_0="serves")
+    assert len(api.asked_for("list")) == 1
+
+
+@pytest.mark.parametrize("as_status", [False, True])
+async def test_a_version_that_is_gone_has_all_listed_anew(
+    api: ApiServer, found: Found, logged: Logged, as_status: bool
+) -> None:
+    api.gone_as_status = as_status
+    api.put(endpoint_slice(endpoint("10.1.0.8", "vllm-8"), name="vllm-first"))
+    await found.has(vllm_0="serves", vllm_1="serves", vllm_8="serves")
+    await api.watched()
+    await api.stop()
+    api.put(endpoint_slice(TWO[1]))  # vllm-0 goes, and no event will ever tell
+    api.delete("vllm-first")
+    api.put(endpoint_slice(endpoint("10.1.0.9", "vllm-9"), name="vllm-second"))
+    api.forget()
+    await api.start()
+    await found.has(vllm_1="serves", vllm_9="serves")
+    api.delete("vllm-second")
+    await found.has(vllm_1="serves")
+    assert len(api.asked_for("list")) == 2
+    assert all("refused" in str(line["error"]).lower() for line in logged.lines(LOST))
+
+
+async def test_a_server_that_went_back_in_time_has_all_listed_anew(
+    api: ApiServer, found: Found
+) -> None:
+    await found.has(vllm_0="serves", vllm_1="serves")
+    await api.watched()
+    api.put(endpoint_slice(TWO[1]))
+    await found.has(vllm_1="serves")
+    api.version = 50  # of a backup
+    api.put(endpoint_slice(*TWO))
+    api.drop_watches()
+    await found.has(vllm_0="serves", vllm_1="serves")
+
+
+async def test_while_the_api_is_away_what_is_known_stays(
+    api: ApiServer, found: Found, logged: Logged
+) -> None:
+    api.put(endpoint_slice(TWO[0], endpoint("10.1.0.2", "vllm-1", ready=False)))
+    api.put(endpoint_slice(terminating("10.1.0.3", "vllm-2"), name="vllm-second"))
+    await found.has(vllm_0="serves", vllm_1="not ready", vllm_2="drains")
+    await api.watched()
+    await api.stop()
+    # Whether it is ready only the replica itself tells now; one that ends, ends.
+    await found.has(vllm_0="serves", vllm_1="serves", vllm_2="drains")
+    await api.start()
+    await found.has(vllm_0="serves", vllm_1="not ready", vllm_2="drains")
+    assert len(logged.lines(LOST)) == len(logged.lines(FOUND)) == 1
+
+
+async def test_a_token_that_was_renewed_is_used(
+    api: ApiServer, found: Found, logged: Logged
+) -> None:
+    await found.has(vllm_0="serves", vllm_1="serves")
+    await api.watched()
+    api.token = "token-2"
+    api.drop_watches()
+    line = await logged.line(LOST)
+    assert "is not accepted (401): Unauthorized" in str(line["error"])
+    assert str(api.account / "token") in str(line["error"])
+    api.mount_token("token-2")
+    await logged.line(FOUND)
+    api.put(endpoint_slice(TWO[0]))
+    await found.has(vllm_0="serves")
+
+
+@pytest.mark.parametrize("verb", ["list", "watch"])
+async def test_a_right_that_is_missing_is_named(
+    api: ApiServer, found: Found, logged: Logged, verb: str
+) -> None:
+    api.forbidden = {verb}
+    await found.pods()
+    error = str((await logged.line(LOST))["error"])
+    assert "a Role that allows the verbs list and watch on endpointslices (403)" in error
+    assert f'cannot {verb} resource "endpointslices" in API group "discovery.k8s.io"' in error
+    api.forbidden = set()
+    await found.has(vllm_0="serves", vllm_1="serves")
+    assert len(logged.lines(LOST)) == 1
+
+
+async def test_what_it_lacks_in_a_pod_is_named(
+    api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Logged
+) -> None:
+    async def problem(times: int) -> str:
+        found = Found()
+        assert await found.pods() == {}  # at once
+        await logged.line(LOST, times)
+        found.discovery.stop()
+        return str(logged.lines(LOST)[-1]["error"])
+
+    Authority(tmp_path / "other").file.rename(api.account / "ca.crt")
+    assert "certificate verify failed" in await problem(1)
+    (api.account / "ca.crt").write_text("nothing")
+    assert "ca.crt holds no certificate (PEM)" in await problem(2)
+    (api.account / "token").unlink()
+    assert "token: No such file or directory: a pod has it" in await problem(3)
+    monkeypatch.delenv("KUBERNETES_SERVICE_PORT")
+    api.mount_token("any")
+    assert "KUBERNETES_SERVICE_PORT is not set" in await problem(4)
+
+
+async def test_a_service_that_is_not_there_is_one_line(api: ApiServer, logged: Logged) -> None:
+    found = Found(service="vlm")
+    assert await found.pods() == {}
+    line = await logged.line("a Service has no replicas")
+    assert line["service"] == "Service vlm, port 8000"
+    assert "is there such a Service" in str(line["doubt"])
+    await api.watched()
+    api.put(endpoint_slice(TWO[0], name="vlm-abcde", service="vlm"))
+    await found.has(vllm_0="serves")
+    found.discovery.stop()
+
+
+async def test_a_port_that_no_pod_has_is_one_line(api: ApiServer, logged: Logged) -> None:
+    found = Found(port="grpc")
+    assert await found.pods() == {}
+    assert "none of its pods has a port" in str(
+        (await logged.line("a Service has no replicas"))["doubt"]
+    )
+    found.discovery.stop()
+
+
+async def test_a_slice_as_large_as_they_get(api: ApiServer, found: Found) -> None:
+    await found.has(vllm_0="serves", vllm_1="serves")
+    await api.watched()
+    many = [endpoint(f"10.1.{n // 250}.{n % 250}", f"vllm-{n}") for n in range(1000)]
+    large = endpoint_slice(*many)
+    large["metadata"]["annotations"] = {"what": "x" * 1_000_000}
+    api.put(large)
+
+    async def all_there() -> bool:
+        return len(await found.pods()) == 1000
+
+    await until(all_there)
+    assert len(api.asked_for("list")) == 1  # the event itself told
+
+
+async def test_what_cannot_be_read_is_asked_for_again(api: ApiServer, found: Found) -> None:
+    await found.has(vllm_0="serves", vllm_1="serves")
+    await api.watched()
+    api.send("MODIFIED", metadata=None)
+    await until(lambda: len(api.asked_for("list")) == 2)
+    await found.has(vllm_0="serves", vllm_1="serves")
+
+
+async def test_failures_in_a_row_are_ever_further_apart(
+    api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch, logged: Logged
+) -> None:
+    monkeypatch.setattr(service_watch, "_FIRST_WAIT_S", 0.5)
+    monkeypatch.setattr(service_watch, "_LONGEST_WAIT_S", 10.0)
+    await api.stop()
+    waits: list[float] = []
+    enough, sleep = asyncio.Event(), asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 8:
+            enough.set()
+        await sleep(0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "sleep", noted)
+        await found.pods()
+        async with asyncio.timeout(PATIENCE_S):
+            await enough.wait()
+    longest = [0.5, 1, 2, 4, 8, 10, 10, 10]
+    assert all(most / 2 <= wait <= most for wait, most in zip(waits, longest, strict=False))
+    assert len(set(waits)) == len(waits)  # cut at random
+    assert len(logged.lines(LOST)) == 1
+
+
+async def test_services_of_the_replicas_file_come_and_go(api: ApiServer, tmp_path: Path) -> None:
+    file = tmp_path / "replicas.yaml"
+    file.write_text("[{kubernetes: {service: vllm, port: http}}]")
+    discovery = Discovery([], file, PATIENCE_S)
+    assert [one.id for one in await discovery.targets()] == ["10.1.0.1:8000", "10.1.0.2:8000"]
+    await api.watched()
+    file.write_text('["10.9.0.1:8000"]')
+    assert [one.id for one in await discovery.targets()] == ["10.9.0.1:8000"]
+    await until(lambda: not api.watches)
+    discovery.stop()
+
+
+@pytest.mark.parametrize(
+    ("conditions", "ready", "ends"),
+    [
+        ({}, True, False),  # what is not said: ready
+        ({"ready": None, "serving": None, "terminating": None}, True, False),
+        ({"ready": False}, False, False),
+        ({"ready": False, "serving": False, "terminating": False}, False, False),
+        # publishNotReadyAddresses: somebody wants those that are not ready
+        ({"ready": True, "serving": False, "terminating": False}, True, False),
+        ({"ready": False, "serving": True, "terminating": True}, True, True),
+        ({"ready": False, "serving": False, "terminating": True}, False, True),
+        ({"ready": False, "terminating": True}, False, True),
+    ],
+)
+def test_conditions(conditions: dict[str, Any], ready: bool, ends: bool) -> None:
+    one = endpoint_slice({"addresses": ["10.1.0.1"], "conditions": conditions})
+    (pod,) = pods([one]).values()
+    assert (pod.ready, pod.terminating) == (ready, ends)
+
+
+def pods(slices: list[dict[str, Any]], port: int | str = 8000) -> dict[str, Pod]:
+    return pods_of(map(EndpointSlice.model_validate, slices), port)
+
+
+def test_slices_of_a_service_are_one_list_of_pods() -> None:
+    moved = endpoint("10.1.0.2", "vllm-1", ready=False)
+    slices = [
+        endpoint_slice(*TWO, name="a"),
+        endpoint_slice(moved, endpoint("10.1.0.3", "vllm-2"), name="b"),
+        endpoint_slice(terminating("10.1.0.3", "vllm-2"), name="c"),
+        {**endpoint_slice(name="d"), "endpoints": None, "ports": None},
+    ]
+    for order in (slices, slices[::-1]):
+        assert pods(order) == {
+            "10.1.0.1:8000": Pod("vllm-0", ready=True, terminating=False),
+            "10.1.0.2:8000": Pod("vllm-1", ready=True, terminating=False),
+            "10.1.0.3:8000": Pod("vllm-2", ready=True, terminating=True),
+        }
+
+
+def test_a_pod_with_two_families_counts_once() -> None:
+    six = endpoint_slice(endpoint("fd00::1", "vllm-0"), name="six", family="IPv6")
+    four = endpoint_slice(TWO[0], name="four")
+    name = endpoint_slice(endpoint("vllm.example.org", ""), name="name", family="FQDN")
+    assert list(pods([six, four, name])) == ["10.1.0.1:8000"]
+    assert list(pods([six, name])) == ["[fd00::1]:8000"]
+    assert not pods([six, endpoint_slice(name="four")])  # which was emptied a moment sooner
+
+
+def test_a_port_by_its_name_is_each_slices_own() -> None:
+    slices = [
+        endpoint_slice(TWO[0], name="a", ports=[("metrics", 9000), ("http", 8000)]),
+        endpoint_slice(TWO[1], name="b", ports=[("http", 8001)]),
+        endpoint_slice(endpoint("10.1.0.3", "vllm-2"), name="c", ports=[("metrics", 9000)]),
+    ]
+    assert list(pods(slices, "http")) == ["10.1.0.1:8000", "10.1.0.2:8001"]
+    assert list(pods(slices, 7000)) == ["10.1.0.1:7000", "10.1.0.2:7000", "10.1.0.3:7000"]
+
+
+@pytest.mark.process
+async def test_what_becomes_of_a_pod_is_told_to_routers(
+    api: ApiServer, redis_server: RedisServer
+) -> None:
+    async with serving() as first, serving() as second:
+
+        def put(replica: Replica, **conditions: bool) -> None:
+            pod = endpoint("127.0.0.1", f"vllm-{replica.port}", **conditions)
+            api.put(endpoint_slice(pod, name=str(replica.port), ports=[("http", replica.port)]))
+
+        api.delete("vllm-abcde")
+        put(first)
+        put(second, ready=False)
+        source = {"kubernetes": {"service": "vllm", "port": "http"}}
+        async with watching(config(redis_server, replicas=[source])) as seen:
+            state = await seen.replica(first, healthy)
+            assert (state.name, state.draining) == (f"vllm-{first.port}", False)
+            state = await seen.replica(second, lambda state: bool(state.models))
+            assert (state.healthy, state.problem) == (False, "not ready, by its EndpointSlice")
+            put(second)
+            assert (await seen.replica(second, healthy)).problem == ""
+            put(first, ready=False, serving=True, terminating=True)
+            state = await seen.replica(first, lambda state: state.draining)
+            assert state.healthy
+            await first.stop()
+            state = await seen.replica(first, unhealthy)
+            assert state.draining
+            api.delete(str(first.port))
+            await seen.until(lambda states: [*states] == [second.id])
+
+
+@pytest.mark.process
+async def test_a_pod_that_is_about_to_end_is_told_of_at_once(
+    api: ApiServer, redis_server: RedisServer
+) -> None:
+    async with serving() as replica:
+        ports = [("http", replica.port)]
+        api.put(endpoint_slice(endpoint("127.0.0.1", "vllm-0"), ports=ports))
+        source = {"kubernetes": {"service": "vllm", "port": "http"}}
+        settings = config(redis_server, replicas=[source], poll={"timeout_s": 1.5, "ttl_s": 100})
+        async with watching(settings) as seen:
+            await seen.replica(replica, healthy)
+            replica.answers["/metrics"] = hang  # no scrape ends from now on
+            await replica.asked_for("/metrics", replica.asked.count("/metrics") + 1)
+            api.put(endpoint_slice(terminating("127.0.0.1", "vllm-0"), ports=ports))
+            state = await seen.replica(replica, lambda state: state.draining)
+            assert state.healthy
