@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 from random import Random
 from typing import Any
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 HEALTH_EVERY_S = 2.0
 """Seconds between two looks at a healthy replica's ``/health``."""
 _LONGEST_PROBLEM = 200
+_TRIES = 3
+"""To find out whether a process goes by priority: it may not show on a machine short of CPU."""
 
 
 class PolledReplica:
@@ -74,6 +77,7 @@ class PolledReplica:
         self._start = hardware_profile(target.profile).step
         self._calibration = Calibration(self._start, _learned(known, target.profile))
         self._finds_precedence = finds_precedence
+        self._tries = _TRIES
         self._models = Models(
             self._tell,
             self._models_changed,
@@ -205,15 +209,17 @@ class PolledReplica:
         """What it serves; and once that is known, whether it goes by priority, which nobody but its
         next process changes."""
         fields, before = await read_models(self._session, self._target.id), self._models.fields
-        if "by_priority" in before:
-            return fields | {"by_priority": before["by_priority"]}
-        tries = self._finds_precedence and fields["takes_priority"] and self._is_free
-        if tries and before.get("models") and (models := fields.get("models")):
-            try:
-                found = await goes_by_priority(self._session, self._target.id, models[0])
-            except ScrapeError:  # it wants a key, or generates nothing
-                found = False
-            fields["by_priority"] = found
+        fields["by_priority"] = found = before.get("by_priority", False)
+        if not before:  # another process
+            self._tries = _TRIES
+        doubtful = self._finds_precedence and fields["takes_priority"] and not found
+        known = before.get("models")
+        if doubtful and known and self._tries and self._is_free:
+            self._tries -= 1
+            with suppress(ScrapeError):  # it wants a key, or generates nothing
+                fields["by_priority"] = await goes_by_priority(
+                    self._session, self._target.id, known[0]
+                )
         return fields
 
     @property
@@ -258,10 +264,6 @@ def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
 
 
 def _listed(known: ReplicaState | None) -> dict[str, Any]:
-    """What the replica told of its models before, where it did; what it was not seen to do may not
-    have been tried."""
-    if known is None or not known.listed:
-        return {}
-    names = ["models", "listed", "adapters", "max_model_len", "takes_priority"]
-    names += ["by_priority"] if known.by_priority else []
-    return {name: getattr(known, name) for name in names}
+    """What the replica told before, where it did."""
+    names = ("models", "listed", "adapters", "max_model_len", "takes_priority", "by_priority")
+    return {name: getattr(known, name) for name in names} if known and known.listed else {}

@@ -331,7 +331,7 @@ async def test_a_replica_that_keeps_its_models_secret(
 
 
 @pytest.mark.parametrize(("priority", "policy"), [(0, "priority"), (-1, "priority"), (-1, "fcfs")])
-async def test_a_replica_is_tried_once_where_any_request_has_a_priority(
+async def test_a_replica_is_tried_where_any_request_has_a_priority(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, priority: int, policy: str
 ) -> None:
     monkeypatch.setattr("extproc.poll.model_list.MODELS_EVERY_S", 0.05)
@@ -357,7 +357,8 @@ async def test_a_replica_is_tried_once_where_any_request_has_a_priority(
             before = len(seen.history)
             await seen.until(lambda _: len(seen.history) > before + 20)  # asked again meanwhile
             assert seen.states[address].by_priority is expected
-    assert tried == ([expected] if priority else [])
+    assert set(tried) == ({expected} if priority else set())
+    assert len(tried) <= (1 if expected else 3)
 
 
 async def test_replicas_come_and_go_with_the_file(
