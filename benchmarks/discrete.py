@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 from random import Random
 
@@ -23,6 +22,7 @@ from extproc.hold.queue import LET_GO_EVERY_S
 from extproc.hold.waiting import Waiting
 from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
+from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Decision
@@ -33,6 +33,7 @@ from extproc.simulator.steps import Outcome
 KNOWN = ("lengths", "coefficients")
 STREAMED = 0.5
 """Share of requests that are streamed."""
+_URGENT = Objective("urgent", priority=1)
 _LONGEST_DRAIN = 7200.0
 """Seconds after the last request in which all must have ended."""
 
@@ -60,6 +61,12 @@ class Simulation:
     """Whether requests wait at the router while no replica can carry them."""
     urgent: float = 0.0
     """Share of the requests that go before others where they wait."""
+    target: Objective = NO_OBJECTIVE
+    """What others aim for."""
+    target_share: float = 1.0
+    """Of these requests, so many do, drawn."""
+    ignore_targets: bool = False
+    """Whether the router is told of none."""
     tenants: PySequence[float] = ()
     """Of how many of the requests each tenant has one; none: all are one's."""
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -130,7 +137,6 @@ class Simulation:
         number = self._sent = self._sent + 1
         streamed = self._random.random() < STREAMED
         known = "lengths" in self.know
-        tenant, urgent = self._tenant(), self._groups.random() < self.urgent
         profile = RequestProfile(
             Endpoint.CHAT,
             MODEL,
@@ -140,19 +146,28 @@ class Simulation:
             stream=streamed,
             least_output=traced.output_tokens if known else 0,
             prefix=Prefix(np.array(traced.hash_ids, np.uint64), ID_TOKENS, traced.prompt_tokens),
-            tenant=tenant,
-            priority=int(urgent),
+            tenant=self._tenant(),
         )
-        arrival = Arrival(number, traced, self._sequence(number, traced, urgent), urgent)
+        objective = self._objective()
+        if not (self.ignore_targets and objective.has_target):
+            profile.objective = objective
+        sequence = self._sequence(number, traced, objective.priority)
+        arrival = Arrival(number, traced, sequence, objective)
         decision = self._deciding.decide(number, profile, arrival.sequence.hashes)
         if not (self.hold and self._routers and decision):
             self._begin(arrival, decision)
             return
         node = self._routers.owner(number)
-        if node.queue.keeps(decision, int(arrival.urgent)):
+        if node.queue.keeps(decision):
             self._wait(node, arrival, decision)
         else:
             self._begin(arrival, decision)
+
+    def _objective(self) -> Objective:
+        if self._groups.random() < self.urgent:
+            return _URGENT
+        aims = self.target.has_target and self._groups.random() < self.target_share
+        return self.target if aims else NO_OBJECTIVE
 
     def _tenant(self) -> str:
         if not self.tenants:
@@ -168,8 +183,12 @@ class Simulation:
             self._begin(arrival, outcome)
 
         self._held += 1
-        decide, now = partial(node.router.decide, decision.profile), self.clock()
-        node.queue.enter(Waiting(decision, now, decide, go, priority=int(arrival.urgent)))
+        profile, now = decision.profile, self.clock()
+
+        def decide() -> Decision | None:
+            return node.router.decide(profile, waited=self.clock() - now)
+
+        node.queue.enter(Waiting(decision, now, decide, go))
 
     def _begin(self, arrival: Arrival, decision: Decision | None) -> None:
         number, traced = arrival.number, arrival.traced
@@ -177,8 +196,8 @@ class Simulation:
             self.failed.append(Failed(traced, "", self.clock()))
             return
         whole = not decision.profile.stream
-        group = "urgent" if arrival.urgent else decision.profile.tenant
-        served = Served(number, traced, decision, whole, decision.replica, arrival.sequence, group)
+        sequence, aim, now = arrival.sequence, arrival.objective, self.clock()
+        served = Served(number, traced, decision, whole, decision.replica, sequence, aim, now)
         self._open[number] = served
 
         def sent(node: Node) -> None:
@@ -187,12 +206,11 @@ class Simulation:
         self._tell(served, sent)
         self._send(served)
 
-    def _sequence(self, number: int, traced: TracedRequest, urgent: bool) -> Sequence:
+    def _sequence(self, number: int, traced: TracedRequest, priority: int) -> Sequence:
         block = next(iter(self.machines.values())).engine.pool.block_size
         hashes = trace_hashes(traced.hash_ids, traced.prompt_tokens, ID_TOKENS, block)
-        priority = -int(urgent)  # vLLM takes the lower first
         return Sequence(
-            number, traced.prompt_tokens, traced.output_tokens, hashes, priority=priority
+            number, traced.prompt_tokens, traced.output_tokens, hashes, priority=-priority
         )
 
     def _send(self, served: Served) -> None:
@@ -218,8 +236,8 @@ class Simulation:
         served.retried = True
         served.replica = second
         served.first_token = None
-        urgent = served.sequence.priority < 0
-        served.sequence = self._sequence(served.number, served.traced, urgent)
+        priority = served.profile.priority
+        served.sequence = self._sequence(served.number, served.traced, priority)
         self._send(served)
 
     def _fail(self, served: Served) -> None:

@@ -70,9 +70,10 @@ class Node:
         assert number == served.number
         forecast, replica = served.decision.forecast(), served.replica
         if served.watched:
-            tokens, ttft = served.sequence.output_tokens, served.ttft
-            seen = ttft if served.profile.stream else None
-            self.router.learn(forecast, replica, tokens, served.completion, seen, baseline)
+            tokens, waited = served.sequence.output_tokens, served.sent - served.traced.at
+            seen = served.ttft - waited if served.profile.stream else None
+            took = served.completion - waited
+            self.router.learn(forecast, replica, tokens, took, seen, baseline)
         else:
             self.router.learn_counted(forecast, replica, generated, None, baseline)
 

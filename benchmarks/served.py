@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from benchmarks.trace import TracedRequest
+from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision
 from extproc.simulator.sequence import Sequence
@@ -15,8 +16,8 @@ class Arrival:
     number: int
     traced: TracedRequest
     sequence: Sequence
-    urgent: bool = False
-    """Whether it goes before those that are not, where requests wait at the router."""
+    objective: Objective
+    """What it aims for, whether the router knows or not."""
 
 
 @dataclass(slots=True)
@@ -31,8 +32,9 @@ class Served:
     replica: str
     """Where it is, after a retry."""
     sequence: Sequence
-    group: str = ""
-    """What it is told apart by in the figures: ``urgent``, or its tenant."""
+    objective: Objective = NO_OBJECTIVE
+    sent: float = 0.0
+    """When it was, after it may have waited at the router."""
     answered: bool = False
     """Whether response headers came: from then on there is no retry."""
     retried: bool = False
@@ -53,6 +55,17 @@ class Served:
     def completion(self) -> float:
         assert self.finished is not None
         return self.finished - self.traced.at
+
+    @property
+    def in_time(self) -> bool:
+        """Whether it met its targets."""
+        aim = self.objective
+        return self.ttft <= aim.ttft_s and self.completion <= aim.completion_s
+
+    @property
+    def group(self) -> str:
+        """What it is told apart by in the figures: its objective, or its tenant."""
+        return self.objective.name or self.profile.tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from benchmarks.oracle import WEIGHTS
 from benchmarks.progress import progress
 from benchmarks.served import Served
 from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary
+from extproc.request.objective import Objective
 from extproc.route.policies import POLICIES
 
 
@@ -64,14 +65,21 @@ def _compare(
     oracle = _best_oracle(fleet_file, args.seed, requests, phase) if args.oracle else None
     if oracle:
         print(row(oracle.run, oracle.took), flush=True)
-    told = {"know": frozenset(args.know), "profile_error": args.profile_error}
-    sharing = {"routers": args.routers, "share_lag": args.share_lag}
-    waiting = {"hold": args.hold, "urgent": args.urgent, "tenants": args.tenants}
+    options = {
+        "know": frozenset(args.know),
+        "profile_error": args.profile_error,
+        "routers": args.routers,
+        "share_lag": args.share_lag,
+        "hold": args.hold,
+        "urgent": args.urgent,
+        "tenants": args.tenants,
+        "target": Objective("target", ttft_s=args.ttft_target, completion_s=args.completion_target),
+        "target_share": args.target_share,
+        "ignore_targets": args.ignore_targets,
+    }
     played = []
     for policy in args.policy:
-        simulation = Simulation(
-            fleet_file, policy, args.poll_interval, args.seed, **told, **sharing, **waiting
-        )
+        simulation = Simulation(fleet_file, policy, args.poll_interval, args.seed, **options)
         one = _play(simulation, requests, phase)
         if oracle:
             one.run["to_oracle"] = distance(one.run, oracle.run)
@@ -153,6 +161,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--hold", type=arguments.switch, default=False, metavar="on|off", help=waits)
     first = "share of the requests that go first where they wait [0]"
     add("--urgent", type=arguments.share, default=0.0, metavar="SHARE", help=first)
+    by = "seconds until the first token that requests aim for [none]"
+    add("--ttft-target", type=arguments.positive, default=inf, metavar="S", help=by)
+    until = "and until the last"
+    add("--completion-target", type=arguments.positive, default=inf, metavar="S", help=until)
+    aiming = "share of the requests that do [1]"
+    add("--target-share", type=arguments.share, default=1.0, metavar="SHARE", help=aiming)
+    counted = "count those that meet them, but decide as if nobody aimed for anything"
+    add("--ignore-targets", action="store_true", help=counted)
     deal = "so many requests of each tenant for so many of the others [one tenant]"
     add("--tenants", type=arguments.counts, default=[], metavar="N,M", help=deal)
     told = "what the router is told that production would not know"

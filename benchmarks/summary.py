@@ -1,6 +1,6 @@
 """What a simulation says in figures: as JSON, and as a table for people."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
@@ -122,13 +122,16 @@ def row(run: Run, took: float) -> str:
 def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
     """The figures of each group of requests, where there are several."""
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    met: Counter[str] = Counter()
     for one in served:
         times[one.group].append((one.ttft, one.completion))
-    if len(times) < 2:
+        met[one.group] += one.in_time
+    if len(times) < 2 and "target" not in times:
         return {}
     return {
         group or "others": {
             "requests": len(pairs),
+            "in_time": met[group] / len(pairs),
             **{
                 part: distribution(np.array(one))
                 for part, one in zip(_PARTS, zip(*pairs, strict=True), strict=True)
@@ -140,7 +143,7 @@ def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
 
 def _group(name: str, figures: dict[str, Any]) -> str:
     parts = ("".join(f"{figures[part][one]:8.3f}" for one in FIGURES) for part in _PARTS)
-    return f"  {name:16}{'   '.join(parts)}"
+    return f"  {name:16}{'   '.join(parts)}  {figures['in_time']:6.1%} in time"
 
 
 def _served(one: Served, policy: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Every setting, in one model. ``extproc/settings.py`` fills it from file, environment, flags."""
 
 import re
+from collections import Counter
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -21,6 +22,7 @@ from extproc.address import shift_port, split_address
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
 from extproc.redis_url import parse
 from extproc.replica_state import SILENT_AFTER_S
+from extproc.request.objective import FAIRNESS_ID, NO_OBJECTIVE, OBJECTIVE, TARGETS, Objective
 
 
 class Section(BaseModel):
@@ -339,32 +341,30 @@ class RequestSettings(Section):
     """Request header that names a tenant, whose output lengths are then learned by themselves."""
 
 
-class Objective(Section):
-    """A kind of requests, by what they aim for."""
+class ObjectiveSettings(Section):
+    """A kind of requests, by what they aim for; times in seconds since they came."""
 
     priority: int = Field(default=0, ge=-1000, le=1000)
     """Of requests that wait, those of a higher one go first, at the router and in replicas that run
     ``--scheduling-policy priority``."""
     ttft_s: float | None = Field(default=None, gt=0)
-    """Seconds to the first token that it aims for: of one priority and tenant, the request that is
-    due first goes first."""
-
+    """Until the first token."""
+    tpot_s: float | None = Field(default=None, gt=0)
+    """For each further token, on average."""
+    completion_s: float | None = Field(default=None, gt=0)
+    """Until the last token."""
     sheddable: bool = False
-    """Whether a request is refused with 429 at once where it would miss that, by prediction."""
+    """Whether a request is refused with 429 where it would miss a target, by prediction."""
+    tenants: tuple[str, ...] = ()
+    """Tenants whose requests have it, where no header names another."""
+    models: tuple[str, ...] = ()
+    """Models whose requests have it, where their tenant has none."""
 
-    @model_validator(mode="after")
-    def _sheds_what_is_late(self) -> "Objective":
-        if self.sheddable and self.ttft_s is None:
-            raise ValueError("sheddable needs ttft_s: a request is refused that would miss it")
-        return self
-
-    def sheds(self, ttft_s: float) -> bool:
-        """Whether a request whose first token would come then is refused."""
-        return self.sheddable and self.ttft_s is not None and ttft_s > self.ttft_s
-
-    def due(self, since: float) -> float:
-        """When the first token of a request is due that came at ``since``."""
-        return inf if self.ttft_s is None else since + self.ttft_s
+    def named(self, name: str) -> Objective:
+        """The objective."""
+        targets = (self.ttft_s, self.tpot_s, self.completion_s)
+        seconds = (inf if one is None else one for one in targets)
+        return Objective(name, self.priority, self.sheddable, *seconds)
 
 
 _LONGEST_HELD_S = 3600.0
@@ -380,11 +380,52 @@ class HoldSettings(Section):
     neither."""
     most: int = Field(default=10_000, ge=1)
     """Requests that wait at a time; further ones are refused with 429."""
-    objectives: dict[str, Objective] = Field(default_factory=dict)
-    """Name → priority and target."""
+    objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
+    """Name → priority, targets, and whose requests have it."""
     objective_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
     """Request header that names the objective; one that is not named here, and none, has priority
     0."""
+    allow_inference_headers: bool = False
+    """Whether the headers count by which llm-d and the Gateway API Inference Extension name an
+    objective, a tenant (fairness id) and targets."""
+
+    @field_validator("objectives")
+    @classmethod
+    def _are_told_apart(cls, given: dict[str, ObjectiveSettings]) -> dict[str, ObjectiveSettings]:
+        for kind in ("tenants", "models"):
+            names = Counter(name for one in given.values() for name in set(getattr(one, kind)))
+            if twice := [name for name, count in names.items() if count > 1]:
+                raise ValueError(f"several objectives have the {kind} {', '.join(sorted(twice))}")
+        return given
+
+    @model_validator(mode="after")
+    def _sheds_what_is_late(self) -> "HoldSettings":
+        for name, one in self.objectives.items():
+            if one.sheddable and not (self.allow_inference_headers or one.named(name).has_target):
+                raise ValueError(
+                    f"objective {name!r} is sheddable and has no target: a request is refused that "
+                    "would miss ttft_s, tpot_s or completion_s"
+                )
+        return self
+
+    @cached_property
+    def _objectives(self) -> dict[tuple[str, str], Objective]:
+        """By what chooses it, and its name."""
+        return {
+            (kind, name): one.named(objective)
+            for objective, one in self.objectives.items()
+            for kind, names in (("", [objective]), ("tenant", one.tenants), ("model", one.models))
+            for name in names
+        }
+
+    def objective(self, name: str, tenant: str, *models: str) -> Objective:
+        """What a request aims for: by the name in its header, or else by its tenant, or its model
+        by any of these names."""
+        found = self._objectives
+        if not found:
+            return NO_OBJECTIVE
+        keys = (("", name), ("tenant", tenant), *(("model", model) for model in models))
+        return next((found[key] for key in keys if key in found), NO_OBJECTIVE)
 
     @cached_property
     def has_priorities(self) -> bool:
@@ -552,10 +593,25 @@ class Config(PoolReplicas):
             route.policy_header if route.allow_policy_header else None,
             route.session_header,
             "cookie" if route.session_cookie else None,
-            self.request.tenant_header,
-            self.hold.objective_header,
+            *self.tenant_headers,
+            *self.objective_headers,
+            *(TARGETS if self.hold.allow_inference_headers else ()),
         ]
         return frozenset(name.lower() for name in named if name)
+
+    @cached_property
+    def objective_headers(self) -> tuple[str, ...]:
+        """Those that name an objective; the first that is there counts."""
+        return self._believed(self.hold.objective_header, OBJECTIVE)
+
+    @cached_property
+    def tenant_headers(self) -> tuple[str, ...]:
+        """Those that name a tenant, likewise."""
+        return self._believed(self.request.tenant_header, FAIRNESS_ID)
+
+    def _believed(self, own: str | None, known: tuple[str, ...]) -> tuple[str, ...]:
+        others = known if self.hold.allow_inference_headers else ()
+        return (own.lower(), *others) if own else others
 
     @property
     def each_pool(self) -> "tuple[Config, ...]":

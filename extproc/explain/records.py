@@ -53,6 +53,7 @@ class Outcome(BaseModel):
 
     waited_s: Figure = 0.0
     """At the router, before it was sent."""
+    waited_for: str = ""
     served_by: str | None
     status: int | None
     ttft_s: Figure
@@ -74,6 +75,7 @@ class Record(BaseModel):
     model: str
     served_as: str
     stream: bool
+    objective: str = ""
     prompt_tokens: int
     output_bound: int | None
     sequences: int

@@ -216,6 +216,7 @@ def _asks(record: Record) -> str:
     streamed = ", streamed" if record.stream else ""
     served = f" (served as {record.served_as})" if record.served_as != record.model else ""
     asked = f"{record.endpoint}, model {record.model}{served}{streamed}"
+    asked += f", objective {record.objective}" if record.objective else ""
     asked += f", {record.prompt_tokens} prompt tokens"
     if not record.sequences:
         return f"{asked}, nothing to generate"
@@ -266,7 +267,8 @@ def _happened(record: Record) -> str:
 def _waited(outcome: Outcome) -> list[str]:
     if not outcome.waited_s:
         return []
-    return [f"waited {figure(outcome.waited_s)} s at the router until a replica could carry it"]
+    why = outcome.waited_for or "no replica could carry it"
+    return [f"waited {figure(outcome.waited_s)} s at the router, as {why}"]
 
 
 def _times(record: Record, outcome: Outcome) -> list[str]:

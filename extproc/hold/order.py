@@ -2,13 +2,17 @@
 
 from bisect import insort
 from collections.abc import Iterator
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heapreplace, nlargest
+from math import exp
 from statistics import median
 
 from extproc.hold.waiting import Waiting
 
 _MOST_TENANTS = 10_000
 """Remembered, whether anything of theirs waits or not."""
+_LITTLE_S = 1e-3
+_MEMORY_S = 60.0
+"""In which what a tenant got loses two thirds of its weight among what it got as of late."""
 
 
 class Shares:
@@ -21,6 +25,9 @@ class Shares:
     def __init__(self) -> None:
         self._got: dict[str, float] = {}
         self._level = 0.0
+        self._recent: dict[str, float] = {}
+        """What each got as of late, in the same seconds."""
+        self._at = 0.0
 
     def of(self, tenant: str) -> float:
         """What it got."""
@@ -30,16 +37,27 @@ class Shares:
         """A request of its own goes that takes so much."""
         self._level = self.of(tenant)
         self._got[tenant] = self._level + cost
+        self._recent[tenant] = self._recent.get(tenant, 0.0) + cost
         if len(self._got) > _MOST_TENANTS:
             self._level = max(self._level, median(self._got.values()))
             self._got = {name: got for name, got in self._got.items() if got > self._level}
+            most = nlargest(_MOST_TENANTS // 2, self._recent, key=self._recent.__getitem__)
+            self._recent = {name: self._recent[name] for name in most}
+
+    def recent(self, now: float) -> dict[str, float]:
+        """Seconds of a replica that each got as of late: what is older counts less and less."""
+        faded = exp((self._at - now) / _MEMORY_S)
+        self._at = now
+        left = ((tenant, got * faded) for tenant, got in self._recent.items())
+        self._recent = {tenant: got for tenant, got in left if got > _LITTLE_S}
+        return self._recent
 
 
 class Order:
     """Higher priority first; then the tenant that got least; then by deadline; then by arrival."""
 
     def __init__(self) -> None:
-        self._shares = Shares()
+        self.shares = Shares()
         self._lines: dict[int, dict[str, list[Waiting]]] = {}
         """By priority and tenant, each in order."""
         self._costs: dict[tuple[str, int], float] = {}
@@ -70,13 +88,13 @@ class Order:
 
     def charge(self, one: Waiting, cost: float) -> None:
         """It goes, and its tenant has got that much more."""
-        self._shares.sent(one.tenant, cost)
+        self.shares.sent(one.tenant, cost)
 
     def __iter__(self) -> Iterator[Waiting]:
         """In order, as if each went; it may, or leave, before the next."""
         for priority in sorted(self._lines, reverse=True):
             lines = self._lines[priority]
-            turns = [(self._shares.of(name), name, iter([*line])) for name, line in lines.items()]
+            turns = [(self.shares.of(name), name, iter([*line])) for name, line in lines.items()]
             heapify(turns)
             while turns:
                 got, tenant, line = turns[0]

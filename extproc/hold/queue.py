@@ -80,11 +80,19 @@ class Queue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def keeps(self, decision: Decision, priority: int) -> bool:
+    def held(self) -> Counter[tuple[str, str]]:
+        """How many wait, by objective and tenant."""
+        return Counter((one.profile.objective.name, one.tenant) for one in self._waiting)
+
+    def shares(self) -> dict[str, float]:
+        """What each tenant got as of late while its requests waited, in seconds of a replica."""
+        return self._order.shares.recent(self._clock())
+
+    def keeps(self, decision: Decision) -> bool:
         """Whether a request that comes now has to wait."""
         model, replica = decision.profile.model, decision.replica
         alone = model not in self._models and replica not in self._awaited
-        if (alone and fits(decision, priority)) or not self._fleet.tells_room(replica):
+        if (alone and fits(decision)) or not self._fleet.tells_room(replica):
             return False
         return self._settings.longest_s > 0.0 and self._clock() >= self._trust_from
 
@@ -186,7 +194,8 @@ class Queue:
             self._awaited[one.replica] += 1
             return False
         self._leave(one)
-        self._order.charge(one, one.cost if decision is None else cost(decision))
+        if error is None:
+            self._order.charge(one, one.cost if decision is None else cost(decision))
         waited = now - one.since
         self._waited = max(self._waited, waited)
         self._usual_wait += (waited - self._usual_wait) / _USUAL
@@ -213,7 +222,7 @@ class Queue:
         known what that could."""
         passes = one.priority >= kept.get(decision.replica, -inf)
         tells = self._fleet.tells_room(decision.replica)
-        return passes and (fits(decision, one.priority) or not tells)
+        return passes and (fits(decision) or not tells)
 
     def _refuse(self, now: float) -> None:
         longest_s = self._settings.longest_s

@@ -1,11 +1,12 @@
 """A request that waits, and whether a replica could carry it."""
 
 from collections.abc import Callable
-from math import inf, log
+from math import log
 
 import numpy as np
 
 from extproc.predict.inputs import Floats
+from extproc.route.comparison import seconds
 from extproc.route.router import Decision
 
 _FULL = 0.94
@@ -25,7 +26,7 @@ class Waiting:
 
     __slots__ = (
         *("candidates", "cost", "deadline", "decide", "decided_at", "go", "model"),
-        *("passed_over", "priority", "replica", "since", "tenant", "tokens"),
+        *("passed_over", "priority", "profile", "replica", "since", "tenant", "tokens", "why"),
     )
 
     def __init__(
@@ -34,8 +35,6 @@ class Waiting:
         since: float,
         decide: Callable[[], Decision | None],
         go: Callable[[Decision | Exception | None], None],
-        priority: int = 0,
-        deadline: float = inf,
     ) -> None:
         """One that waits from now on.
 
@@ -44,24 +43,26 @@ class Waiting:
             since: when that was.
             decide: decides as of now; None where no replica can be used.
             go: sends it; an exception: it is refused, or failed. Raises nothing.
-            priority: higher goes first.
-            deadline: when it should have its first token.
         """
-        self.tenant = decision.profile.tenant
-        self.model = decision.profile.model
+        self.profile = profile = decision.profile
+        self.tenant, self.model = profile.tenant, profile.model
+        self.priority = profile.objective.priority
         self.cost = cost(decision)
         """As it was when it came."""
         self.since = since
         self.decide = decide
         self.go = go
-        self.priority = priority
-        self.deadline = deadline
+        decode = decision.prediction.decode.item(decision.choice.first)
+        self.deadline = since + profile.objective.due_s(decode)
+        """When its first token is due."""
+        self.why = _why(decision)
+        """In words."""
         self.decided(decision, since)
 
     def decided(self, decision: Decision, now: float) -> None:
         """It was decided anew."""
         view, prediction = decision.situation.view, decision.prediction
-        full, pressure = full_at(decision, self.priority), peak_pressure(decision)
+        full, pressure = full_at(decision), peak_pressure(decision)
         room = (pressure < full) & (prediction.admission <= 0.0)
         with_room = frozenset(view.ids[place] for place in room.nonzero()[0].tolist())
         first = decision.choice.first
@@ -84,10 +85,10 @@ class Waiting:
         return replica in self.passed_over and self.decided_at > since
 
 
-def full_at(decision: Decision, priority: int) -> float:
+def full_at(decision: Decision) -> float:
     """The KV pressure from which on a replica can carry no other request."""
     less = 0.0 if decision.news_age is None else _AMONG_OTHERS
-    return _FULL - less + (_RESERVE if priority > 0 else 0.0)
+    return _FULL - less + (_RESERVE if decision.profile.objective.priority > 0 else 0.0)
 
 
 def peak_pressure(decision: Decision) -> Floats:
@@ -114,14 +115,14 @@ def peak_pressure(decision: Decision) -> Floats:
     return decision.prediction.kv_pressure + more / situation.view.kv_capacity
 
 
-def fits(decision: Decision, priority: int) -> bool:
+def fits(decision: Decision) -> bool:
     """Whether the replica chosen can carry the request to its end beside what is there.
 
     It goes, too, where nothing is that could end, where what others sent is not known, and where
     the prompt is too long for it at any time: the replica says so at once.
     """
     first, prediction, view = decision.choice.first, decision.prediction, decision.situation.view
-    full, admission = full_at(decision, priority), prediction.admission.item(first)
+    full, admission = full_at(decision), prediction.admission.item(first)
     now, growth = prediction.kv_pressure.item(first), prediction.growth.item(first)
     if not admission and now < full:
         if now + growth / view.kv_capacity.item(first) < full:
@@ -130,6 +131,17 @@ def fits(decision: Decision, priority: int) -> bool:
             return True
     too_long = decision.profile.longest_prompt > view.longest_prompt.item(first)
     return not view.requests.item(first) or decision.stale or too_long
+
+
+def _why(decision: Decision) -> str:
+    first, prediction = decision.choice.first, decision.prediction
+    name = decision.situation.view.names[first]
+    if admission := prediction.admission.item(first):
+        return f"{name} would not have admitted it for {seconds(admission)}"
+    pressure = max(peak_pressure(decision).item(first), prediction.kv_pressure.item(first))
+    if pressure < full_at(decision):
+        return f"others waited for {name} before it"
+    return f"{name} would have needed {pressure:.0%} of its KV cache"
 
 
 def cost(decision: Decision) -> float:

@@ -20,6 +20,8 @@ class Outcome:
 
     waited_s: float = 0.0
     """Seconds at the router, until a replica could carry it."""
+    waited_for: str = ""
+    """Why, in a few words; empty where it did not."""
     served_by: str | None = None
     """``ip:port`` that answered, after retries."""
     status: int | None = None
@@ -69,6 +71,7 @@ class DecisionRecord:
             "model": profile.asked or profile.model,
             "served_as": decision.name,
             "stream": profile.stream,
+            "objective": profile.objective.name,
             "prompt_tokens": profile.prompt_tokens,
             "output_bound": profile.output_bound,
             "sequences": profile.sequences,
@@ -91,6 +94,7 @@ class DecisionRecord:
             ],
             "outcome": {
                 "waited_s": _short(self.outcome.waited_s),
+                "waited_for": self.outcome.waited_for,
                 "served_by": self.outcome.served_by,
                 "status": self.outcome.status,
                 "ttft_s": _short(self.outcome.ttft_s),

@@ -1,9 +1,16 @@
 """The router's Prometheus metrics."""
 
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from heapq import nlargest
+
 from prometheus_client import CollectorRegistry, Gauge
 
 from extproc.observe.tally import Counts, Spread
 
+_TENANTS = 5
+"""Those with the most; there may be as many as users, and each is a series."""
+_OTHER = "other"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 
 
@@ -59,7 +66,16 @@ class RouterMetrics:
         )
         self.waiting = Gauge(
             "extproc_requests_waiting",
-            "Requests that wait at the router until a replica can carry them.",
+            "Requests that wait at the router until a replica can carry them, by objective and "
+            "tenant: of tenants those with the most, and all that are left as other.",
+            ["objective", "tenant"],
+            registry=registry,
+        )
+        self.share = Gauge(
+            "extproc_tenant_share",
+            "Share of what replicas did, as of late, for requests that had waited at the router, "
+            "0 to 1, by tenant: those with the most, and all that are left as other.",
+            ["tenant"],
             registry=registry,
         )
         self.waited_seconds = Spread(
@@ -104,3 +120,25 @@ class RouterMetrics:
         self.open_streams = Gauge(
             "extproc_open_streams", "ext_proc streams open now.", registry=registry
         )
+
+    def tell_waiting(
+        self, held: Sequence[tuple[str, str, int]], got: Sequence[tuple[str, float]]
+    ) -> None:
+        """What waits: objective, tenant and how many; and the seconds that each tenant got."""
+        named = _most((tenant, count) for _, tenant, count in held)
+        self.waiting.clear()
+        self.waiting.labels("", "").set(0)
+        for objective, tenant, count in held:
+            self.waiting.labels(objective, tenant if tenant in named else _OTHER).inc(count)
+        named, total = _most(got), sum(seconds for _, seconds in got)
+        self.share.clear()
+        for tenant, seconds in got:
+            self.share.labels(tenant if tenant in named else _OTHER).inc(seconds / total)
+
+
+def _most(pairs: Iterable[tuple[str, float]]) -> list[str]:
+    """The tenants with the most."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for tenant, value in pairs:
+        totals[tenant] += value
+    return nlargest(_TENANTS, totals, key=totals.__getitem__)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.prefix import NO_PREFIX, Prefix
 
 
@@ -79,18 +80,23 @@ class RequestProfile:
     """Id of the stored response that it goes on from."""
     stored: bool = False
     """Whether the replica keeps the response, for requests that name it."""
-    priority: int = 0
-    """Its objective's: the higher goes first."""
     claims_priority: bool = False
     """Whether its body has a priority of its own, or may have."""
     asked: str = ""
     """The model's name in its body: it may be another than those that replicas serve."""
     session: str = ""
     """Key of the session that it belongs to."""
+    objective: Objective = NO_OBJECTIVE
+    """What it aims for."""
     in_background: bool = False
     """The answer comes at once and the work is done later."""
     prefix: Prefix = NO_PREFIX
     """What of its only prompt may be in a prefix cache."""
+
+    @property
+    def priority(self) -> int:
+        """Its objective's: the higher goes first."""
+        return self.objective.priority
 
     @property
     def parts(self) -> int:

@@ -10,7 +10,8 @@ from extproc.fleet.ledger import Generated
 from extproc.fleet.lone_requests import Baseline, Served
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
-from extproc.predict.inputs import FleetView, most
+from extproc.predict.inputs import FleetView, least, most
+from extproc.predict.margins import Margins
 from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
@@ -18,6 +19,7 @@ from extproc.route.holder import Holder
 from extproc.route.policies import POLICIES
 from extproc.route.policy import Choice, Policy, Situation, runner_up
 from extproc.route.session import Session
+from extproc.route.target import Target, lateness
 
 _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
@@ -49,6 +51,8 @@ class Forecast:
     """These, and the times above, as in :class:`Decision`."""
     adapter_overrun: float
     """As in :class:`~extproc.predict.adapter.AdapterTimes`."""
+    stretch: float
+    """Correction of its decode time, in the completion."""
 
 
 @dataclass(slots=True)
@@ -161,6 +165,7 @@ class Decision:
             self.adapter_load,
             self.adapter_wait,
             1.0 if situation.adapter is None else situation.adapter.overrun,
+            situation.view.stretch.item(first),
         )
 
 
@@ -185,6 +190,8 @@ class Router:
         if policy not in POLICIES:
             raise ValueError(f"no policy is named {policy!r}; there are: {', '.join(POLICIES)}")
         self.fleet = fleet
+        self.margins = Margins()
+        """Of its own predictions."""
         self._session_cost_s = session_cost_s
         self._default = policy
         self._random = random
@@ -196,6 +203,7 @@ class Router:
         policy: str = "",
         among: frozenset[str] | None = None,
         told: bool = True,
+        waited: float = 0.0,
     ) -> Decision | None:
         """The decision for a request; None where no healthy replica is known.
 
@@ -204,6 +212,7 @@ class Router:
             policy: name of a policy for this request alone; one that does not exist is passed over.
             among: the only replicas that may be chosen, ``ip:port``; None: all.
             told: Envoy tells of its response, so that it may try a replica that failed.
+            waited: seconds since it came, by which its targets are nearer.
         """
         fleet = self.fleet
         view = fleet.view(profile.model, among, told, profile.priority)
@@ -217,7 +226,7 @@ class Router:
         if adapter is not None:
             add_adapter(prediction, adapter)
         situation = Situation(profile, view, held, prediction, sequences, adapter)
-        name, chosen_by = self._policy(profile, view, policy)
+        name, chosen_by = self._policy(situation, policy, waited)
         choice = chosen_by.choose(situation, self._random)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(
@@ -231,6 +240,12 @@ class Router:
             fleet.peers.news_age,
             fleet.peers.stale,
         )
+
+    def late(self, decision: Decision, waited: float) -> float:
+        """Seconds by which a request misses its targets at the least, if it is sent ``waited``
+        seconds after it came; below zero: to spare."""
+        objective = decision.profile.objective
+        return least(lateness(objective, decision.prediction, self.margins, waited))
 
     def model(
         self, asked: str, previous_response: str, among: frozenset[str] | None, session: str = ""
@@ -268,17 +283,22 @@ class Router:
         alike = [name in fleet.members.models_on(one) for one in situation.view.ids]
         return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
 
-    def _policy(self, profile: RequestProfile, view: FleetView, asked: str) -> tuple[str, Policy]:
+    def _policy(self, situation: Situation, asked: str, waited: float) -> tuple[str, Policy]:
         """What chooses for a request that asks for a policy or, with an empty name, for none."""
+        profile = situation.profile
         if profile.previous_response:
             holder = self.fleet.holder(profile.previous_response)
-            if holder in view.ids:
+            if holder in situation.view.ids:
                 return Holder.NAME, Holder(holder)
         name = asked if asked in POLICIES else self._default
+        policy: Policy = self._policies[name]
+        if (objective := profile.objective).has_target:
+            late = lateness(objective, situation.prediction, self.margins, waited)
+            name, policy = Target.NAME, Target(late, policy)
         home = self.fleet.sessions.holder(profile.session) if profile.session else None
         if home is not None:
-            return Session.NAME, Session(home, self._session_cost_s, self._policies[name])
-        return name, self._policies[name]
+            return Session.NAME, Session(home, self._session_cost_s, policy)
+        return name, policy
 
     def learn(
         self,
@@ -305,7 +325,9 @@ class Router:
         profile = forecast.profile
         if profile.sequences:
             self.fleet.lengths.observe(profile, tokens)
-        self._learn_adapter(forecast, replica, ttft)
+        if replica == forecast.replica:
+            self.margins.completion.observe(forecast.predicted_completion, seconds)
+        self._learn_first_token(forecast, replica, ttft)
         if baseline is not None and _teaches_alone(forecast):
             prompt = profile.prompt_tokens if prompt_tokens is None else prompt_tokens
             self.fleet.lone.served(replica, baseline, Served(prompt, tokens, seconds, ttft))
@@ -341,16 +363,17 @@ class Router:
             bound = profile.output_bound
             cut = bound is not None and tokens >= bound - max(_STEPS, _SHARE * bound)
             self.fleet.lengths.observe(profile, bound if bound is not None and cut else tokens)
-        self._learn_adapter(forecast, replica, ttft)
+        self._learn_first_token(forecast, replica, ttft)
         # When the first token came is only known from the counters: a long wait blurs it.
         wait, seconds = forecast.predicted_ttft, generated.seconds
         began = ttft is not None or wait <= _SMALL * (wait + seconds)
         if began and (baseline is None or not _teaches_alone(forecast)):
             self._learn_pace(forecast, replica, tokens, seconds)
 
-    def _learn_adapter(self, forecast: Forecast, replica: str, ttft: float | None) -> None:
+    def _learn_first_token(self, forecast: Forecast, replica: str, ttft: float | None) -> None:
         if ttft is None or replica != forecast.replica:
             return
+        self.margins.ttft.observe(forecast.predicted_ttft, ttft)
         load, wait = forecast.adapter_load, forecast.adapter_wait
         later = ttft - forecast.predicted_ttft
         if load:
@@ -363,6 +386,7 @@ class Router:
         if replica == forecast.replica and tokens > 1:
             predicted = forecast.decode_time_per_token * (tokens - 1)
             self.fleet.decoded(replica, predicted, seconds)
+            self.margins.tpot.observe(predicted * forecast.stretch, seconds)
 
     def _output(self, profile: RequestProfile, view: FleetView) -> tuple[float, float]:
         """Tokens a sequence of it is expected to generate, with the most room; and their p90."""
@@ -370,9 +394,9 @@ class Router:
             return 0.0, 0.0
         lengths = self.fleet.lengths
         bound = profile.most_output(most(view.longest_prompt))
-        least = min(float(profile.least_output), bound)
+        fewest = min(float(profile.least_output), bound)
         row = lengths.row(profile)
-        return max(lengths.expected(row, bound), least), max(lengths.p90(row, bound), least)
+        return max(lengths.expected(row, bound), fewest), max(lengths.p90(row, bound), fewest)
 
 
 def _teaches_alone(forecast: Forecast) -> bool:

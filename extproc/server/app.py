@@ -184,7 +184,9 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)
-        metrics.waiting.set(sum(len(one.queue) for one in pools))
+        held = [(*kind, count) for one in pools for kind, count in one.queue.held().items()]
+        got = [pair for one in pools for pair in one.queue.shares().items()]
+        metrics.tell_waiting(held, got)
         metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
         metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
         metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))

@@ -20,11 +20,11 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from extproc.config import Objective
 from extproc.hold.waiting import Waiting
 from extproc.predict.inputs import least
 from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
+from extproc.request.objective import NO_OBJECTIVE, Objective, first_of, targets_of
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
 from extproc.request.priority import with_priority
 from extproc.request.profile import Endpoint, RequestProfile
@@ -44,7 +44,6 @@ _LONGEST_ID = 128
 _DIGITS = 15
 """Of a content-length: a petabyte."""
 NONE_READY = "no replica is ready to serve this request"
-_NO_OBJECTIVE = Objective()
 Sent = Callable[[Decision | None], Iterable[bytes]]
 """The replies that say where a request goes; by no decision, where Envoy chooses."""
 Replied = Callable[[bytes, bytes], Iterable[bytes]]
@@ -65,6 +64,9 @@ class Asked(NamedTuple):
     session: str
     """As the client names it."""
     objective: str
+    """As a header names it."""
+    targets: dict[str, float]
+    """That headers tell, beside those of its objective; in seconds."""
     length: int | None
     """Bytes of the body."""
     readable: bool
@@ -168,15 +170,16 @@ class Exchange:
         if endpoint is None or headers.get(":method") != "POST":
             return None
         config = self._services.config
-        route, tenant_header = config.route, config.request.tenant_header
+        route = config.route
         length = headers.get("content-length", "")
         return Asked(
             endpoint,
             request_id=headers.get("x-request-id", "")[:_LONGEST_ID],
             policy=headers.get(route.policy_header, "") if route.allow_policy_header else "",
-            tenant=headers.get(tenant_header.lower(), "")[:_LONGEST_ID] if tenant_header else "",
+            tenant=first_of(config.tenant_headers, headers)[:_LONGEST_ID],
             session=session_of(headers, route.session_header, route.session_cookie),
-            objective=headers.get((config.hold.objective_header or "").lower(), ""),
+            objective=first_of(config.objective_headers, headers),
+            targets=targets_of(headers) if config.hold.allow_inference_headers else {},
             length=int(length[:_DIGITS]) if length.isdecimal() else None,
             readable=headers.get("content-encoding", "identity") == "identity",
         )
@@ -266,27 +269,38 @@ class Exchange:
             Refusal: it is not to be served.
         """
         services = self._services
-        objective = services.config.hold.objectives.get(asked.objective, _NO_OBJECTIVE)
-        if asked.tenant or asked.session or objective.priority:
+        objective = self._objective(asked, profile)
+        if asked.tenant or asked.session or objective is not NO_OBJECTIVE:
             session = session_key(asked.session, profile.model) if asked.session else ""
-            profile = replace(
-                profile, tenant=asked.tenant, session=session, priority=objective.priority
-            )
+            profile = replace(profile, tenant=asked.tenant, session=session, objective=objective)
         told, router = not self._unseen, services.router
         decide = partial(router.decide, profile, asked.policy, self._subset, told)
         decision = decide()
         self._known(profile)
         if decision is None:
             self._let_envoy_choose(profile)
-        elif self._has_to_wait(decision, objective) and services.room.take(size):
+        elif self._has_to_wait(decision) and services.room.take(size):
             self._held_bytes = size
-            return self._wait(asked, decision, decide, sent, objective)
+            return self._wait(asked, decision, decide, sent)
         self._book(asked, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
         return sent(decision)
 
-    def _book(self, asked: Asked, decision: Decision | None, waited: float = 0.0) -> None:
-        """Takes its place on the replica chosen, after ``waited`` seconds; None: Envoy chooses."""
+    def _objective(self, asked: Asked, profile: RequestProfile) -> Objective:
+        hold = self._services.config.hold
+        found = hold.objective(asked.objective, asked.tenant, profile.asked, profile.model)
+        if not (told := asked.targets):
+            return found
+        ttft_s, tpot_s = told.get("ttft_s", found.ttft_s), told.get("tpot_s", found.tpot_s)
+        return found._replace(ttft_s=ttft_s, tpot_s=tpot_s)
+
+    def _book(
+        self, asked: Asked, decision: Decision | None, waited: float = 0.0, why: str = ""
+    ) -> None:
+        """Takes its place on the replica chosen; None: Envoy chooses.
+
+        ``waited``: seconds before that, and ``why``.
+        """
         services = self._services
         if decision is None:
             services.metrics.requests.add("unrouted")
@@ -296,7 +310,8 @@ class Exchange:
             self._answer = AnswerNamer(decision.name, profile.asked)
             if self._unseen:
                 _say_unnamed(services.config.pool)
-        self._in_flight = InFlight(services, decision, asked.request_id, self._unseen, waited)
+        request_id, unseen = asked.request_id, self._unseen
+        self._in_flight = InFlight(services, decision, request_id, unseen, waited, why)
 
     # -- waiting ----------------------------------------------------------------------------
 
@@ -304,16 +319,15 @@ class Exchange:
         self,
         asked: Asked,
         decision: Decision,
-        decide: Callable[[], Decision | None],
+        decide: Callable[..., Decision | None],
         sent: Sent,
-        objective: Objective,
     ) -> Iterable[bytes]:
         """Has it wait; the replies, where it may go at once, or else what tells Envoy to wait.
 
         Raises:
             Saturated: too many wait.
         """
-        services, since, profile = self._services, self._services.clock(), decision.profile
+        services, since = self._services, self._services.clock()
         waiting: asyncio.Future[Iterable[bytes]] = asyncio.get_running_loop().create_future()
 
         at_once = True
@@ -324,11 +338,18 @@ class Exchange:
             if waiting.cancelled():
                 return
             try:
-                waiting.set_result(self._after_waiting(asked, profile, outcome, waited, sent))
+                waiting.set_result(self._after_waiting(asked, one, outcome, waited, sent))
             except Exception as error:  # this request's alone
                 waiting.set_exception(error)
 
-        one = Waiting(decision, since, decide, go, objective.priority, objective.due(since))
+        def decide_anew() -> Decision | None:
+            so_far = services.clock() - since
+            decision = decide(waited=so_far)
+            if decision is not None:
+                self._refuse_late(decision, so_far)
+            return decision
+
+        one = Waiting(decision, since, decide_anew, go)
         self._held = one
         try:
             services.queue.enter(one)
@@ -343,7 +364,7 @@ class Exchange:
     def _after_waiting(
         self,
         asked: Asked,
-        profile: RequestProfile,
+        one: Waiting,
         outcome: Decision | Exception | None,
         waited: float,
         sent: Sent,
@@ -352,8 +373,8 @@ class Exchange:
             if isinstance(outcome, Exception):
                 raise outcome
             if outcome is None:
-                self._let_envoy_choose(profile)
-            self._book(asked, outcome, waited)
+                self._let_envoy_choose(one.profile)
+            self._book(asked, outcome, waited, one.why)
             return sent(outcome)
         except Refusal as error:
             return self._refused(error)
@@ -387,26 +408,39 @@ class Exchange:
         if apart or self._subset is not None or not self.has_fallback:
             raise NoReplica(NONE_READY)
 
-    def _has_to_wait(self, decision: Decision, objective: Objective) -> bool:
+    def _has_to_wait(self, decision: Decision) -> bool:
         """Whether it has to wait.
 
         Raises:
-            Saturated: its first token would come too late.
+            Saturated: its first token would come too late, or it is to be refused where it is late.
         """
         queue, most = self._services.queue, self._services.config.route.max_ttft_s
-        waits, wait = queue.keeps(decision, objective.priority), 0.0
-        if most is None and not objective.sheddable:
-            return waits
-        if waits:
-            model, replicas = decision.profile.model, len(decision.situation.view)
-            wait = queue.wait_s(model, objective.priority, replicas)
-        soonest = wait + least(decision.prediction.ttft)
-        late = f"the first token would come in {soonest:.0f} s"
-        if most is not None and soonest > most:
+        waits, sheddable = queue.keeps(decision), decision.profile.objective.sheddable
+        wait = self._wait_s(decision) if waits and (sheddable or most is not None) else 0.0
+        if most is not None and (soonest := wait + least(decision.prediction.ttft)) > most:
+            late = f"the first token would come in {soonest:.0f} s"
             raise Saturated(f"every replica is busy: {late}", "saturated", wait)
-        if objective.sheds(soonest):
-            raise Saturated(f"{late}, later than its objective allows", "too_late", wait)
+        self._refuse_late(decision, wait)
         return waits
+
+    def _refuse_late(self, decision: Decision, waited: float) -> None:
+        """Nothing, unless it is to be refused where it misses a target, and would if it were sent
+        so many seconds after it came.
+
+        Raises:
+            Saturated: it would.
+        """
+        objective = decision.profile.objective
+        if not (objective.sheddable and objective.has_target):
+            return
+        if (late := self._services.router.late(decision, waited)) > 0.0:
+            message = f"on every replica it would miss its target, by {late:.2f} s at least"
+            raise Saturated(message, "too_late", self._wait_s(decision))
+
+    def _wait_s(self, decision: Decision) -> float:
+        """Seconds that one like it would wait that comes now."""
+        profile, replicas = decision.profile, len(decision.situation.view)
+        return self._services.queue.wait_s(profile.model, profile.objective.priority, replicas)
 
     def _written(self, decision: Decision, body: bytes, partial: bool) -> bytes:
         """The body, with the name by which the replica chosen serves the model, and with the

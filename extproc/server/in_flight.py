@@ -42,6 +42,7 @@ class InFlight:
         request_id: str,
         unseen: bool,
         waited: float,
+        waited_for: str,
     ) -> None:
         """Takes its place on the replica chosen.
 
@@ -51,6 +52,7 @@ class InFlight:
             request_id: for the decision's record.
             unseen: Envoy was asked not to tell of the response.
             waited: seconds that it waited at the router.
+            waited_for: why.
         """
         self._services = services
         self._unseen = unseen
@@ -67,7 +69,7 @@ class InFlight:
         pool = services.config.pool
         self._outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
         if waited:
-            self._outcome.waited_s = waited
+            self._outcome.waited_s, self._outcome.waited_for = waited, waited_for
             services.metrics.waited_seconds.observe(waited)
         self._status: int | None = None
         self._usage: UsageReader | None = None

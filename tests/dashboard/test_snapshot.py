@@ -13,6 +13,7 @@ from extproc.dashboard.snapshot import snapshot
 from extproc.hold.waiting import Waiting
 from extproc.observe.accuracy import Ended
 from extproc.observe.decisions import DecisionLog
+from extproc.request.objective import Objective
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.router import Router
 from extproc.server.services import Services
@@ -48,10 +49,12 @@ def decide(services: Services, request_id: str = "one") -> str:
 
 def wait(services: Services, tenant: str, priority: int = 0) -> None:
     """A request waits that no replica can carry."""
-    decision = services.router.decide(replace(chat(41_000, 1000), tenant=tenant))
+    objective = Objective(priority=priority)
+    profile = replace(chat(41_000, 1000), tenant=tenant, objective=objective)
+    decision = services.router.decide(profile)
     assert decision is not None
     decide, now = (lambda: services.router.decide(chat(41_000, 1000))), services.clock()
-    services.queue.enter(Waiting(decision, now, decide, lambda _: None, priority))
+    services.queue.enter(Waiting(decision, now, decide, lambda _: None))
 
 
 def fill(services: Services, clock: ManualClock) -> None:

@@ -25,6 +25,7 @@ SMALL = ("--kv-tokens", str(FIT * 1152))
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
 BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "cluster_header", "endpoint_picker"
 IMPATIENT = "envoy, without max_message_timeout"
+WAITING = 'extproc_requests_waiting{objective="",tenant=""}'
 SO_SLOW = 50.0
 """None ends meanwhile."""
 numbers = itertools.count()
@@ -172,7 +173,7 @@ async def test_what_does_not_fit_waits_and_nothing_is_computed_twice(
     async with crowd(client, 30) as came:
 
         async def told() -> bool:
-            return await client.metric("extproc_requests_waiting") > 0
+            return await client.metric(WAITING) > 0
 
         await until(told)
     await nothing_left(client)
@@ -200,8 +201,8 @@ async def nothing_left(client: Client) -> None:
     """Returns when nothing waits, nor is in flight."""
 
     async def so() -> bool:
-        names = ("requests_waiting", "requests_in_flight", "open_streams")
-        return not any([await client.metric(f"extproc_{name}") for name in names])
+        names = (WAITING, "extproc_requests_in_flight", "extproc_open_streams")
+        return not any([await client.metric(name) for name in names])
 
     await until(so)
     await client.ledger_empty()

@@ -257,7 +257,8 @@ async def test_how_long_it_waited_at_the_router_is_shown_where_it_did(
     decide(services, chat(10), "later")
     outcome = services.log.of_request("later")[0].outcome
     outcome.waited_s = 3.2
-    waited = "waited 3.200 s at the router until a replica could carry it"
+    outcome.waited_for = "r1 would have needed 98% of its KV cache"
+    waited = "waited 3.200 s at the router, as r1 would have needed 98% of its KV cache"
     listed = await explain("--router", router)
     assert listed[-1].endswith(f"[{waited}]")
     assert sum("waited" in line for line in listed) == 1

@@ -9,6 +9,8 @@ import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.hold.waiting import fits, peak_pressure
+from extproc.request.objective import Objective
+from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
@@ -24,8 +26,12 @@ def fleet(clock: ManualClock, *by_priority: bool) -> Fleet:
     return made
 
 
+def batch_of(prompt: int, bound: int) -> RequestProfile:
+    return replace(chat(prompt, bound), objective=Objective(priority=-1))
+
+
 def decide(fleet: Fleet, prompt: int, priority: int, bound: int = 100) -> Decision:
-    profile = replace(chat(prompt, bound), priority=priority)
+    profile = replace(chat(prompt, bound), objective=Objective(priority=priority))
     decision = Router(fleet, "completion", Random(1)).decide(profile)
     assert decision is not None
     return decision
@@ -36,7 +42,7 @@ def test_a_higher_priority_waits_for_no_prompt_of_a_lower_one() -> None:
     ours = fleet(clock, True, False)
     for number in (1, 2):
         for _ in range(4):
-            ours.dispatch(replica(number), replace(chat(4000, 100), priority=-1))
+            ours.dispatch(replica(number), batch_of(4000, 100))
     clock.advance(0.05)
     alone = decide(fleet(clock, True, False), 1000, 0).prediction.prefill[0]
     prefill = decide(ours, 1000, 0).prediction.prefill
@@ -49,7 +55,7 @@ def test_a_higher_priority_waits_for_no_prompt_of_a_lower_one() -> None:
 def test_it_takes_its_place_before_them() -> None:
     clock = ManualClock()
     ours = fleet(clock, True)
-    batch = [ours.dispatch(replica(1), replace(chat(4000, 100), priority=-1)) for _ in range(3)]
+    batch = [ours.dispatch(replica(1), batch_of(4000, 100)) for _ in range(3)]
     clock.advance(0.05)
     urgent = ours.dispatch(replica(1), chat(1000, 100))
     ours.first_token(urgent)
@@ -67,9 +73,7 @@ def test_what_is_preempted_before_it_takes_no_room() -> None:
     clock = ManualClock()
     ours = fleet(clock, True, False)
     for number in (1, 2):
-        tickets = [
-            ours.dispatch(replica(number), replace(chat(5000, 2000), priority=-1)) for _ in range(6)
-        ]
+        tickets = [ours.dispatch(replica(number), batch_of(5000, 2000)) for _ in range(6)]
         for ticket in tickets:
             ours.first_token(ticket)
     urgent, batch = decide(ours, 1000, 1), decide(ours, 1000, -1)
@@ -85,13 +89,13 @@ def test_but_to_be_admitted_it_waits_for_room_as_any() -> None:
     clock = ManualClock()
     ours = fleet(clock, True)
     for _ in range(7):
-        ticket = ours.dispatch(replica(1), replace(chat(5000, 2000), priority=-1))
+        ticket = ours.dispatch(replica(1), batch_of(5000, 2000))
         ours.first_token(ticket)
     small, large = decide(ours, 1000, 1), decide(ours, 10_000, 1)
     assert small.prediction.admission[0] == 0.0
-    assert fits(small, 1)
+    assert fits(small)
     assert 0.0 < large.prediction.admission[0] < inf
-    assert not fits(large, 1)
+    assert not fits(large)
 
 
 def test_what_other_routers_and_strangers_have_there_lets_nobody_first() -> None:

@@ -2,6 +2,9 @@
 
 import logging
 import random
+import re
+from collections import Counter
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from extproc.hold.order import Shares
 from extproc.hold.queue import Queue
 from extproc.hold.waiting import Waiting
 from extproc.request.errors import Saturated
+from extproc.request.objective import Objective
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.route.router import Decision, Router
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
@@ -41,7 +45,9 @@ class System:
         prompt: int = MOST,
         tenant: str = "",
         priority: int = 0,
-        deadline: float = float("inf"),
+        ttft_s: float = inf,
+        completion_s: float = inf,
+        objective: str = "",
         model: str = MODEL,
         holder: int = 0,
         answer: int | None = 100,
@@ -49,12 +55,13 @@ class System:
         """A request comes; what waits, where it has to."""
         profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, answer, tenant=tenant)
         profile.least_output = answer or 0
+        profile.objective = Objective(objective, priority, ttft_s=ttft_s, completion_s=completion_s)
         if holder:
             profile.previous_response = f"resp-{holder}"
             self.fleet.responses.saw(profile.previous_response, replica(holder))
         decision = self.router.decide(profile)
         assert decision is not None
-        if not self.queue.keeps(decision, priority):
+        if not self.queue.keeps(decision):
             self._send(name, decision)
             return None
 
@@ -70,8 +77,6 @@ class System:
             self.clock(),
             lambda: self.router.decide(profile),
             go,
-            priority,
-            deadline,
         )
         self.queue.enter(one)
         return one
@@ -192,7 +197,7 @@ def test_a_higher_priority_goes_first_then_who_is_due_first_then_who_came_first(
     system.come("first")
     system.come("a")
     system.come("b")
-    system.come("due", deadline=system.clock() + 1.0)
+    system.come("due", ttft_s=1.0)
     system.come("urgent", priority=1)
     system.come("batch", priority=-1)
     for _ in range(6):
@@ -409,7 +414,60 @@ def test_tenants_come_and_go() -> None:
 
 def test_answers_that_are_long_beside_their_prompts_need_room_that_is_free_as_yet() -> None:
     system = System()
-    for number in range(40):
-        system.come(str(number), prompt=20, answer=4000)
+    came = [system.come(str(number), prompt=20, answer=4000) for number in range(40)]
     assert 10 < len(system.gone) < 30  # 42,000 tokens
     assert len(system.queue) == 40 - len(system.gone)
+    assert re.fullmatch(r"r1 would have needed \d+% of its KV cache", next(filter(None, came)).why)
+
+
+def test_what_has_to_be_complete_is_due_by_the_time_it_decodes() -> None:
+    system = System()
+    system.come("first")
+    system.come("token", ttft_s=40.0)
+    system.come("short", completion_s=60.0)
+    system.come("long", completion_s=60.0, answer=1500)  # decodes for 40 s and more
+    for _ in range(4):
+        system.end(system.gone[-1])
+    assert system.gone == ["first", "long", "token", "short"]
+
+
+def test_it_is_told_who_waits_and_who_got_how_much() -> None:
+    system = System()
+    system.come("first", tenant="many")
+    for number in range(6):
+        system.come(f"many-{number}", tenant="many", objective="chat")
+    system.come("few", tenant="few")
+    assert system.queue.held() == Counter({("chat", "many"): 6, ("", "few"): 1})
+    assert not system.queue.shares()
+    for _ in range(4):
+        system.end(system.gone[-1])
+    assert system.queue.held() == Counter({("chat", "many"): 3})
+    shares = system.queue.shares()
+    assert shares["many"] == pytest.approx(3 * shares["few"])
+    system.clock.advance(3600.0)
+    assert not system.queue.shares()
+
+
+def test_it_is_told_why_one_waits() -> None:
+    system = System()
+    system.come("first")
+    full, behind = system.come("full"), system.come("behind", prompt=500, priority=-1)
+    assert full is not None
+    assert full.why.startswith("r1 would not have admitted it for ")
+    assert behind is not None
+    assert behind.why == "others waited for r1 before it"
+
+
+def test_what_is_refused_when_it_is_decided_anew_costs_its_tenant_nothing() -> None:
+    system = System()
+    system.come("first")
+    refused = system.come("refused", tenant="few")
+    assert refused is not None
+
+    def refuses() -> Decision | None:
+        raise Saturated("late", "too_late", 1.0)
+
+    refused.decide = refuses
+    system.end("first")
+    assert isinstance(system.refused["refused"], Saturated)
+    assert not system.queue.shares()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from extproc.config import Config
 from extproc.server.app import let_go
 from extproc.server.room import MOST_HELD
 from extproc.server.services import Services
-from tests.fakes import ManualClock, replica, state
+from tests.fakes import ManualClock, chat, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, Stream, chosen, destination
 from tests.server.test_gateway import DUPLEX, chunk_of, set_health, status_of
 from tests.server.test_names import body_of
@@ -41,6 +42,7 @@ def config() -> Config:
                 "objectives": {
                     "urgent": {"priority": 1},
                     "soon": {"priority": -1, "ttft_s": 24.0, "sheddable": True},
+                    "steady": {"tpot_s": 0.06, "sheddable": True},
                 },
             },
         }
@@ -90,6 +92,7 @@ async def test_it_is_sent_when_one_ends_to_where_that_was(
         assert len(services.queue) == 0
         (record,) = services.log.of_request("abc")
         assert record.outcome.waited_s > 0.0
+        assert re.match(r"r\d would ", record.outcome.waited_for)
         await stream.end()
     await full[0].end()
     assert services.fleet.in_flight == 0
@@ -180,6 +183,32 @@ async def test_what_would_be_too_late_is_refused_at_once(
         sent = [option.header for option in headers.set_headers]
         told = {header.key: header.raw_value for header in sent if header is not None}
         assert int(told["retry-after"]) > 1
+
+
+async def test_what_becomes_late_while_it_waits_is_refused_then(
+    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+) -> None:
+    async with envoy.stream() as stream:
+        soon = {"x-objective": "soon", "x-request-id": "abc"}
+        assert told_to_wait(await stream.body_first(long("third"), headers=soon))
+        for number in (1, 2):
+            for _ in range(8):
+                services.fleet.dispatch(replica(number), chat(25_000, 1_000))
+        reply = await stream.read()
+        assert reply.immediate_response is not None
+        assert json.loads(reply.immediate_response.body)["error"]["code"] == "too_late"
+        assert len(services.queue) == 0
+        assert not services.log.of_request("abc")
+    assert samples(services.metrics.refused) == {("too_late",): 1}
+
+
+async def test_waiting_makes_no_token_slower(
+    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+) -> None:
+    async with envoy.stream() as one, envoy.stream() as other:
+        assert told_to_wait(await one.body_first(long("third")))
+        steady = {"x-objective": "steady"}
+        assert told_to_wait(await other.body_first(long("fourth"), headers=steady))
 
 
 async def test_where_no_replica_is_left_meanwhile_a_gateway_is_told_so(

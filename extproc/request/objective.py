@@ -1,0 +1,70 @@
+"""What a request aims for, and the headers of llm-d and of the Gateway API Inference Extension that
+say so."""
+
+from collections.abc import Iterable, Mapping
+from math import inf
+from typing import NamedTuple
+
+
+class Objective(NamedTuple):
+    """What a request aims for: its place among others, and targets in seconds since it came."""
+
+    name: str = ""
+    """In the configuration; empty: none of it."""
+    priority: int = 0
+    """Of requests that wait, those of a higher one go first."""
+    sheddable: bool = False
+    """Whether it is refused where it would miss a target."""
+    ttft_s: float = inf
+    """Until its first token; infinite, as the others: it has no such target."""
+    tpot_s: float = inf
+    """For each further token, on average."""
+    completion_s: float = inf
+    """Until its last token."""
+
+    @property
+    def has_target(self) -> bool:
+        """Whether there is anything that it could miss."""
+        return self.ttft_s < inf or self.bounds_end
+
+    @property
+    def bounds_end(self) -> bool:
+        """Whether a target says how long it may decode."""
+        return min(self.tpot_s, self.completion_s) < inf
+
+    def due_s(self, decode: float) -> float:
+        """Seconds since it came after which its first token is late, if it decodes that long."""
+        return min(self.ttft_s, self.completion_s - decode)
+
+
+NO_OBJECTIVE = Objective()
+
+OBJECTIVE = "x-llm-d-inference-objective", "x-gateway-inference-objective"
+FAIRNESS_ID = "x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"
+"""llm-d's name, and the extension's, which llm-d still takes (``pkg/epp/metadata/consts.go``)."""
+TARGETS = {
+    "x-slo-ttft-ms": "ttft_s",
+    "x-slo-tpot-ms": "tpot_s",
+    "x-llm-d-slo-ttft-ms": "ttft_s",
+    "x-llm-d-slo-tpot-ms": "tpot_s",
+}
+"""Likewise, the one that counts last: header → target."""
+
+
+def first_of(names: Iterable[str], headers: Mapping[str, str]) -> str:
+    """The value of the first of these headers that is there; empty: none is."""
+    return next((headers[name] for name in names if name in headers), "")
+
+
+def targets_of(headers: Mapping[str, str]) -> dict[str, float]:
+    """The targets that headers tell, in seconds; what is no time is passed over, as llm-d does."""
+    told = {target: headers[name] for name, target in TARGETS.items() if name in headers}
+    return {target: time for target, text in told.items() if (time := _seconds(text))}
+
+
+def _seconds(milliseconds: str) -> float | None:
+    try:
+        seconds = float(milliseconds) / 1e3
+    except ValueError:
+        return None
+    return seconds if 0.0 < seconds < inf else None

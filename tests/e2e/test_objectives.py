@@ -1,0 +1,81 @@
+"""Headers that say what a request aims for reach the router through Envoy, where it tells them."""
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from extproc.check.judge import check_envoy
+from extproc.config import Config
+from extproc.demo.stack import SimulatedReplica
+from extproc.envoy.finding import Level
+from extproc.request.objective import FAIRNESS_ID, OBJECTIVE, TARGETS
+from tests.e2e.client import Client
+from tests.e2e.stack import Stack
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(2))
+SETTINGS: dict[str, dict[str, object]] = {
+    "hold": {
+        "allow_inference_headers": True,
+        "objectives": {
+            "soon": {"priority": 1, "sheddable": True},
+            "batch": {"priority": -1, "tenants": ["night"]},
+        },
+    },
+    "serve": {"chunks_per_s": 1e6, "drain_s": 1.0},
+}
+ALL = (*OBJECTIVE, *FAIRNESS_ID, *TARGETS)
+CONFIG = Config.model_validate(SETTINGS)
+
+
+class Told(Stack):
+    """Envoy tells the router what ``extproc check`` asks for."""
+
+    def _bootstrap(self) -> str:
+        bootstrap = yaml.safe_load(super()._bootstrap())
+        assert self.missing(bootstrap) == {"named_headers_are_told"}
+        (listener,) = bootstrap["static_resources"]["listeners"]
+        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
+        told = [f"request.headers['{name}']" for name in ALL]
+        ext_proc["typed_config"]["request_attributes"] += told
+        assert not self.missing(bootstrap)
+        return yaml.safe_dump(bootstrap)
+
+    @staticmethod
+    def missing(bootstrap: object) -> set[str]:
+        """Rules that the file breaks."""
+        return {one.rule for one in check_envoy(bootstrap, CONFIG) if one.level is Level.ERROR}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Told(tmp_path_factory.mktemp("objectives"), REPLICAS, SETTINGS) as running:
+        yield running
+
+
+@pytest.mark.parametrize("header", OBJECTIVE)
+async def test_an_objective_is_heard(client: Client, header: str) -> None:
+    answer = await client.chat(headers={header: "soon"})
+    assert (answer.status, answer.decision["objective"]) == (200, "soon")
+
+
+@pytest.mark.parametrize("header", FAIRNESS_ID)
+async def test_so_is_a_tenant(client: Client, header: str) -> None:
+    answer = await client.chat(headers={header: "night"})
+    assert (answer.status, answer.decision["objective"]) == (200, "batch")
+
+
+@pytest.mark.parametrize("header", TARGETS)
+async def test_and_a_target_that_is_met_or_refused(client: Client, header: str) -> None:
+    objective = {"x-llm-d-inference-objective": "soon"}
+    answer = await client.chat(headers={header: "60000", **objective})
+    assert (answer.status, answer.decision["policy"]) == (200, "target")
+    answer = await client.chat(headers={header: "0.001", **objective})
+    assert (answer.status, answer.decisions) == (429, [])
+    assert json.loads(answer.body)["error"]["code"] == "too_late"
+    assert int(answer.headers["Retry-After"]) >= 1

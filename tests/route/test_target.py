@@ -1,0 +1,142 @@
+"""A request with a target goes where it meets it, and leaves the better replicas to others."""
+
+import random
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from extproc.fleet.fleet import Fleet
+from extproc.request.objective import Objective
+from extproc.request.profile import RequestProfile
+from extproc.route.router import Decision, Router
+from tests.fakes import ManualClock, chat, fleet_of, replica, state
+
+A10, H100 = "llama-8b-a10", "llama-8b-h100"
+SLOW, FAST = replica(1), replica(2)
+
+
+def of(
+    ttft_s: float = inf, tpot_s: float = inf, completion_s: float = inf, prompt: int = 1_000
+) -> RequestProfile:
+    """A request that generates 100 tokens."""
+    aim = Objective("aim", ttft_s=ttft_s, tpot_s=tpot_s, completion_s=completion_s)
+    return replace(chat(prompt, 100), least_output=100, objective=aim)
+
+
+def router_of(fleet: Fleet, policy: str = "completion") -> Router:
+    return Router(fleet, policy, random.Random(1))
+
+
+def slow_and_fast() -> Fleet:
+    """An idle replica, and one four times as fast that has requests in flight."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, H100)
+    for _ in range(30):
+        fleet.dispatch(FAST, chat(1_000, 1_000))
+    clock.advance(3.0)
+    return fleet
+
+
+def decide(router: Router, profile: RequestProfile, waited: float = 0.0) -> Decision:
+    decision = router.decide(profile, waited=waited)
+    assert decision is not None
+    return decision
+
+
+def test_the_fast_replica_is_left_to_others_where_the_slow_one_is_in_time() -> None:
+    router = router_of(slow_and_fast())
+    without = decide(router, of())
+    assert (without.replica, without.policy) == (FAST, "completion")
+    slow, fast = without.prediction.completion
+    lenient = decide(router, of(completion_s=slow * 1.1))
+    assert (lenient.replica, lenient.second, lenient.policy) == (SLOW, FAST, "target")
+    assert "2 of 2 meet its target; r1 finishes it in" in lenient.why
+    tight = decide(router, of(completion_s=(slow + fast) / 2))
+    assert (tight.replica, tight.second) == (FAST, SLOW)
+    assert "1 of 2 meet its target; r2 finishes it in" in tight.why
+
+
+def test_so_it_is_by_the_time_for_each_token() -> None:
+    router = router_of(slow_and_fast())
+    slow, fast = decide(router, of()).prediction.decode / 99
+    assert decide(router, of(tpot_s=slow * 1.1)).replica == SLOW
+    assert decide(router, of(tpot_s=(slow + fast) / 2)).replica == FAST
+
+
+def test_all_targets_are_to_be_met() -> None:
+    router = router_of(slow_and_fast())
+    prediction = decide(router, of()).prediction
+    first, _ = prediction.ttft
+    assert decide(router, of(completion_s=60.0, ttft_s=first * 1.1)).replica == SLOW
+    assert decide(router, of(completion_s=60.0, ttft_s=first * 0.9)).replica == FAST
+
+
+def test_where_none_is_in_time_it_goes_where_it_would_without_a_target() -> None:
+    router = router_of(slow_and_fast())
+    decision = decide(router, of(completion_s=0.01))
+    assert decision.replica == FAST
+    assert decision.why.startswith("no replica meets its target; r2 finishes it in")
+
+
+def test_for_the_first_token_alone_it_is_moved_only_if_late() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, H100, H100)
+    for _ in range(20):
+        fleet.dispatch(replica(2), chat(8_000, 100))
+    router = router_of(fleet, "round_robin")
+    aim = of(ttft_s=1.0)
+    assert [decide(router, aim).replica for _ in range(3)] == [replica(1)] * 3
+    assert [decide(router, of(ttft_s=60.0)).replica for _ in range(2)] == [replica(2), replica(1)]
+
+
+def test_what_has_waited_has_less_time_left() -> None:
+    router = router_of(slow_and_fast())
+    slow, _ = decide(router, of()).prediction.completion
+    aim = of(completion_s=slow * 1.1)
+    assert decide(router, aim).replica == SLOW
+    assert decide(router, aim, waited=slow * 0.2).replica == FAST
+
+
+def test_a_router_that_is_often_wrong_leaves_more_to_spare() -> None:
+    router = router_of(slow_and_fast())
+    before = decide(router, of())
+    slow, _ = before.prediction.completion
+    aim = of(completion_s=slow * 1.2)
+    assert decide(router, aim).replica == SLOW
+    forecast = before.forecast()
+    for number in range(100):
+        late = 1.5 if number % 5 == 0 else 1.0  # one of five
+        router.learn(forecast, FAST, 100, late * forecast.predicted_completion)
+    assert decide(router, aim).replica == FAST
+    for _ in range(300):
+        router.learn(forecast, FAST, 100, forecast.predicted_completion)
+    assert decide(router, aim).replica == SLOW
+
+
+def test_a_replica_that_cannot_hold_the_prompt_meets_nothing() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, H100)
+    fleet.put(state(1, A10, clock, max_model_len=500))
+    for aim in (of(completion_s=60.0), of(ttft_s=60.0), of(tpot_s=60.0)):
+        assert decide(router_of(fleet), aim).replica == FAST
+
+
+def test_nothing_is_generated_and_so_nothing_is_late() -> None:
+    router = router_of(slow_and_fast())
+    profile = replace(of(tpot_s=0.001), sequences=0)
+    assert "meet its target" in decide(router, profile).why
+
+
+@pytest.mark.parametrize("policy", ["least_request", "lmetric", "queue_kv", "random"])
+def test_other_policies_are_led_too(policy: str) -> None:
+    router = router_of(fleet_of(ManualClock(), A10, H100), policy)
+    first = decide(router_of(router.fleet), of()).prediction.ttft[0]
+    assert {decide(router, of(ttft_s=first * 0.9)).replica for _ in range(10)} == {FAST}
+
+
+def test_its_session_comes_first() -> None:
+    fleet = fleet_of(ManualClock(), A10, H100)
+    fleet.sessions.saw("s", FAST)
+    decision = decide(router_of(fleet), replace(of(completion_s=60.0), session="s"))
+    assert (decision.replica, decision.policy) == (FAST, "session")
