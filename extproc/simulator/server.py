@@ -45,6 +45,9 @@ OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
 OUTPUT_TOKENS_STATE = "simulate-output-tokens"
 """The same as an entry of ``tracestate``, which gets through proxies that drop unknown headers."""
 
+VLLM_VERSION = "0.32.0"
+"""Whose behaviour is simulated."""
+
 SERVED_BY_HEADER = "x-served-by"
 """In every response: the ``ip:port`` that answered."""
 
@@ -126,6 +129,7 @@ class ReplicaServer:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/simulate", self._simulate)
         app.router.add_get("/simulate/late", self._late)
+        app.router.add_get("/version", _version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/load", self._load)
@@ -195,7 +199,7 @@ class ReplicaServer:
     async def _pool(self, request: web.Request) -> web.Response:
         body = await _parse(request, POOLING[request.path])
         self.replica.check_model(body.model)
-        await self._whole(self.replica.pool(body.prompts, body.model))
+        await self._whole(self.replica.pool(body))
         return web.json_response(
             body.reply(uuid4().hex, body.model or self.replica.settings.model, int(time.time()))
         )
@@ -285,6 +289,10 @@ async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     """Say who answered, so that a client behind a proxy can tell replicas apart."""
     host, port, *_ = request.get_extra_info("sockname") or ("", 0)
     response.headers[SERVED_BY_HEADER] = join_address(host, port)
+
+
+async def _version(request: web.Request) -> web.Response:
+    return web.json_response({"version": VLLM_VERSION})
 
 
 async def _healthy(request: web.Request) -> web.Response:
