@@ -48,6 +48,9 @@ OUTPUT_TOKENS_STATE = "simulate-output-tokens"
 REQUEST_STATE = "simulate-request"
 """Its client's name for a request, there too: some gateways put their own into ``x-request-id``."""
 
+VLLM_VERSION = "0.32.0"
+"""Whose behaviour is simulated."""
+
 SERVED_BY_HEADER = "x-served-by"
 """In every response: the ``ip:port`` that answered."""
 
@@ -131,6 +134,7 @@ class ReplicaServer:
         app.router.add_post("/simulate", self._simulate)
         app.router.add_get("/simulate/late", self._late)
         app.router.add_get("/simulate/requests", self._requests)
+        app.router.add_get("/version", _version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/load", self._load)
@@ -207,7 +211,7 @@ class ReplicaServer:
     async def _pool(self, request: web.Request) -> web.Response:
         body = await _parse(request, POOLING[request.path])
         self.replica.check_model(body.model)
-        await self._whole(self.replica.pool(body.prompts, body.model))
+        await self._whole(self.replica.pool(body))
         return web.json_response(
             body.reply(uuid4().hex, body.model or self.replica.settings.model, int(time.time()))
         )
@@ -301,6 +305,10 @@ async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     """Say who answered, so that a client behind a proxy can tell replicas apart."""
     host, port, *_ = request.get_extra_info("sockname") or ("", 0)
     response.headers[SERVED_BY_HEADER] = join_address(host, port)
+
+
+async def _version(request: web.Request) -> web.Response:
+    return web.json_response({"version": VLLM_VERSION})
 
 
 async def _healthy(request: web.Request) -> web.Response:
