@@ -47,6 +47,7 @@ class Poller:
         self, config: Config, into: Destination, metrics: PollMetrics, random: Random
     ) -> None:
         self._settings = config.poll
+        self._finds_precedence = config.hold.has_priorities
         self._into = into
         self._metrics = metrics
         self._random = random
@@ -107,6 +108,7 @@ class Poller:
             monotonic=monotonic,
             wall=wall,
             random=self._random,
+            finds_precedence=self._finds_precedence,
         )
         return _Polled(target, replica, tasks.create_task(replica.run()))
 
