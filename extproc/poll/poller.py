@@ -58,6 +58,8 @@ class Poller:
             membership=into.membership,
             random=random,
         )
+        self.unlisted = self._discovery.unlisted
+        """The Services that Kubernetes has not told of yet."""
         self._typical = Typical()
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, _Polled] = {}
