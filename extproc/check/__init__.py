@@ -1,1 +1,1 @@
-"""``extproc check``: what is missing or dangerous in a configuration, an Envoy file, or live."""
+"""``extproc check``: what is missing or dangerous in a configuration, in Envoy, or in what runs."""

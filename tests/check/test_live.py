@@ -1,6 +1,7 @@
 """``extproc check --live`` against a real Redis, pollers, replicas and Envoy."""
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -226,3 +227,22 @@ async def test_what_is_no_envoy_is_told(check: Check, answer: str) -> None:
         error, *_ = bad(await check(settings, "--envoy-admin", url, status=1))
     assert f"Envoy {url}: " in error
     assert "is that its admin address?" in error
+
+
+async def test_what_envoy_refused_is_told(check: Check) -> None:
+    types = "type.googleapis.com/envoy.admin.v3."
+    state = {"details": "duplicate address 0.0.0.0:8080"}
+    dump = [
+        {"@type": f"{types}BootstrapConfigDump", "bootstrap": {"static_resources": {}}},
+        {
+            "@type": f"{types}ListenersConfigDump",
+            "dynamic_listeners": [{"name": "openai", "error_state": state}],
+        },
+    ]
+    async with serving() as one:
+        one.answers["/config_dump"] = text(json.dumps({"configs": dump}))
+        one.answers["/clusters"] = text('{"cluster_statuses": []}')
+        settings = Config.model_validate({"state": "memory", "replicas": [one.id]})
+        errors = bad(await check(settings, "--envoy-admin", f"http://{one.id}", status=1))
+    assert any("it refused what its control plane told" in error for error in errors)
+    assert any("duplicate address 0.0.0.0:8080" in error for error in errors)
