@@ -275,6 +275,8 @@ class Exchange:
         decide = partial(router.decide, profile, asked.policy, self._subset, told)
         decision = decide()
         self._known(profile)
+        if decision is not None:
+            services.demand.came(decision)
         if decision is None:
             self._let_envoy_choose(profile)
         elif self._has_to_wait(decision) and services.room.take(size):
