@@ -38,7 +38,7 @@ def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: i
     steps = later / view.tokens_per_step.item(at)
     rows = own * view.c_batch.item(at) + view.c_kv.item(at) * (prompt + decoded)
     objective = profile.objective
-    longest = min(objective.tpot_s * later, objective.completion_s - prefill)
+    longest = min(prefill + objective.tpot_s * later, objective.completion_s)
     if longest < inf:
         spare = longest - steps * step
         share = max(share, (steps * rows + prefill) / spare) if spare > 0.0 else 1.0
