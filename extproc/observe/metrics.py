@@ -39,10 +39,13 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counts(
             "extproc_requests_total",
-            "Requests by what became of them: routed, refused, passed (not for a model), "
-            "unrouted (no healthy replica known; Envoy's fallback serves), gave_up (the client "
-            "hung up, or Envoy went on, while it waited here), and of those routed, "
-            "unanswered (the client hung up, or Envoy no longer waited for the router).",
+            "Requests by what became of them: routed, refused (400, 404, 429, 503), passed (no "
+            "inference; where the body comes first, what has none is not asked about), unrouted "
+            "(no healthy replica known: Envoy's fallback served), gave_up (the client hung up, or "
+            "Envoy went on, while the request waited at the router), overload (more than "
+            "serve.max_streams in flight: Envoy goes on without the router); and of those routed, "
+            "unanswered (no response was seen that should have been: the client hung up, or Envoy "
+            "no longer waited for the router, which ext_proc.message_timeouts counts in Envoy).",
             ["result"],
             registry,
         )
@@ -88,13 +91,14 @@ class RouterMetrics:
         )
         self.decision_seconds = Spread(
             "extproc_decision_seconds",
-            "Time to inspect a request and choose its replica.",
+            "Time to inspect a request and choose its replica, where it did not have to wait.",
             (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2),
             registry,
         )
         self.responses = Counts(
             "extproc_responses_total",
-            "Responses by status class.",
+            "Responses that the router was told of, by status class: at more than a hundred a "
+            "second of an Envoy, a hundred a second of it, shared by its routers and workers.",
             ["status"],
             registry,
         )
@@ -112,7 +116,7 @@ class RouterMetrics:
         )
         self.prediction_error = Spread(
             "extproc_prediction_error_ratio",
-            "|predicted − actual| ÷ actual completion time.",
+            "|predicted − actual| ÷ actual completion time, of the same requests.",
             (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
             registry,
         )
@@ -132,12 +136,14 @@ class RouterMetrics:
         )
         self.waited_seconds = Spread(
             "extproc_waited_seconds",
-            "Time for which requests waited at the router that had to.",
+            "Time for which requests waited at the router that had to and were sent then.",
             _SECONDS,
             registry,
         )
         self.in_flight = Gauge(
-            "extproc_requests_in_flight", "Requests in the ledger.", registry=registry
+            "extproc_requests_in_flight",
+            "Requests in the ledger: sent, and not ended yet.",
+            registry=registry,
         )
         self.replicas_needed = Gauge(
             "extproc_replicas_needed",
@@ -152,7 +158,7 @@ class RouterMetrics:
         )
         self.state_age = Gauge(
             "extproc_state_age_seconds",
-            "Seconds since the last news of any replica.",
+            "Seconds since the last news of any replica, from pollers or Redis.",
             registry=registry,
         )
         self.known_blocks = Gauge(

@@ -1,0 +1,80 @@
+"""The metrics' reference in docs/operations.md is what routers and pollers show, and no page names
+a metric that there is not.
+
+    python -m tests.observe.test_reference
+
+writes it anew.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from extproc.observe.metrics import RouterMetrics
+from extproc.poll.scrape_metrics import PollMetrics
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "operations.md"
+BEGIN, END = (
+    f"<!-- {what}: python -m tests.observe.test_reference -->" for what in ("made by", "end")
+)
+
+
+def registry() -> CollectorRegistry:
+    """Of a router that polls: both kinds of metrics."""
+    found = CollectorRegistry()
+    RouterMetrics(found)
+    PollMetrics(found)
+    return found
+
+
+def reference() -> Iterator[str]:
+    yield "| metric | kind | what it says |"
+    yield "|---|---|---|"
+    for collector in registry()._collector_to_names:
+        (family,) = collector.collect()
+        labels = getattr(collector, "_labels", None) or getattr(collector, "_labelnames", ())
+        shown = f"{{{','.join(labels)}}}" if labels else ""
+        total = "_total" if family.type == "counter" else ""
+        text = family.documentation.replace("|", "\\|")
+        yield f"| `{family.name}{total}{shown}` | {family.type} | {text} |"
+
+
+def series() -> dict[str, str]:
+    """The names that can be asked for, and what kind of figure each is."""
+    found = {}
+    for family in registry().collect():
+        match family.type:
+            case "counter":
+                found[f"{family.name}_total"] = "counter"
+            case "histogram":
+                found |= {f"{family.name}_{part}": "counter" for part in ("bucket", "sum", "count")}
+            case kind:
+                found[family.name] = kind
+    return found
+
+
+def parts(text: str) -> tuple[str, str, str]:
+    before, _, rest = text.partition(BEGIN + "\n")
+    table, _, after = rest.partition("\n" + END)
+    return before, table, after
+
+
+def test_the_reference_says_what_is_shown() -> None:
+    _, table, _ = parts(PAGE.read_text())
+    assert table == "\n".join(reference()), "run: python -m tests.observe.test_reference"
+
+
+def test_no_page_names_a_metric_that_there_is_not() -> None:
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in series()}
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CHANGELOG.md"]
+    named = {name for page in pages for name in re.findall(r"\bextproc_[a-z_]+", page.read_text())}
+    assert "extproc_state_age_seconds" in named
+    assert named - shown == set()
+
+
+if __name__ == "__main__":
+    _before, _, _after = parts(PAGE.read_text())
+    PAGE.write_text(_before + "\n".join((BEGIN, *reference(), END)) + _after)
