@@ -7,10 +7,11 @@ writes it anew.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 
 from extproc.observe.metrics import RouterMetrics
 from extproc.poll.scrape_metrics import PollMetrics
@@ -30,30 +31,47 @@ def registry() -> CollectorRegistry:
     return found
 
 
-def reference() -> Iterator[str]:
-    yield "| metric | kind | what it says |"
-    yield "|---|---|---|"
+def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """Each with its labels, in the order of the page."""
     for collector in registry()._collector_to_names:
         (family,) = collector.collect()
-        labels = getattr(collector, "_labels", None) or getattr(collector, "_labelnames", ())
-        shown = f"{{{','.join(labels)}}}" if labels else ""
-        total = "_total" if family.type == "counter" else ""
-        text = family.documentation.replace("|", "\\|")
-        yield f"| `{family.name}{total}{shown}` | {family.type} | {text} |"
+        own: Sequence[str] = getattr(collector, "_labels", ())
+        found: Sequence[str] = getattr(collector, "_labelnames", own)
+        yield family, tuple(found)
+
+
+def names(family: Metric) -> list[str]:
+    """Those that can be asked for."""
+    match family.type:
+        case "counter":
+            return [f"{family.name}_total"]
+        case "histogram":
+            return [f"{family.name}_{part}" for part in ("bucket", "sum", "count")]
+    return [family.name]
 
 
 def series() -> dict[str, str]:
-    """The names that can be asked for, and what kind of figure each is."""
-    found = {}
-    for family in registry().collect():
-        match family.type:
-            case "counter":
-                found[f"{family.name}_total"] = "counter"
-            case "histogram":
-                found |= {f"{family.name}_{part}": "counter" for part in ("bucket", "sum", "count")}
-            case kind:
-                found[family.name] = kind
-    return found
+    """What can be asked for, and whether that is a gauge or counts."""
+    return {
+        name: "gauge" if family.type == "gauge" else "counter"
+        for family, _ in families()
+        for name in names(family)
+    }
+
+
+def labels() -> dict[str, set[str]]:
+    """The labels of each that can be asked for."""
+    return {name: set(found) for family, found in families() for name in names(family)}
+
+
+def reference() -> Iterator[str]:
+    yield "| metric | kind | what it says |"
+    yield "|---|---|---|"
+    for family, found in families():
+        name = family.name if family.type == "histogram" else names(family)[0]
+        shown = f"{{{','.join(found)}}}" if found else ""
+        text = family.documentation.replace("|", "\\|")
+        yield f"| `{name}{shown}` | {family.type} | {text} |"
 
 
 def parts(text: str) -> tuple[str, str, str]:
