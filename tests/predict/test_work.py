@@ -8,7 +8,7 @@ import pytest
 
 from extproc.predict.hardware import HardwareProfile, hardware_profile
 from extproc.predict.work import work
-from extproc.request.objective import Objective
+from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Router
 from extproc.simulator.engine import Engine
@@ -25,11 +25,11 @@ def taken(name: str, profile: RequestProfile) -> float:
     return work(decision.profile, decision.prediction, decision.situation.view, 0)
 
 
-def asking(prompt: int, output: int, **changes: Objective) -> RequestProfile:
+def asking(prompt: int, output: int, objective: Objective = NO_OBJECTIVE) -> RequestProfile:
     """A request of known length."""
     if not output:
         return embedding(prompt)
-    return replace(chat(prompt, output), least_output=output, **changes)
+    return replace(chat(prompt, output), least_output=output, objective=objective)
 
 
 def rate(profile: HardwareProfile, prompt: int, output: int, at_once: int) -> tuple[float, float]:
