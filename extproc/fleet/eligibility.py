@@ -311,11 +311,7 @@ class Eligibility:
             ),
             ("other model", lambda one: "" if serves(one) else f"does not serve {model!r}", listed),
             ("stalled", lambda one: one.stalled, False),
-            (
-                "failing",
-                lambda one: "it failed several requests in a row" if out(one) else "",
-                False,
-            ),
+            ("failing", lambda one: _FAILING if out(one) else "", False),
             # last: those draining serve rather than one that is ejected
             ("draining", lambda one: "draining" if one.state.draining else "", False),
         )
