@@ -62,6 +62,6 @@ def test_what_clients_can_name_makes_no_more_than_some_series() -> None:
         for one in family.samples
         if one.name == "seconds_count"
     }
-    assert len(counted) == 51
+    assert len(counted) == 21
     assert counted["model 0", "chat"] == 2
-    assert counted["other", "other"] == 2 * 950
+    assert counted["other", "other"] == 2 * 980
