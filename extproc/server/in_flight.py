@@ -229,6 +229,7 @@ class InFlight:
         if actual > 0:
             metrics.prediction_error.observe(abs(predicted - actual) / actual)
         if as_chosen:
+            services.router.margins.completion.observe(predicted, actual)
             services.accuracy.add(Ended(services.clock(), replica, predicted, actual, hits, cached))
             if cached is not None:
                 metrics.hits_expected.add(replica, by=hits)
