@@ -11,7 +11,7 @@ _NAMES = "subjectAltName=DNS:router,DNS:localhost,IP:127.0.0.1"
 
 
 class Authority:
-    """Signs certificates; its own is ``ca.pem`` in its directory, signed by ``parent`` or itself."""
+    """Signs certificates; its own is ``ca.pem`` in its directory, signed by ``parent``, if any."""
 
     def __init__(self, directory: Path, parent: "Authority | None" = None) -> None:
         directory.mkdir()

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from pydantic_core import from_json, to_json
 
-from extproc.config import Config
+from extproc.config import Config, HoldSettings
 from extproc.dashboard.snapshot import snapshot
+from extproc.hold.queue import Queue
 from extproc.hold.waiting import Waiting
 from extproc.observe.accuracy import Ended
 from extproc.observe.decisions import DecisionLog
@@ -23,7 +24,7 @@ from tests.fakes import ManualClock, chat, fleet_of, replica
 
 def shown(services: Services) -> dict[str, Any]:
     """The only pool, as it arrives at the page."""
-    news = from_json(to_json(asyncio.run(snapshot([services]))))
+    news = from_json(to_json(asyncio.run(snapshot([services])), inf_nan_mode="null"))
     (pool,) = news["pools"]
     return {**pool, "warnings": [*news["warnings"], *pool["warnings"]], "news": news}
 
@@ -112,6 +113,15 @@ def test_where_requests_go_is_counted_over_the_last_minute(
     assert newest["why"].startswith("llama: ")
 
 
+def test_who_served_instead_is_named(services: Services) -> None:
+    chosen = decide(services)
+    other = 2 if chosen == replica(1) else 1
+    outcome = services.log.last(1)[0].outcome
+    outcome.served_by, outcome.status = replica(other), 200
+    (row,) = shown(services)["news"]["decisions"]["rows"]
+    assert row["why"].endswith(f" [served by r{other}]")
+
+
 def test_where_few_decisions_are_kept_the_rate_is_theirs(
     services: Services, clock: ManualClock
 ) -> None:
@@ -138,6 +148,18 @@ def test_what_waits_is_shown_by_priority_and_tenant(services: Services, clock: M
     ]
     assert [one["longest_s"] for one in held] == [0.0, 2.0]
     assert sum(held[1]["replicas"].values()) == 2
+
+
+def test_of_very_many_tenants_that_wait_some_are_shown_and_all_counted(
+    services: Services, clock: ManualClock
+) -> None:
+    fill(services, clock)
+    roomy = replace(services, queue=Queue(services.fleet, HoldSettings(), clock))
+    for number in range(60):
+        wait(roomy, f"tenant-{number}", priority=number)
+    pool = shown(roomy)
+    assert (len(pool["held"]), pool["waiting"]) == (50, 60)
+    assert pool["held"][0]["priority"] == 59
 
 
 def test_predictions_are_compared_with_what_came_of_them(

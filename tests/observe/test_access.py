@@ -54,8 +54,9 @@ async def test_without_the_token_only_health_and_what_is_public_is_shown(file: P
             assert await status(url) == 401
             for wrong in ("Bearer", "Bearer other", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}é"):
                 assert await status(url, Authorization=wrong) == 401
-            right = await status(url, Authorization=f"Bearer {TOKEN}")
-            assert right == (404 if path == "/none" else 200)
+            for scheme in ("Bearer", "bearer"):
+                right = await status(url, Authorization=f"{scheme} {TOKEN}")
+                assert right == (404 if path == "/none" else 200)
 
 
 async def test_a_token_that_changes_holds_from_then_on(file: Path, logged: Logged) -> None:
