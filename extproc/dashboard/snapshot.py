@@ -43,7 +43,6 @@ async def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
         shown.append(_pool(pool, sent))
         await asyncio.sleep(0)
     return {
-        "at": first.wall(),
         "router": {
             "host": platform.node(),
             "admin": serve.admin,
@@ -72,7 +71,7 @@ def _pool(pool: Pool, sent: Counter[tuple[str, str]]) -> dict[str, Any]:
         "replicas": _replicas(pool, view, sent),
         "waiting": len(pool.queue),
         "held": _held(pool.queue, view, pool.clock()),
-        **_accuracy(view, ended, pool.accuracy.added),
+        **_accuracy(ended, pool.accuracy.added),
     }
 
 
@@ -80,15 +79,15 @@ def _replicas(pool: Pool, view: FleetView, sent: Counter[tuple[str, str]]) -> di
     """Column by column, an entry a replica."""
     fleet, now = pool.fleet, pool.clock()
     against = {one.id: one.why for one in view.excluded}
-    states = [fleet.members.get(name) for name in view.ids]
+    states = [fleet.members.by_row[row] for row in view.rows]
     with np.errstate(divide="ignore"):
         prefill = 1.0 / view.c_prefill
     return {
         "replica": view.ids,
         "name": view.names,
-        "models": [", ".join(state.models) if state else "" for state in states],
+        "models": [", ".join(state.models) for state in states],
         "why_not": [against.get(name, "") for name in view.ids],
-        "healthy": [bool(state and state.healthy) for state in states],
+        "healthy": [state.healthy for state in states],
         "running": np.maximum(view.requests - view.waiting, 0.0).round(3).tolist(),
         "waiting": view.waiting.round(3).tolist(),
         "kv_usage": view.kv_usage.round(3).tolist(),
@@ -97,7 +96,7 @@ def _replicas(pool: Pool, view: FleetView, sent: Counter[tuple[str, str]]) -> di
         "backlog_s": backlog_s(view).round(3).tolist(),
         "prefill_per_s": prefill.round(3).tolist(),
         "decode_per_s": (view.tokens_per_step / view.decode_step / view.stretch).round(3).tolist(),
-        "measured": [bool(state and state.measured) for state in states],
+        "measured": [state.measured for state in states],
         "stretch": view.stretch.round(3).tolist(),
         "sent": [sent[pool.config.pool, name] for name in view.ids],
         "news_age_s": [round(now - fleet.eligibility.heard_at(name), 1) for name in view.ids],
@@ -135,10 +134,9 @@ def _held(queue: Queue, view: FleetView, now: float) -> list[dict[str, Any]]:
     return [groups[key] for key in sorted(groups)[:_GROUPS]]
 
 
-def _accuracy(view: FleetView, ended: Sequence[Ended], added: int) -> dict[str, Any]:
+def _accuracy(ended: Sequence[Ended], added: int) -> dict[str, Any]:
     """Predicted and actual seconds of the last requests, the newest first, and how far apart they
     are; ``added``: the number of the newest."""
-    names = dict(zip(view.ids, view.names, strict=True))
     pairs = ((one.actual_s, one.predicted_s) for one in ended)
     ratios = np.array([actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf])
     low, middle, high = np.percentile(ratios, (10, 50, 90)) if len(ratios) else (None,) * 3
@@ -148,7 +146,7 @@ def _accuracy(view: FleetView, ended: Sequence[Ended], added: int) -> dict[str, 
         "ended": len(ratios),
         "actual_to_predicted": {"p10": low, "p50": middle, "p90": high},
         "points": [
-            [round(one.predicted_s, 3), round(one.actual_s, 3), names.get(one.replica, one.replica)]
+            [round(one.predicted_s, 3), round(one.actual_s, 3)]
             for place, one in enumerate(ended)
             if (added - place) % one_in == 0
         ],

@@ -111,7 +111,7 @@ async def test_what_is_beyond_all_figures_is_null(
     async with client.get("/dashboard/events") as response:
         (told,) = await news(response, 1)
     (pool,) = told["pools"]
-    assert [predicted for predicted, *_ in pool["points"]] == [1.0, None]
+    assert [predicted for predicted, _ in pool["points"]] == [1.0, None]
     assert (pool["ended"], pool["actual_to_predicted"]["p90"]) == (1, 2.0)
 
 

@@ -170,8 +170,7 @@ def test_predictions_are_compared_with_what_came_of_them(
         services.accuracy.add(Ended(clock(), replica(1), 1.0, actual, 0.0, None))
     pool = shown(services)
     assert (pool["ended"], pool["actual_to_predicted"]["p50"]) == (3, 1.0)
-    assert sorted(actual for _, actual, _ in pool["points"]) == [0.5, 1.0, 2.0]
-    assert {name for _, _, name in pool["points"]} == {"r1"}
+    assert sorted(actual for _, actual in pool["points"]) == [0.5, 1.0, 2.0]
 
 
 def test_of_very_many_some_are_drawn_and_all_are_counted(

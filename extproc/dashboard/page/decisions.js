@@ -51,7 +51,7 @@ function comparisonOf({ facts, columns, rows, legend, left_out: leftOut }) {
   for (const [name, value] of Object.entries(facts)) list.append(element("dt", { textContent: name }), element("dd", { textContent: value }));
   const table = new Table(
     columns.map((one, at) => text(one.header, (row) => row[at], { className: one.left ? "left" : "", head: one.header === "replica" })),
-    "wide",
+    "",
   ).named("Candidates, the chosen one first", false);
   table.show(rows, (row) => rows.indexOf(row), (row, cells) => classed(row, cells[0] ? "chosen" : ""));
   const parts = [list, element("h3", { textContent: "Candidates" }), table.node];
