@@ -82,10 +82,10 @@ def _drifts(view: FleetView) -> Iterator[str]:
     """Replicas whose times are no longer as predicted, unlike those of the others."""
     if not len(view):
         return
-    usual = max(float(np.median(view.stretch)), 1.0) if len(view) > 2 else 1.0
+    low, high = (np.quantile(view.stretch, 0.5, method=which) for which in ("lower", "higher"))
     for word, drifting in (
-        ("longer", view.stretch > _DRIFT * usual),
-        ("shorter", view.stretch < 1.0 / _DRIFT),
+        ("longer", view.stretch > _DRIFT * max(low, 1.0)),
+        ("shorter", view.stretch < min(high, 1.0) / _DRIFT),
     ):
         if names := [view.names[place] for place in drifting.nonzero()[0].tolist()]:
             yield (

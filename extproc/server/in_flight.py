@@ -214,5 +214,7 @@ class InFlight:
         if actual > 0:
             services.metrics.prediction_error.observe(abs(predicted - actual) / actual)
         if replica == self._served_by:
+            if forecast.profile.sequences != 1 or forecast.hits_depth < 0:
+                cached = None  # nothing was foretold of what it would find
             now, hits = services.clock(), forecast.expected_hits
             services.accuracy.add(Ended(now, replica, predicted, actual, hits, cached))

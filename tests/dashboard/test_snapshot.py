@@ -18,8 +18,8 @@ from extproc.request.objective import Objective
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.router import Router
 from extproc.server.services import Services
-from tests.dashboard.conftest import poll
-from tests.fakes import ManualClock, chat, fleet_of, replica
+from tests.dashboard.conftest import H100, poll
+from tests.fakes import ManualClock, chat, fleet_of, replica, state
 
 
 def shown(services: Services) -> dict[str, Any]:
@@ -253,6 +253,31 @@ def test_a_fleet_that_is_busy_as_a_whole_does_not_drift(services: Services) -> N
         for _ in range(50):
             services.fleet.decoded(replica(number), 1.0, 1.7)
     assert warned(services) == []
+
+
+def test_of_two_replicas_one_drifts_beside_the_other(services: Services) -> None:
+    for number in (3, 4):
+        services.fleet.remove(replica(number))
+    for number, actual in ((1, 1.7), (2, 1.7)):
+        for _ in range(50):
+            services.fleet.decoded(replica(number), 1.0, actual)
+    assert warned(services) == []
+    for _ in range(300):
+        services.fleet.decoded(replica(2), 1.0, 5.0)
+    (warning,) = warned(services)
+    assert warning.startswith("r2 is drifting from the prediction: answers take much longer")
+
+
+def test_a_fleet_that_is_faster_as_a_whole_does_not_drift(services: Services) -> None:
+    for number in range(1, 5):
+        for _ in range(50):
+            services.fleet.decoded(replica(number), 1.0, 0.4)
+    assert warned(services) == []
+
+
+def test_old_news_are_as_old_as_they_are(services: Services, clock: ManualClock) -> None:
+    services.fleet.put(state(1, H100, clock, measured=True), age=9.0)
+    assert of(shown(services), "r1")["news_age_s"] == 9.0
 
 
 def test_a_cache_that_does_not_hit_is_warned_of(services: Services, clock: ManualClock) -> None:
