@@ -25,6 +25,8 @@ class Outcome:
     served_by: str | None = None
     """``ip:port`` that answered, after retries."""
     status: int | None = None
+    overloaded: bool = False
+    """Envoy answered itself, as a circuit breaker was full."""
     ttft_s: float | None = None
     """Seconds from the decision to the first token, where the response's chunks were read."""
     completion_s: float | None = None

@@ -255,6 +255,16 @@ def test_a_fleet_that_is_busy_as_a_whole_does_not_drift(services: Services) -> N
     assert warned(services) == []
 
 
+def test_a_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
+    decide(services)
+    services.log.last(1)[0].outcome.overloaded = True
+    (warning,) = warned(services)
+    assert warning.startswith("A circuit breaker of Envoy was full in the last minute")
+    clock.advance(61.0)
+    poll(services, clock)
+    assert warned(services) == []
+
+
 def test_of_two_replicas_one_drifts_beside_the_other(services: Services) -> None:
     for number in (3, 4):
         services.fleet.remove(replica(number))
