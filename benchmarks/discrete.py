@@ -151,7 +151,8 @@ class Simulation:
         objective = self._objective()
         if not (self.ignore_targets and objective.has_target):
             profile.objective = objective
-        arrival = Arrival(number, traced, self._sequence(number, traced), objective)
+        sequence = self._sequence(number, traced, objective.priority)
+        arrival = Arrival(number, traced, sequence, objective)
         decision = self._deciding.decide(number, profile, arrival.sequence.hashes)
         if not (self.hold and self._routers and decision):
             self._begin(arrival, decision)
@@ -205,10 +206,12 @@ class Simulation:
         self._tell(served, sent)
         self._send(served)
 
-    def _sequence(self, number: int, traced: TracedRequest) -> Sequence:
+    def _sequence(self, number: int, traced: TracedRequest, priority: int) -> Sequence:
         block = next(iter(self.machines.values())).engine.pool.block_size
         hashes = trace_hashes(traced.hash_ids, traced.prompt_tokens, ID_TOKENS, block)
-        return Sequence(number, traced.prompt_tokens, traced.output_tokens, hashes)
+        return Sequence(
+            number, traced.prompt_tokens, traced.output_tokens, hashes, priority=-priority
+        )
 
     def _send(self, served: Served) -> None:
         machine = self.machines[served.replica]
@@ -233,7 +236,8 @@ class Simulation:
         served.retried = True
         served.replica = second
         served.first_token = None
-        served.sequence = self._sequence(served.number, served.traced)
+        priority = served.profile.priority
+        served.sequence = self._sequence(served.number, served.traced, priority)
         self._send(served)
 
     def _fail(self, served: Served) -> None:

@@ -34,6 +34,8 @@ class ReplicaGroup(_Part):
     count: int = Field(default=1, ge=1)
     believed: str | None = None
     """The profile that the configuration says they have; by default the true one."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    """The order in which they admit requests."""
     draft_tokens: int = Field(default=0, ge=0)
     """They decode speculatively: tokens drafted for a sequence in each step."""
     acceptance: float = Field(default=ACCEPTANCE, ge=0, le=1)

@@ -184,6 +184,7 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "decode_step": c0 + c_batch * running + c_kv * kv_used,
         "tokens_per_step": _floats(one.tokens_per_step if one else 1 for one in speculations),
         "stretch": stretch,
+        "by_priority": np.zeros(len(machines)),
     }
     return FleetView(np.arange(len(machines)), names, names, columns.items())
 
@@ -200,6 +201,7 @@ def _sequences(exact: Items[_Exact]) -> Sequences:
         weight=np.ones(sum(counts)),
         context=np.concatenate([one.context for one in exact]),
         remaining=np.concatenate([one.remaining for one in exact]),
+        priority=np.zeros(sum(counts)),
     )
 
 

@@ -54,6 +54,8 @@ class Watch:
             name=machine.name,
             profile=machine.profile.name,
             models=(MODEL,),
+            takes_priority=True,
+            by_priority=machine.by_priority,
             max_model_len=min(_MAX_MODEL_LEN, machine.engine.capacity),
             kv_tokens=machine.engine.capacity,
         )

@@ -345,7 +345,8 @@ class ObjectiveSettings(Section):
     """A kind of requests, by what they aim for; times in seconds since they came."""
 
     priority: int = Field(default=0, ge=-1000, le=1000)
-    """Of requests that wait, those of a higher one go first."""
+    """Of requests that wait, those of a higher one go first, at the router and in replicas that run
+    ``--scheduling-policy priority``."""
     ttft_s: float | None = Field(default=None, gt=0)
     """Until the first token."""
     tpot_s: float | None = Field(default=None, gt=0)
@@ -425,6 +426,11 @@ class HoldSettings(Section):
             return NO_OBJECTIVE
         keys = (("", name), ("tenant", tenant), *(("model", model) for model in models))
         return next((found[key] for key in keys if key in found), NO_OBJECTIVE)
+
+    @cached_property
+    def has_priorities(self) -> bool:
+        """Whether any request may have another than 0."""
+        return any(objective.priority for objective in self.objectives.values())
 
 
 _TIMEOUTS = 3

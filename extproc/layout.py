@@ -7,6 +7,7 @@ from dataclasses import dataclass
 WIDTH = 120
 """Columns of the terminal."""
 _GAP = "  "
+_BAR = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,14 @@ def count(value: float | None) -> str:
 def share(value: float | None) -> str:
     """A fraction in per cent; ``-`` where there is none."""
     return "-" if value is None else f"{value:.0%}"
+
+
+def bar(value: float | None) -> str:
+    """A fraction as a bar and in per cent; ``-`` where there is none."""
+    if value is None:
+        return "-"
+    full = round(value * _BAR)
+    return f"{'█' * full}{'░' * (_BAR - full)} {value:6.1%}"
 
 
 def _fit(cell: str, most: int) -> str:

@@ -39,6 +39,10 @@ class ReplicaState(BaseModel):
     """Adapters with a request that runs or waits."""
     max_model_len: int | None = None
     """Context length in tokens."""
+    takes_priority: bool = False
+    """Whether its version takes any body with ``priority``; others refuse some, or may."""
+    by_priority: bool = False
+    """Whether it was seen to take a higher priority first."""
     healthy: bool = True
     """False: the last scrape found it dead, hung or failing."""
     problem: str = ""

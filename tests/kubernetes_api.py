@@ -1,8 +1,8 @@
 """The EndpointSlices of an API server of Kubernetes, listed and watched as the real one has them.
 
 As in kube-apiserver: every change has a version; a watch tells all changes after the one it is
-asked from, or that this is too old (410: as an event after status 200, or as the status) or yet to
-come; an object that a selector no longer selects is DELETED; items of a list have no kind.
+asked from, and nothing while that is yet to come; an object that a selector no longer selects is
+DELETED; items of a list have no kind.
 """
 
 import asyncio
@@ -91,12 +91,10 @@ class ApiServer:
         self.asked: list[dict[str, str]] = []
         """The queries that were answered, each with its path."""
         self.version = 90
-        self.gone_as_status = False
         self.handler: Handler = self._answer
         """A test may put another in its place."""
         self._slices: dict[str, _Slice] = {}
         self._changes: list[_Change] = []
-        self._oldest = self.version
         self.watches: set[asyncio.Queue[Any]] = set()
         """For each that is open what it is to be told: changes, lines, its end."""
         self._runner: web.AppRunner | None = None
@@ -126,23 +124,15 @@ class ApiServer:
         self.version += 1
         self._happened(self._slices.pop(name), None)
 
-    def elsewhere(self) -> None:
-        """Something changes that nobody here watches."""
-        self.version += 1
-
-    def forget(self) -> None:
-        """Of what was it knows no more: it was compacted, or a server started anew."""
-        self._oldest = self.version
+    def go_back(self, version: int) -> None:
+        """To a backup of that version; what came after it never was."""
+        self.version = version
         self._changes.clear()
 
     def send(self, kind: str, **told: Any) -> None:
         """An event of no change to all that watch."""
         for watch in self.watches:
             watch.put_nowait(_line(kind, {**KIND, **told}))
-
-    def bookmark(self) -> None:
-        blank = {"addressType": "", "endpoints": None, "ports": None}
-        self.send("BOOKMARK", metadata={"resourceVersion": str(self.version)}, **blank)
 
     def end_watches(self, last: bytes = b"") -> None:
         """As at their timeout; or as one between ends them, perhaps within a line."""
@@ -220,22 +210,11 @@ class ApiServer:
         )
 
     async def _watch(self, request: web.Request, selector: str) -> web.StreamResponse:
-        since = int(request.query["resourceVersion"])
-        if since > self.version:
-            text = f"Too large resource version: {since}, current: {self.version}"
-            return _failure(504, "Timeout", text)
-        too_old = f"too old resource version: {since} ({self._oldest})"
-        if since < self._oldest and self.gone_as_status:
-            return _failure(410, "Expired", too_old)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
-        if since < self._oldest:
-            await response.write(_line("ERROR", _status(410, "Expired", too_old)))
-            return response
         watch: asyncio.Queue[Any] = asyncio.Queue()
         for change in self._changes:
-            if change[0] > since:
-                watch.put_nowait(change)
+            watch.put_nowait(change)
         self.watches.add(watch)
         try:
             async with asyncio.timeout(float(request.query["timeoutSeconds"])):
@@ -247,17 +226,21 @@ class ApiServer:
         return response
 
     async def _tell(
-        self, watch: "asyncio.Queue[Any]", request: web.Request, response: web.StreamResponse
+        self,
+        watch: "asyncio.Queue[Any]",
+        request: web.Request,
+        response: web.StreamResponse,
     ) -> None:
-        bookmarks = request.query.get("allowWatchBookmarks") == "true"
+        since, selector = (request.query[key] for key in ("resourceVersion", "labelSelector"))
         while (told := await watch.get()) != _END:
             if told == _HANG_UP:
                 assert request.transport is not None
                 request.transport.abort()
                 return
-            line = told if isinstance(told, bytes) else _event(told, request.query["labelSelector"])
-            if line and (bookmarks or b'"BOOKMARK"' not in line):
-                await response.write(line)
+            if isinstance(told, bytes):
+                await response.write(told)
+            elif told[0] > int(since):
+                await response.write(_event(told, selector))
 
     def _happened(self, before: _Slice | None, after: _Slice | None) -> None:
         change = (self.version, before, after)

@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,21 @@ import aiohttp
 
 from benchmarks import arguments, fleet
 from benchmarks.about import about
-from benchmarks.compare import envoy, terminal
+from benchmarks.compare import envoy, pickers, terminal
+from benchmarks.compare.aibrix import AIBrix
 from benchmarks.compare.contenders import Contender
+from benchmarks.compare.faults import FAULTS, Fault
 from benchmarks.compare.fleets import Fleet
+from benchmarks.compare.llm_d import LlmD
 from benchmarks.compare.peers import PRODUCTS, Peer, Product
+from benchmarks.compare.pickers import Picker
 from benchmarks.compare.play import play
 from benchmarks.compare.router import Router
 from benchmarks.report import figures
 from extproc.demo.processes import ProcessError
 from extproc.route.policies import POLICIES
 
+_PICKERS = {one.name: one for one in (LlmD(), AIBrix())}
 _HERE = Path(__file__).parents[1]
 _SPEED = 4.0
 _FROM_S = 120.0
@@ -48,6 +53,9 @@ _INTERRUPTED = 130
 @dataclass(slots=True)
 class _Turns:
     """Those that were made, and those that could not be: nothing finished is lost."""
+
+    without_part: list[str] = field(default_factory=list)
+    """Contenders that lack what the fault falls on."""
 
     runs: list[dict[str, Any]] = field(default_factory=list)
     not_run: list[dict[str, Any]] = field(default_factory=list)
@@ -65,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     origin = about("benchmarks.compare", sys.argv[1:] if argv is None else argv)
     try:
         file = fleet.read(args.fleet)
-        contenders = _contenders(args, file)
+        contenders, turns.without_part = _with_part(args.fault, _contenders(args, file))
         if args.json:
             args.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.check_outputs(args)
@@ -116,8 +124,13 @@ def _rotated(contenders: Sequence[Contender], repeat: int) -> list[Contender]:
     return [*contenders[first:], *contenders[:first]]
 
 
-def contender(name: str) -> Contender:
+def contender(name: str, programs: Path | None = None, fair: bool = False) -> Contender:
     """The contender of that name, ``kind:policy``; a kind alone stands for its usual policy.
+
+    Args:
+        name: of it.
+        programs: a folder to look for endpoint pickers in, before ``PATH``.
+        fair: whether those that can are behind this project's Envoy file.
 
     Raises:
         ValueError: there is none, or it is not installed; the message says what there is.
@@ -127,13 +140,38 @@ def contender(name: str) -> Contender:
         return Router(_among(kind, policy or "completion", tuple(POLICIES)))
     if kind == "envoy":
         return envoy.EnvoyAlone(_among(kind, policy or "least_request", envoy.POLICIES))
+    if kind in _PICKERS:
+        picker = _PICKERS[kind]
+        program = pickers.found(picker, programs)
+        if program is None:
+            raise ValueError(
+                f"{kind} needs the program {picker.program}: see docs/compare-build.md"
+            )
+        policy = _among(kind, policy or picker.policies[0], picker.policies)
+        return Picker(picker, policy, program, fair and picker.standard)
     if kind not in PRODUCTS:
-        kinds = ", ".join(("router", "envoy", *PRODUCTS))
+        kinds = ", ".join(("router", "envoy", *PRODUCTS, *_PICKERS))
         raise ValueError(f"there is no contender {kind!r}; there are: {kinds}")
     product = PRODUCTS[kind]
     if not product.installed:
         raise ValueError(f"{kind} is not installed: run make peers ({product.command} is missing)")
     return Peer(product, _among(kind, policy or product.best, product.policies))
+
+
+def _with_part(
+    fault: Fault | None, every: Sequence[Contender]
+) -> tuple[list[Contender], list[str]]:
+    """Those that have what the fault falls on, and the names of the others.
+
+    Raises:
+        ValueError: none has it.
+    """
+    if fault is None or fault.part == "replica":
+        return [*every], []
+    having = [one for one in every if fault.part in one.parts]
+    if not having:
+        raise ValueError(f"{fault.name}: no contender here has a {fault.part} of its own")
+    return having, [one.name for one in every if one not in having]
 
 
 def _among(kind: str, policy: str, known: Sequence[str]) -> str:
@@ -155,7 +193,11 @@ def _contenders(args: argparse.Namespace, file: fleet.FleetFile) -> list[Contend
         *(["envoy:least_request_weighted"] if unequal else []),
         *(f"{one.name}:{one.best}" for one in _installed() if not args.quick),
     ]
-    return [contender(name) for name in names]
+    return [_named(args, name) for name in names]
+
+
+def _named(args: argparse.Namespace, name: str) -> Contender:
+    return contender(name, args.programs, args.envoy == "fair")
 
 
 def _installed() -> list[Product]:
@@ -179,8 +221,10 @@ def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> 
             "stream_share": args.stream_share,
             "seed": args.seed,
             "repeats": args.repeats,
+            "fault": asdict(args.fault) if args.fault else None,
+            "without_part": turns.without_part,
             "ours": [name for name in ran if name.startswith("router:")],
-            "contenders": {name: contender(name).about for name in ran},
+            "contenders": {name: _named(args, name).about for name in ran},
         },
         "not_run": turns.not_run,
         "runs": turns.runs,
@@ -198,23 +242,36 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(speed=_SPEED, skip=None, duration=None)
     turns = "turns of each contender, each with the next part of the trace [2]"
     add("--repeats", type=arguments.count, metavar="N", help=turns)
-    add("--contenders", type=_names, metavar="a,b,c", help="kind:policy, see benchmarks/README.md")
+    add(
+        "--contenders",
+        type=lambda text: text.split(","),
+        metavar="a,b,c",
+        help="kind:policy, see benchmarks/README.md",
+    )
+    programs = "where epp (llm-d) and gateway-plugins (AIBrix) are [PATH]"
+    add("--programs", type=Path, metavar="DIR", help=programs)
+    behind = "fair: llm-d behind this project's envoy/endpoint_picker.yaml [its makers' file]"
+    add("--envoy", choices=("own", "fair"), default="own", help=behind)
     add("--stream-share", type=arguments.share, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
+    fault = f"what happens in each turn: {', '.join(FAULTS)}"
+    add("--fault", choices=FAULTS, metavar="PART-WAY", help=fault)
+    add("--at", type=arguments.time, metavar="S", help="when it does [half of --duration]")
     add("--quick", action="store_true", help="two minutes: without peers, once, for 6 s")
     arguments.add_outputs(parser)
     args = parser.parse_args(argv)
     args.skip = _FROM_S / args.speed if args.skip is None else args.skip
     args.duration = args.duration or (_QUICK_DURATION_S if args.quick else _DURATION_S)
     args.repeats = args.repeats or (1 if args.quick else _REPEATS)
-    return args
-
-
-def _names(text: str) -> list[str]:
+    if args.at is not None and not (args.fault and args.at < args.duration):
+        parser.error("--at is when the --fault happens: some time before --duration has passed")
     try:
-        return list(dict.fromkeys(contender(part).name for part in text.split(",")))
+        args.contenders = list(dict.fromkeys(_named(args, n).name for n in args.contenders or ()))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        parser.error(f"--contenders: {error}")
+    at_s = args.duration / 2 if args.at is None else args.at
+    args.fault = Fault(args.fault, at_s) if args.fault else None
+    return args
 
 
 if __name__ == "__main__":

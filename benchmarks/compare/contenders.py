@@ -2,11 +2,12 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.compare.fleets import Fleet, Servers
+from extproc.demo.processes import Process
 
 Requests = Sequence[Mapping[str, Any]]
 """As the load client recorded them."""
@@ -27,6 +28,8 @@ class Front:
     """Why this was not the contender at work, after the requests; empty where it was."""
     decisions: Callable[[], Awaitable[list[dict[str, Any]]]] = no_decisions
     """What it said of each request before it was sent, as this router's ``/decisions`` has it."""
+    parts: Mapping[str, Process] = field(default_factory=dict)
+    """Those a fault may fall on, by the names in ``Contender.parts``."""
 
 
 class Contender(Protocol):
@@ -36,6 +39,8 @@ class Contender(Protocol):
     """``kind:policy``, for example ``envoy:round_robin``."""
     about: str
     """What it is, in a line."""
+    parts: tuple[str, ...]
+    """Which of ``picker``, ``poller`` and ``redis`` it has, each a process of its own."""
 
     def running(
         self, fleet: Fleet, servers: Servers, directory: Path, seed: int

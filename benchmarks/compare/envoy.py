@@ -34,6 +34,8 @@ _READY_S = 30.0
 class EnvoyAlone:
     """The project's Envoy file without its router."""
 
+    parts: tuple[str, ...] = ()
+
     def __init__(self, policy: str) -> None:
         self.name = f"envoy:{policy}"
         name, weighted, _ = policy.partition("_weighted")

@@ -17,6 +17,8 @@ _READY_S = 30.0
 
 Servers = Mapping[str, str]
 """Name → ``ip:port``."""
+Processes = Mapping[str, Process]
+"""The same by name."""
 
 
 class Fleet:
@@ -45,7 +47,7 @@ class Fleet:
         }
 
     @asynccontextmanager
-    async def fresh(self, directory: Path) -> AsyncIterator[Servers]:
+    async def fresh(self, directory: Path) -> AsyncIterator[tuple[Servers, Processes]]:
         """The replicas, started anew; logs go to ``directory``.
 
         Raises:
@@ -64,8 +66,8 @@ class Fleet:
             )
             for name, port in ports.items()
         }
-        async with together(starting):
-            yield servers
+        async with together(starting) as processes:
+            yield servers, processes
 
 
 async def lateness(servers: Servers) -> dict[str, Any]:

@@ -99,6 +99,9 @@ PRODUCTS = {
 class Peer:
     """A policy of one of them."""
 
+    parts: tuple[str, ...] = ()
+    """One process does it all."""
+
     def __init__(self, product: Product, policy: str) -> None:
         self.name = f"{product.name}:{policy}"
         self.about = f"{product.name} {product.version}, policy {policy}"

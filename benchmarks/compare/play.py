@@ -8,13 +8,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compare import faults
 from benchmarks.compare.contenders import Contender
+from benchmarks.compare.faults import Blow
 from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.validity import between, hits, validity, watching
 from benchmarks.imbalance import Stay, imbalance
+from benchmarks.load.__main__ import SENDING
 from extproc.clock import wall
 from extproc.demo.processes import Process, ProcessError
 
+_BEGINS_S = 60.0
+"""Until the load client sends its first request: it reads the trace, and asks the server."""
 _SOME_FAILED = 1
 """Exit status of the load client."""
 _TIMEOUT_S = 120.0
@@ -31,7 +36,7 @@ def part(args: argparse.Namespace, repeat: int) -> list[str]:
         "duration": args.duration,
         "stream-share": args.stream_share,
         "seed": args.seed + repeat,
-        "timeout": _TIMEOUT_S,
+        "timeout": faults.TIMEOUT_S if args.fault else _TIMEOUT_S,
     }
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
@@ -46,21 +51,27 @@ async def play(
     """
     directory.mkdir(parents=True)  # noqa: ASYNC240
     async with (
-        fleet.fresh(directory) as servers,
+        fleet.fresh(directory) as (servers, replicas),
         contender.running(fleet, servers, directory, args.seed + repeat) as front,
     ):
-        async with watching(servers, wall) as looks:
-            result = await _load(front.url, fleet, part(args, repeat), directory)
-        complaints = [*work(result["requests"]), *await front.complaints(result["requests"])]
+        blow = Blow(args.fault, front, servers, replicas) if args.fault else None
+        async with watching(blow.others if blow else servers, wall) as looks:
+            result = await _load(front.url, fleet, part(args, repeat), directory, blow)
+        sent = result["requests"]
+        complaints = blow.complaints if blow else await front.complaints(sent)
         decided = {one["request_id"]: one for one in await front.decisions()}
     names = {address: name for name, address in servers.items()}
-    requests = [_seen(one, decided.get(one["request_id"], {}), names) for one in result["requests"]]
+    start_s = datetime.fromisoformat(result["run"]["started"]).timestamp()
+    fault = None
+    if blow:
+        fault, sent = blow.marked(sent, start_s)
+    complaints = [*work([one for one in sent if not faults.excused(one, fault)]), *complaints]
+    requests = [_seen(one, decided.get(one["request_id"], {}), names) for one in sent]
     answered = [one for one in requests if one["error"] is None]
     summary = result["summary"]
     summary["hits"] = hits(looks)
     summary["imbalance"] = imbalance(map(_stay, answered), fleet.speeds)
     summary["replicas"] = {names.get(k, k): v for k, v in summary["replicas"].items()}
-    start_s = datetime.fromisoformat(result["run"]["started"]).timestamp()
     arriving = between(looks, start_s, start_s + max(one["at_s"] for one in requests))
     machine = validity(arriving, summary["late_s"]["p99"])
     summary["warnings"] += [*complaints, *(f"the machine: {one}" for one in machine["doubts"])]
@@ -68,6 +79,7 @@ async def play(
         "run": result["run"] | {"name": contender.name, "repeat": repeat},
         "validity": machine,
         "complaints": complaints,
+        "fault": fault,
         "summary": summary,
         "requests": requests,
         "late": arriving[-1].late,
@@ -75,15 +87,24 @@ async def play(
 
 
 async def _load(
-    url: str, fleet: Fleet, arguments: Sequence[str], directory: Path
+    url: str, fleet: Fleet, arguments: Sequence[str], directory: Path, blow: Blow | None
 ) -> dict[str, Any]:
     answer = directory / "load.json"
     log = directory / "load.log"
     argv = [sys.executable, "-m", "benchmarks.load", "--url", url, "--model", fleet.model]
     argv += ["--context", str(fleet.context), *arguments, "--json", str(answer)]
+
+    async def sending() -> bool:
+        return SENDING in process.last_lines()
+
     async with await Process.start("load", argv, log=log) as process:
+        if blow:
+            await process.wait_ready(sending, _BEGINS_S)
+            await blow.fall()
         if await process.wait() not in (0, _SOME_FAILED):
             raise ProcessError(f"the load client did not begin:\n{process.last_lines()}")
+    if blow:
+        await blow.end()
     found: dict[str, Any] = json.loads(answer.read_text())
     return found
 

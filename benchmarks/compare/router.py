@@ -14,10 +14,14 @@ from benchmarks.pages import decisions
 from benchmarks.polling import poll_interval
 
 _DECISIONS_KEPT = 25_000
+_PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}
+"""As the stack calls them."""
 
 
 class Router:
     """A policy of this router."""
+
+    parts = tuple(_PARTS)
 
     def __init__(self, policy: str) -> None:
         self.name = f"router:{policy}"
@@ -39,7 +43,8 @@ class Router:
         }
         async with _Behind(directory, servers, fleet.profiles, settings) as stack:
             told = partial(decisions, stack.router_admin)
-            yield Front(stack.url, partial(self._complaints, stack), told)
+            parts = {part: stack.process(name) for part, name in _PARTS.items()}
+            yield Front(stack.url, partial(self._complaints, stack), told, parts)
 
     async def _complaints(self, stack: Attached, requests: Requests) -> list[str]:
         found = await replica_trouble(stack.envoy_admin, len(stack.replicas))

@@ -3,10 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from benchmarks.report import faults
 from benchmarks.report.figures import HEADLINES, Contender, Spread, contenders, spread
 from benchmarks.report.results import Results, read
 from benchmarks.report.words import comparison
-from extproc.layout import Column, table
+from extproc.layout import Column, paragraph, table
 
 _NAME = 30
 
@@ -46,6 +47,19 @@ def result(of: Mapping[str, Any]) -> str:
 
 
 def _lines(results: Results, every: list[Contender]) -> Iterator[str]:
+    yield from _harm(results, every) if results.fault else _figures(results, every)
+    yield ""
+    yield f"{len(results.runs)} turns of {len(every)} contenders: {_health(results)}"
+
+
+def _harm(results: Results, every: list[Contender]) -> Iterator[str]:
+    yield from paragraph(faults.what(results), 0)
+    yield ""
+    heads = [Column("", left=True), *map(Column, faults.HEAD)]
+    yield from table(heads, list(faults.rows(results, every)))
+
+
+def _figures(results: Results, every: list[Contender]) -> Iterator[str]:
     turns = max(len(one.runs) for one in every)
     yield f"Seconds; median of {turns} turns (least…most)" if turns > 1 else "Seconds"
     yield from table(
@@ -60,8 +74,6 @@ def _lines(results: Results, every: list[Contender]) -> Iterator[str]:
         yield "!: some turns are in doubt"
     yield ""
     yield from comparison(results, every)
-    yield ""
-    yield f"{len(results.runs)} turns of {len(every)} contenders: {_health(results)}"
 
 
 def _health(results: Results) -> str:
@@ -69,7 +81,8 @@ def _health(results: Results) -> str:
     doubtful = sum(bool(run.doubts) for run in results.runs)
     if wrong or doubtful:
         return f"{wrong} did not go as they should, in {doubtful} the machine did not keep up"
-    return "each did its own policy, no request failed, and the machine kept up"
+    failed = "" if results.fault else "no request failed, "
+    return f"each did its own policy, {failed}and the machine kept up"
 
 
 def _spread(one: Spread | None) -> str:

@@ -32,6 +32,8 @@ from benchmarks.progress import progress
 from extproc.clock import monotonic
 from extproc.demo.traffic import POLICY_HEADER, Client
 
+SENDING = "sending"
+"""Printed when the first request is sent."""
 _EVERY_S = 1.0
 
 
@@ -69,6 +71,7 @@ async def _run(
         raise ValueError(f"no request fits into the context of {target.context} tokens")
     gc.freeze()
     async with Client(args.url, args.timeout) as client:
+        print(SENDING, flush=True)
         started, began = datetime.now(UTC), monotonic()
         sending = client.run(one.request(target, salt, run, headers) for one in planned)
         effort = await _watch(client, asyncio.ensure_future(sending), len(planned))

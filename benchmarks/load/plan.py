@@ -10,7 +10,7 @@ from benchmarks.load.prompts import prompt
 from benchmarks.load.target import PATHS, Endpoint, Target, body
 from benchmarks.trace import TracedRequest
 from extproc.demo.traffic import Request
-from extproc.simulator.server import OUTPUT_TOKENS_STATE
+from extproc.simulator.server import OUTPUT_TOKENS_STATE, REQUEST_STATE
 
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
 """As in the Gateway API Inference Extension; the router's ``hold.objective_header`` may name it."""
@@ -47,14 +47,16 @@ class Planned:
     def request(self, target: Target, salt: str, run: str, headers: Mapping[str, str]) -> Request:
         """As the client sends it.
 
-        What a simulated replica shall generate is told where peers of the router let it pass;
-        nothing else reads it.
+        What a simulated replica shall generate, and what the request is called, is told where
+        peers of the router let it pass; nothing else reads it.
         """
-        told = {**headers, "tracestate": f"{OUTPUT_TOKENS_STATE}={self.traced.output_tokens}"}
+        name, tokens = f"{run}-{self.number:05}", self.traced.output_tokens
+        state = f"{OUTPUT_TOKENS_STATE}={tokens},{REQUEST_STATE}={name}"
+        told = {**headers, "tracestate": state}
         if self.objective:
             told[OBJECTIVE_HEADER] = self.objective
         path, body = PATHS[self.endpoint], json.dumps(self.body(target, salt)).encode()
-        return Request(self.at_s, f"{run}-{self.number:05}", path, body, self.streamed, told)
+        return Request(self.at_s, name, path, body, self.streamed, told)
 
     def body(self, target: Target, salt: str) -> dict[str, Any]:
         """The JSON body."""

@@ -9,6 +9,7 @@ from string import Template
 from tempfile import TemporaryFile
 from typing import Any
 
+from benchmarks.report import faults
 from benchmarks.report.figures import (
     METRICS,
     Contender,
@@ -124,7 +125,7 @@ def html(results: Results | Overhead, pictures: Mapping[str, bytes]) -> str:
         many = f"{len(every)} ways of choosing a replica, side by side"
         title = f"How long requests take: {many if len(every) > 1 else every[0].name}"
         intro, said = f"{_SAME[results.kind]} {_TERMS}", outcome(results, every)
-        table = _figures(results, every)
+        table = _harm(results, every) if results.fault else _figures(results, every)
     return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
         title=escape(title),
         intro=escape(intro),
@@ -143,6 +144,12 @@ def _figures(results: Results, every: Sequence[Contender]) -> str:
     )
     head = ["", "Requests", "of them streamed", "Failed", *(one.name for one in metrics)]
     return _table(head, rows, " ".join(_notes(results, every)))
+
+
+def _harm(results: Results, every: Sequence[Contender]) -> str:
+    rows = (map(_cell, row) for row in faults.rows(results, every))
+    note = "Counts are of all turns, until and slowest the most of any, other times medians."
+    return _table(["", *faults.HEAD], rows, note)
 
 
 def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:

@@ -27,6 +27,8 @@ class Request(BaseModel):
     predicted_completion_s: PositiveFloat | None = None
     counted: bool = True
     """False: it was load on its replica, but no figure is of it."""
+    struck: bool = False
+    """It was in flight on the part that a fault fell on, when that fell."""
 
     @property
     def answered(self) -> bool:
@@ -48,6 +50,14 @@ class Request(BaseModel):
         return None if lasted is None else self.sent_s + lasted
 
 
+class Fault(BaseModel):
+    """What happened to a part in the middle of a run."""
+
+    name: str
+    at_s: float
+    """From the start."""
+
+
 class Run(BaseModel):
     """One contender, one repeat."""
 
@@ -56,6 +66,7 @@ class Run(BaseModel):
     reference: bool = Field(False, validation_alias=AliasPath("run", "reference"))
     """It cannot be had in production (an oracle), so nobody is measured against it."""
     requests: list[Request]
+    fault: Fault | None = None
     warnings: list[str] = Field([], validation_alias=AliasPath("summary", "warnings"))
     complaints: list[str] = []
     """What did not go as it should; failed requests, too."""
@@ -92,6 +103,10 @@ class Results(BaseModel):
     ours: list[str] = []
     """This project's contenders, the one that matters first; empty: the first against all."""
     events: list[Event] = []
+    fault: Fault | None = Field(None, validation_alias=AliasPath("about", "fault"))
+    """What was meant to happen in every run."""
+    without_part: list[str] = Field([], validation_alias=AliasPath("about", "without_part"))
+    """Contenders that have nothing for it to happen to, and so no run."""
 
 
 def _of(*path: str) -> Any:

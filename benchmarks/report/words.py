@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.report import faults
 from benchmarks.report.figures import HEADLINES, Beside, Contender, beside_best, rivals, spread
 from benchmarks.report.results import Overhead, Results
 
@@ -13,7 +14,7 @@ _TOLD = (
 
 def outcome(results: Results, contenders: Sequence[Contender]) -> list[str]:
     """Where the contender that matters wins and where it loses; what failed."""
-    said = list(comparison(results, contenders))
+    said = [faults.what(results)] if results.fault else list(comparison(results, contenders))
     if results.about.get("known_lengths"):
         said.append(_TOLD)
     failed = [f"{one.name} {one.failed:,} of {one.counted:,}" for one in contenders if one.failed]

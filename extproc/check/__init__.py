@@ -1,1 +1,1 @@
-"""``extproc check``: what is missing or dangerous in a configuration or an Envoy file."""
+"""``extproc check``: what is missing or dangerous in a configuration, in Envoy, or in what runs."""

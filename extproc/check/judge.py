@@ -6,7 +6,7 @@ from extproc.check.envoy_file import EnvoyFile, is_of_envoy_gateway
 from extproc.check.rules import RULES
 from extproc.check.serving import rules_for
 from extproc.config import Config
-from extproc.envoy.finding import Finding, Level
+from extproc.envoy.finding import Finding, Level, worst_first
 
 _NO_ENVOY = (
     "this is no Envoy file: nothing in it is a part of Envoy's configuration. Give a bootstrap, "
@@ -47,5 +47,4 @@ def check_envoy(tree: object, config: Config = _DEFAULT) -> list[Finding]:
         # The rules judge a file that Envoy would take.
         rules = [*RULES, *rules_for(config)]
         found += [finding for rule in rules for finding in rule.apply(file)]
-    order = list(Level)
-    return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level))
+    return worst_first(found)

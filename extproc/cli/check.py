@@ -1,11 +1,13 @@
 """``extproc check``: reads, judges, prints."""
 
 import argparse
+import asyncio
 import sys
 from itertools import starmap
 from pathlib import Path
 
 from extproc.check.judge import check_envoy
+from extproc.check.live import check_live
 from extproc.cli.configuration import add_flags, configured
 from extproc.cli.errors import CommandError, UsageError
 from extproc.config import (
@@ -17,7 +19,8 @@ from extproc.config import (
     ServeSettings,
     XdsSettings,
 )
-from extproc.envoy.finding import Level
+from extproc.envoy.finding import Finding, Level
+from extproc.layout import printable
 from extproc.observe.token import read_token
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.store.connection import address, connect
@@ -26,16 +29,25 @@ from extproc.yaml_file import read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--envoy``, and the configuration's flags, which the help does not list."""
+    """Adds its own options, and the configuration's flags, which the help does not list."""
     parser.add_argument(
         "--envoy", type=Path, metavar="FILE", help="Envoy bootstrap, fragment or patch (YAML, JSON)"
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="ask Redis and the replicas, too, as they are now"
+    )
+    parser.add_argument(
+        "--envoy-admin",
+        metavar="URL",
+        help="as --live, and ask the Envoy with this admin address what it runs with",
     )
     add_flags(parser)
     parser.epilog = "Every key is taken as a flag, too: --route.policy lmetric"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is understood and found; 1 if there is an error in the Envoy file.
+    """Prints what is understood and found; 1 if there is an error in the Envoy file, or in what
+    runs.
 
     Raises:
         UsageError: the configuration cannot be used, or a file not be read.
@@ -59,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
         print(_understood(config))
     for doubt in doubts:
         print(f"{Level.WARNING:<8} {doubt}", file=sys.stderr)
-    return 0 if args.envoy is None else _check(args.envoy, config)
+    findings = [] if args.envoy is None else _of_file(args.envoy, config)
+    if args.live or args.envoy_admin is not None:
+        findings += _printed(asyncio.run(check_live(config, args.envoy_admin)))
+    return int(any(finding.level is Level.ERROR for finding in findings))
 
 
 def _doubts(section: str, files: CertificateFiles, peers: str) -> list[str]:
@@ -72,7 +87,7 @@ def _doubts(section: str, files: CertificateFiles, peers: str) -> list[str]:
     return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []
 
 
-def _check(path: Path, config: Config) -> int:
+def _of_file(path: Path, config: Config) -> list[Finding]:
     try:
         tree = read_yaml(path)
     except OSError as error:
@@ -81,9 +96,13 @@ def _check(path: Path, config: Config) -> int:
         raise CommandError(f"{path}: {error}") from None
     findings = check_envoy(tree, config)
     print(path)
+    return _printed(findings)
+
+
+def _printed(findings: list[Finding]) -> list[Finding]:
     for finding in findings:
-        print(finding)
-    return int(any(finding.level is Level.ERROR for finding in findings))
+        print(printable(str(finding)))
+    return findings
 
 
 def _understood(config: Config) -> str:

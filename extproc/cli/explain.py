@@ -8,9 +8,10 @@ from extproc.cli.arguments import whole
 from extproc.cli.configuration import add_file, configured
 from extproc.cli.errors import CommandError
 from extproc.config import Config
-from extproc.explain.ask import AskError, ask
+from extproc.explain.ask import ask
 from extproc.explain.records import read_records
 from extproc.explain.show import comparison, decisions
+from extproc.observe.client import AskError
 
 _LAST = 20
 

@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}", type=kind, dest=field, default=value, metavar="N", help=what + shown
         )
     parser.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        default=default.scheduling_policy,
+        help=f"the order of requests, as vLLM's (default: {default.scheduling_policy})",
+    )
+    parser.add_argument(
         "--lora-modules",
         dest="adapters",
         nargs="+",

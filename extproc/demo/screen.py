@@ -8,9 +8,8 @@ from rich.text import Text
 
 from extproc.demo.journal import Entry, Journal
 from extproc.demo.stack import SimulatedReplica, Stack
-from extproc.layout import Column, paragraph, table
+from extproc.layout import Column, bar, paragraph, table
 
-_KV_BAR = 10
 _LEAST_LINES, _MOST_LINES = 6, 40
 _WHY_INDENT = 3
 _REPLICAS = (
@@ -74,7 +73,7 @@ class Screen:
         if now is None:
             return [replica.name, replica.profile, "-", "-", "-", served, "-"]
         numbers = map(str, (now.running, now.waiting, now.in_flight))
-        kv = _bar(now.kv_usage) if now.healthy else "no answer"
+        kv = bar(now.kv_usage) if now.healthy else "no answer"
         return [replica.name, replica.profile, *numbers, served, kv]
 
     def _requests(self, lines: int, width: int) -> list[str]:
@@ -90,11 +89,6 @@ class Screen:
             whys.append(why)
         header, *figures = table(_REQUESTS, rows[::-1])
         return [header, *chain.from_iterable(zip(figures, map("\n".join, whys[::-1]), strict=True))]
-
-
-def _bar(share: float) -> str:
-    full = round(share * _KV_BAR)
-    return f"{'█' * full}{'░' * (_KV_BAR - full)} {share:6.1%}"
 
 
 def _figures(entry: Entry, stack: Stack) -> list[str]:

@@ -7,15 +7,9 @@ from typing import Any
 import aiohttp
 
 from extproc.config import AdminSettings
-from extproc.observe.token import authorization, read_token
-from extproc.tls.certificates import trusting
+from extproc.observe.client import AskError, answer, no_router, open_session, url_of
 
 _OPEN = AdminSettings()
-_PATIENCE = aiohttp.ClientTimeout(total=10.0)
-
-
-class AskError(Exception):
-    """No router answered, or not as a router does; a line for each says what to do."""
 
 
 async def ask(
@@ -36,16 +30,8 @@ async def ask(
         ValueError: a file of ``access`` cannot be used.
         AskError: none of them answered, or none keeps a decision of that request.
     """
-    scheme = "http" if access.tls_cert is None else "https"
-    urls = [(one if "://" in one else f"{scheme}://{one}").rstrip("/") for one in routers]
-    headers = {}
-    if access.token_file is not None:
-        headers["Authorization"] = authorization(read_token(access.token_file))
-    trusted = True if access.tls_cert is None else trusting(access.tls_cert)
-    connector = aiohttp.TCPConnector(ssl=trusted)
-    async with aiohttp.ClientSession(
-        timeout=_PATIENCE, headers=headers, connector=connector
-    ) as session:
+    urls = [url_of(one, access) for one in routers]
+    async with open_session(access) as session:
         asking = (
             _last(session, url, most) if request_id is None else _about(session, url, request_id)
             for url in urls
@@ -87,27 +73,11 @@ async def _last(session: aiohttp.ClientSession, url: str, most: int) -> list[Any
 
 
 async def _get(session: aiohttp.ClientSession, url: str, **query: str) -> list[Any]:
-    try:
-        async with session.get(f"{url}/decisions", params=query) as response:
-            if response.status == 401:
-                raise AskError(f"the router at {url} asks for another token (admin.token_file)")
-            if response.status != 200:
-                raise _no_router(url, f"status {response.status}")
-            answer = await response.json()
-    except aiohttp.ContentTypeError:
-        raise _no_router(url, "something else than JSON") from None
-    except (aiohttp.ClientError, TimeoutError, ValueError):
-        raise AskError(
-            f"no router answers at {url}: is it running, and is that its serve.admin? "
-            "Name another with --router"
-        ) from None
-    if not isinstance(answer, list) or not all(map(_is_record, answer)):
-        raise _no_router(url, "something else than decisions")
-    return answer
-
-
-def _no_router(url: str, seen: str) -> AskError:
-    return AskError(f"{url} is not the admin address (serve.admin) of a router: it answers {seen}")
+    async with answer(session, url, "/decisions", "application/json", query) as response:
+        found = await response.json()
+    if not isinstance(found, list) or not all(map(_is_record, found)):
+        raise no_router(url, "something else than decisions")
+    return found
 
 
 def _is_record(item: object) -> bool:

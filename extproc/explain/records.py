@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from extproc.explain.ask import AskError
+from extproc.observe.client import AskError
 
 Figure = float | None
 """None: not known, or beyond all figures."""

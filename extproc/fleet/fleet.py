@@ -26,7 +26,7 @@ from extproc.fleet.sent import SentPrompts
 from extproc.fleet.tables import SEEN, Replicas, Requests
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
-from extproc.predict.inputs import Columns, FleetView, Sequences
+from extproc.predict.inputs import Columns, FleetView, Sequences, most
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
@@ -343,9 +343,21 @@ class Fleet:
 
     # -- what policies see ------------------------------------------------------------------
 
-    def view(self, model: str, among: frozenset[str] | None = None, told: bool = True) -> FleetView:
-        """The replicas that may serve ``model``, as of now; of those ``among`` a few, if given.
-        ``told``: whether Envoy tells of the response."""
+    def view(
+        self,
+        model: str,
+        among: frozenset[str] | None = None,
+        told: bool = True,
+        priority: int = 0,
+    ) -> FleetView:
+        """The replicas that may serve a request, as of now.
+
+        Args:
+            model: what it is for.
+            among: the only ones that may be chosen; None: all.
+            told: whether Envoy tells of the response.
+            priority: the request's; what lets it go before does not count as queued.
+        """
         self._look()
         candidates = self.eligibility.candidates(model, among, told)
         if self.eligibility.any_new:
@@ -355,9 +367,19 @@ class Fleet:
                 requests += table.peers_requests
             candidates = self.eligibility.without_full(candidates, requests)
         view = self._view(candidates, self._adapters_on(candidates.ids, model))
+        if len(view) and most(view.by_priority) > 0.0:
+            self._put_behind(view, priority)
         if self.eligibility.any_new:
             self.eligibility.favour_idle(view)
         return view
+
+    def _put_behind(self, view: FleetView, priority: int) -> None:
+        """What lets a request of that priority go before it is not queued, to it."""
+        tokens, requests = self._ledger.behind(priority)
+        view.behind = tokens[view.rows]
+        view.backlog -= view.behind
+        view.taken -= view.behind
+        view.waiting = np.maximum(view.waiting - requests[view.rows], 0.0)
 
     def overview(self) -> FleetView:
         """All members, as of now; ``excluded`` are those that something speaks against, whatever
@@ -443,6 +465,7 @@ class Fleet:
             others[0] = foreign = foreign[theirs]
             others[1] = np.maximum(self._replicas.kv_beyond[rows[theirs]], 0.0) / foreign
             others[2] = self.lengths.expected(0, _UNBOUNDED)
+            others[3] = inf
             on = np.concatenate([on, theirs])
             figures = np.concatenate([figures, others], axis=1)
         return Sequences(on, *figures)

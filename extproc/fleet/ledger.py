@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+import numpy as np
 
 from extproc.fleet.progress import Progress
 from extproc.fleet.tables import Replicas, Requests, count
+from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
@@ -54,12 +57,13 @@ class Ledger:
         begin, cut = lengths.place(kind, bound)
         each = profile.prompt_tokens / max(profile.sequences, 1)
         new = profile.prompt_tokens - cached
-        prompt_end, turn = self._enqueue(replica, new, profile.parts)
+        prompt_end, turn = self._enqueue(replica, new, profile.parts, profile.priority)
         self._tickets += 1
         row = self._row[self._tickets] = self._requests.append(
             weight=profile.sequences,
             context=each,
             remaining=max(lengths.expected(kind, bound), least),
+            priority=profile.priority,
             sent_at=now,
             prompt=new,
             each=each,
@@ -76,6 +80,15 @@ class Ledger:
         )
         count(self._replicas, self._requests, row, 1)
         return Ticket(self._tickets)
+
+    def behind(self, priority: float) -> tuple[Floats, Floats]:
+        """Prompt tokens, and requests, that wait on each replica and let one of that priority go
+        before them."""
+        requests, count = self._requests, len(self._replicas)
+        rows = self._behind(priority)
+        on = requests.replica[rows]
+        tokens = cast(Floats, np.bincount(on, requests.prompt[rows], count))
+        return tokens, cast(Floats, np.bincount(on, np.ones(len(on)), count))
 
     def replica(self, ticket: Ticket) -> int:
         """The replica that a request is on.
@@ -114,7 +127,7 @@ class Ledger:
         whole = requests.each.item(row) * max(requests.weight.item(row), 1.0)
         requests.prompt[row] = max(whole - cached, min(whole, 1.0))
         requests.prompt_end[row], requests.turn[row] = self._enqueue(
-            replica, requests.prompt[row], requests.parts[row]
+            replica, requests.prompt[row], requests.parts[row], requests.priority.item(row)
         )
         count(self._replicas, requests, row, 1)
         self._progress.changed()
@@ -141,9 +154,12 @@ class Ledger:
             self._row[requests.ticket.item(row)] = row
         return replica
 
-    def _enqueue(self, replica: int, tokens: float, parts: float) -> tuple[float, float]:
-        """Where the prompt ends, and the turn, of a request that comes last."""
-        replicas = self._replicas
+    def _enqueue(
+        self, replica: int, tokens: float, parts: float, priority: float
+    ) -> tuple[float, float]:
+        """Where the prompt ends, and the turn, of a request that comes last, or before those that
+        let it go first."""
+        replicas, requests = self._replicas, self._requests
         turn = replicas.sent.item(replica) + parts
         replicas.sent[replica] = turn
         prompt_end = replicas.enqueued.item(replica) + tokens
@@ -152,7 +168,23 @@ class Ledger:
             prompt_end - replicas.prefilled.item(replica) + replicas.peers_backlog.item(replica)
         )
         replicas.chunk[replica] = max(min(backlog, replicas.token_budget.item(replica)), 1.0)
+        if replicas.by_priority.item(replica):
+            behind = self._behind(priority)
+            behind = behind[requests.replica[behind] == replica]
+            prompt_end -= requests.prompt[behind].sum().item()
+            turn -= requests.parts[behind].sum().item()
+            requests.prompt_end[behind] += tokens
+            requests.turn[behind] += parts
         return prompt_end, turn
+
+    def _behind(self, priority: float) -> Indices:
+        """Requests of a lower one of which nothing is prefilled, where priorities count."""
+        requests, replicas = self._requests, self._replicas
+        lower = (requests.steps_before == inf) & (requests.priority < priority)
+        rows: Indices = lower.nonzero()[0]
+        on = requests.replica[rows]
+        begun = requests.prompt_end[rows] - requests.prompt[rows] < replicas.prefilled[on]
+        return rows[(replicas.by_priority[on] > 0.0) & ~begun]
 
     def _dequeue(self, row: int) -> None:
         """Takes what is not prefilled of its prompt from the replica's backlog."""

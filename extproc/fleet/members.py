@@ -103,3 +103,8 @@ class Members:
     def all_serve(self, name: str) -> bool:
         """Whether every member says that it serves a model by that name."""
         return all(name in state.models for state in self)
+
+    @property
+    def all_take_priority(self) -> bool:
+        """Whether every member takes ``priority`` in a body, so that a retry anywhere is taken."""
+        return all(state.takes_priority for state in self)

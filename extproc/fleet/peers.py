@@ -189,6 +189,8 @@ class Peers:
         moved = self._sequences.copy()
         moved[1] += made
         moved[2] = np.maximum(moved[2] - made, np.minimum(moved[2], 1.0))
+        unknown = np.full((len(figures) - len(moved), moved.shape[1]), inf)
+        moved = np.vstack([moved, unknown])
         return np.concatenate([on, self._on]), np.hstack([figures, moved])
 
     @property

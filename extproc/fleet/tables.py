@@ -138,6 +138,7 @@ class Requests(Table):
     weight: Floats  # sequences
     context: Floats  # KV tokens of each, once its prompt is prefilled
     remaining: Floats  # tokens a sequence is expected to generate still
+    priority: Floats  # the higher goes first
     # What policies see are those above.
     generated: Floats  # tokens a sequence has so far
     sent_at: Floats

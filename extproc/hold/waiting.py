@@ -72,7 +72,11 @@ class Waiting:
         self.passed_over = with_room - {decision.replica}
         """Candidates that had room, and were worse than one that had none."""
         self.replica = decision.replica
-        self.tokens = _tokens(decision) - prediction.cached.item(first) + reserve
+        cached = prediction.cached.item(first)
+        self.tokens = _tokens(decision) - cached + reserve
+        if prediction.yielded is not None:
+            prompt = decision.profile.prompt_tokens - cached
+            self.tokens = max(self.tokens - prediction.yielded.item(first), prompt)
         """KV tokens that have to be free there."""
         self.decided_at = now
 

@@ -96,6 +96,10 @@ class Discovery:
             if id_ not in removed
         )
 
+    def unlisted(self) -> list[str]:
+        """The Services that Kubernetes has not told of yet."""
+        return [str(wanted) for wanted, watch in self._services.items() if not watch.listed]
+
     def stop(self) -> None:
         """Nobody asks any more."""
         self._follow(set())

@@ -15,7 +15,7 @@ from extproc.address import join_address
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True, alias_generator=to_camel)
+    model_config = ConfigDict(frozen=True, alias_generator=to_camel)
 
 
 class Metadata(_Part):
@@ -49,7 +49,7 @@ class _Port(_Part):
 class EndpointSlice(_Part):
     """One of the slices of a Service, in discovery.k8s.io/v1."""
 
-    metadata: Metadata
+    metadata: Metadata = Metadata()
     address_type: str = ""
     endpoints: tuple[_Endpoint, ...] | None = None
     ports: tuple[_Port, ...] | None = None

@@ -1,6 +1,6 @@
 """Whether a poller polls, and whether anybody hears of it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from extproc.clock import Clock
 from extproc.store.connection import Outage
@@ -22,26 +22,31 @@ class Health:
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock
         self._starting = set(pools)
-        self._pools: dict[str, tuple[Leases, Outage]] = {}
+        self._pools: dict[str, tuple[Leases, Outage, Callable[[], Iterable[str]]]] = {}
 
-    def watch(self, pool: str, leases: Leases, outage: Outage) -> None:
-        """A pool is about to be polled."""
+    def watch(
+        self, pool: str, leases: Leases, outage: Outage, unlisted: Callable[[], Iterable[str]]
+    ) -> None:
+        """A pool is about to be polled; the last of these names the Services that Kubernetes has
+        not told of yet."""
         self._starting.discard(pool)
-        self._pools[pool] = leases, outage
+        self._pools[pool] = leases, outage, unlisted
 
     def live(self) -> str:
         """Why it has to be started again: it hangs. Empty where it polls, with Redis or without."""
         now = self._clock()
         return "; ".join(
             f"pool {pool}: no round of its replicas for {now - leases.tended_at:.0f} s"
-            for pool, (leases, _) in self._pools.items()
+            for pool, (leases, *_) in self._pools.items()
             if leases.tended_at is not None and now - leases.tended_at > _STUCK_S
         )
 
     def ready(self) -> str:
         """Why nobody hears of what it sees; empty where routers do."""
         pools = self._pools.items()
-        starting = self._starting | {pool for pool, (one, _) in pools if one.tended_at is None}
-        lost = [f"pool {pool}: redis is lost" for pool, (_, outage) in pools if outage.lost]
-        reasons = [*(f"pool {pool}: no round of its replicas yet" for pool in starting), *lost]
+        starting = self._starting | {pool for pool, (one, *_) in pools if one.tended_at is None}
+        reasons = [f"pool {pool}: no round of its replicas yet" for pool in starting]
+        for pool, (_, outage, unlisted) in pools:
+            reasons += [f"pool {pool}: redis is lost"] if outage.lost else []
+            reasons += [f"pool {pool}: {one} was never listed: see the log" for one in unlisted()]
         return "; ".join(reasons) or self.live()

@@ -17,18 +17,11 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 MAX_BYTES = 8 * 2**20
 """Longest line that is read: one object, of which etcd takes 1.5 MiB."""
 
+_CONNECT_S = 5.0
+
 
 class ApiError(Exception):
-    """The API server did not tell; the text says why, and what to do.
-
-    Args:
-        text: that.
-        status: what it answered instead; None: it was not reached, or hung up.
-    """
-
-    def __init__(self, text: str, status: int | None = None) -> None:
-        super().__init__(text)
-        self.status = status
+    """The API server did not tell; the text says why, and what to do."""
 
 
 class _Status(BaseModel):
@@ -62,18 +55,18 @@ async def ask(
         f"https://{_address()}",
         connector=aiohttp.TCPConnector(ssl=_authority()),
         headers={"Authorization": f"Bearer {token}"},
-        timeout=aiohttp.ClientTimeout(total=seconds),
+        timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_S),
         read_bufsize=MAX_BYTES,
     ) as session:
         try:
             async with session.get(path, params=query, allow_redirects=False) as response:
                 if (status := response.status) != 200:
-                    raise ApiError(_refusal(status, path, await response.read()), status)
+                    raise ApiError(_refusal(status, path, await response.read()))
                 yield response
-        except TimeoutError:
-            raise ApiError(f"no answer within {seconds:g} s") from None
         except aiohttp.ClientError as error:
             raise ApiError(str(error)) from None
+        except TimeoutError:
+            raise ApiError(f"no answer within {seconds:g} s") from None
 
 
 def _address() -> str:

@@ -69,10 +69,11 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     name = f"{socket.gethostname()}:{os.getpid()}:{random.getrandbits(32):08x}"
     async with connect(config.redis.url, config.pool) as redis:
         into = IntoRedis(redis, config, name, random)
-        health.watch(config.pool, into.leases, into.outage)
+        poller = Poller(config, into, metrics, random)
+        health.watch(config.pool, into.leases, into.outage, poller.unlisted)
         await into.look()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(Poller(config, into, metrics, random).run())
+            tasks.create_task(poller.run())
             tasks.create_task(into.run())
 
 

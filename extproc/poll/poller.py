@@ -47,6 +47,7 @@ class Poller:
         self, config: Config, into: Destination, metrics: PollMetrics, random: Random
     ) -> None:
         self._settings = config.poll
+        self._finds_precedence = config.hold.has_priorities
         self._into = into
         self._metrics = metrics
         self._random = random
@@ -57,6 +58,8 @@ class Poller:
             membership=into.membership,
             random=random,
         )
+        self.unlisted = self._discovery.unlisted
+        """The Services that Kubernetes has not told of yet."""
         self._typical = Typical()
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, _Polled] = {}
@@ -105,6 +108,7 @@ class Poller:
             monotonic=monotonic,
             wall=wall,
             random=self._random,
+            finds_precedence=self._finds_precedence,
         )
         return _Polled(target, replica, tasks.create_task(replica.run()))
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
 from math import inf
 from random import Random
 from typing import Any
@@ -17,6 +17,7 @@ from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.model_list import Models
+from extproc.poll.precedence import goes_by_priority
 from extproc.poll.scrape import ScrapeError, UnreachableError, read_models, scrape
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.calibration import Calibration
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 HEALTH_EVERY_S = 2.0
 """Seconds between two looks at a healthy replica's ``/health``."""
 _LONGEST_PROBLEM = 200
+_TRIES = 3
+"""To find out whether a process goes by priority: it may not show on a machine short of CPU."""
 
 
 class PolledReplica:
@@ -46,6 +49,7 @@ class PolledReplica:
         known: ReplicaState | None = None,
         kv_stream: KvStream | None = None,
         *,
+        finds_precedence: bool = False,
         monotonic: Clock,
         wall: Clock,
         random: Random,
@@ -72,8 +76,10 @@ class PolledReplica:
         self._typical = typical
         self._start = hardware_profile(target.profile).step
         self._calibration = Calibration(self._start, _learned(known, target.profile))
+        self._finds_precedence = finds_precedence
+        self._tries = _TRIES
         self._models = Models(
-            partial(read_models, session, target.id),
+            self._tell,
             self._models_changed,
             self._target.who,
             _listed(known),
@@ -199,6 +205,29 @@ class PolledReplica:
         self._state = state
         self._publish_state(state)
 
+    async def _tell(self) -> dict[str, Any]:
+        """What it serves; and once that is known, whether it goes by priority, which nobody but its
+        next process changes."""
+        fields, before = await read_models(self._session, self._target.id), self._models.fields
+        fields["by_priority"] = found = before.get("by_priority", False)
+        if not before:  # another process
+            self._tries = _TRIES
+        doubtful = self._finds_precedence and fields["takes_priority"] and not found
+        known = before.get("models")
+        if doubtful and known and self._tries and self._is_free:
+            self._tries -= 1
+            with suppress(ScrapeError):  # it wants a key, or generates nothing
+                fields["by_priority"] = await goes_by_priority(
+                    self._session, self._target.id, known[0]
+                )
+        return fields
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether nothing waits there, and it has one queue only."""
+        figures = self._figures
+        return figures is not None and not figures.waiting and figures.engines == 1
+
     def _models_changed(self) -> None:
         if self._state is not None:
             self._publish(self._state.model_copy(update=self._models.fields))
@@ -235,6 +264,6 @@ def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
 
 
 def _listed(known: ReplicaState | None) -> dict[str, Any]:
-    """What the replica told of its models before, where it did."""
-    names = ("models", "listed", "adapters", "max_model_len")
+    """What the replica told before, where it did."""
+    names = ("models", "listed", "adapters", "max_model_len", "takes_priority", "by_priority")
     return {name: getattr(known, name) for name in names} if known and known.listed else {}

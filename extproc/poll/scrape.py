@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +20,9 @@ MAX_BYTES = 4 * 2**20
 _LONGEST_REASON = 200
 _LONGEST_CONTEXT = 2**40
 """Tokens; nothing true is longer."""
+_NUMBER = re.compile(r"(\d{1,9})\.(\d{1,9})")
+_TAKES_PRIORITY = 0, 11
+"""Version of vLLM."""
 
 
 class ScrapeError(Exception):
@@ -36,6 +42,21 @@ class _Model(BaseModel):
     parent: str | None = None
     """The model that an adapter belongs to; None for the model itself."""
     max_model_len: int | None = Field(default=None, gt=0, le=_LONGEST_CONTEXT)
+
+
+class _Version(BaseModel):
+    """What ``/version`` answers."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    version: str
+
+    @property
+    def takes_priority(self) -> bool:
+        """Whether a body may have ``priority``: vLLM answered 400 before 0.11 unless it ran
+        ``--scheduling-policy priority``, and no longer cares since."""
+        number = _NUMBER.match(self.version)
+        return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY
 
 
 class _ModelList(BaseModel):
@@ -98,24 +119,51 @@ async def scrape(
 
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
-    """Ask the replica at ``ip:port`` which models it serves; returns fields of its state.
+    """Ask the replica at ``ip:port`` which models it serves, and whether it takes priorities;
+    returns fields of its state.
 
     Raises:
-        ScrapeError: it does not say.
+        ScrapeError: it does not say which models.
     """
     body = await _get(session, replica, "/v1/models")
     try:
-        return _ModelList.model_validate_json(body).fields()
+        fields = _ModelList.model_validate_json(body).fields()
     except ValidationError:
         raise ScrapeError("/v1/models is not a list of models") from None
+    return fields | {"takes_priority": await _takes_priority(session, replica)}
+
+
+async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
+    """Not where it does not tell its version: another server than vLLM's, or a proxy before it."""
+    try:
+        body = await _get(session, replica, "/version")
+        return _Version.model_validate_json(body).takes_priority
+    except (ScrapeError, ValidationError):
+        return False
 
 
 async def _get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes:
+    async with answer(session, replica, path) as response:
+        return await _read(response, path)
+
+
+@asynccontextmanager
+async def answer(
+    session: aiohttp.ClientSession, replica: str, path: str, body: Mapping[str, Any] | None = None
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """What the replica at ``ip:port`` answers to a GET or, with a body, to a POST.
+
+    Raises:
+        ScrapeError: that is no 200, or breaks off.
+    """
+    method = "GET" if body is None else "POST"
     try:
-        async with session.get(_url(replica, path), allow_redirects=False) as response:
+        async with session.request(
+            method, _url(replica, path), json=body, allow_redirects=False
+        ) as response:
             if response.status != 200:
                 raise ScrapeError(f"{path} answered {response.status}")
-            return await _read(response, path)
+            yield response
     except TimeoutError:
         raise ScrapeError(f"{path} did not answer in full in {session.timeout.total:g} s") from None
     except aiohttp.ClientConnectorError as error:

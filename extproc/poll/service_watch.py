@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from random import Random
 
 import aiohttp
@@ -25,11 +24,10 @@ that is silent for a minute, and a server that vanished is found out."""
 _LATE_S = 5.0
 _FIRST_WAIT_S = 0.5
 _LONGEST_WAIT_S = 10.0
-_GONE = 410
 
 
 class _Told(EndpointSlice):
-    """What an event is about: a slice, of which a bookmark has the version alone, or an error."""
+    """What an event is about: a slice, or an error."""
 
     message: str = ""
     code: int | None = None
@@ -43,10 +41,11 @@ class _Event(BaseModel):
 
 
 class ServiceWatch:
-    """Lists the EndpointSlices of a Service, then watches them; what fails keeps the last answer.
+    """Lists the EndpointSlices of a Service, watches them for a while, and begins again; what fails
+    keeps the last answer.
 
-    A watch goes on from the version that was heard last. When the server answers with an error, as
-    with 410 where it no longer has that version, all slices are listed anew.
+    No watch goes on where another one ended: a server that came back with older data takes one from
+    a version that is yet to come, and says nothing (kubernetes/kubernetes issue 107457).
 
     Args:
         wanted: the Service.
@@ -62,24 +61,18 @@ class ServiceWatch:
         timeout_s: float,
         random: Random,
     ) -> None:
+        self.pods: dict[str, Pod] = {}
+        """By ``ip:port``, as was told last."""
+        self.listed = False
+        """Whether it was told at all."""
         self._wanted = wanted
         self._changed = changed
         self._timeout_s = timeout_s
         self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, random)
         self._slices: dict[str, EndpointSlice] = {}
-        self._version = ""
-        """Of these; empty: they have to be listed."""
-        self._pods: dict[str, Pod] = {}
         self._problem = self._doubt = ""
         self._tried = asyncio.Event()
         self._task = asyncio.create_task(self._follow())
-
-    @property
-    def pods(self) -> dict[str, Pod]:
-        """By ``ip:port``. While nobody tells which are ready, each may be."""
-        if not self._problem:
-            return self._pods
-        return {address: replace(pod, ready=True) for address, pod in self._pods.items()}
 
     async def look_up(self) -> None:
         """Waits until they were listed for the first time, or could not be."""
@@ -94,44 +87,35 @@ class ServiceWatch:
     async def _follow(self) -> None:
         while True:
             try:
-                if not self._version:
-                    await self._list()
-                await self._watch()
+                await self._watch(await self._list())
             except ApiError as error:
-                if error.status is not None:
-                    self._version = ""
-                if error.status != _GONE:
-                    self._note_problem(str(error))
+                self._note_problem(str(error))
             except Exception as error:  # it is this Service's alone: the others go on
-                self._version = ""
                 self._note_problem(f"{type(error).__name__}: {error}", error)
             self._tried.set()
             await asyncio.sleep(self._backoff.next())
 
-    async def _list(self) -> None:
+    async def _list(self) -> str:
+        """Returns the version to watch from."""
         async with in_cluster.ask(self._path, self._query, _LIST_S) as response:
-            listed = EndpointSliceList.model_validate_json(await response.read())
-        self._slices = {one.metadata.name: one for one in listed.items or ()}
-        self._version = listed.metadata.resource_version
+            told = EndpointSliceList.model_validate_json(await response.read())
+        self._slices = {one.metadata.name: one for one in told.items or ()}
+        self.listed = True
         self._look()
         self._tried.set()
+        return told.metadata.resource_version
 
-    async def _watch(self) -> None:
+    async def _watch(self, version: str) -> None:
         """Returns when the watch has ended, or was cut off."""
-        query = {
-            "watch": "true",
-            "resourceVersion": self._version,
-            "allowWatchBookmarks": "true",
-            "timeoutSeconds": str(_WATCH_S),
-        }
+        query = {"watch": "true", "resourceVersion": version, "timeoutSeconds": str(_WATCH_S)}
         whole = _WATCH_S + _LATE_S
         async with in_cluster.ask(self._path, self._query | query, whole) as response:
             self._note_problem("")
+            self._backoff.reset()
             with suppress(aiohttp.ClientError, TimeoutError):
                 async for line in response.content:
                     if line.endswith(b"\n"):  # else it was cut off
                         self._hear(_Event.model_validate_json(line))
-                self._backoff.reset()
 
     def _hear(self, event: _Event) -> None:
         told = event.object
@@ -141,15 +125,13 @@ class ServiceWatch:
             case "DELETED":
                 self._slices.pop(told.metadata.name, None)
             case "ERROR":
-                raise ApiError(f"the watch failed ({told.code}): {told.message}", told.code or 500)
-        self._version = told.metadata.resource_version
-        self._backoff.reset()
+                raise ApiError(f"the watch failed ({told.code}): {told.message}")
         self._look()
 
     def _look(self) -> None:
         pods = pods_of(self._slices.values(), self._wanted.port)
-        if pods != self._pods:
-            self._pods = pods
+        if pods != self.pods:
+            self.pods = pods
             self._changed()
         self._note_doubt()
 
@@ -167,8 +149,6 @@ class ServiceWatch:
     def _note_problem(self, problem: str, error: Exception | None = None) -> None:
         """One line when it begins, or becomes another, and one when it ends."""
         before, self._problem = self._problem, problem
-        if bool(before) != bool(problem):
-            self._changed()
         extra = {"service": str(self._wanted)}
         if problem and problem != before:
             text = "Kubernetes does not tell of a Service, keeping its last pods"
@@ -180,8 +160,8 @@ class ServiceWatch:
         doubt = ""
         if not self._slices:
             doubt = "it has no EndpointSlices: is there such a Service in that namespace?"
-        elif not self._pods and any(one.endpoints for one in self._slices.values()):
-            doubt = "none of its pods has a port of that name"
+        elif not self.pods and any(one.endpoints for one in self._slices.values()):
+            doubt = f"none of its endpoints has an IP address and the port {self._wanted.port}"
         if doubt and doubt != self._doubt:
             extra = {"service": str(self._wanted), "doubt": doubt}
             log.warning("a Service has no replicas", extra=extra)

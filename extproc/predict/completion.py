@@ -31,9 +31,9 @@ class Prediction:
     cost_to_others: Floats
     """Time the requests in flight lose, summed over them."""
     kv_pressure: Floats
-    """Fraction of the KV cache in use after admission, 0…1."""
+    """Fraction of the KV cache in use after admission, 0…1, but for what is preempted before it."""
     growth: Floats
-    """Tokens that the sequences in flight generate meanwhile."""
+    """Tokens that those sequences in flight generate meanwhile."""
     cached: Floats
     """Tokens of the prompt that the replica has in its prefix cache."""
     avoidable: Floats
@@ -45,6 +45,8 @@ class Prediction:
     """Time to first token in the completion, at the soonest, 0…1."""
     adapter: Floats
     """Wait for a place of its LoRA adapter in the batch, and for the adapter to be loaded."""
+    yielded: Floats | None
+    """KV tokens in use that are preempted before it; None where no candidate goes by priority."""
 
     @property
     def cost_weight(self) -> Floats:
@@ -80,6 +82,10 @@ def predict(
     (:class:`~extproc.predict.correction.Corrections`), and d the tokens that a sequence gets from a
     step.
 
+    Where a replica goes by priority, W and the queue that the admission waits for have none of a
+    lower priority, and the KV pressure is that beside sequences of the same and of higher ones: the
+    others are preempted first. They give no room for the admission itself.
+
     Two sequences about to finish cost next to nothing; one long one costs for the whole way.
 
     Args:
@@ -105,7 +111,11 @@ def predict(
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill
     completion = ttft + decode
-    kv_pressure = np.minimum((view.taken + (new + own * out)) / view.kv_capacity, 1.0)
+    taken, yielded = view.taken, None
+    if most(view.by_priority) > 0.0:
+        yielded, theirs = _yielded(profile.priority, view, sequences, out)
+        taken, growth = np.maximum(taken + view.behind - yielded, 0.0), growth - theirs
+    kv_pressure = np.minimum((taken + (new + own * out)) / view.kv_capacity, 1.0)
     return Prediction(
         out,
         step_rest,
@@ -121,6 +131,7 @@ def predict(
         avoidable,
         least(ttft) / least(completion),
         np.zeros(len(view)),
+        yielded,
     )
 
 
@@ -155,6 +166,18 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
 def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:
     seconds: Floats = tokens * view.c_prefill + steps * view.decode_step
     return seconds
+
+
+def _yielded(
+    priority: int, view: FleetView, sequences: Sequences, out: float
+) -> tuple[Floats, Floats]:
+    """KV tokens of the sequences that are preempted before this one, and what they generate."""
+    on, count = sequences.replica, len(view)
+    lower = ((sequences.priority < priority) & (view.by_priority[on] > 0.0)).nonzero()[0]
+    on, weight = on[lower], sequences.weight[lower]
+    together = np.minimum(sequences.remaining[lower], max(out - 1.0, 0.0))
+    held = cast(Floats, np.bincount(on, weight * sequences.context[lower], count))
+    return held, cast(Floats, np.bincount(on, weight * together, count))
 
 
 def _decode(

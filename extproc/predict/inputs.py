@@ -34,6 +34,8 @@ class Sequences:
     """KV tokens each holds, or will hold once its prompt is prefilled."""
     remaining: Floats
     """Tokens each is expected to generate still."""
+    priority: Floats
+    """The higher goes first; infinite where it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class Columns:
     """Requests in the replica's queue at the last poll."""
     polled_kv_usage: Floats
     """Fraction of the KV cache in use at the last poll."""
+    by_priority: Floats
+    """1 where a higher priority goes first, and the lowest is preempted first; else 0."""
     batch: Floats
     """Sequences decoding."""
     kv_used: Floats
@@ -100,6 +104,8 @@ class FleetView(Columns):
     """Prompt tokens sent and not yet prefilled."""
     taken: Floats
     """KV tokens in use, and those that the backlog will use."""
+    behind: Floats | float = 0.0
+    """Prompt tokens beside the backlog, of requests that let this one go before them."""
 
     def __init__(
         self,

@@ -104,6 +104,7 @@ def inspect(
         images=0 if previous else size.images,
         image_tokens=size.image_tokens,
         previous_response=previous,
+        claims_priority=cut or "priority" in fields,
         stored=responses and flag(fields.get("store", True)),
         in_background=responses and flag(fields.get("background")) and not stream,
         prefix=prefix,

@@ -30,6 +30,11 @@ class Endpoint(StrEnum):
         return self not in _PREFILL_ALONE
 
     @property
+    def takes_priority(self) -> bool:
+        """Whether vLLM reads ``priority`` in its body."""
+        return self not in _WITHOUT_PRIORITY
+
+    @property
     def takes_audio(self) -> bool:
         """Whether its body is a form with an audio file instead of JSON."""
         return self in (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
@@ -38,6 +43,7 @@ class Endpoint(StrEnum):
 _PREFILL_ALONE = frozenset(
     {Endpoint.EMBEDDINGS, Endpoint.POOLING, Endpoint.CLASSIFY, Endpoint.SCORE, Endpoint.RERANK}
 )
+_WITHOUT_PRIORITY = frozenset({Endpoint.MESSAGES, Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS})
 
 
 @dataclass(slots=True)  # not frozen: to make one would take ten times as long
@@ -74,6 +80,8 @@ class RequestProfile:
     """Id of the stored response that it goes on from."""
     stored: bool = False
     """Whether the replica keeps the response, for requests that name it."""
+    claims_priority: bool = False
+    """Whether its body has a priority of its own, or may have."""
     asked: str = ""
     """The model's name in its body: it may be another than those that replicas serve."""
     session: str = ""
@@ -84,6 +92,11 @@ class RequestProfile:
     """The answer comes at once and the work is done later."""
     prefix: Prefix = NO_PREFIX
     """What of its only prompt may be in a prefix cache."""
+
+    @property
+    def priority(self) -> int:
+        """Its objective's: the higher goes first."""
+        return self.objective.priority
 
     @property
     def parts(self) -> int:

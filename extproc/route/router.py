@@ -215,7 +215,7 @@ class Router:
             waited: seconds since it came, by which its targets are nearer.
         """
         fleet = self.fleet
-        view = fleet.view(profile.model, among, told)
+        view = fleet.view(profile.model, among, told, profile.priority)
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)

@@ -26,6 +26,7 @@ from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated, error
 from extproc.request.inspect import inspect
 from extproc.request.objective import NO_OBJECTIVE, Objective, first_of, targets_of
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
+from extproc.request.priority import with_priority
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.rename import AnswerNamer, rename
 from extproc.request.session import session_key, session_of
@@ -232,7 +233,8 @@ class Exchange:
             if decision is None:
                 return replied(messages.proceed(phase), body)
             destination = self._destination(decision)
-            return replied(self._send_to(phase, destination), self._named(decision, body))
+            written = self._written(decision, body, partial)
+            return replied(self._send_to(phase, destination), written)
 
         size = len(body) if self.is_timed else 0  # a gateway's body has its room
         return self._decide(asked, profile, started, size, sent)
@@ -440,12 +442,23 @@ class Exchange:
         profile, replicas = decision.profile, len(decision.situation.view)
         return self._services.queue.wait_s(profile.model, profile.objective.priority, replicas)
 
-    def _named(self, decision: Decision, body: bytes) -> bytes:
-        """The body, with the name by which the replica chosen serves the model."""
+    def _written(self, decision: Decision, body: bytes, partial: bool) -> bytes:
+        """The body, with the name by which the replica chosen serves the model, and with the
+        priority of its objective: where any has one, a client's own does not count."""
         profile, name = decision.profile, decision.name
-        if profile.asked in ("", name):
+        if profile.asked not in ("", name):
+            body = rename(profile.endpoint, body, profile.asked, name)
+        if partial or not profile.endpoint.takes_priority:
             return body
-        return rename(profile.endpoint, body, profile.asked, name)
+        priority = -profile.priority
+        if priority and not self._services.fleet.members.all_take_priority:
+            priority = 0  # which any takes
+        overrules = self._has_priorities and profile.claims_priority
+        return with_priority(body, priority) if priority or overrules else body
+
+    @property
+    def _has_priorities(self) -> bool:
+        return self._services.config.hold.has_priorities
 
     def _destination(self, decision: Decision) -> str:
         if not self._services.config.serve.second_choice:
@@ -457,7 +470,9 @@ class Exchange:
 
     def _send_to(self, phase: str, destination: str, leave_body: bool = False) -> bytes:
         clear_route_cache = self._services.config.serve.clear_route_cache
-        return messages.send_to(phase, destination, clear_route_cache, leave_body)
+        return messages.send_to(
+            phase, destination, clear_route_cache, leave_body, self._has_priorities
+        )
 
     # -- the response -----------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 """Metadata key of the only endpoints that may be chosen."""
 UNSEEN = "x-extproc-unseen"
 """Header by which Envoy says that it will not tell of the response, as in ``envoy/envoy.yaml``."""
+PRIORITY = "x-vllm-priority"
+"""Header that vLLM takes before a body's ``priority``."""
 METADATA_NAMESPACE = "envoy.lb"
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)
@@ -122,13 +124,18 @@ def watch_response(changes: bool = False) -> bytes:
 
 
 def send_to(
-    phase: str, destination: str, clear_route_cache: bool = False, leave_body: bool = False
+    phase: str,
+    destination: str,
+    clear_route_cache: bool = False,
+    leave_body: bool = False,
+    drop_priority: bool = False,
 ) -> bytes:
     """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``).
 
-    With ``leave_body``, to request headers alone, Envoy sends the body to the replica only.
+    With ``leave_body``, to request headers alone, Envoy sends the body to the replica only; with
+    ``drop_priority`` a client's header that names one goes no further.
     """
-    reply, header, metadata = _sending(phase, clear_route_cache, leave_body)
+    reply, header, metadata = _sending(phase, clear_route_cache, leave_body, drop_priority)
     header.raw_value = destination.encode()
     metadata.string_value = destination
     return reply.SerializeToString()
@@ -136,7 +143,7 @@ def send_to(
 
 @cache
 def _sending(
-    phase: str, clear_route_cache: bool, leave_body: bool
+    phase: str, clear_route_cache: bool, leave_body: bool, drop_priority: bool
 ) -> tuple[ProcessingResponse, HeaderValue, Value]:
     """A reply of a kind, and the two places in it that are another's for each destination: to set
     them takes a tenth of building it anew, and pairs of replicas are too many to keep a reply for
@@ -150,6 +157,8 @@ def _sending(
     option.header.key = DESTINATION
     option.append_action = _OVERWRITE_OR_ADD
     common.header_mutation.remove_headers.extend((SUBSET, SERVED))
+    if drop_priority:
+        common.header_mutation.remove_headers.append(PRIORITY)
     common.clear_route_cache = clear_route_cache
     metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
     return reply, option.header, metadata.fields[DESTINATION]

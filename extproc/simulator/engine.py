@@ -1,9 +1,11 @@
 """The scheduling of vLLM V1, without a model: what runs in a step, and how long the step takes."""
 
 import heapq
+from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from operator import attrgetter
 
 from extproc.predict.hardware import HardwareProfile
 from extproc.predict.step import StepModel
@@ -15,6 +17,8 @@ from extproc.simulator.speculation import Speculation
 from extproc.simulator.steps import Counters, Gauges, Outcome, Step
 from extproc.simulator.stretch import Stretch
 
+_rank = attrgetter("rank")
+
 
 class Engine:
     """Schedules sequences as vLLM V1 does; the caller's time is the only clock.
@@ -24,8 +28,9 @@ class Engine:
     ones are admitted, in order, until the token budget or the number of sequences is used up, or
     one does not fit into the free KV blocks as a whole. When blocks run out, the last admitted
     sequences lose theirs and wait at the head of the queue to be computed again, and nothing is
-    admitted in that step. A waiting sequence whose adapter would be one too many in the batch lets
-    those behind it pass.
+    admitted in that step. By priority, the queue is in its order, and the sequences that are last
+    in it lose their blocks; those that wait take none from those that run. A waiting sequence whose
+    adapter would be one too many in the batch lets those behind it pass.
 
     A step costs O(1) for sequences that only decode, whatever their number: tokens in KV cache are
     summed, blocks are needed by position modulo block size, and ends are known in steps. With
@@ -47,6 +52,7 @@ class Engine:
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
         events: BlockEvents | None = None,
+        by_priority: bool = False,
     ) -> None:
         """An idle engine; what is not given is taken from the profile.
 
@@ -81,6 +87,7 @@ class Engine:
         self.steps = 0
         """Steps completed, also those that vLLM does not count."""
         self.gauges = Gauges()
+        self._by_priority = by_priority
         self._model: StepModel = profile.step
         self._slow = 1.0
         self._now = 0.0
@@ -174,7 +181,10 @@ class Engine:
         if self._step is None and not self.running and not self._waiting:
             self._now = max(self._now, now)
         sequence.arrived = now
-        self._waiting.append(sequence)
+        if self._by_priority:
+            insort(self._waiting, sequence, key=_rank)
+        else:
+            self._waiting.append(sequence)
 
     def abort(self, sequence: Sequence, now: float) -> None:
         """End a sequence that has not finished: it gets nothing from the step in progress."""
@@ -240,10 +250,9 @@ class Engine:
 
     def _begin(self, until: float) -> Step | None:
         """Schedule one step from now on, or as many like it as end by ``until``."""
-        preempted = self._take_decode_blocks()
+        preempted = self._make_room()
+        self.pool.take(self._decode_blocks())
         chunks = self._continue_prefill()
-        if chunks is None:
-            preempted, chunks = True, []
         if not preempted:
             self._admit_waiting(chunks)
         if chunks:
@@ -254,46 +263,52 @@ class Engine:
             self._step = self._decode(until, single=preempted or self._drafted > 0)
         return self._step
 
-    def _take_decode_blocks(self) -> bool:
-        """Give every decoding sequence room for a token.
+    def _make_room(self) -> bool:
+        """Have blocks for what runs: a token for all that decode, a chunk for whose prefill is not
+        complete.
 
         Returns:
             Whether sequences had to be preempted for it.
         """
         preempted = False
-        phase = self.steps % self.pool.block_size
-        while self._needing[phase] > self.pool.free:
+        while self._decode_blocks() + self._chunk_blocks() > self.pool.free:
             self._preempt()
             preempted = True
-        self.pool.take(self._needing[phase])
         return preempted
 
+    def _decode_blocks(self) -> int:
+        return self._needing[self.steps % self.pool.block_size]
+
+    def _chunk_blocks(self) -> int:
+        left = self._prefilling.values()
+        return sum(self._blocks_missing(one, self._chunk(one)) for one in left)
+
+    def _chunk(self, sequence: Sequence) -> int:
+        return min(sequence.context - sequence.computed, self._budget_left())
+
     def _preempt(self) -> None:
-        """Send the sequence admitted last back to the head of the queue."""
-        last = next(reversed(self._prefilling or self._decoding))
-        if sequence := self._prefilling.get(last):
-            self._stop_prefilling(sequence)
+        """Send the sequence admitted last back to the head of the queue; by priority, the one that
+        is the last in it to its place there."""
+        if self._by_priority:
+            last = max(chain(self._decoding.values(), self._prefilling.values()), key=_rank)
         else:
-            sequence = self._decoding[last]
-            self._stop_decoding(sequence)
-        sequence.preemptions += 1
+            last = next(reversed((self._prefilling or self._decoding).values()))
+        if last.id in self._prefilling:
+            self._stop_prefilling(last)
+        else:
+            self._stop_decoding(last)
+        last.preemptions += 1
         self.counters.preemptions += 1
-        self._waiting.appendleft(sequence)
+        if self._by_priority:
+            insort(self._waiting, last, key=_rank)
+        else:
+            self._waiting.appendleft(last)
 
-    def _continue_prefill(self) -> list[tuple[Sequence, int]] | None:
-        """Schedule the next chunk of the prefill that is not complete; there is at most one.
-
-        Returns:
-            The chunk, if any; None where it found no blocks and was preempted.
-        """
-        chunks = []
-        for sequence in list(self._prefilling.values()):
-            chunk = min(sequence.context - sequence.computed, self._budget_left())
-            if self._blocks_missing(sequence, chunk) > self.pool.free:
-                self._preempt()
-                return None
+    def _continue_prefill(self) -> list[tuple[Sequence, int]]:
+        """Schedule the next chunk of the prefill that is not complete; there is at most one."""
+        chunks = [(sequence, self._chunk(sequence)) for sequence in self._prefilling.values()]
+        for sequence, chunk in chunks:
             self._extend(sequence, chunk)
-            chunks.append((sequence, chunk))
         return chunks
 
     def _admit_waiting(self, chunks: list[tuple[Sequence, int]]) -> None:

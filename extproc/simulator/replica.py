@@ -11,7 +11,8 @@ from extproc.simulator import tokens
 from extproc.simulator.adapters import Adapters
 from extproc.simulator.block_events import BlockEvents
 from extproc.simulator.blocks import chain_hashes
-from extproc.simulator.endpoints.base import GenerateBody
+from extproc.simulator.endpoints.base import Body, GenerateBody
+from extproc.simulator.endpoints.pooling import PoolingBody
 from extproc.simulator.engine import Engine
 from extproc.simulator.errors import RequestError
 from extproc.simulator.lengths import OutputLengths
@@ -35,6 +36,8 @@ class ReplicaSettings:
     kv_tokens: int | None = None
     max_num_seqs: int | None = None
     max_model_len: int | None = None
+    scheduling_policy: str = "fcfs"
+    """In which order it admits requests: ``fcfs`` or by ``priority``."""
     block_size: int = 16
     output_median: int = 120
     """Median of the output lengths, in tokens, before any bound."""
@@ -80,6 +83,7 @@ class Replica:
             if settings.adapters
             else None,
             events=BlockEvents(settings.block_size) if settings.kv_events_ports else None,
+            by_priority=settings.scheduling_policy == "priority",
         )
         self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)
         if self.max_model_len > self.engine.capacity:
@@ -123,15 +127,15 @@ class Replica:
         self.live.submit(generation)
         return generation
 
-    def pool(self, prompts: list[bytes], model: str | None) -> Generation:
-        """Queue prompts of which nothing is decoded, for the model or an adapter.
+    def pool(self, body: PoolingBody) -> Generation:
+        """Queue prompts of which nothing is decoded.
 
         Raises:
             RequestError: a prompt is empty or too long.
         """
-        for prompt in prompts:
+        for prompt in body.prompts:
             self._check_length(tokens.count(prompt), self.max_model_len)
-        answers = [Answer(self._sequence(model, prompt, "", 0), 0, 0) for prompt in prompts]
+        answers = [Answer(self._sequence(body, prompt, "", 0), 0, 0) for prompt in body.prompts]
         generation = Generation(answers, 1, streamed=False)
         self.live.submit(generation)
         return generation
@@ -151,15 +155,13 @@ class Replica:
         output_tokens = min(max(output_tokens, body.min_tokens), bound)
         start = crc32(prompt) + choice
         text = tokens.generated_text(start, output_tokens)
-        sequence = self._sequence(body.model, prompt, text, output_tokens)
+        sequence = self._sequence(body, prompt, text, output_tokens)
         if output_tokens == bound:
             sequence.reason = FinishReason.LENGTH
         return Answer(sequence, bound, start)
 
-    def _sequence(
-        self, model: str | None, prompt: bytes, text: str, output_tokens: int
-    ) -> Sequence:
-        adapter = model if model in self.settings.adapters else ""
+    def _sequence(self, body: Body, prompt: bytes, text: str, output_tokens: int) -> Sequence:
+        adapter = body.model if body.model in self.settings.adapters else ""
         block_bytes = self.settings.block_size * tokens.BYTES_PER_TOKEN
         content = prompt + tokens.encode(text)
         hashes = chain_hashes(content, block_bytes, adapter.encode())
@@ -170,6 +172,7 @@ class Replica:
             hashes,
             adapter,
             content if self.engine.events else b"",
+            body.priority,
         )
 
     def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:

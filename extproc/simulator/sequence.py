@@ -31,6 +31,8 @@ class Sequence:
     """LoRA adapter that it is computed with; empty: none."""
     content: bytes = b""
     """Its tokens, four bytes each, as far as they are to be told."""
+    priority: int = 0
+    """The lower goes first, where the engine goes by it."""
     reason: FinishReason = FinishReason.STOP
     """How it will end; ``ABORT`` once it was aborted."""
 
@@ -55,6 +57,11 @@ class Sequence:
     """Engine's: tokens in KV cache minus engine steps, constant while it decodes."""
     last_step: int = 0
     """Engine's: the step after which it has generated all, while it decodes."""
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Where the engine goes by priority, the lowest is admitted first and preempted last."""
+        return self.priority, self.arrived or 0.0, self.id
 
     @property
     def context(self) -> int:

@@ -45,6 +45,12 @@ OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
 OUTPUT_TOKENS_STATE = "simulate-output-tokens"
 """The same as an entry of ``tracestate``, which gets through proxies that drop unknown headers."""
 
+REQUEST_STATE = "simulate-request"
+"""Its client's name for a request, there too: some gateways put their own into ``x-request-id``."""
+
+VLLM_VERSION = "0.32.0"
+"""Whose behaviour is simulated."""
+
 SERVED_BY_HEADER = "x-served-by"
 """In every response: the ``ip:port`` that answered."""
 
@@ -109,6 +115,7 @@ class ReplicaServer:
         self._random = random
         self._responses = ResponseStore()
         self._faults = Faults()
+        self._in_flight: list[str] = []
 
     def app(self) -> web.Application:
         """The application; it runs the replica's engine while it is up."""
@@ -126,6 +133,8 @@ class ReplicaServer:
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/simulate", self._simulate)
         app.router.add_get("/simulate/late", self._late)
+        app.router.add_get("/simulate/requests", self._requests)
+        app.router.add_get("/version", _version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/load", self._load)
@@ -145,9 +154,16 @@ class ReplicaServer:
         if request.path == "/simulate":
             return await handler(request)
         await self.replica.live.awake()
-        if self._faults.fail and request.path in _INFERENCE:
+        if request.path not in _INFERENCE:
+            return await handler(request)
+        if self._faults.fail:
             return _error(request, self._faults.fail, "This failure was asked for with /simulate.")
-        return await handler(request)
+        name = _trace_state(request, REQUEST_STATE) or ""
+        self._in_flight.append(name)
+        try:
+            return await handler(request)
+        finally:
+            self._in_flight.remove(name)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body_type, reply_type = GENERATING[request.path]
@@ -195,7 +211,7 @@ class ReplicaServer:
     async def _pool(self, request: web.Request) -> web.Response:
         body = await _parse(request, POOLING[request.path])
         self.replica.check_model(body.model)
-        await self._whole(self.replica.pool(body.prompts, body.model))
+        await self._whole(self.replica.pool(body))
         return web.json_response(
             body.reply(uuid4().hex, body.model or self.replica.settings.model, int(time.time()))
         )
@@ -252,6 +268,10 @@ class ReplicaServer:
     async def _late(self, request: web.Request) -> web.Response:
         return web.json_response(self.replica.live.lateness.to_json())
 
+    async def _requests(self, request: web.Request) -> web.Response:
+        """The name of each request in flight: who is hit when this replica fails."""
+        return web.json_response(self._in_flight)
+
     async def _models(self, request: web.Request) -> web.Response:
         settings = self.replica.settings
         base: dict[str, Any] = {
@@ -285,6 +305,10 @@ async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     """Say who answered, so that a client behind a proxy can tell replicas apart."""
     host, port, *_ = request.get_extra_info("sockname") or ("", 0)
     response.headers[SERVED_BY_HEADER] = join_address(host, port)
+
+
+async def _version(request: web.Request) -> web.Response:
+    return web.json_response({"version": VLLM_VERSION})
 
 
 async def _healthy(request: web.Request) -> web.Response:
@@ -328,7 +352,7 @@ def _output_tokens(request: web.Request) -> int | None:
     Raises:
         RequestError: it is not a positive number.
     """
-    value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request))
+    value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request, OUTPUT_TOKENS_STATE))
     if value is None:
         return None
     if not (value.isascii() and value.isdigit() and 0 < len(value) < 10 and int(value)):
@@ -336,11 +360,11 @@ def _output_tokens(request: web.Request) -> int | None:
     return int(value)
 
 
-def _trace_state(request: web.Request) -> str | None:
-    """The entry of ``tracestate``, which is ``key=value`` with commas between (W3C)."""
+def _trace_state(request: web.Request, name: str) -> str | None:
+    """An entry of ``tracestate``, which is ``key=value`` with commas between (W3C)."""
     for entry in ",".join(request.headers.getall("tracestate", [])).split(","):
         key, _, value = entry.strip().partition("=")
-        if key == OUTPUT_TOKENS_STATE:
+        if key == name:
             return value
     return None
 

@@ -128,7 +128,7 @@ def test_nobody_is_told_which_cards_of_the_mixed_fleet_are_fast() -> None:
 
 def test_each_repeat_sends_the_next_part_of_the_trace() -> None:
     asked = {"speed": 4.0, "skip": 30.0, "duration": 16.0, "stream_share": 0.5, "seed": 7}
-    args = Namespace(trace=[Path("a"), Path("b")], **asked)
+    args = Namespace(trace=[Path("a"), Path("b")], fault=None, **asked)
     first, third = (
         dict(zip(words[::2], words[1::2], strict=True)) for words in (part(args, 0), part(args, 2))
     )
@@ -423,7 +423,7 @@ async def test_a_peer_does_its_policy(name: str, policy: str, tmp_path: Path) ->
         pytest.skip("make peers has not installed it")
     simulated = Fleet(fleet.read(FLEETS / "live-equal.yaml"))
     async with (
-        simulated.fresh(tmp_path) as servers,
+        simulated.fresh(tmp_path) as (servers, _),
         Peer(product, policy).running(simulated, servers, tmp_path, 0) as front,
         aiohttp.ClientSession() as session,
     ):

@@ -51,6 +51,7 @@ def test_help_loads_none_of_the_commands() -> None:
         ("xds", {"xds", "redis", "poll", "log"}),
         ("check", set()),
         ("explain", set()),
+        ("top", set()),
     ],
 )
 def test_help_of_a_command_lists_what_it_reads(
@@ -104,7 +105,9 @@ def test_a_mistake_is_answered_with_the_usage_and_what_is_wrong(
     assert problem in second
 
 
-@pytest.mark.parametrize("command", ["serve", "poll", "xds", "check", "explain", "replicas list"])
+@pytest.mark.parametrize(
+    "command", ["serve", "poll", "xds", "check", "explain", "top", "replicas list"]
+)
 def test_a_wrong_configuration_is_a_line_for_each_mistake(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

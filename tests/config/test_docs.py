@@ -45,6 +45,7 @@ def test_every_setting_is_documented(key: str, default: object) -> None:
     [
         (cli.main, ["check"], USERS_PAGES),
         (cli.main, ["explain"], USERS_PAGES),
+        (cli.main, ["top"], USERS_PAGES),
         (cli.main, ["demo"], USERS_PAGES),
         (simulate.main, [], ("benchmarks/README.md",)),
     ],
@@ -60,7 +61,7 @@ def test_every_option_is_documented(
     everywhere = {f"--{key}" for key, _ in settings(Config)} | {"--help", "--config"}
     options = set(re.findall(r"^  (--[a-z][a-z_.-]*)", capsys.readouterr().out, re.MULTILINE))
     documented = re.findall(r"--[a-z][a-z_.-]*", "".join(map(text, pages)))
-    assert options & {"--json", "--envoy"}
+    assert options & {"--json", "--envoy", "--once"}
     assert options - everywhere <= set(documented)
 
 

@@ -5,12 +5,14 @@
 writes the manifests anew.
 """
 
+import asyncio
 import copy
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
 from jsonschema import Draft4Validator
@@ -18,6 +20,8 @@ from jsonschema import Draft4Validator
 from extproc import settings
 from extproc.address import split_address
 from extproc.config import Config
+from extproc.demo.processes import free_port
+from tests.envoy_config.test_envoy import around_the_fragment, running
 from tests.kubernetes_api import KIND, RECORDED, endpoint_slice, terminating
 
 ROOT = Path(__file__).parents[2]
@@ -36,10 +40,12 @@ POLICIES = [one for one in MANIFESTS if one["kind"] == "NetworkPolicy"]
 
 
 def rendered(**values: Any) -> dict[str, str]:
-    """What Helm makes of the chart, by the name of the template."""
+    """What Helm makes of the chart, by the name of the template; with the plain manifests' label,
+    unless the values have one."""
     helm = pytest.importorskip("helm_python")
     with helm.Chart.load(str(CHART)) as chart:
-        files = chart.render(values, name="any", namespace="default")
+        plain = {"vllm": {"selector": {"app": "vllm"}}}
+        files = chart.render(plain | values, name="any", namespace="default")
     return {name.rpartition("/")[2]: text for name, text in files.items()}
 
 
@@ -147,9 +153,27 @@ def test_with_a_redis_and_a_gateway_of_ones_own() -> None:
     }
     for deployment in (one for one in manifests if one["kind"] == "Deployment"):
         (only,) = pod(deployment)["containers"]
-        assert only["env"][-2] == url  # the last of a name counts
+        names = [one["name"] for one in only["env"]]
+        assert len(names) == len({*names})  # else the API server refuses it
+        assert only["env"][-2] == url
     (router,) = (one for one in manifests if title(one) == "NetworkPolicy-extproc-router")
     assert router["spec"]["ingress"][0]["from"] == gateway
+
+
+def test_pods_are_selected_by_your_label_alone() -> None:
+    files = rendered(vllm={"selector": {"model": "llama"}})
+    (service,) = (one for one in parsed(files["extproc.yaml"]) if title(one) == "Service-vllm")
+    assert service["spec"]["selector"] == {"model": "llama"}
+    with pytest.raises(Exception, match=r"vllm\.selector: labels of your vLLM pods"):
+        rendered(vllm={})
+
+
+def test_a_name_with_an_apostrophe() -> None:
+    source = {"url": "10.0.0.1:8000", "name": "joe's"}
+    manifests = parsed(rendered(replicas=[source])["extproc.yaml"])
+    (poller,) = (one for one in manifests if title(one) == "Deployment-extproc-poller")
+    env = {one["name"]: one["value"] for one in pod(poller)["containers"][0]["env"]}
+    assert json.loads(env["EXTPROC_REPLICAS"]) == [source]
 
 
 def test_helm_finds_nothing_wrong() -> None:
@@ -236,6 +260,29 @@ def test_probes_ask_the_admin_port(name: str, command: str) -> None:
         assert asked[probe]["httpGet"]["port"] == split_address(admin)[1]
 
 
+@pytest.mark.process
+async def test_an_envoy_that_is_to_end_sends_its_clients_elsewhere(tmp_path: Path) -> None:
+    ours = container("extproc-envoy")
+    *command, script = ours["lifecycle"]["preStop"]["exec"]["command"]
+    drain, _, sleep = script.rpartition("\nsleep ")
+    grace = pod(named("Deployment", "extproc-envoy"))["terminationGracePeriodSeconds"]
+    assert 0 < grace - int(sleep) < 60
+    port, admin = free_port(), free_port()
+    bootstrap = around_the_fragment(port, admin, "127.0.0.1:1", ["127.0.0.1:1"])
+    async with (
+        running(tmp_path, bootstrap, admin, ours["args"][2:]),
+        aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client,
+    ):
+        async with client.get("/") as response:
+            assert "connection" not in response.headers
+        assert "9901" in drain
+        hook = await asyncio.create_subprocess_exec(*command, drain.replace("9901", str(admin)))
+        assert await hook.wait() == 0
+        for _ in range(2):  # on new connections, too, which are still served
+            async with client.get("/") as response:
+                assert response.headers["connection"] == "close"
+
+
 def test_a_router_has_the_time_it_needs_to_drain() -> None:
     spec = pod(named("Deployment", "extproc-router"))
     assert spec["terminationGracePeriodSeconds"] > config("extproc-router").serve.drain_s
@@ -260,12 +307,10 @@ def test_envoy_and_poller_find_pods_by_the_names_of_headless_services() -> None:
 
 @pytest.mark.parametrize(
     "service",
-    [one for one in MANIFESTS if one["kind"] == "Service"],
-    ids=lambda one: str(one["metadata"]["name"]),
+    [one for one in MANIFESTS if one["kind"] == "Service" and title(one) != "Service-vllm"],
+    ids=title,
 )
 def test_a_service_finds_pods_that_listen_on_its_port(service: dict[str, Any]) -> None:
-    if service["metadata"]["name"] == "vllm":
-        return  # the user's own
     selector = service["spec"]["selector"]
     (pods,) = (
         one["spec"]["template"]

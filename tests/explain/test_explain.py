@@ -318,7 +318,7 @@ async def test_no_router_is_one_line(explain: Explain) -> None:
     ("status", "body", "seen"),
     [
         (404, "Not Found", "status 404"),
-        (200, "<html>", "something else than JSON"),
+        (200, "<html>", "something else than application/json"),
         (200, "{}", "something else than decisions"),
         (200, "[1]", "something else than decisions"),
         (200, '[{"number": 1}]', "cannot be read (0.request_id)"),

@@ -49,7 +49,7 @@ async def test_a_poller_whose_rounds_have_ended_does_not_live(redis_client: Redi
     assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
     outage = Outage(redis_client)
     leases = Leases(redis_client, "one", "poller", outage, clock)
-    health.watch("one", leases, outage)
+    health.watch("one", leases, outage, list)
     clock.advance(60)
     assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
     await leases.tend(["10.0.0.1:8000"])

@@ -2,16 +2,19 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
+from extproc.backoff import Backoff
 from extproc.config import ReplicaSource
-from extproc.poll import service_watch
+from extproc.poll import in_cluster, service_watch
 from extproc.poll.discovery import Discovery
 from extproc.poll.endpoint_slices import EndpointSlice, Pod, pods_of
 from tests.certificates import Authority
@@ -25,7 +28,7 @@ from tests.kubernetes_api import (
     recorded_watch,
     terminating,
 )
-from tests.poll.polling import config, healthy, unhealthy, watching
+from tests.poll.polling import config, healthy, polling, unhealthy, watching
 from tests.poll.replica import Replica, hang, serving
 from tests.waiting import PATIENCE_S, until
 
@@ -39,6 +42,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     """A server with two pods, and this process in another one."""
     monkeypatch.setattr(service_watch, "_FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(service_watch, "_LONGEST_WAIT_S", 0.02)
+    monkeypatch.setattr(service_watch, "_WATCH_S", 600)  # none ends by itself
     server = ApiServer(tmp_path)
     server.put(endpoint_slice(*TWO))
     enter_pod(server, monkeypatch)
@@ -120,10 +124,10 @@ async def test_what_a_real_server_told(api: ApiServer, found: Found) -> None:
     for _bookmark in range(2):
         real.step.release()
     await until(lambda: len(api.asked_for("watch")) == 2)
-    assert [one["resourceVersion"] for one in api.asked_for("watch")] == ["91", "112"]
+    await found.has(vllm_0="serves", vllm_1="serves")
     real.step.release()  # too old
     await until(lambda: len(api.asked_for("watch")) == 3)
-    assert len(api.asked_for("list")) == 2
+    assert [one["resourceVersion"] for one in api.asked_for("watch")] == ["91"] * 3
     await found.has(vllm_0="serves", vllm_1="serves")
 
 
@@ -136,8 +140,7 @@ async def test_it_asks_as_the_api_wants_to_be_asked(api: ApiServer, found: Found
     assert watch == selected | {
         "watch": "true",
         "resourceVersion": "91",
-        "allowWatchBookmarks": "true",
-        "timeoutSeconds": "40",
+        "timeoutSeconds": "600",
     }
 
 
@@ -151,7 +154,7 @@ async def test_another_namespace_and_names_for_people(api: ApiServer) -> None:
 
 @pytest.mark.parametrize("last", [b"", b'{"type": "MODIFIED", "object": {"kind": "EndpointSl'])
 @pytest.mark.parametrize("cut", [ApiServer.drop_watches, ApiServer.end_watches])
-async def test_a_watch_that_ends_goes_on_where_it_was(
+async def test_what_happens_between_two_watches_is_found_out(
     api: ApiServer,
     found: Found,
     logged: Logged,
@@ -165,43 +168,38 @@ async def test_a_watch_that_ends_goes_on_where_it_was(
     cut(api, last)
     api.put(endpoint_slice(TWO[0]))  # while nobody watches
     await found.has(vllm_0="serves")
-    assert (await api.watched(2))["resourceVersion"] == "92"
-    assert len(api.asked_for("list")) == 1
+    await api.watched(2)
     assert not logged.lines(LOST)
 
 
-async def test_bookmarks_keep_a_quiet_watch_young(api: ApiServer, found: Found) -> None:
-    await found.has(vllm_0="serves", vllm_1="serves")
-    await api.watched()
-    api.elsewhere()
-    api.bookmark()
-    api.forget()  # all before the bookmark
-    api.end_watches()
-    assert (await api.watched(2))["resourceVersion"] == "92"
-    api.put(endpoint_slice(TWO[0]))
-    await found.has(vllm_0="serves")
-    assert len(api.asked_for("list")) == 1
-
-
-@pytest.mark.parametrize("as_status", [False, True])
-async def test_a_version_that_is_gone_has_all_listed_anew(
-    api: ApiServer, found: Found, logged: Logged, as_status: bool
+async def test_a_watch_whose_server_vanished_is_over(
+    api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api.gone_as_status = as_status
-    api.put(endpoint_slice(endpoint("10.1.0.8", "vllm-8"), name="vllm-first"))
-    await found.has(vllm_0="serves", vllm_1="serves", vllm_8="serves")
-    await api.watched()
+    monkeypatch.setattr(service_watch, "_WATCH_S", 0.05)
+    monkeypatch.setattr(service_watch, "_LATE_S", 0.05)
+    answer = api.handler
+
+    async def silent(request: web.Request) -> web.StreamResponse:
+        if "watch" not in request.query:
+            return await answer(request)
+        await web.StreamResponse().prepare(request)
+        return await hang(request)
+
+    api.handler = silent
+    await found.has(vllm_0="serves", vllm_1="serves")
+    api.delete("vllm-abcde")
+    await found.has()
+
+
+async def test_a_server_that_takes_a_connection_and_says_nothing(
+    api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch, logged: Logged
+) -> None:
+    monkeypatch.setattr(service_watch, "_LIST_S", 600)
+    monkeypatch.setattr(in_cluster, "_CONNECT_S", 0.05)
     await api.stop()
-    api.put(endpoint_slice(TWO[1]))  # vllm-0 goes, and no event will ever tell
-    api.delete("vllm-first")
-    api.put(endpoint_slice(endpoint("10.1.0.9", "vllm-9"), name="vllm-second"))
-    api.forget()
-    await api.start()
-    await found.has(vllm_1="serves", vllm_9="serves")
-    api.delete("vllm-second")
-    await found.has(vllm_1="serves")
-    assert len(api.asked_for("list")) == 2
-    assert all("refused" in str(line["error"]).lower() for line in logged.lines(LOST))
+    with socket.create_server(("127.0.0.1", api.port)):
+        assert await found.pods() == {}
+    assert "Connection timeout to host" in str((await logged.line(LOST))["error"])
 
 
 async def test_a_server_that_went_back_in_time_has_all_listed_anew(
@@ -211,7 +209,7 @@ async def test_a_server_that_went_back_in_time_has_all_listed_anew(
     await api.watched()
     api.put(endpoint_slice(TWO[1]))
     await found.has(vllm_1="serves")
-    api.version = 50  # of a backup
+    api.go_back(50)
     api.put(endpoint_slice(*TWO))
     api.drop_watches()
     await found.has(vllm_0="serves", vllm_1="serves")
@@ -225,10 +223,12 @@ async def test_while_the_api_is_away_what_is_known_stays(
     await found.has(vllm_0="serves", vllm_1="not ready", vllm_2="drains")
     await api.watched()
     await api.stop()
-    # Whether it is ready only the replica itself tells now; one that ends, ends.
-    await found.has(vllm_0="serves", vllm_1="serves", vllm_2="drains")
+    await logged.line(LOST)
+    assert await found.pods() == {"vllm-0": "serves", "vllm-1": "not ready", "vllm-2": "drains"}
     await api.start()
-    await found.has(vllm_0="serves", vllm_1="not ready", vllm_2="drains")
+    await logged.line(FOUND)
+    api.put(endpoint_slice(TWO[0], TWO[1]))
+    await found.has(vllm_0="serves", vllm_1="serves", vllm_2="drains")
     assert len(logged.lines(LOST)) == len(logged.lines(FOUND)) == 1
 
 
@@ -298,7 +298,7 @@ async def test_a_service_that_is_not_there_is_one_line(api: ApiServer, logged: L
 async def test_a_port_that_no_pod_has_is_one_line(api: ApiServer, logged: Logged) -> None:
     found = Found(port="grpc")
     assert await found.pods() == {}
-    assert "none of its pods has a port" in str(
+    assert "none of its endpoints has an IP address and the port grpc" in str(
         (await logged.line("a Service has no replicas"))["doubt"]
     )
     found.discovery.stop()
@@ -330,27 +330,29 @@ async def test_what_cannot_be_read_is_asked_for_again(api: ApiServer, found: Fou
 async def test_failures_in_a_row_are_ever_further_apart(
     api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
+    waits: list[float] = []
+
+    class Noted(Backoff):
+        def next(self) -> float:
+            waits.append(super().next())
+            return 0.0
+
     monkeypatch.setattr(service_watch, "_FIRST_WAIT_S", 0.5)
     monkeypatch.setattr(service_watch, "_LONGEST_WAIT_S", 10.0)
+    monkeypatch.setattr(service_watch, "Backoff", Noted)
     await api.stop()
-    waits: list[float] = []
-    enough, sleep = asyncio.Event(), asyncio.sleep
-
-    async def noted(seconds: float) -> None:
-        waits.append(seconds)
-        if len(waits) == 8:
-            enough.set()
-        await sleep(0)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(asyncio, "sleep", noted)
-        await found.pods()
-        async with asyncio.timeout(PATIENCE_S):
-            await enough.wait()
+    await found.pods()
+    await until(lambda: len(waits) >= 8)
     longest = [0.5, 1, 2, 4, 8, 10, 10, 10]
     assert all(most / 2 <= wait <= most for wait, most in zip(waits, longest, strict=False))
     assert len(set(waits)) == len(waits)  # cut at random
     assert len(logged.lines(LOST)) == 1
+    await api.start()
+    await logged.line(FOUND)
+    waits.clear()
+    api.drop_watches()
+    await until(lambda: waits)
+    assert waits[0] <= 0.5
 
 
 async def test_services_of_the_replicas_file_come_and_go(api: ApiServer, tmp_path: Path) -> None:
@@ -471,3 +473,31 @@ async def test_a_pod_that_is_about_to_end_is_told_of_at_once(
             api.put(endpoint_slice(terminating("127.0.0.1", "vllm-0"), ports=ports))
             state = await seen.replica(replica, lambda state: state.draining)
             assert state.healthy
+
+
+@pytest.mark.process
+async def test_a_poller_that_was_told_of_no_pods_is_not_ready(
+    api: ApiServer, redis_server: RedisServer, logged: Logged
+) -> None:
+    api.forbidden = {"list"}
+    source = {"kubernetes": {"service": "vllm", "port": 8000}}
+    settings = config(redis_server, replicas=[source])
+    async with polling(settings), aiohttp.ClientSession() as session:
+
+        async def ready() -> str:
+            async with session.get(f"http://{settings.poll.admin}/readyz") as response:
+                return await response.text()
+
+        async def says(text: str) -> None:
+            async def so() -> bool:
+                return await ready() == text
+
+            await until(so)
+
+        await logged.line("poller ready")
+        await says("pool default: Service vllm, port 8000 was never listed: see the log\n")
+        api.forbidden = set()
+        await says("ok\n")
+        await api.stop()
+        await logged.line(LOST, 2)
+        assert await ready() == "ok\n"

@@ -89,7 +89,34 @@ async def test_models_and_adapters() -> None:
             "listed": True,
             "adapters": ("adapter",),
             "max_model_len": 8192,
+            "takes_priority": True,
         }
+
+
+@pytest.mark.parametrize(
+    ("answer", "takes"),
+    [
+        ('{"version": "0.11.0"}', True),
+        ('{"version": "0.33.1rc2.dev20+gabcdef"}', True),
+        ('{"version": "1.0"}', True),
+        ('{"version": "0.10.2"}', False),
+        ('{"version": "0.9.2"}', False),
+        ('{"version": "dev"}', False),
+        ('{"version": 32}', False),
+        ("a proxy's page", False),
+    ],
+)
+async def test_which_versions_take_priorities(answer: str, takes: bool) -> None:
+    async with serving() as replica, open_session(5) as session:
+        replica.answers["/version"] = text(answer)
+        assert (await read_models(session, replica.id))["takes_priority"] is takes
+
+
+async def test_no_version_is_no_reason_to_know_no_models() -> None:
+    async with serving() as replica, open_session(5) as session:
+        replica.answers["/version"] = text("", 404)
+        fields = await read_models(session, replica.id)
+        assert (fields["listed"], fields["takes_priority"]) == (True, False)
 
 
 @pytest.mark.parametrize(

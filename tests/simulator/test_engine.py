@@ -141,6 +141,42 @@ def test_nothing_is_admitted_in_a_step_that_preempted() -> None:
         engine.complete()
 
 
+def test_by_priority_the_lower_is_admitted_first_and_of_equals_who_came_first() -> None:
+    engine = Engine(PROFILE, max_num_seqs=1, by_priority=True)
+    for number, priority in enumerate([0, 5, -3, 5, -3]):
+        engine.add(Sequence(number, 10, 2, priority=priority), 0.0 + number / 1000)
+    ended = [sequence.id for outcome in run(engine) for sequence in outcome.finished]
+    assert ended == [2, 4, 0, 1, 3]
+
+
+def test_by_priority_the_last_in_order_is_preempted_and_goes_back_to_its_place() -> None:
+    engine = Engine(PROFILE, kv_tokens=160, by_priority=True)
+    batch, urgent = Sequence(1, 64, 60, priority=9), Sequence(2, 64, 60)
+    waiting = Sequence(3, 64, 1, priority=1)
+    engine.add(batch, 0.0)
+    engine.advance(0.02)
+    engine.add(urgent, 0.02)
+    engine.advance(0.1)
+    engine.add(waiting, 0.1)
+    ended = [sequence.id for outcome in run(engine) for sequence in outcome.finished]
+    assert (batch.preemptions, urgent.preemptions, waiting.preemptions) == (1, 0, 0)
+    assert ended == [3, 2, 1], "what came later goes before the one preempted"
+    assert engine.kv_usage == 0
+
+
+def test_by_priority_too_nobody_who_waits_preempts() -> None:
+    engine = Engine(PROFILE, kv_tokens=160, by_priority=True)
+    batch, urgent = Sequence(1, 140, 10, priority=9), Sequence(2, 64, 2)
+    engine.add(batch, 0.0)
+    engine.advance(0.01)
+    engine.add(urgent, 0.01)
+    run(engine)
+    assert engine.counters.preemptions == 0
+    assert batch.finished is not None
+    assert urgent.first_token is not None
+    assert batch.finished < urgent.first_token
+
+
 def test_a_common_prefix_is_computed_once() -> None:
     engine = Engine(PROFILE)
     hashes = trace_hashes([7, 8], 128, 64, 16)

@@ -24,6 +24,7 @@ class Arrival:
     prompt: int
     output: int
     prefix: int
+    priority: int
     patience: float | None
 
 
@@ -41,6 +42,7 @@ arrivals = st.lists(
         prompt=st.integers(1, 90),
         output=st.integers(0, 60),
         prefix=st.integers(0, 2),
+        priority=st.integers(-1, 1),
         patience=st.none() | st.floats(0, 1.0),
     ),
     max_size=25,
@@ -58,6 +60,7 @@ def events(arrivals: list[Arrival]) -> list[Event]:
             for block in range(blocks)
         ]
         sequence = Sequence(number, arrival.prompt, arrival.output, hashes)
+        sequence.priority = arrival.priority
         listed.append(Event(now, sequence, abort=False))
         if arrival.patience is not None:
             listed.append(Event(now + arrival.patience, sequence, abort=True))
@@ -109,9 +112,17 @@ def outcome(
     arrivals: list[Arrival],
     kv_tokens: int,
     drafts: int,
+    by_priority: bool,
 ) -> tuple[Engine, list[Sequence]]:
     speculation = Speculation(drafts, 0.7, Random(1)) if drafts else None
-    engine = Engine(PROFILE, BLOCK, kv_tokens, max_num_seqs=4, speculation=speculation)
+    engine = Engine(
+        PROFILE,
+        BLOCK,
+        kv_tokens,
+        max_num_seqs=4,
+        speculation=speculation,
+        by_priority=by_priority,
+    )
     listed = events(arrivals)
     drive(engine, listed)
     return engine, [event.sequence for event in listed if not event.abort]
@@ -121,11 +132,11 @@ sizes = st.sampled_from([152, 200, 400, 4000])
 drafts = st.sampled_from([0, 0, 1, 5])
 
 
-@given(arrivals, sizes, drafts)
+@given(arrivals, sizes, drafts, st.booleans())
 def test_everything_ends_and_nothing_leaks(
-    arrivals: list[Arrival], kv_tokens: int, drafts: int
+    arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool
 ) -> None:
-    engine, sequences = outcome(in_stretches, arrivals, kv_tokens, drafts)
+    engine, sequences = outcome(in_stretches, arrivals, kv_tokens, drafts, by_priority)
     assert (engine.running, engine.waiting, engine.kv_usage) == (0, 0, 0)
     assert engine.pool.free == engine.pool.blocks
     for sequence in sequences:
@@ -147,12 +158,12 @@ def test_everything_ends_and_nothing_leaks(
     assert counters.steps <= engine.steps
 
 
-@given(arrivals, sizes, drafts)
+@given(arrivals, sizes, drafts, st.booleans())
 def test_one_step_at_a_time_or_many_is_the_same(
-    arrivals: list[Arrival], kv_tokens: int, drafts: int
+    arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool
 ) -> None:
-    one, single = outcome(step_by_step, arrivals, kv_tokens, drafts)
-    other, many = outcome(in_stretches, arrivals, kv_tokens, drafts)
+    one, single = outcome(step_by_step, arrivals, kv_tokens, drafts, by_priority)
+    other, many = outcome(in_stretches, arrivals, kv_tokens, drafts, by_priority)
     assert [_record(sequence) for sequence in single] == [_record(sequence) for sequence in many]
     assert one.steps == other.steps
     assert one.counters.preemptions == other.counters.preemptions

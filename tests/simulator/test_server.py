@@ -269,6 +269,28 @@ async def test_a_client_that_hangs_up_leaves_nothing_behind(
     assert replica.engine.counters.finished.total() == 0
 
 
+async def test_requests_in_flight_are_told_by_their_names(client: ClientSession) -> None:
+    async def names() -> set[str]:
+        async with client.get("/simulate/requests") as response:
+            return set(await response.json())
+
+    def ask(name: str, stream: bool) -> Any:
+        body = chat(stream=stream, ignore_eos=True, max_tokens=4000)
+        headers = {"tracestate": f"simulate-output-tokens=4000,simulate-request={name}"}
+        return asyncio.ensure_future(client.post(CHAT, json=body, headers=headers))
+
+    whole, streamed = ask("whole", False), ask("streamed", True)
+    async with asyncio.timeout(PATIENCE_S):
+        while await names() != {"whole", "streamed"}:
+            pass
+        whole.cancel()
+        while await names() != {"streamed"}:
+            pass
+        (await streamed).close()
+        while await names():
+            pass
+
+
 async def test_a_replica_told_to_fail_fails_inference_alone(client: ClientSession) -> None:
     await reply(client, "/simulate", {"fail": 599})
     async with client.post(CHAT, json=chat()) as response:

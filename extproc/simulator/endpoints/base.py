@@ -23,6 +23,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
+    priority: int = Field(default=0, ge=-(2**63), lt=2**63)
 
 
 class GenerateBody(Body, ABC):

@@ -1,0 +1,104 @@
+"""llm-d's endpoint picker, the program ``epp``."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from prometheus_client.samples import Sample
+
+from benchmarks.compare.fleets import Servers
+from benchmarks.compare.pickers import Account, Product
+
+_PROFILES: Mapping[str, Mapping[str, int | None]] = {
+    "scorers": {"queue-scorer": 2, "kv-cache-utilization-scorer": 2, "prefix-cache-scorer": 3},
+    "affinity": {"prefix-cache-affinity-filter": None, "token-load-scorer": 1},
+    "active": {"active-request-scorer": 1},
+}
+"""Its filters and scorers by policy, with the weights of the latter."""
+_PRODUCERS: Mapping[str, tuple[str, ...]] = {
+    "scorers": (),
+    "affinity": ("approx-prefix-cache-producer", "inflight-load-producer"),
+    "active": ("inflight-load-producer",),
+}
+"""What computes what these look at, where it is not made by itself."""
+
+
+class LlmD(Product):
+    """The endpoint picker of the Gateway API Inference Extension."""
+
+    name = "llm-d"
+    program = "epp"
+    policies = tuple(_PROFILES)
+    standard = True
+    clusters: ClassVar[Mapping[str, str]] = {"epp": "grpc"}
+
+    def command(
+        self, policy: str, model: str, servers: Servers, ports: Mapping[str, int], directory: Path
+    ) -> tuple[list[str], dict[str, str]]:
+        endpoints, config = directory / "endpoints.yaml", directory / "epp.yaml"
+        split = {name: address.rpartition(":") for name, address in servers.items()}
+        listed = [
+            {"name": n, "address": host, "port": port} for n, (host, _, port) in split.items()
+        ]
+        endpoints.write_text(yaml.safe_dump({"endpoints": listed}))
+        config.write_text(yaml.safe_dump(_config(policy, endpoints), sort_keys=False))
+        options = {
+            "pool-name": "compare",
+            "pool-namespace": "compare",
+            "config-file": config,
+            "grpc-port": ports["grpc"],
+            "grpc-health-port": ports["health"],
+            "metrics-port": ports["http"],
+            "secure-serving": "false",
+            "metrics-endpoint-auth": "false",
+            "tracing": "false",
+            "zap-devel": "false",
+            "v": 1,
+        }
+        return [f"--{name}={value}" for name, value in options.items()], {}
+
+    def account(
+        self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
+    ) -> Account:
+        addresses = {address.rpartition(":")[2]: address for address in servers.values()}
+        used: set[str] = set()
+        decided: Counter[str] = Counter()
+        ready, failed = 0, 0
+        for one in samples:
+            match one.name.removeprefix("llm_d_epp_"):
+                case "plugin_duration_seconds_count":
+                    if one.labels["extension_point"] in ("Filter", "Scorer") and one.value:
+                        used.add(one.labels["plugin_type"])
+                case "scheduler_attempts_total" if one.labels["status"] == "success":
+                    port = one.labels["port"]
+                    decided[addresses.get(port, port)] += int(one.value)
+                case "scheduler_attempts_total":
+                    failed += int(one.value)
+                case "ready_endpoints":
+                    ready = int(one.value)
+        return Account({*_PROFILES[policy]}, used, decided, ready, failed)
+
+
+def _config(policy: str, endpoints: Path) -> dict[str, Any]:
+    source, extractor = "metrics-data-source", "core-metrics-extractor"
+    types = [*_PROFILES[policy], *_PRODUCERS[policy], source, extractor]
+    discovery = {"name": "endpoints", "type": "file-discovery"}
+    profile = [
+        {"pluginRef": name} | ({} if weight is None else {"weight": weight})
+        for name, weight in _PROFILES[policy].items()
+    ]
+    return {
+        "apiVersion": "llm-d.ai/v1alpha1",
+        "kind": "EndpointPickerConfig",
+        "plugins": [
+            *({"type": one} for one in types),
+            discovery | {"parameters": {"path": str(endpoints)}},
+        ],
+        "schedulingProfiles": [{"name": "default", "plugins": profile}],
+        "dataLayer": {
+            "discovery": {"pluginRef": "endpoints"},
+            "sources": [{"pluginRef": source, "extractors": [{"pluginRef": extractor}]}],
+        },
+    }

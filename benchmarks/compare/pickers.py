@@ -1,0 +1,202 @@
+"""Endpoint pickers of others: programs that Envoy asks over ext_proc where to send a request."""
+
+import shutil
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from benchmarks.compare.contenders import Front, Requests
+from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
+from benchmarks.compare.fleets import Fleet, Servers
+from benchmarks.pages import get_text
+from extproc.demo.access_log import add_access_log
+from extproc.demo.envoy_config import render, socket_address
+from extproc.demo.ports import pick_ports
+from extproc.demo.processes import Process, answers, envoy_command, listening
+
+FAIR = Path(__file__).parents[2] / "envoy" / "endpoint_picker.yaml"
+"""This project's Envoy file for any endpoint picker of the Gateway API Inference Extension."""
+_READY_S = 30.0
+_WORKERS = 2
+"""As many as every Envoy here has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a picker says of itself."""
+
+    policy: set[str]
+    """By what it should decide, in its own words."""
+    used: set[str]
+    """By what it did."""
+    decided: Counter[str]
+    """How often for which ``ip:port``."""
+    replicas: int | None
+    """How many it holds to be ready; None where it does not say."""
+    failed: int
+    """Decisions, or requests, that failed."""
+
+    def uses_all(self, servers: Servers) -> bool:
+        """Whether it does, as far as it says."""
+        return self.replicas in (None, len(servers))
+
+    def complaints(self, requests: Requests, servers: Servers) -> list[str]:
+        """Why these requests were not all decided by its policy."""
+        found = []
+        if self.used != self.policy:
+            found.append(f"it decided by {sorted(self.used)}, not by {sorted(self.policy)}")
+        if not self.uses_all(servers):
+            found.append(f"it uses {self.replicas} of {len(servers)} replicas")
+        if self.failed:
+            found.append(f"it counts {self.failed} failures")
+        served = Counter(one["replica"] for one in requests if one["replica"])
+        past = sum((served - self.decided).values())
+        if past:
+            found.append(f"{past} requests went elsewhere than it said")
+        return found
+
+
+class Product(ABC):
+    """A picker as its makers publish it."""
+
+    name: ClassVar[str]
+    program: ClassVar[str]
+    policies: ClassVar[tuple[str, ...]]
+    """The usual one first."""
+    clusters: ClassVar[Mapping[str, str]]
+    """Those of its Envoy file that lead to its own ports: ``grpc`` or ``http``."""
+    standard: ClassVar[bool] = False
+    """Whether it speaks the protocol of the Gateway API Inference Extension."""
+
+    @property
+    def envoy(self) -> Path:
+        """Its makers' Envoy file for use without Kubernetes."""
+        return Path(__file__).with_name(f"{self.name}.yaml")
+
+    @abstractmethod
+    def command(
+        self, policy: str, model: str, servers: Servers, ports: Mapping[str, int], directory: Path
+    ) -> tuple[list[str], dict[str, str]]:
+        """Its arguments, and what it needs in its environment; its files go to ``directory``."""
+
+    @abstractmethod
+    def account(
+        self, policy: str, samples: Iterable[Sample], log: str, servers: Servers
+    ) -> Account:
+        """By its metrics, and where they do not tell by its log."""
+
+
+class Picker:
+    """A policy of one of them, behind an Envoy."""
+
+    parts: tuple[str, ...] = ("picker",)
+
+    def __init__(self, product: Product, policy: str, program: Path, fair: bool = False) -> None:
+        """``fair``: behind this project's Envoy file instead of its makers'."""
+        self.name = f"{product.name}:{policy}"
+        behind = FAIR.name if fair else "its makers' Envoy file"
+        self.about = f"{product.name}, policy {policy}, behind {behind}"
+        self._product = product
+        self._policy = policy
+        self._program = program
+        self._fair = fair
+
+    @asynccontextmanager
+    async def running(
+        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+    ) -> AsyncIterator[Front]:
+        """Runs both until the block ends; it takes no seed."""
+        ports = pick_ports(dict.fromkeys(("envoy", "admin", "grpc", "health", "http"), 0))
+        admin, log = f"http://127.0.0.1:{ports['admin']}", directory / "picker.log"
+        arguments, env = self._product.command(self._policy, fleet.model, servers, ports, directory)
+        config = directory / "envoy.yaml"
+        bootstrap = says_who(yaml.safe_dump(self._bootstrap(ports, servers), sort_keys=False))
+        config.write_text(add_access_log(bootstrap, directory / "access.log"))
+
+        async def account() -> Account:
+            page = await get_text(f"http://127.0.0.1:{ports['http']}/metrics")
+            families = text_string_to_metric_families(page)
+            samples = [sample for family in families for sample in family.samples]
+            text = log.read_text(errors="replace")
+            return self._product.account(self._policy, samples, text, servers)
+
+        async def ready() -> bool:
+            if not await listening(ports["grpc"])():
+                return False
+            return (await account()).uses_all(servers)
+
+        async def complaints(requests: Requests) -> list[str]:
+            found = (await account()).complaints(requests, servers)
+            found += await replica_trouble(admin, len(servers)) if self._fair else []
+            stats = await envoy_stats(admin)
+            allowed = [n for name, n in stats.items() if name.endswith("failure_mode_allowed")]
+            if sum(allowed):
+                found.append(f"{sum(allowed)} requests went on without its answer")
+            return found
+
+        picker = Process.start(
+            self._product.program,
+            [self._program, *arguments],
+            log=log,
+            ready=ready,
+            ready_s=_READY_S,
+            env=env,
+        )
+        async with await picker as started:
+            argv, up = envoy_command(config, _WORKERS), answers(f"{admin}/ready")
+            envoy_log = directory / "envoy.log"
+            async with await Process.start(
+                "envoy", argv, log=envoy_log, ready=up, ready_s=_READY_S
+            ):
+                url = f"http://127.0.0.1:{ports['envoy']}"
+                yield Front(url, complaints, parts={"picker": started})
+
+    def _bootstrap(self, ports: Mapping[str, int], servers: Servers) -> Any:
+        """The Envoy file with these addresses."""
+        if self._fair:
+            return _fair(ports, servers)
+        bootstrap = yaml.safe_load(self._product.envoy.read_text())
+        resources = bootstrap["static_resources"]
+        bootstrap["admin"]["address"] = socket_address("127.0.0.1", ports["admin"])
+        resources["listeners"][0]["address"] = socket_address("127.0.0.1", ports["envoy"])
+        for cluster in resources["clusters"]:
+            if own := self._product.clusters.get(cluster["name"]):
+                _endpoint(cluster)["address"] = socket_address("127.0.0.1", ports[own])
+        return bootstrap
+
+
+def _fair(ports: Mapping[str, int], servers: Servers) -> Any:
+    rendered = render(
+        listen_port=ports["envoy"],
+        admin_port=ports["admin"],
+        router_ports=[ports["grpc"]],
+        replica_addresses=list(servers.values()),
+        template=FAIR,
+    )
+    bootstrap = yaml.safe_load(rendered)
+    clusters = {one["name"]: one for one in bootstrap["static_resources"]["clusters"]}
+    # Its health is told on a port of its own.
+    _endpoint(clusters["router"])["health_check_config"] = {"port_value": ports["health"]}
+    return bootstrap
+
+
+def _endpoint(cluster: Any) -> Any:
+    """The only one of a cluster."""
+    (group,) = cluster["load_assignment"]["endpoints"]
+    (member,) = group["lb_endpoints"]
+    return member["endpoint"]
+
+
+def found(product: Product, programs: Path | None) -> Path | None:
+    """The program: in that directory, or on PATH; None where it is not."""
+    at = programs and shutil.which(product.program, path=str(programs))
+    path = at or shutil.which(product.program)
+    return Path(path) if path else None

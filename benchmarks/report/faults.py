@@ -1,0 +1,99 @@
+"""What a fault in the middle of a turn did to the requests of a contender."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.report.figures import Contender
+from benchmarks.report.results import Results, Run
+
+HEAD = (
+    *("hit", "lost", "elsewhere", "later", "until s", "slowest s"),
+    *("before: mean", "p99", "after: mean", "p99"),
+)
+_TERMS = (
+    "Failed requests: lost, of those hit; elsewhere, of the others that were in flight; later, of "
+    "those sent afterwards, the last of them until so long after the fault. Slowest: from sending "
+    "to the end, good or bad. Before and after: completion of the answered requests that were "
+    "sent before and after the fault, without those hit. !: some turns are in doubt."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Harm:
+    """In one turn; times in seconds."""
+
+    hit: int
+    """Requests that were in flight on the part when the fault fell."""
+    lost: int
+    """Those of them that failed."""
+    elsewhere: int
+    """Others in flight then that failed."""
+    later: int
+    """Requests sent afterwards that failed."""
+    until_s: float | None
+    """When the last of these was sent, after the fault."""
+    slowest_s: float | None
+    """The longest that a request took which had not ended when the fault fell, good or bad."""
+    before_s: list[float]
+    """Completions of what was sent before, but for what was hit."""
+    after_s: list[float]
+    """Completions of what was sent afterwards."""
+
+
+def harm(run: Run) -> Harm:
+    """What the fault of a run did, which has one."""
+    assert run.fault
+    at_s = run.fault.at_s
+    hit = [one for one in run.counted if one.struck]
+    before = [one for one in run.counted if one.sent_s <= at_s and not one.struck]
+    after = [one for one in run.counted if one.sent_s > at_s]
+    late = [one.sent_s - at_s for one in after if not one.answered]
+    ends = [(one.sent_s, one.ended_s) for one in run.counted]
+    return Harm(
+        hit=len(hit),
+        lost=sum(not one.answered for one in hit),
+        elsewhere=sum(not one.answered and (one.ended_s or 0.0) > at_s for one in before),
+        later=len(late),
+        until_s=max(late, default=None),
+        slowest_s=max((end - sent for sent, end in ends if end and end > at_s), default=None),
+        before_s=[one.completion_s for one in before if one.answered and one.completion_s],
+        after_s=[one.completion_s for one in after if one.answered and one.completion_s],
+    )
+
+
+def rows(results: Results, every: Sequence[Contender]) -> Iterator[list[str]]:
+    """Below ``HEAD``, after the name.
+
+    Counts are sums over turns, ``until`` and ``slowest`` the most of any, other times medians.
+    """
+    for one in every:
+        name = f"{one.name} !" if one.doubtful else one.name
+        yield [name, *_cells([harm(run) for run in one.runs if run.fault])]
+    for name in results.without_part:
+        yield [f"{name}: has none", *["–"] * len(HEAD)]
+
+
+def what(results: Results) -> str:
+    """What happened, and the terms of the table."""
+    assert results.fault
+    part, _, way = results.fault.name.partition("-")
+    there = "all that were in flight" if part == "picker" else "requests in flight on it"
+    return f"{part} {way} after {results.fault.at_s:g} s. Hit: {there} then. {_TERMS}"
+
+
+def _cells(turns: Sequence[Harm]) -> Iterator[str]:
+    for count in ("hit", "lost", "elsewhere", "later"):
+        yield f"{sum(getattr(one, count) for one in turns):,}"
+    for most in ("until_s", "slowest_s"):
+        yield _seconds([max((getattr(one, most) or 0.0 for one in turns), default=0.0)])
+    for sent in ("before_s", "after_s"):
+        completions = [times for one in turns if (times := getattr(one, sent))]
+        yield _seconds([float(np.mean(times)) for times in completions])
+        yield _seconds([float(np.percentile(times, 99)) for times in completions])
+
+
+def _seconds(values: Sequence[float]) -> str:
+    """The median; nothing where there is none."""
+    return f"{np.median(values):.2f}" if any(values) else "–"

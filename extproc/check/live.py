@@ -1,0 +1,74 @@
+"""What there is to say about what runs: Redis, the replicas, Envoy."""
+
+from extproc.check.live_envoy import check_live_envoy
+from extproc.check.live_redis import check_redis
+from extproc.check.live_replicas import check_replicas
+from extproc.config import Config
+from extproc.envoy.finding import Finding, Level, worst_first
+from extproc.poll.discovery import Discovery, read_replicas
+from extproc.poll.membership import Membership
+from extproc.store.replicas import Snapshot
+
+_NOWHERE = (
+    "names no address now: none of its replicas is polled. Put right its name, or what resolves it"
+)
+_UNSERVED = (
+    "no replica that answers lists it: requests for {} get 404, or wait for a replica that does. "
+    "Start one with it, or put right route.models"
+)
+
+
+async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
+    """What there is to say, worst first. All are asked; nothing is changed.
+
+    Args:
+        config: the routers' and pollers'.
+        envoy_admin: URL of Envoy's admin address; None: Envoy is not asked.
+    """
+    found: list[Finding] = []
+    replicas: dict[str, str] = {}
+    served: set[str] = set()
+    for pool in config.each_pool:
+        membership, snapshot = Membership(), None
+        if config.state == "redis":
+            said, snapshot = await check_redis(pool, membership)
+            found += said
+        said, named = await _named(pool, membership, snapshot)
+        found += said
+        said, models = await check_replicas(pool, named, snapshot)
+        found += said
+        replicas |= named
+        served |= models
+    for name, targets in config.route.models.items():
+        for model in set(targets) - served:
+            where = f"model {model}"
+            found.append(Finding("model", Level.ERROR, where, _UNSERVED.format(name)))
+    if envoy_admin is not None:
+        found += await check_live_envoy(envoy_admin, config, replicas)
+    return worst_first(found)
+
+
+async def _named(
+    config: Config, membership: Membership, snapshot: Snapshot | None
+) -> tuple[list[Finding], dict[str, str]]:
+    """The replicas that configuration, file, commands or pollers name: ``ip:port`` → name."""
+    found: list[Finding] = []
+    sources = [*config.replicas, *membership.added]
+    if config.replicas_file is not None:
+        try:
+            sources += read_replicas(config.replicas_file)
+        except (OSError, ValueError) as error:
+            where = f"replicas_file {config.replicas_file}"
+            found.append(Finding("replicas", Level.ERROR, where, f"cannot be used: {error}"))
+    named = {state.id: state.name for state in snapshot.states} if snapshot else {}
+    for source in sources:
+        discovery = Discovery([source], None, config.poll.resolve_s)
+        try:
+            targets = {target.id: target.name for target in await discovery.targets()}
+        finally:
+            discovery.stop()
+        if not targets:
+            found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", _NOWHERE))
+        removed = membership.removed_of(targets)
+        named |= {id_: name for id_, name in targets.items() if id_ not in removed}
+    return found, named

@@ -1,0 +1,264 @@
+"""benchmarks.compare --fault: what falls, on what, and whether the table says what happened."""
+
+import json
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import fleet
+from benchmarks.compare import __main__ as compare
+from benchmarks.compare import terminal
+from benchmarks.compare.contenders import Contender, Front
+from benchmarks.compare.faults import FAULTS, Fault
+from benchmarks.compare.fleets import Fleet, Servers
+from benchmarks.compare.play import play
+from benchmarks.report.faults import Harm, harm
+from benchmarks.report.page import html
+from benchmarks.report.results import Results, Run, read
+from extproc.demo.access_log import Access, AccessLog
+from extproc.predict.hardware import hardware_profile
+
+Json = dict[str, Any]
+
+AT_S = 1.5
+TIMEOUT_S = 4.0
+FLEET = """
+replicas:
+- {name: a, profile: llama-8b-h100, count: 2}
+"""
+TRACE = [
+    {"timestamp": 100 * number, "input_length": 60, "output_length": 100 + 10 * (number % 5)}
+    for number in range(30)
+]
+"""Ten requests a second for three seconds; each is answered in about a second."""
+
+
+def request(sent: float, took: float, failed: bool = False, struck: bool = False) -> Json:
+    """One that was sent then, and ended so much later."""
+    end = {"error": "broken stream", "failed_after_s": took} if failed else {"completion_s": took}
+    return {"at_s": sent, "struck": struck, **end}
+
+
+def turn(name: str, requests: list[Json]) -> Json:
+    fault = {"name": "replica-killed", "at_s": 5.0}
+    return {"run": {"name": name, "repeat": 0}, "fault": fault, "requests": requests}
+
+
+HURT = [
+    *(request(1.0, 1.0), request(2.0, 2.0)),
+    *(request(4.0, 1.5, failed=True, struck=True), request(4.2, 9.0, struck=True)),
+    request(4.5, 1.0, failed=True),
+    *(request(6.0, 3.0), request(7.5, 20.0, failed=True), request(8.0, 5.0)),
+]
+
+
+def test_what_failed_is_told_apart_by_where_it_was() -> None:
+    assert harm(Run.model_validate(turn("x", HURT))) == Harm(
+        hit=2,
+        lost=1,
+        elsewhere=1,
+        later=1,
+        until_s=2.5,
+        slowest_s=20.0,
+        before_s=[1.0, 2.0],
+        after_s=[3.0, 5.0],
+    )
+
+
+def result() -> Json:
+    about = {"fault": {"name": "replica-killed", "at_s": 5.0}, "without_part": ["envoy:random"]}
+    whole = [request(1.0, 1.0), request(6.0, 1.0)]
+    doubtful = turn("whole:x", whole) | {"validity": {"doubts": ["CPU 95% busy"]}}
+    return {"compare": about, "runs": [turn("hurt:x", HURT), doubtful]}
+
+
+def test_the_table_is_the_same_on_terminal_and_page() -> None:
+    printed = terminal.result(result())
+    rows = [line.split() for line in printed.splitlines()]
+    hurt = ["2", "1", "1", "1", "2.50", "20.00", "1.50", "1.99", "4.00", "4.98"]
+    whole = ["0", "0", "0", "0", "–", "1.00", "1.00", "1.00", "1.00", "1.00"]
+    assert ["hurt:x", *hurt] in rows
+    assert ["whole:x", "!", *whole] in rows
+    assert ["envoy:random:", "has", "none", *"–" * 10] in rows
+    assert "replica killed after 5 s" in printed
+    known = read(result())
+    assert isinstance(known, Results)
+    page = html(known, {})
+    cells = "".join(f"<td>{one}</td>" for one in ("hurt:x", *hurt))
+    assert f"<tr>{cells}</tr>" in page
+    assert "replica killed after 5 s" in page
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--fault", "router-killed"),
+        ("--at", "3"),
+        ("--fault", "redis-killed", "--at", "16", "--duration", "16"),
+    ],
+)
+def test_what_cannot_happen_is_refused(
+    given: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        compare.main(given)
+    assert given[0] in capsys.readouterr().err
+
+
+def test_who_lacks_the_part_is_said_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = []
+
+    async def played(contender: Any, fleet: Any, args: Any, repeat: int, directory: Path) -> Any:
+        begun.append((contender.name, args.fault))
+        raise ValueError("no real turn")
+
+    monkeypatch.setattr(compare, "play", played)
+    asked = ["--fault", "poller-killed", "--repeats", "1", "--duration", "8"]
+    compare.main([*asked, "--contenders", "envoy,router,envoy:random"])
+    assert begun == [("router:completion", Fault("poller-killed", 4.0))]
+    assert compare.main([*asked, "--contenders", "envoy"]) == 2
+    assert "no contender here has a poller of its own" in capsys.readouterr().err
+
+
+class Watched:
+    """A contender of which is kept what was started."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.name, self.about, self.parts = contender.name, contender.about, contender.parts
+        self.front: Front
+        self.servers: Servers
+        self._contender = contender
+
+    @asynccontextmanager
+    async def running(
+        self, fleet: Fleet, servers: Servers, directory: Path, seed: int
+    ) -> AsyncIterator[Front]:
+        self.servers = servers
+        async with self._contender.running(fleet, servers, directory, seed) as self.front:
+            yield self.front
+
+
+class Turn:
+    """One turn with a fault."""
+
+    def __init__(self, run: Json, accesses: list[Access], watched: "Watched") -> None:
+        self.run = run
+        self.by_envoy = {one.request_id: one for one in accesses}
+        self.victim = watched.servers["a-0"]
+        parts = watched.front.parts.items()
+        self.killed = {name for name, process in parts if process.returncode == -9}
+        """Of the contender's parts."""
+        self.harm = harm(Run.model_validate(run))
+        self.at_s = run["fault"]["at_s"]
+        assert AT_S <= self.at_s < AT_S + 2
+        self.later = {one for one in self.ids() if self.sent_s(one) > self.at_s}
+        assert 0 < len(self.later) < len(TRACE)
+        assert not [one for one in run["complaints"] if "router's answer" not in one]
+
+    def ids(self, **of: Any) -> set[str]:
+        """Requests of which this is true."""
+        every = self.run["requests"]
+        return {one["request_id"] for one in every if of.items() <= one.items()}
+
+    def sent_s(self, name: str) -> float:
+        (one,) = (one for one in self.run["requests"] if one["request_id"] == name)
+        return float(one["at_s"] + one["late_s"])
+
+    @property
+    def failed(self) -> set[str]:
+        return {one["request_id"] for one in self.run["requests"]} - self.ids(error=None)
+
+
+async def played(fault: str, contender: Contender, directory: Path) -> Turn:
+    """A turn of two replicas, ``a-0`` and ``a-1``."""
+    (directory / "trace.jsonl").write_text("\n".join(map(json.dumps, TRACE)))
+    (directory / "fleet.yaml").write_text(FLEET)
+    args = Namespace(
+        trace=[directory / "trace.jsonl"],
+        speed=1.0,
+        skip=0.0,
+        duration=3.0,
+        stream_share=1.0,
+        seed=0,
+        fault=Fault(fault, AT_S),
+    )
+    watched, simulated = Watched(contender), Fleet(fleet.read(directory / "fleet.yaml"))
+    run = await play(watched, simulated, args, 0, directory / "turn")
+    accesses = AccessLog(directory / "turn" / "access.log").new()
+    return Turn(run, accesses, watched)
+
+
+@pytest.fixture(autouse=True)
+def short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.compare.faults.TIMEOUT_S", TIMEOUT_S)
+
+
+@pytest.mark.process
+async def test_those_in_flight_on_a_killed_replica_fail_and_no_others(tmp_path: Path) -> None:
+    turn = await played("replica-killed", compare.contender("envoy:round_robin"), tmp_path)
+    struck = turn.ids(struck=True)
+    assert struck
+    assert turn.failed == turn.ids(error="broken stream") == struck
+    assert {turn.by_envoy[one].upstream for one in struck} == {turn.victim}
+    assert not turn.later & turn.ids(replica="a-0")
+    assert turn.harm.hit == turn.harm.lost == len(struck)
+    assert (turn.harm.elsewhere, turn.harm.later, turn.harm.until_s) == (0, 0, None)
+
+
+@pytest.mark.process
+async def test_what_a_hung_replica_holds_ends_with_the_clients_patience(tmp_path: Path) -> None:
+    turn = await played("replica-hung", compare.contender("envoy:round_robin"), tmp_path)
+    assert turn.failed == turn.ids(error="timeout")
+    # Half of what came later went there, for Envoy alone does not see that it hangs.
+    later = turn.failed & turn.later
+    assert len(later) == pytest.approx(len(turn.later) / 2, abs=2)
+    assert turn.failed - turn.later == turn.ids(struck=True)
+    assert (turn.harm.lost, turn.harm.later) == (len(turn.failed - later), len(later))
+    assert turn.harm.slowest_s == pytest.approx(TIMEOUT_S, abs=1.0)
+
+
+@pytest.mark.process
+async def test_a_slow_replica_is_slow(tmp_path: Path) -> None:
+    turn = await played("replica-slow", compare.contender("envoy:round_robin"), tmp_path)
+    assert not turn.failed
+    there = turn.ids(replica="a-0")
+    gaps = {one["request_id"]: one["gaps_s"]["mean"] for one in turn.run["requests"]}
+    step_s = hardware_profile("llama-8b-h100").step.c0
+    assert min(gaps[one] for one in there & turn.later) > 3 * step_s
+    assert turn.ids(struck=True) <= there
+
+
+@pytest.mark.process
+async def test_all_fails_from_then_on_where_envoy_does_not_go_on_without_its_picker(
+    programs: Path, tmp_path: Path
+) -> None:
+    turn = await played("picker-killed", compare.contender("llm-d", programs), tmp_path)
+    assert turn.killed == {"picker"}
+    struck = turn.ids(struck=True)
+    assert turn.harm.hit == turn.harm.lost == len(struck) > 0
+    assert turn.failed == struck | turn.later
+    assert (turn.harm.elsewhere, turn.harm.later) == (0, len(turn.later))
+    assert turn.harm.until_s == pytest.approx(
+        max(turn.sent_s(one) for one in turn.later) - turn.at_s
+    )
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", [one for one in FAULTS if not one.startswith("replica")])
+async def test_no_request_fails_with_a_part_of_the_router(name: str, tmp_path: Path) -> None:
+    turn = await played(name, compare.contender("router"), tmp_path)
+    part = name.partition("-")[0]
+    assert turn.killed == {part}
+    assert not turn.failed
+    in_flight = turn.ids(struck=True)
+    assert turn.harm.hit == len(in_flight)
+    assert (turn.harm.lost, turn.harm.elsewhere, turn.harm.later) == (0, 0, 0)
+    advised = {one for one in turn.later if turn.by_envoy[one].destination}
+    assert bool(advised) == (part != "picker")
+    assert bool(in_flight) == (part == "picker")

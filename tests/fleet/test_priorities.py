@@ -1,0 +1,107 @@
+"""Where a replica goes by priority, a request is predicted beside what lets it go first."""
+
+from dataclasses import replace
+from math import inf
+from random import Random
+
+import numpy as np
+import pytest
+
+from extproc.fleet.fleet import Fleet
+from extproc.hold.waiting import fits, peak_pressure
+from extproc.request.objective import Objective
+from extproc.request.profile import RequestProfile
+from extproc.route.router import Decision, Router
+from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+
+A10 = "llama-8b-a10"
+CAPACITY = 40_000
+
+
+def fleet(clock: ManualClock, *by_priority: bool) -> Fleet:
+    made = fleet_of(clock)
+    for number, does in enumerate(by_priority, start=1):
+        figures = {"kv_tokens": CAPACITY, "measured": True}
+        made.put(state(number, A10, clock, by_priority=does, **figures))
+    return made
+
+
+def batch_of(prompt: int, bound: int) -> RequestProfile:
+    return replace(chat(prompt, bound), objective=Objective(priority=-1))
+
+
+def decide(fleet: Fleet, prompt: int, priority: int, bound: int = 100) -> Decision:
+    profile = replace(chat(prompt, bound), objective=Objective(priority=priority))
+    decision = Router(fleet, "completion", Random(1)).decide(profile)
+    assert decision is not None
+    return decision
+
+
+def test_a_higher_priority_waits_for_no_prompt_of_a_lower_one() -> None:
+    clock = ManualClock()
+    ours = fleet(clock, True, False)
+    for number in (1, 2):
+        for _ in range(4):
+            ours.dispatch(replica(number), batch_of(4000, 100))
+    clock.advance(0.05)
+    alone = decide(fleet(clock, True, False), 1000, 0).prediction.prefill[0]
+    prefill = decide(ours, 1000, 0).prediction.prefill
+    # The first of the prompts is being prefilled.
+    assert alone < prefill[0] < 0.5 * prefill[1]
+    lower = decide(ours, 1000, -1).prediction.prefill
+    assert lower[0] == pytest.approx(lower[1])
+
+
+def test_it_takes_its_place_before_them() -> None:
+    clock = ManualClock()
+    ours = fleet(clock, True)
+    batch = [ours.dispatch(replica(1), batch_of(4000, 100)) for _ in range(3)]
+    clock.advance(0.05)
+    urgent = ours.dispatch(replica(1), chat(1000, 100))
+    ours.first_token(urgent)
+    lower, same = (ours.view(MODEL, priority=one).backlog[0] for one in (-1, 0))
+    assert lower == pytest.approx(8000, abs=500), "the first was begun before it came"
+    assert same == 0.0
+    ours.release(urgent)
+    for ticket in batch:
+        ours.first_token(ticket)
+        ours.release(ticket)
+    assert ours.view(MODEL, priority=-1).backlog[0] == 0.0
+
+
+def test_what_is_preempted_before_it_takes_no_room() -> None:
+    clock = ManualClock()
+    ours = fleet(clock, True, False)
+    for number in (1, 2):
+        tickets = [ours.dispatch(replica(number), batch_of(5000, 2000)) for _ in range(6)]
+        for ticket in tickets:
+            ours.first_token(ticket)
+    urgent, batch = decide(ours, 1000, 1), decide(ours, 1000, -1)
+    assert urgent.replica == replica(1)
+    pressure = urgent.prediction.kv_pressure
+    assert pressure[0] < 0.1 < 0.7 < pressure[1]
+    assert peak_pressure(urgent)[0] < 0.1
+    assert np.ptp(batch.prediction.kv_pressure) == pytest.approx(0.0, abs=0.01)
+
+
+def test_but_to_be_admitted_it_waits_for_room_as_any() -> None:
+    """vLLM preempts for what runs, not for what waits."""
+    clock = ManualClock()
+    ours = fleet(clock, True)
+    for _ in range(7):
+        ticket = ours.dispatch(replica(1), batch_of(5000, 2000))
+        ours.first_token(ticket)
+    small, large = decide(ours, 1000, 1), decide(ours, 10_000, 1)
+    assert small.prediction.admission[0] == 0.0
+    assert fits(small)
+    assert 0.0 < large.prediction.admission[0] < inf
+    assert not fits(large)
+
+
+def test_what_other_routers_and_strangers_have_there_lets_nobody_first() -> None:
+    clock = ManualClock()
+    ours = fleet(clock, True)
+    figures = {"kv_tokens": CAPACITY, "measured": True, "by_priority": True, "kv_usage": 0.9}
+    for steps in (1, 2):
+        ours.put(state(1, A10, clock, running=6, steps=steps, first_tokens=6, **figures))
+    assert decide(ours, 1000, 1).prediction.kv_pressure[0] > 0.9
