@@ -157,7 +157,7 @@ def _decisions(log: DecisionLog) -> dict[str, Any]:
     """As ``extproc explain`` lists them, the newest first."""
     records = read_records([one.to_json(0) for one in reversed(log.last(_LISTED))])
     return {
-        "columns": [column.header for column in DECISIONS],
+        "columns": DECISIONS,
         "rows": [
             {"number": one.number, "figures": figures_of(one), "why": reason_of(one)}
             for one in records

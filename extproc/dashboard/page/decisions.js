@@ -6,14 +6,13 @@ import { $, Table, brief, classed, element, text, write } from "./elements.js";
 let decisions = null;
 
 export function showDecisions({ columns, rows }) {
-  const request = columns.indexOf("request");
   decisions ??= new Table(
     [
-      ...columns.map((name, at) =>
-        at === request
-          ? { name, head: true, className: "left", fill: link(at) }
-          : text(at && columns[at] === "actual" ? `${columns[at - 1].replace(/ s$/, "")} actual` : name, (one) => one.figures[at], at < 3 ? { className: "left" } : {}),
-      ),
+      ...columns.map(({ header, left }, at) => {
+        if (header === "request") return { name: header, head: true, className: "left", fill: link(at) };
+        const name = header === "actual" ? `${columns[at - 1].header.replace(/ s$/, "")} actual` : header;
+        return text(name, (one) => one.figures[at], { className: left ? "left" : "" });
+      }),
       brief("model: why", (one) => one.why),
     ],
     "cards dense",
