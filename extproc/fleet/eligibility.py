@@ -3,7 +3,7 @@
 Envoy calls the like outlier detection, panic threshold and slow start.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -31,6 +31,7 @@ _AT_FIRST = 4
 """Requests a new replica may have in flight: enough to be measured by, within seconds, and few
 enough to bear it where it is ten times slower than its profile says."""
 _MODELS_REMEMBERED = 64
+_FAILING = "it failed several requests in a row"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class _Replica:
 
 
 _Rule = Callable[[_Replica], str]
-"""Why a replica may not be used; empty where it may."""
+"""Why a replica may not be used, for people; empty where it may."""
 
 
 class Eligibility:
@@ -211,10 +212,17 @@ class Eligibility:
         """All members; ``excluded`` are those that something speaks against, whatever the model and
         how many requests are there."""
         ids = sorted(self._rows, key=self._rows.__getitem__)
-        rules = [rule for rule, _ in self._rules("", False, told=True)]
+        rules = [rule for _, rule, _ in self._rules("", False, told=True)]
         members = [self._replicas[name] for name in ids]
         against = [next(filter(None, (rule(one) for rule in rules)), "") for one in members]
         return replace(self._of(ids, [""] * len(ids)), excluded=self._of(ids, against).excluded)
+
+    def against(self) -> Iterator[tuple[str, str]]:
+        """Members that something speaks against, whatever the model: what they are, in one word."""
+        rules = self._rules("", False, told=True)
+        for name, one in self._replicas.items():
+            if found := next((word for word, rule, _ in rules if rule(one)), ""):
+                yield name, found
 
     def heard_at(self, replica: str) -> float:
         """When the last poll of a member was, of which news came, by the clock."""
@@ -262,7 +270,7 @@ class Eligibility:
         usable, left_out = [self._replicas[name] for name in members], dict[str, str]()
         serving = [self._serves(model, one) for one in self._replicas.values()]
         all_told = all(one.state.listed for one in self._replicas.values())
-        for rule, always in self._rules(model, any(serving), told):
+        for _, rule, always in self._rules(model, any(serving), told):
             rejected = {one.state.id: why for one in usable if (why := rule(one))}
             if always or len(rejected) < len(usable):
                 left_out |= rejected
@@ -287,21 +295,25 @@ class Eligibility:
             frozenset(ids),
         )
 
-    def _rules(self, model: str, listed: bool, told: bool) -> tuple[tuple[_Rule, bool], ...]:
-        """Each with whether it holds even where it leaves no replica; without a model: those that
-        hold whatever it is."""
+    def _rules(self, model: str, listed: bool, told: bool) -> tuple[tuple[str, _Rule, bool], ...]:
+        """Each with what such a replica is, in one word, and whether it holds even where it leaves
+        no replica; without a model: those that hold whatever it is."""
         out = self._is_ejected if told else _was_ejected
 
         def serves(one: _Replica) -> bool:
             return not model or self._serves(model, one)
 
         return (
-            (lambda one: "" if one.state.healthy else one.state.problem or "not healthy", True),
-            (lambda one: "" if serves(one) else f"does not serve {model!r}", listed),
-            (lambda one: one.stalled, False),
-            (lambda one: "it failed several requests in a row" if out(one) else "", False),
+            (
+                "unhealthy",
+                lambda one: "" if one.state.healthy else one.state.problem or "not healthy",
+                True,
+            ),
+            ("other model", lambda one: "" if serves(one) else f"does not serve {model!r}", listed),
+            ("stalled", lambda one: one.stalled, False),
+            ("failing", lambda one: _FAILING if out(one) else "", False),
             # last: those draining serve rather than one that is ejected
-            (lambda one: "draining" if one.state.draining else "", False),
+            ("draining", lambda one: "draining" if one.state.draining else "", False),
         )
 
     def _full(self, replica: str, requests: float) -> str:

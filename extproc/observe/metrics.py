@@ -1,17 +1,36 @@
 """The router's Prometheus metrics."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from heapq import nlargest
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from extproc.observe.tally import Counts, Spread
+from extproc.observe.tally import OTHER, Counts, Spread
 
 _TENANTS = 5
 """Those with the most; there may be as many as users, and each is a series."""
-_OTHER = "other"
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+_PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
+_RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
+
+
+class Predicted:
+    """A time of requests, and predicted ÷ actual of it, by model and objective."""
+
+    def __init__(
+        self, name: str, what: str, bounds: Sequence[float], registry: CollectorRegistry
+    ) -> None:
+        by = "model", "objective"
+        self._seconds = Spread(f"extproc_{name}_seconds", f"{what}.", bounds, registry, by)
+        text = f"{what}: predicted ÷ actual, where the replica chosen served."
+        self._ratio = Spread(f"extproc_{name}_predicted_ratio", text, _RATIOS, registry, by)
+
+    def observe(self, actual: float, predicted: float | None, model: str, objective: str) -> None:
+        """Seconds; ``predicted``: None where another replica served it."""
+        self._seconds.observe(actual, model, objective)
+        if predicted is not None and actual > 0.0:
+            self._ratio.observe(predicted / actual, model, objective)
 
 
 class RouterMetrics:
@@ -20,10 +39,13 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counts(
             "extproc_requests_total",
-            "Requests by what became of them: routed, refused, passed (not for a model), "
-            "unrouted (no healthy replica known; Envoy's fallback serves), gave_up (the client "
-            "hung up, or Envoy went on, while it waited here), and of those routed, "
-            "unanswered (the client hung up, or Envoy no longer waited for the router).",
+            "Requests by what became of them: routed, refused (400, 404, 429, 503), passed (no "
+            "inference; where the body comes first, what has none is not asked about), unrouted "
+            "(no healthy replica known: Envoy's fallback served), gave_up (the client hung up, or "
+            "Envoy went on, while the request waited at the router), overload (more than "
+            "serve.max_streams in flight: Envoy goes on without the router); and of those routed, "
+            "unanswered (no response was seen that should have been: the client hung up, or Envoy "
+            "no longer waited for the router, which ext_proc.message_timeouts counts in Envoy).",
             ["result"],
             registry,
         )
@@ -40,27 +62,61 @@ class RouterMetrics:
             ["policy", "replica"],
             registry,
         )
+        self.failures = Counts(
+            "extproc_failures_total",
+            "Requests that a replica answered with 500 to 599, or that Envoy sent to another after "
+            "it: what it is left out for.",
+            ["replica"],
+            registry,
+        )
+        self.left_out = Gauge(
+            "extproc_replica_left_out",
+            "1 for each replica that gets no requests, whatever their model, and the first reason: "
+            "unhealthy, stalled (silent, too), failing, draining.",
+            ["replica", "reason"],
+            registry=registry,
+        )
+        self.hits_expected = Counts(
+            "extproc_prefix_cache_expected_tokens_total",
+            "Prompt tokens that a replica should have had in its prefix cache, of the requests "
+            "whose answer told how many it had.",
+            ["replica"],
+            registry,
+        )
+        self.hits_reported = Counts(
+            "extproc_prefix_cache_reported_tokens_total",
+            "Prompt tokens that it had there, by the same answers.",
+            ["replica"],
+            registry,
+        )
         self.decision_seconds = Spread(
             "extproc_decision_seconds",
-            "Time to inspect a request and choose its replica.",
+            "Time to inspect a request and choose its replica, where it did not have to wait.",
             (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2),
             registry,
         )
         self.responses = Counts(
             "extproc_responses_total",
-            "Responses by status class.",
+            "Responses that the router was told of, by status class: at more than a hundred a "
+            "second of an Envoy, a hundred a second of it, shared by its routers and workers.",
             ["status"],
             registry,
         )
-        self.completion_seconds = Spread(
-            "extproc_completion_seconds",
-            "Time from decision to the end of the response.",
+        self.ttft = Predicted(
+            "ttft",
+            "Time from decision to first token, of streams that are read",
             _SECONDS,
             registry,
         )
+        self.tpot = Predicted(
+            "tpot", "Time per token after the first, of the same streams", _PER_TOKEN, registry
+        )
+        self.completion = Predicted(
+            "completion", "Time from decision to the end of the response", _SECONDS, registry
+        )
         self.prediction_error = Spread(
             "extproc_prediction_error_ratio",
-            "|predicted − actual| ÷ actual completion time.",
+            "|predicted − actual| ÷ actual completion time, of the same requests.",
             (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
             registry,
         )
@@ -80,19 +136,29 @@ class RouterMetrics:
         )
         self.waited_seconds = Spread(
             "extproc_waited_seconds",
-            "Time for which requests waited at the router that had to.",
+            "Time for which requests waited at the router that had to and were sent then.",
             _SECONDS,
             registry,
         )
         self.in_flight = Gauge(
-            "extproc_requests_in_flight", "Requests in the ledger.", registry=registry
+            "extproc_requests_in_flight",
+            "Requests in the ledger: sent, and not ended yet.",
+            registry=registry,
+        )
+        self.replicas_needed = Gauge(
+            "extproc_replicas_needed",
+            "Replicas that would be busy all the time with what came to this router in the last "
+            "minute or so, in batches as full as memory and targets per token allow, and with what "
+            "waits at the router, done within a minute. Add up over routers.",
+            ["pool"],
+            registry=registry,
         )
         self.replicas = Gauge(
             "extproc_replicas", "Replicas known, by health.", ["health"], registry=registry
         )
         self.state_age = Gauge(
             "extproc_state_age_seconds",
-            "Seconds since the last news of any replica.",
+            "Seconds since the last news of any replica, from pollers or Redis.",
             registry=registry,
         )
         self.known_blocks = Gauge(
@@ -117,9 +183,26 @@ class RouterMetrics:
             (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
             registry,
         )
+        self.redis_seconds = Spread(
+            "extproc_redis_seconds",
+            "Round trip to Redis of a digest: half a second apart at the most, 20 ms at the least.",
+            (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
+            registry,
+        )
         self.open_streams = Gauge(
             "extproc_open_streams", "ext_proc streams open now.", registry=registry
         )
+
+    def tell_left_out(self, reasons: Iterable[tuple[str, str]]) -> None:
+        """Which replicas get no requests, and why."""
+        self.left_out.clear()
+        for replica, reason in reasons:
+            self.left_out.labels(replica, reason).set(1)
+
+    def forget_all_but(self, replicas: Container[str]) -> None:
+        """Counts of those that left the pool are shown no longer."""
+        for counts in (self.decisions, self.failures, self.hits_expected, self.hits_reported):
+            counts.keep("replica", replicas)
 
     def tell_waiting(
         self, held: Sequence[tuple[str, str, int]], got: Sequence[tuple[str, float]]
@@ -129,11 +212,11 @@ class RouterMetrics:
         self.waiting.clear()
         self.waiting.labels("", "").set(0)
         for objective, tenant, count in held:
-            self.waiting.labels(objective, tenant if tenant in named else _OTHER).inc(count)
+            self.waiting.labels(objective, tenant if tenant in named else OTHER).inc(count)
         named, total = _most(got), sum(seconds for _, seconds in got)
         self.share.clear()
         for tenant, seconds in got:
-            self.share.labels(tenant if tenant in named else _OTHER).inc(seconds / total)
+            self.share.labels(tenant if tenant in named else OTHER).inc(seconds / total)
 
 
 def _most(pairs: Iterable[tuple[str, float]]) -> list[str]:

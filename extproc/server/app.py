@@ -19,6 +19,7 @@ from extproc.fleet.members import ModelNames
 from extproc.hold.queue import LET_GO_EVERY_S, Queue
 from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
+from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
 from extproc.poll.into_fleet import check_some, poll_into
 from extproc.poll.scrape_metrics import PollMetrics
@@ -127,6 +128,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         random=generator,
         reader=Reader(config.serve.chunk_budget),
         queue=Queue(fleet, config.hold, monotonic),
+        demand=Demand(monotonic),
     )
 
 
@@ -179,8 +181,10 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
     while True:
         for one in pools:
             one.fleet.drop_silent(one.config.poll.ttl_s)
+            metrics.replicas_needed.labels(one.config.pool).set(one.demand.replicas(one.queue))
         states = [state for fleet in fleets for state in fleet.members]
-        metrics.decisions.keep("replica", {state.id for state in states})
+        metrics.forget_all_but({state.id for state in states})
+        metrics.tell_left_out(one for fleet in fleets for one in fleet.eligibility.against())
         healthy = sum(state.healthy for state in states)
         metrics.replicas.labels("healthy").set(healthy)
         metrics.replicas.labels("unhealthy").set(len(states) - healthy)

@@ -279,9 +279,11 @@ class Exchange:
         self._known(profile)
         if decision is None:
             self._let_envoy_choose(profile)
-        elif self._has_to_wait(decision) and services.room.take(size):
-            self._held_bytes = size
-            return self._wait(asked, decision, decide, sent)
+        else:
+            services.demand.came(decision)
+            if self._has_to_wait(decision) and services.room.take(size):
+                self._held_bytes = size
+                return self._wait(asked, decision, decide, sent)
         self._book(asked, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
         return sent(decision)

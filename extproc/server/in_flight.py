@@ -135,7 +135,7 @@ class InFlight:
             outcome.completion_s = seconds
         usage = self._usage.usage() if self._usage is not None and complete else None
         if complete:
-            self._account(seconds, None if usage is None else usage.cached_tokens)
+            self._account(seconds, usage)
         if usage is not None:
             self._learn(usage, seconds, baseline)
         elif well and (complete or self._usage is None):
@@ -151,7 +151,7 @@ class InFlight:
         # An address that is no member's, a tunnel's or a sidecar's, tells nothing.
         if upstream != self._served_by and upstream in services.fleet.members:
             # Envoy passed the choice over or tried it in vain.
-            services.fleet.eligibility.failed(self._served_by)
+            self._failed()
             services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)
             services.fleet.sessions.saw(self._forecast.profile.session, upstream)
             self._served_by = upstream
@@ -161,9 +161,13 @@ class InFlight:
         if self._outcome.overloaded:
             return
         if self._status is not None and self._status >= 500:
-            services.fleet.eligibility.failed(self._served_by)
+            self._failed()
         else:
             services.fleet.eligibility.answered(self._served_by)
+
+    def _failed(self) -> None:
+        self._services.fleet.eligibility.failed(self._served_by)
+        self._services.metrics.failures.add(self._served_by)
 
     def _worth_reading(self, content_type: str) -> bool:
         """Every whole response, for it is one message, those whose id is needed, and as many
@@ -212,14 +216,27 @@ class InFlight:
                 usage.prompt_tokens,
             )
 
-    def _account(self, actual: float, cached: int | None) -> None:
-        services, forecast = self._services, self._forecast
-        predicted, replica = forecast.predicted_completion, forecast.replica
-        services.metrics.completion_seconds.observe(actual)
+    def _account(self, actual: float, usage: Usage | None) -> None:
+        services, forecast, metrics = self._services, self._forecast, self._services.metrics
+        profile, replica = forecast.profile, forecast.replica
+        predicted, hits = forecast.predicted_completion, forecast.expected_hits
+        cached = None if usage is None else usage.cached_tokens
+        as_chosen = replica == self._served_by
+        by = profile.model, profile.objective.name
+        metrics.completion.observe(actual, predicted if as_chosen else None, *by)
+        if (ttft := self._outcome.ttft_s) is not None:
+            metrics.ttft.observe(ttft, forecast.predicted_ttft if as_chosen else None, *by)
+            tokens = 0 if usage is None else usage.completion_tokens
+            later = tokens / max(profile.sequences, 1) - 1.0
+            if later > 0.0:
+                tpot = forecast.decode_time_per_token * forecast.stretch
+                metrics.tpot.observe((actual - ttft) / later, tpot if as_chosen else None, *by)
         if actual > 0:
-            services.metrics.prediction_error.observe(abs(predicted - actual) / actual)
-        if replica == self._served_by:
-            if forecast.profile.sequences != 1 or forecast.hits_depth < 0:
-                cached = None  # nothing was foretold of what it would find
-            now, hits = services.clock(), forecast.expected_hits
-            services.accuracy.add(Ended(now, replica, predicted, actual, hits, cached))
+            metrics.prediction_error.observe(abs(predicted - actual) / actual)
+        if as_chosen:
+            # Else nothing was foretold of what it would find.
+            told = cached if profile.sequences == 1 and forecast.hits_depth >= 0 else None
+            services.accuracy.add(Ended(services.clock(), replica, predicted, actual, hits, told))
+            if cached is not None:
+                metrics.hits_expected.add(replica, by=hits)
+                metrics.hits_reported.add(replica, by=cached)

@@ -9,6 +9,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.hold.queue import Queue
 from extproc.observe.accuracy import Accuracy
 from extproc.observe.decisions import DecisionLog
+from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
@@ -31,6 +32,7 @@ class Services:
     random: random.Random
     reader: Reader
     queue: Queue
+    demand: Demand
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
     accuracy: Accuracy = field(default_factory=Accuracy)
@@ -51,6 +53,7 @@ class Services:
             config=config,
             router=router,
             queue=queue,
+            demand=Demand(self.clock),
             watch=Watch(),
             accuracy=Accuracy(),
         )

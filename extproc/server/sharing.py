@@ -33,7 +33,7 @@ _ALONE_S = 0.25
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
     """Tells and hears, for ever; says farewell when it is cancelled."""
     async with connect(config.redis.url, config.pool) as redis, asyncio.TaskGroup() as tasks:
-        tasks.create_task(tell(DigestWriter(redis, config.pool), fleet))
+        tasks.create_task(tell(DigestWriter(redis, config.pool), fleet, metrics))
         tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
         keys = Keys(config.pool)
         kinds = [(fleet.responses, keys.responses)]
@@ -49,7 +49,9 @@ async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
         tasks.create_task(hear_prompts(StreamReader(redis, keys.prompts, Random()), fleet))
 
 
-async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> None:
+async def tell(
+    writer: DigestWriter, fleet: Fleet, metrics: RouterMetrics, clock: Clock = monotonic
+) -> None:
     """Sends each digest when it is due, for ever; the last one when it is cancelled."""
     backoff = reconnecting(Random())
     try:
@@ -59,6 +61,7 @@ async def tell(writer: DigestWriter, fleet: Fleet, clock: Clock = monotonic) -> 
             try:
                 if digest is not None:
                     await writer.send(digest)
+                    metrics.redis_seconds.observe(clock() - started)
                     backoff.reset()
             except (RedisError, OSError):
                 fleet.digests.repeat()

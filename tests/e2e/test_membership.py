@@ -32,12 +32,21 @@ async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> 
         assert await replicas(stack, "drain", busy, "--wait", "60") == 0
         assert (await client.replica(busy))["running"] == 0
         drained = await more(answers, 10)
+        labels = f'reason="draining",replica="{stack.address(busy)}"'
+        left_out = partial(client.metric, f"extproc_replica_left_out{{{labels}}}")
+        await until(left_out)
+        assert await client.metric('extproc_replicas_needed{pool="default"}') > 0.0
         assert await replicas(stack, "add", stack.address(busy)) == 0
 
         async def back() -> bool:
             return not (await client.replica(busy))["draining"]
 
         await until(back)
+
+    async def nothing_against_it() -> bool:
+        return await left_out() == 0
+
+    await until(nothing_against_it)
     assert (await long).status == 200
     assert {answer.status for answer in answers} == {200}
     for answer in drained:

@@ -149,3 +149,28 @@ def test_a_model_is_unknown_from_when_all_have_told_their_list_until_one_has_it(
     fleet.put(state(2, A10, clock, models=("other",)))
     assert not unknown("other")
     assert fleet.eligibility.candidates("other").only_some
+
+
+def test_what_speaks_against_replicas_in_one_word() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, *[A10] * 5)
+    fleet.put(state(1, A10, clock, healthy=False, problem="connection refused"))
+    fleet.put(state(2, A10, clock, draining=True))
+    fleet.put(state(3, A10, clock, running=1))
+    for _ in range(3):
+        fleet.eligibility.failed(replica(4))
+    words = {replica(1): "unhealthy", replica(2): "draining", replica(4): "failing"}
+    assert dict(fleet.eligibility.against()) == words
+    for _ in range(12):
+        clock.advance(1.0)
+        for number in (1, 2, 3, 5):
+            figures = {"healthy": number != 1, "draining": number == 2, "running": number == 3}
+            fleet.put(state(number, A10, clock, **figures))
+    assert dict(fleet.eligibility.against()) == {
+        replica(1): "unhealthy",
+        replica(2): "draining",
+        replica(3): "stalled",
+        replica(4): "stalled",
+    }
+    fleet.remove(replica(4))
+    assert replica(4) not in dict(fleet.eligibility.against())

@@ -37,3 +37,31 @@ def test_a_spread_is_shown_as_a_histogram_of_prometheus_client() -> None:
         spread.observe(value)
         histogram.observe(value)
     assert page(own) == page(theirs)
+
+
+def test_a_spread_by_labels_is_shown_as_a_histogram_of_prometheus_client() -> None:
+    own, theirs = CollectorRegistry(), CollectorRegistry()
+    labels = ["model", "objective"]
+    spread = Spread("seconds", "Time.", (0.5, 1), own, labels)
+    histogram = Histogram("seconds", "Time.", labels, buckets=(0.5, 1), registry=theirs)
+    assert page(own) == page(theirs)
+    for value, *values in [(0.1, "a", "x"), (0.7, "a", 'y"\n'), (3.0, "a", "x")]:
+        spread.observe(float(value), *map(str, values))
+        histogram.labels(*values).observe(float(value))
+    assert page(own) == page(theirs)
+
+
+def test_what_clients_can_name_makes_no_more_than_some_series() -> None:
+    registry = CollectorRegistry()
+    spread = Spread("seconds", "Time.", (1,), registry, ["model", "objective"])
+    for number in [*range(1000), *range(1000)]:
+        spread.observe(2.0, f"model {number}", "chat")
+    counted = {
+        tuple(one.labels.values()): one.value
+        for family in registry.collect()
+        for one in family.samples
+        if one.name == "seconds_count"
+    }
+    assert len(counted) == 21
+    assert counted["model 0", "chat"] == 2
+    assert counted["other", "other"] == 2 * 980

@@ -138,7 +138,6 @@ async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(
     (record,) = services.log.of_request("s")
     assert record.outcome.status == 200
     assert record.outcome.completion_s is None
-    assert count(services.metrics.completion_seconds) == 0
     assert count(services.metrics.prediction_error) == 0
     assert services.fleet.in_flight == 0
 

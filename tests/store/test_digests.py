@@ -150,15 +150,16 @@ async def test_routers_count_each_others_requests_until_one_stops(
 ) -> None:
     config = Config.model_validate({"pool": "test", "redis": {"url": redis_server.url}})
     fleets = [Fleet(OutputLengths()) for _ in range(2)]
-    sharing = []
+    sharing, registry = [], CollectorRegistry()
     for fleet in fleets:
         fleet.put(state(1, A10, ManualClock()))
-        metrics = RouterMetrics(CollectorRegistry())
+        metrics = RouterMetrics(registry if fleet is fleets[0] else CollectorRegistry())
         sharing.append(asyncio.create_task(share(config, fleet, metrics)))
     one, two = fleets
     one.dispatch(replica(1), chat(100))
     try:
         await _sees(two, 1)
+        await until(lambda: bool(registry.get_sample_value("extproc_redis_seconds_count")))
         await redis_server.kill()
         await _sees(two, 0)
         assert two.peers.stale

@@ -1,0 +1,98 @@
+"""The metrics' reference in docs/operations.md is what routers and pollers show, and no page names
+a metric that there is not.
+
+    python -m tests.observe.test_reference
+
+writes it anew.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from extproc.observe.metrics import RouterMetrics
+from extproc.poll.scrape_metrics import PollMetrics
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "operations.md"
+BEGIN, END = (
+    f"<!-- {what}: python -m tests.observe.test_reference -->" for what in ("made by", "end")
+)
+
+
+def registry() -> CollectorRegistry:
+    """Of a router that polls: both kinds of metrics."""
+    found = CollectorRegistry()
+    RouterMetrics(found)
+    PollMetrics(found)
+    return found
+
+
+def families() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """Each with its labels, in the order of the page."""
+    for collector in registry()._collector_to_names:
+        (family,) = collector.collect()
+        own: Sequence[str] = getattr(collector, "_labels", ())
+        found: Sequence[str] = getattr(collector, "_labelnames", own)
+        yield family, tuple(found)
+
+
+def names(family: Metric) -> list[str]:
+    """Those that can be asked for."""
+    match family.type:
+        case "counter":
+            return [f"{family.name}_total"]
+        case "histogram":
+            return [f"{family.name}_{part}" for part in ("bucket", "sum", "count")]
+    return [family.name]
+
+
+def series() -> dict[str, str]:
+    """What can be asked for, and whether that is a gauge or counts."""
+    return {
+        name: "gauge" if family.type == "gauge" else "counter"
+        for family, _ in families()
+        for name in names(family)
+    }
+
+
+def labels() -> dict[str, set[str]]:
+    """The labels of each that can be asked for."""
+    return {name: set(found) for family, found in families() for name in names(family)}
+
+
+def reference() -> Iterator[str]:
+    yield "| metric | kind | what it says |"
+    yield "|---|---|---|"
+    for family, found in families():
+        name = family.name if family.type == "histogram" else names(family)[0]
+        shown = f"{{{','.join(found)}}}" if found else ""
+        text = family.documentation.replace("|", "\\|")
+        yield f"| `{name}{shown}` | {family.type} | {text} |"
+
+
+def parts(text: str) -> tuple[str, str, str]:
+    before, _, rest = text.partition(BEGIN + "\n")
+    table, _, after = rest.partition("\n" + END)
+    return before, table, after
+
+
+def test_the_reference_says_what_is_shown() -> None:
+    _, table, _ = parts(PAGE.read_text())
+    assert table == "\n".join(reference()), "run: python -m tests.observe.test_reference"
+
+
+def test_no_page_names_a_metric_that_there_is_not() -> None:
+    shown = {re.sub("_(bucket|sum|count)$", "", name) for name in series()}
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md", DOCS.parent / "CHANGELOG.md"]
+    named = {name for page in pages for name in re.findall(r"\bextproc_[a-z_]+", page.read_text())}
+    assert "extproc_state_age_seconds" in named
+    assert named - shown == set()
+
+
+if __name__ == "__main__":
+    _before, _, _after = parts(PAGE.read_text())
+    PAGE.write_text(_before + "\n".join((BEGIN, *reference(), END)) + _after)
