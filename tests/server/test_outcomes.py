@@ -165,3 +165,17 @@ async def test_what_came_of_a_prediction_is_kept_where_it_was_that_replicas(
         (first, predicted, 1.5, 32)
     ]
     assert [*services.accuracy.since(clock() + 1.0)] == []
+
+
+async def test_what_several_sequences_find_in_the_cache_is_not_held_against_it(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first, _ = destination(await stream.request_body(CHAT | {"n": 2}))
+        await stream.response_headers(upstream=first)
+        details = {"prompt_tokens_details": {"cached_tokens": 0}}
+        usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
+        await stream.response_body({"usage": usage})
+        await stream.end()
+    assert [one.cached for one in services.accuracy.since(0.0)] == [None]
