@@ -11,14 +11,15 @@ _NAMES = "subjectAltName=DNS:router,DNS:localhost,IP:127.0.0.1"
 
 
 class Authority:
-    """Signs certificates; its own is ``ca.pem`` in its directory."""
+    """Signs certificates; its own is ``ca.pem`` in its directory, signed by ``parent``, if any."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, parent: "Authority | None" = None) -> None:
         directory.mkdir()
         self._directory = directory
         self.file, self._key = directory / "ca.pem", directory / "ca.key"
-        kind = ("-x509", *NEW_KEY, "-subj", "/CN=ca")
-        openssl("req", *kind, "-keyout", self._key, "-out", self.file)
+        kind = ("-x509", *NEW_KEY, "-subj", f"/CN={directory.name}")
+        by = () if parent is None else ("-CA", parent.file, "-CAkey", parent._key)
+        openssl("req", *kind, *by, "-keyout", self._key, "-out", self.file)
 
     def sign(self, name: str, days: int = 1) -> tuple[Path, Path]:
         """A certificate for loopback and its key; of negative ``days``, one that has expired."""

@@ -13,6 +13,7 @@ from extproc.dashboard.pool import Pool
 from extproc.dashboard.stream import Live
 from extproc.explain.records import read_records
 from extproc.explain.show import compare
+from extproc.observe.admin import MAY_LOOK, decision_number
 
 _FILES = Path(__file__).parent / "page"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -26,41 +27,57 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 """Nothing comes from elsewhere, nothing goes there, and nothing is written into scripts."""
-_DIGITS = 15
+_PATIENCE_S = 5.0
+"""With who takes nothing."""
+_MOST_VIEWERS = 100
 
 
 def page_routes() -> list[web.RouteDef]:
     """The page itself, which holds nothing that anybody may not see."""
-    files = [web.get(f"/dashboard/{file.name}", _file(file)) for file in _FILES.iterdir()]
-    return [web.get("/", _file(_FILES / "index.html")), *files]
+    files = (*_FILES.glob("*.js"), *_FILES.glob("*.css"))
+    beside = [web.get(f"/dashboard/{file.name}", _file(file)) for file in files]
+    return [web.get("/", _file(_FILES / "index.html")), *beside]
 
 
 def news_routes(pools: Sequence[Pool]) -> list[web.RouteDef]:
     """What the page shows, of the pools of one router."""
-    live, log = Live(pools), pools[0].log
+    live, log, places = Live(pools), pools[0].log, asyncio.Semaphore(_MOST_VIEWERS)
 
     async def events(request: web.Request) -> web.StreamResponse:
+        if places.locked():
+            raise web.HTTPServiceUnavailable(text=f"{_MOST_VIEWERS} look already\n")
+        async with places:
+            return await follow(request)
+
+    async def follow(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
         await response.prepare(request)
         try:
             async for frame in live.frames():
-                await response.write(b"data: %s\n\n" % frame)
+                if not request.app[MAY_LOOK](request):
+                    break
+                async with asyncio.timeout(_PATIENCE_S):
+                    await response.write(b"data: %s\n\n" % frame)
         except ConnectionError:
             pass  # whoever looked is gone
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
         return response
 
     async def decision(request: web.Request) -> web.Response:
-        number = request.query.get("number", "")
-        if not number.isdecimal() or len(number) > _DIGITS:
-            raise web.HTTPBadRequest(text=f"number={number[:_DIGITS]!r} is none of a decision\n")
-        for record in log.after(int(number) - 1, 1):
-            if record.number == int(number):
+        number = decision_number(request, "number")
+        for record in log.after(number - 1, 1):
+            if record.number == number:
                 # Words for a thousand candidates take long: requests come first.
                 body = await asyncio.to_thread(_words, record.to_json())
                 return web.Response(body=body, content_type="application/json", headers=_HEADERS)
         raise web.HTTPNotFound(text="that decision is no longer kept (serve.decisions_kept)\n")
 
-    return [web.get("/dashboard/events", events), web.get("/dashboard/decision", decision)]
+    return [
+        web.get("/dashboard/events", events, allow_head=False),
+        web.get("/dashboard/decision", decision),
+    ]
 
 
 def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:

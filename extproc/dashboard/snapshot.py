@@ -4,7 +4,7 @@ import asyncio
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from math import isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from extproc.hold.queue import Queue
 from extproc.observe.accuracy import Ended
 from extproc.observe.decisions import DecisionLog
 from extproc.predict.completion import backlog_s
-from extproc.predict.inputs import FleetView, Floats
+from extproc.predict.inputs import FleetView
 
 _LATELY_S = 60.0
 """Seconds over which decisions are counted."""
@@ -27,11 +27,14 @@ _LISTED = 12
 """Of the last decisions."""
 _POINTS = 500
 """Requests that are drawn, at most."""
+_GROUPS = 50
+"""Of what waits, at most: tenants may be as many as users."""
 
 
 async def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
-    """All of it, of the pools of one router, as JSON: seconds, tokens, and null for what is not
-    known. Piece by piece: a thousand replicas take 15 ms, and requests come first."""
+    """All of it, of the pools of one router, in what JSON has: seconds, tokens, and what JSON
+    cannot say (infinity) for what is not known. Piece by piece: a thousand replicas take 15 ms, and
+    requests come first."""
     first = pools[0]
     serve = first.config.serve
     sent, seconds = _sent(first)
@@ -40,7 +43,6 @@ async def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
         shown.append(_pool(pool, sent))
         await asyncio.sleep(0)
     return {
-        "at": first.wall(),
         "router": {
             "host": platform.node(),
             "admin": serve.admin,
@@ -67,8 +69,9 @@ def _pool(pool: Pool, sent: Counter[tuple[str, str]]) -> dict[str, Any]:
         "others_age_s": fleet.peers.news_age,
         "pollers": fleet.pollers,
         "replicas": _replicas(pool, view, sent),
+        "waiting": len(pool.queue),
         "held": _held(pool.queue, view, pool.clock()),
-        **_accuracy(view, ended, pool.accuracy.added),
+        **_accuracy(ended, pool.accuracy.added),
     }
 
 
@@ -76,25 +79,25 @@ def _replicas(pool: Pool, view: FleetView, sent: Counter[tuple[str, str]]) -> di
     """Column by column, an entry a replica."""
     fleet, now = pool.fleet, pool.clock()
     against = {one.id: one.why for one in view.excluded}
-    states = [fleet.members.get(name) for name in view.ids]
+    states = [fleet.members.by_row[row] for row in view.rows]
     with np.errstate(divide="ignore"):
         prefill = 1.0 / view.c_prefill
     return {
         "replica": view.ids,
         "name": view.names,
-        "models": [", ".join(state.models) if state else "" for state in states],
+        "models": [", ".join(state.models) for state in states],
         "why_not": [against.get(name, "") for name in view.ids],
-        "healthy": [bool(state and state.healthy) for state in states],
-        "running": _figures(np.maximum(view.requests - view.waiting, 0.0)),
-        "waiting": _figures(view.waiting),
-        "kv_usage": _figures(view.kv_usage),
+        "healthy": [state.healthy for state in states],
+        "running": np.maximum(view.requests - view.waiting, 0.0).round(3).tolist(),
+        "waiting": view.waiting.round(3).tolist(),
+        "kv_usage": view.kv_usage.round(3).tolist(),
         "warm_tokens": [round(fleet.warm_tokens(name)) for name in view.ids],
         "warm_known": [fleet.blocks.count(name) is not None for name in view.ids],
-        "backlog_s": _figures(backlog_s(view)),
-        "prefill_per_s": _figures(prefill),
-        "decode_per_s": _figures(view.tokens_per_step / view.decode_step / view.stretch),
-        "measured": [bool(state and state.measured) for state in states],
-        "stretch": _figures(view.stretch),
+        "backlog_s": backlog_s(view).round(3).tolist(),
+        "prefill_per_s": prefill.round(3).tolist(),
+        "decode_per_s": (view.tokens_per_step / view.decode_step / view.stretch).round(3).tolist(),
+        "measured": [state.measured for state in states],
+        "stretch": view.stretch.round(3).tolist(),
         "sent": [sent[pool.config.pool, name] for name in view.ids],
         "news_age_s": [round(now - fleet.eligibility.heard_at(name), 1) for name in view.ids],
     }
@@ -128,14 +131,14 @@ def _held(queue: Queue, view: FleetView, now: float) -> list[dict[str, Any]]:
             }
         groups[key]["requests"] += 1
         groups[key]["replicas"][names.get(one.replica, one.replica)] += 1
-    return [groups[key] for key in sorted(groups)]
+    return [groups[key] for key in sorted(groups)[:_GROUPS]]
 
 
-def _accuracy(view: FleetView, ended: Sequence[Ended], added: int) -> dict[str, Any]:
+def _accuracy(ended: Sequence[Ended], added: int) -> dict[str, Any]:
     """Predicted and actual seconds of the last requests, the newest first, and how far apart they
     are; ``added``: the number of the newest."""
-    names = dict(zip(view.ids, view.names, strict=True))
-    ratios = np.array([one.actual_s / one.predicted_s for one in ended if one.predicted_s > 0.0])
+    pairs = ((one.actual_s, one.predicted_s) for one in ended)
+    ratios = np.array([actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf])
     low, middle, high = np.percentile(ratios, (10, 50, 90)) if len(ratios) else (None,) * 3
     # Always the same ones, so that a point stays where it is.
     one_in = 1 << (len(ended) // _POINTS).bit_length()
@@ -143,7 +146,7 @@ def _accuracy(view: FleetView, ended: Sequence[Ended], added: int) -> dict[str, 
         "ended": len(ratios),
         "actual_to_predicted": {"p10": low, "p50": middle, "p90": high},
         "points": [
-            [round(one.predicted_s, 3), round(one.actual_s, 3), names.get(one.replica, one.replica)]
+            [round(one.predicted_s, 3), round(one.actual_s, 3)]
             for place, one in enumerate(ended)
             if (added - place) % one_in == 0
         ],
@@ -154,13 +157,9 @@ def _decisions(log: DecisionLog) -> dict[str, Any]:
     """As ``extproc explain`` lists them, the newest first."""
     records = read_records([one.to_json(0) for one in reversed(log.last(_LISTED))])
     return {
-        "columns": [column.header for column in DECISIONS],
+        "columns": DECISIONS,
         "rows": [
             {"number": one.number, "figures": figures_of(one), "why": reason_of(one)}
             for one in records
         ],
     }
-
-
-def _figures(values: Floats) -> list[float | None]:
-    return [value if isfinite(value) else None for value in values.round(3).tolist()]

@@ -29,7 +29,7 @@ class Live:
         while True:
             async with self._making:
                 if self._clock() >= self._next_at - _EARLY_S:
-                    self._last = to_json(await snapshot(self._pools))
+                    self._last = to_json(await snapshot(self._pools), inf_nan_mode="null")
                     self._next_at = self._clock() + EVERY_S
             yield self._last
             await asyncio.sleep(max(self._next_at - self._clock(), 0.0))

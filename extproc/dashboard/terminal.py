@@ -56,10 +56,7 @@ def _lines(news: Mapping[str, Any], width: int) -> Iterator[str]:
             yield ""
             yield from _fitting(_HELD, [_held(one) for one in pool["held"]], width)
     if rows := news["decisions"]["rows"]:
-        columns = [
-            Column(name, left=name in ("request", "replica"))
-            for name in news["decisions"]["columns"]
-        ]
+        columns = [Column(**one) for one in news["decisions"]["columns"]]
         yield ""
         yield from _fitting(columns, [row["figures"] for row in rows], width)
 
@@ -68,7 +65,7 @@ def _figures(news: Mapping[str, Any], decided: int) -> str:
     router, pools = news["router"], news["pools"]
     against = [why for pool in pools for why in pool["replicas"]["why_not"]]
     in_flight = sum(pool["in_flight"] for pool in pools)
-    waiting = sum(one["requests"] for pool in pools for one in pool["held"])
+    waiting = sum(pool["waiting"] for pool in pools)
     return (
         f"router {router['host']} {router['admin']}, policy {router['policy']}: "
         f"{against.count('')} of {len(against)} replicas in use, {in_flight} in flight, "
@@ -84,7 +81,7 @@ def _of_pool(pool: Mapping[str, Any], polls: bool) -> str:
     if pool["ended"]:
         p10, p50, p90 = (f"{pool['actual_to_predicted'][at]:.2f}" for at in ("p10", "p50", "p90"))
         parts.append(
-            f"actual / predicted of {pool['ended']} in 5 min: {p50}, eight of ten {p10} to {p90}"
+            f"actual / predicted of the last {pool['ended']}: {p50}, eight of ten {p10} to {p90}"
         )
     return ", ".join(parts)
 

@@ -18,6 +18,7 @@ _DRIFT = 1.5
 """Decode time ÷ predicted, against that of the other replicas."""
 _ENOUGH_TOKENS, _FOUND = 5_000.0, 0.5
 """Expected in a prefix cache before it is judged, and the share of them that it should have."""
+_LATELY_S = 60.0
 _NEARLY = 0.9
 """Of a limit."""
 
@@ -30,6 +31,12 @@ def router_warnings(pools: Sequence[Pool]) -> Iterator[str]:
         yield (
             f"This router is nearly full: it looks after at most {serve.max_streams} requests at a "
             "time (serve.max_streams), and Envoy goes on with further ones without it."
+        )
+    lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
+    if any(one.outcome.overloaded for one in lately):
+        yield (
+            "A circuit breaker of Envoy was full in the last minute: it answered 503 itself. Raise "
+            "its limits (circuit_breakers)."
         )
 
 
@@ -82,10 +89,10 @@ def _drifts(view: FleetView) -> Iterator[str]:
     """Replicas whose times are no longer as predicted, unlike those of the others."""
     if not len(view):
         return
-    usual = max(float(np.median(view.stretch)), 1.0) if len(view) > 2 else 1.0
+    low, high = (np.quantile(view.stretch, 0.5, method=which) for which in ("lower", "higher"))
     for word, drifting in (
-        ("longer", view.stretch > _DRIFT * usual),
-        ("shorter", view.stretch < 1.0 / _DRIFT),
+        ("longer", view.stretch > _DRIFT * max(low, 1.0)),
+        ("shorter", view.stretch < min(high, 1.0) / _DRIFT),
     ):
         if names := [view.names[place] for place in drifting.nonzero()[0].tolist()]:
             yield (

@@ -117,8 +117,8 @@ class Eligibility:
 
     # -- what happens -----------------------------------------------------------------------
 
-    def heard(self, state: ReplicaState) -> None:
-        """A poll's news of a replica came."""
+    def heard(self, state: ReplicaState, age: float = 0.0) -> None:
+        """A poll's news of a replica came, ``age`` seconds after the poll."""
         now = self._clock()
         self.silence.heard(state.id, now)
         one = self._replicas.get(state.id)
@@ -129,7 +129,7 @@ class Eligibility:
             if _moved(one.state, state):
                 one.moved_at = now
             self._changed |= _said(state) != _said(one.state)
-            one.state, one.heard_at = state, now
+        one.state, one.heard_at = state, now - age
         self._start_slowly(one)
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
@@ -225,7 +225,7 @@ class Eligibility:
                 yield name, found
 
     def heard_at(self, replica: str) -> float:
-        """When the last news of a member came, by the clock."""
+        """When the last poll of a member was, of which news came, by the clock."""
         return self._replicas[replica].heard_at
 
     def favour_idle(self, view: FleetView) -> None:

@@ -102,7 +102,7 @@ class Fleet:
         now = self._clock()
         asked_at = now - age - state.scrape_seconds
         self._progress.advance(now)
-        self.eligibility.heard(state)
+        self.eligibility.heard(state, age)
         self.blocks.polled(state)
         before = self.members.get(state.id)
         row = self._join(state) if before is None else self._rows[state.id]

@@ -13,8 +13,13 @@ from extproc.config import AdminSettings
 from extproc.observe.token import Token
 from extproc.tls.context import server_context
 
+_STOP_S = 0.1
+"""For answers that last when it stops; the page's has no end."""
 _OPEN = AdminSettings()
 """To everybody who reaches the port."""
+_DIGITS = 15
+MAY_LOOK: web.AppKey[Callable[[web.Request], bool]] = web.AppKey("may_look")
+"""Whether a request shows the token, where there is one; it may change while an answer lasts."""
 Check = Callable[[], str]
 """Why something is not as it should be, in a few words; empty: it is."""
 
@@ -58,11 +63,10 @@ async def serve_admin(
     health.append(web.get("/readyz", _answering(ready)))
     context = server_context(access, "admin")
     app = web.Application()
-    if access.token_file is not None:
-        open_to_all = {route.path for route in (*health, *public)}
-        app.middlewares.append(_asking_for(Token(access.token_file), open_to_all))
+    app[MAY_LOOK] = _showing_token(access)
+    app.middlewares.append(_asking({route.path for route in (*health, *public)}))
     app.add_routes([web.get("/metrics", metrics), *health, *public, *routes])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_STOP_S)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port, ssl_context=context).start()
@@ -72,11 +76,29 @@ async def serve_admin(
         await runner.cleanup()
 
 
-def _asking_for(token: Token, open_to_all: Container[str]) -> Middleware:
+def decision_number(request: web.Request, name: str) -> int:
+    """The number of a decision, as a request's query has it under ``name``.
+
+    Raises:
+        HTTPBadRequest: it is none.
+    """
+    text = request.query.get(name, "")
+    if not text.isdecimal() or len(text) > _DIGITS:
+        raise web.HTTPBadRequest(text=f"{name}={text[:_DIGITS]!r} is not a decision's number\n")
+    return int(text)
+
+
+def _showing_token(access: AdminSettings) -> Callable[[web.Request], bool]:
+    if access.token_file is None:
+        return lambda _: True
+    token = Token(access.token_file)
+    return lambda request: token.is_in(request.headers.get("Authorization", ""))
+
+
+def _asking(open_to_all: Container[str]) -> Middleware:
     @web.middleware
     async def asking(request: web.Request, handler: Handler) -> web.StreamResponse:
-        shown = request.headers.get("Authorization", "")
-        if request.path in open_to_all or token.is_in(shown):
+        if request.path in open_to_all or request.app[MAY_LOOK](request):
             return await handler(request)
         raise web.HTTPUnauthorized(
             text="show the token (admin.token_file): Authorization: Bearer ...\n",

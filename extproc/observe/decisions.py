@@ -25,6 +25,8 @@ class Outcome:
     served_by: str | None = None
     """``ip:port`` that answered, after retries."""
     status: int | None = None
+    overloaded: bool = False
+    """Envoy answered itself, as a circuit breaker was full."""
     ttft_s: float | None = None
     """Seconds from the decision to the first token, where the response's chunks were read."""
     completion_s: float | None = None
@@ -57,8 +59,8 @@ class DecisionRecord:
         """The record as JSON: the comparison of the candidates, and the outcome.
 
         Args:
-            most: only so many candidates, those with the best scores, and the one chosen;
-                None: all.
+            most: only so many candidates, those with the best scores, and those chosen and
+                served by, and of those left out the first so many; None: all.
         """
         decision, profile = self.decision, self.decision.profile
         return {
@@ -90,7 +92,7 @@ class DecisionRecord:
             "candidates": self._compared(most),
             "excluded": [
                 {"replica": one.id, "name": one.name, "why": one.why}
-                for one in decision.situation.view.excluded
+                for one in decision.situation.view.excluded[:most]
             ],
             "outcome": {
                 "waited_s": _short(self.outcome.waited_s),
@@ -111,8 +113,10 @@ class DecisionRecord:
         prediction = self.decision.prediction
         shown = np.arange(len(view))
         if most is not None and most < len(view):
-            best = choice.scores.argsort(kind="stable")[:most]
-            shown = np.union1d(best, choice.first)
+            rows = {*choice.scores.argsort(kind="stable")[:most].tolist(), choice.first}
+            if self.outcome.served_by in view.ids:
+                rows.add(view.ids.index(self.outcome.served_by))
+            shown = np.array(sorted(rows))
         terms = (
             *("step_rest", "admission", "adapter", "prefill", "decode"),
             *("cost_to_others", "avoidable"),

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from extproc.watched_file import WatchedFile
 
-_SCHEME = "Bearer "
-
 
 class Token:
     """The one in a file; another one from when the file has changed."""
@@ -23,8 +21,9 @@ class Token:
     def is_in(self, header: str) -> bool:
         """Whether a request shows it in this header, ``Authorization``."""
         self._token = self._file.news() or self._token
-        shown = header.encode(errors="surrogateescape")
-        return compare_digest(shown, authorization(self._token).encode())
+        scheme, _, shown = header.partition(" ")
+        right = compare_digest(shown.encode(errors="surrogateescape"), self._token.encode())
+        return right and scheme.lower() == "bearer"
 
 
 def read_token(path: Path) -> str:
@@ -41,7 +40,7 @@ def read_token(path: Path) -> str:
 
 def authorization(token: str) -> str:
     """The header that shows it."""
-    return f"{_SCHEME}{token}"
+    return f"Bearer {token}"
 
 
 def _token_in(path: Path) -> str:

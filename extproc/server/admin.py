@@ -7,14 +7,13 @@ from aiohttp import web
 from pydantic_core import to_json
 
 from extproc.dashboard.routes import news_routes
-from extproc.observe.admin import Check
+from extproc.observe.admin import Check, decision_number
 from extproc.server.services import Services
 
 _PAGE = 50
 """Decisions in one reply."""
 _BEST = 20
 """Candidates shown of each of several decisions: those of a thousand take 20 MB a page."""
-_DIGITS = 15
 
 
 def admin_routes(*pools: Services) -> list[web.RouteDef]:
@@ -26,7 +25,7 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
         if "request_id" in request.query:
             records, most = log.of_request(request.query["request_id"]), None
         elif "after" in request.query:
-            records = log.after(_number(request.query["after"]), _PAGE)
+            records = log.after(decision_number(request, "after"), _PAGE)
         else:
             records = log.last(_PAGE)
         return await _answer(request, _array(record.to_json(most) for record in records))
@@ -35,8 +34,8 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
         return await _answer(request, _fleet(pools))
 
     return [
-        web.get("/decisions", decisions),
-        web.get("/fleet", fleet),
+        web.get("/decisions", decisions, allow_head=False),
+        web.get("/fleet", fleet, allow_head=False),
         *news_routes(pools),
     ]
 
@@ -87,9 +86,3 @@ async def _answer(request: web.Request, pieces: Iterable[bytes]) -> web.StreamRe
         await asyncio.sleep(0)
     await response.write_eof()
     return response
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or len(text) > _DIGITS:
-        raise web.HTTPBadRequest(text=f"after={text[:_DIGITS]!r} is not a decision's number\n")
-    return int(text)

@@ -9,7 +9,9 @@ from extproc.server import messages
 from extproc.server.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.server.services import Services
 
-_RESPONSE_HEADERS = frozenset({":status", "content-type"})
+_OVERLOADED = "x-envoy-overloaded"
+"""Envoy's own answer, where a circuit breaker is full."""
+_RESPONSE_HEADERS = frozenset({":status", "content-type", _OVERLOADED})
 
 
 class InFlight:
@@ -88,6 +90,7 @@ class InFlight:
         status = headers.get(":status", "")
         self._status = int(status) if status.isdecimal() else None
         self._ended = message.end_of_stream
+        self._outcome.overloaded = _OVERLOADED in headers
         self._served(messages.served_by(request))
         if self._ended or not self._worth_reading(headers.get("content-type", "")):
             return False
@@ -155,6 +158,8 @@ class InFlight:
         self._outcome.served_by = self._served_by
         self._outcome.status = self._status
         services.metrics.responses.add(f"{(self._status or 0) // 100}xx")
+        if self._outcome.overloaded:
+            return
         if self._status is not None and self._status >= 500:
             self._failed()
         else:
@@ -230,7 +235,9 @@ class InFlight:
             metrics.prediction_error.observe(abs(predicted - actual) / actual)
         if as_chosen:
             services.router.margins.completion.observe(predicted, actual)
-            services.accuracy.add(Ended(services.clock(), replica, predicted, actual, hits, cached))
+            # Else nothing was foretold of what it would find.
+            told = cached if profile.sequences == 1 and forecast.hits_depth >= 0 else None
+            services.accuracy.add(Ended(services.clock(), replica, predicted, actual, hits, told))
             if cached is not None:
                 metrics.hits_expected.add(replica, by=hits)
                 metrics.hits_reported.add(replica, by=cached)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from extproc.config import CertificateFiles
 
+_END = "-----END CERTIFICATE-----"
+
 
 class CertificateError(ValueError):
     """A file of the TLS settings cannot be used; the message names it and says why."""
@@ -23,6 +25,8 @@ class Certificates:
     """Authorities of those who may connect; None: anybody may."""
     doubt: str
     """Why peers will not take the certificate (it has expired, say); empty where they will."""
+    context: ssl.SSLContext
+    """With certificate and key, for a port of its own."""
 
 
 def read(files: CertificateFiles, section: str) -> Certificates:
@@ -44,8 +48,9 @@ def read(files: CertificateFiles, section: str) -> Certificates:
         client_ca = _content(f"{section}.tls_client_ca", files.client_ca)
         _try_authorities(f"{section}.tls_client_ca", files.client_ca)
     _try_authorities(f"{section}.tls_cert", files.tls_cert)
-    doubt = _try_pair(files.tls_cert, files.tls_key, section)
-    return Certificates(chain, key, client_ca, doubt and f"{files.tls_cert}: {doubt}")
+    context = _pair(files.tls_cert, files.tls_key, section)
+    doubt = _shake_hands(context, trusting(files.tls_cert))
+    return Certificates(chain, key, client_ca, doubt and f"{files.tls_cert}: {doubt}", context)
 
 
 def _content(setting: str, path: Path) -> bytes:
@@ -62,27 +67,33 @@ def _try_authorities(setting: str, path: Path) -> None:
         raise CertificateError(f"{setting}: {path} holds no certificate (PEM)") from None
 
 
-def _try_pair(cert: Path, key: Path, section: str) -> str:
-    """What a client that trusts this very certificate has against it."""
+def _pair(cert: Path, key: Path, section: str) -> ssl.SSLContext:
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         server.load_cert_chain(cert, key, password="")  # gRPC takes no password
     except ssl.SSLError as error:
         raise CertificateError(f"{section}.tls_key: {key}: {_reason(error, cert)}") from None
-    return _shake_hands(server, trusting(cert))
+    return server
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
     """What a client connects with that trusts this very certificate, whoever signed it and
-    whatever name it is for, and nothing else.
+    whatever name it is for, and nothing else; of a file with several the first, which is a
+    server's own.
 
     Raises:
-        OSError: it cannot be read, or is none.
+        CertificateError: it cannot be read, or holds none; the message names it.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    client.load_verify_locations(certificate)
+    try:
+        own, end, _ = certificate.read_text("ascii", "ignore").partition(_END)
+        client.load_verify_locations(cadata=own + end)
+    except ssl.SSLError:
+        raise CertificateError(f"{certificate} holds no certificate (PEM)") from None
+    except OSError as error:
+        raise CertificateError(f"{certificate}: {error.strerror}") from None
     return client
 
 

@@ -20,21 +20,13 @@ def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | No
     if files.tls_cert is None:
         return None
     renewed = Renewed(files, section, "Browsers and Prometheus")
-    current = _context(files)
+    first = current = renewed.first.context
 
     def before_handshake(connection: Any, *_: object) -> None:
         nonlocal current
-        if renewed.news() is not None:
-            current = _context(files)
+        if (news := renewed.news()) is not None:
+            current = news.context
         connection.context = current
 
-    first = _context(files)
     first.sni_callback = before_handshake
     return first
-
-
-def _context(files: CertificateFiles) -> ssl.SSLContext:
-    assert files.tls_cert is not None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(files.tls_cert, files.tls_key, password="")
-    return context

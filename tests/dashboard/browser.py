@@ -5,7 +5,7 @@ import base64
 import json
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -134,5 +134,4 @@ async def chromium(directory: Path) -> AsyncIterator[Page]:
             tab = next(one for one in await response.json() if one["type"] == "page")
         async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
             yield Page(socket)
-            with suppress(AssertionError, TypeError, ConnectionError):
-                await socket.send_json({"id": 0, "method": "Browser.close"})
+            await socket.send_json({"id": 0, "method": "Browser.close"})

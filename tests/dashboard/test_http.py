@@ -3,7 +3,10 @@
 import asyncio
 import json
 import re
+import socket
 from collections.abc import AsyncIterator
+from math import inf
+from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
@@ -11,24 +14,30 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry
 
+from extproc import dashboard
+from extproc.address import split_address
 from extproc.clock import Clock, monotonic
+from extproc.config import AdminSettings
+from extproc.dashboard import routes, stream
 from extproc.dashboard.routes import page_routes
+from extproc.dashboard.stream import Live
 from extproc.explain.records import read_records
 from extproc.explain.show import comparison
+from extproc.observe.accuracy import Ended
 from extproc.observe.admin import serve_admin
 from extproc.server.admin import admin_routes
 from extproc.server.app import apply
 from extproc.server.services import Services
 from extproc.store.replicas import Snapshot
-from tests.fakes import chat
+from tests.fakes import chat, replica
 from tests.large import A_FEW_MS, REPLICAS, longest_piece, thousand
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
-SCRIPTS = ("app", "ask", "decisions", "elements", "scatter", "sections")
-FILES = {
-    "/": "text/html",
-    "/dashboard/style.css": "text/css",
-    **{f"/dashboard/{name}.js": "text/javascript" for name in SCRIPTS},
+KINDS = {".css": "text/css", ".js": "text/javascript"}
+FILES = {"/": "text/html"} | {
+    f"/dashboard/{file.name}": KINDS[file.suffix]
+    for file in Path(dashboard.__file__).parent.glob("page/*.*s*")
+    if file.suffix in KINDS
 }
 
 
@@ -76,17 +85,78 @@ async def test_the_page_may_load_only_its_own_files(
     assert named or path != "/"
 
 
-async def test_all_who_look_share_one_snapshot_a_tick(client: aiohttp.ClientSession) -> None:
-    async def look() -> list[dict[str, Any]]:
-        async with client.get("/dashboard/events") as response:
-            assert response.content_type == "text/event-stream"
-            assert "Content-Security-Policy" in response.headers
-            return await news(response, 3)
+async def test_all_who_look_share_the_same_snapshots(services: Services) -> None:
+    live = Live([services])
+    viewers = [live.frames() for _ in range(3)]
+    first, second = [{*await asyncio.gather(*map(anext, viewers))} for _ in range(2)]
+    assert (len(first), len(second)) == (1, 1)
+    assert first != second
 
-    seen = await asyncio.gather(*(look() for _ in range(5)))
-    assert seen[0][0]["pools"][0]["replicas"]["name"] == ["r1", "r2", "r3", "r4"]
-    assert all(len({one["at"] for one in each}) == 3 for each in seen)
-    assert len({one["at"] for each in seen for one in each}) <= 4
+
+async def test_the_news_are_events_and_no_other_site_reads_them(
+    client: aiohttp.ClientSession,
+) -> None:
+    async with client.get("/dashboard/events") as response:
+        assert response.content_type == "text/event-stream"
+        assert "Content-Security-Policy" in response.headers
+        for told in await news(response, 2):
+            assert told["pools"][0]["replicas"]["name"] == ["r1", "r2", "r3", "r4"]
+
+
+async def test_what_is_beyond_all_figures_is_null(
+    client: aiohttp.ClientSession, services: Services, clock: Clock
+) -> None:
+    for predicted in (inf, 1.0):
+        services.accuracy.add(Ended(clock(), replica(1), predicted, 2.0, 0.0, None))
+    async with client.get("/dashboard/events") as response:
+        (told,) = await news(response, 1)
+    (pool,) = told["pools"]
+    assert [predicted for predicted, _ in pool["points"]] == [1.0, None]
+    assert (pool["ended"], pool["actual_to_predicted"]["p90"]) == (1, 2.0)
+
+
+async def test_the_news_end_when_the_token_is_another_one(
+    services: Services, tmp_path: Path
+) -> None:
+    file = tmp_path / "token"
+    file.write_text("an-example")
+    access, shown = AdminSettings(token_file=file), {"Authorization": "Bearer an-example"}
+    serving = serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services), access=access)
+    async with (
+        serving as address,
+        aiohttp.ClientSession(f"http://{address}", headers=shown) as client,
+        client.get("/dashboard/events") as response,
+    ):
+        await news(response, 1)
+        file.write_text("another-one")
+        async with asyncio.timeout(PATIENCE_S):
+            await response.read()
+
+
+async def test_who_takes_nothing_is_given_up_and_leaves_its_place(
+    services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "EVERY_S", 0.01)
+    monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(routes, "_MOST_VIEWERS", 1)
+    await apply(Snapshot(thousand()), services.fleet)
+    serving = serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services))
+    async with serving as address, aiohttp.ClientSession(f"http://{address}") as client:
+
+        async def alone() -> bool:
+            """Whether there is a place, and then none for another."""
+            async with (
+                client.get("/dashboard/events") as one,
+                client.get("/dashboard/events") as two,
+            ):
+                return (one.status, two.status) == (200, 503)
+
+        with socket.socket() as stuck:
+            stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stuck.connect(split_address(address))
+            stuck.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: here\r\n\r\n")
+            assert await asyncio.to_thread(stuck.recv, 15) == b"HTTP/1.1 200 OK"
+            await until(alone)
 
 
 async def test_a_large_fleet_is_shown_without_holding_requests_up(
@@ -128,6 +198,14 @@ async def test_a_decision_that_is_not_there(
 ) -> None:
     async with client.get("/dashboard/decision", params={"number": number}) as response:
         assert response.status == status
+
+
+@pytest.mark.parametrize("path", ["/dashboard/events", "/decisions", "/fleet"])
+async def test_what_is_made_piece_by_piece_has_no_head_alone(
+    client: aiohttp.ClientSession, path: str
+) -> None:
+    async with client.head(path) as response:
+        assert response.status == 405
 
 
 async def test_nothing_can_be_changed(client: aiohttp.ClientSession) -> None:

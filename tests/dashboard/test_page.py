@@ -1,6 +1,7 @@
 """The page in a real Chromium."""
 
 from collections.abc import AsyncIterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ async def test_a_screen_reader_finds_headings_tables_and_names(shown: Page) -> N
     assert columns[:5] == ["Replica", "Health", "Running", "Waiting", "KV"]
     images = [name for role, name in nodes if role == "image"]
     assert images
-    assert images[0].startswith("Of 1 requests that ended in the last 5 minutes")
+    assert images[0].startswith("Of the last 1 requests that ended, half took")
     assert all(name for role, name in nodes if role in ("button", "region", "columnheader"))
 
 
@@ -167,6 +168,31 @@ async def test_a_warning_is_announced_once_and_goes(
     await shown.until("!document.querySelector('#no-warnings').hidden")
 
 
+async def test_what_it_cannot_show_is_said_and_the_connection_stays(shown: Page) -> None:
+    await shown.evaluate("document.querySelector('#warnings').remove()")
+    await shown.until("document.querySelector('#state').textContent.includes('cannot show')")
+    before = shown.received
+    await until(lambda: told_twice(shown, before))
+    assert len([one for one in shown.requested if one.endswith("/events")]) == 1
+    assert shown.problems
+    shown.problems.clear()
+
+
+async def test_a_prediction_without_bound_is_no_obstacle(
+    shown: Page, services: Services, clock: Clock
+) -> None:
+    services.accuracy.add(Ended(clock(), replica(1), inf, 1.2, 0.0, None))
+    before = shown.received
+    await until(lambda: told_twice(shown, before))
+    assert await shown.evaluate("document.querySelector('#state').textContent") == "live"
+
+
+async def told_twice(page: Page, before: int) -> bool:
+    """Whether two pieces more came; what a page tells is read when it is asked something."""
+    await page.evaluate("1")
+    return page.received >= before + 2
+
+
 async def test_it_stands_still_while_it_is_paused(
     shown: Page, services: Services, clock: Clock
 ) -> None:
@@ -174,12 +200,7 @@ async def test_it_stands_still_while_it_is_paused(
     await shown.until("document.querySelector('#state').textContent == 'paused'")
     poll(services, clock, 2, healthy=False, problem="cannot connect")
     before = shown.received
-
-    async def told_twice() -> bool:
-        await shown.evaluate("1")
-        return shown.received >= before + 2
-
-    await until(told_twice)
+    await until(lambda: told_twice(shown, before))
     assert not await shown.evaluate("document.querySelector('.health.down')")
     await shown.evaluate("document.querySelector('#pause').click()")
     await shown.until("document.querySelector('.health.down')")
@@ -220,9 +241,18 @@ async def test_it_says_when_the_router_is_gone_and_goes_on_when_it_is_back(
     async with serving("127.0.0.1:0") as address:
         await page.open(f"http://{address}/")
         await page.until("document.querySelector('#state').textContent == 'live'")
-    await page.until("document.querySelector('#state').textContent.includes('figures are old')")
+    old = "document.querySelector('#state').textContent.includes('figures are old')"
+    await page.until(old)
+    for _ in range(2):
+        await page.evaluate("document.querySelector('#pause').click()")
+        assert await page.evaluate(old)
     async with serving(address):
         await page.until("document.querySelector('#state').textContent == 'live'")
+        await page.evaluate("document.querySelector('#pause').click()")
+        await page.until("document.querySelector('#state').textContent == 'paused'")
+    await page.until(old)
+    async with serving(address):
+        await page.until("document.querySelector('#state').textContent == 'paused'")
     page.problems.clear()  # that the router did not answer
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from pydantic_core import from_json, to_json
 
-from extproc.config import Config
+from extproc.config import Config, HoldSettings
 from extproc.dashboard.snapshot import snapshot
+from extproc.hold.queue import Queue
 from extproc.hold.waiting import Waiting
 from extproc.observe.accuracy import Ended
 from extproc.observe.decisions import DecisionLog
@@ -17,13 +18,13 @@ from extproc.request.objective import Objective
 from extproc.request.prefix import NO_PREFIX
 from extproc.route.router import Router
 from extproc.server.services import Services
-from tests.dashboard.conftest import poll
-from tests.fakes import ManualClock, chat, fleet_of, replica
+from tests.dashboard.conftest import H100, poll
+from tests.fakes import ManualClock, chat, fleet_of, replica, state
 
 
 def shown(services: Services) -> dict[str, Any]:
     """The only pool, as it arrives at the page."""
-    news = from_json(to_json(asyncio.run(snapshot([services]))))
+    news = from_json(to_json(asyncio.run(snapshot([services])), inf_nan_mode="null"))
     (pool,) = news["pools"]
     return {**pool, "warnings": [*news["warnings"], *pool["warnings"]], "news": news}
 
@@ -107,9 +108,19 @@ def test_where_requests_go_is_counted_over_the_last_minute(
         replica(number): chosen.count(replica(number)) for number in range(1, 5)
     }
     assert pool["news"]["decisions_s"] == 60.0
+    headers = [column["header"] for column in pool["news"]["decisions"]["columns"]]
     newest = pool["news"]["decisions"]["rows"][0]
-    assert newest["figures"][pool["news"]["decisions"]["columns"].index("request")] == "7"
+    assert newest["figures"][headers.index("request")] == "7"
     assert newest["why"].startswith("llama: ")
+
+
+def test_who_served_instead_is_named(services: Services) -> None:
+    chosen = decide(services)
+    other = 2 if chosen == replica(1) else 1
+    outcome = services.log.last(1)[0].outcome
+    outcome.served_by, outcome.status = replica(other), 200
+    (row,) = shown(services)["news"]["decisions"]["rows"]
+    assert row["why"].endswith(f" [served by r{other}]")
 
 
 def test_where_few_decisions_are_kept_the_rate_is_theirs(
@@ -140,6 +151,18 @@ def test_what_waits_is_shown_by_priority_and_tenant(services: Services, clock: M
     assert sum(held[1]["replicas"].values()) == 2
 
 
+def test_of_very_many_tenants_that_wait_some_are_shown_and_all_counted(
+    services: Services, clock: ManualClock
+) -> None:
+    fill(services, clock)
+    roomy = replace(services, queue=Queue(services.fleet, HoldSettings(), clock))
+    for number in range(60):
+        wait(roomy, f"tenant-{number}", priority=number)
+    pool = shown(roomy)
+    assert (len(pool["held"]), pool["waiting"]) == (50, 60)
+    assert pool["held"][0]["priority"] == 59
+
+
 def test_predictions_are_compared_with_what_came_of_them(
     services: Services, clock: ManualClock
 ) -> None:
@@ -148,8 +171,7 @@ def test_predictions_are_compared_with_what_came_of_them(
         services.accuracy.add(Ended(clock(), replica(1), 1.0, actual, 0.0, None))
     pool = shown(services)
     assert (pool["ended"], pool["actual_to_predicted"]["p50"]) == (3, 1.0)
-    assert sorted(actual for _, actual, _ in pool["points"]) == [0.5, 1.0, 2.0]
-    assert {name for _, _, name in pool["points"]} == {"r1"}
+    assert sorted(actual for _, actual in pool["points"]) == [0.5, 1.0, 2.0]
 
 
 def test_of_very_many_some_are_drawn_and_all_are_counted(
@@ -232,6 +254,41 @@ def test_a_fleet_that_is_busy_as_a_whole_does_not_drift(services: Services) -> N
         for _ in range(50):
             services.fleet.decoded(replica(number), 1.0, 1.7)
     assert warned(services) == []
+
+
+def test_a_full_circuit_breaker_is_warned_of(services: Services, clock: ManualClock) -> None:
+    decide(services)
+    services.log.last(1)[0].outcome.overloaded = True
+    (warning,) = warned(services)
+    assert warning.startswith("A circuit breaker of Envoy was full in the last minute")
+    clock.advance(61.0)
+    poll(services, clock)
+    assert warned(services) == []
+
+
+def test_of_two_replicas_one_drifts_beside_the_other(services: Services) -> None:
+    for number in (3, 4):
+        services.fleet.remove(replica(number))
+    for number, actual in ((1, 1.7), (2, 1.7)):
+        for _ in range(50):
+            services.fleet.decoded(replica(number), 1.0, actual)
+    assert warned(services) == []
+    for _ in range(300):
+        services.fleet.decoded(replica(2), 1.0, 5.0)
+    (warning,) = warned(services)
+    assert warning.startswith("r2 is drifting from the prediction: answers take much longer")
+
+
+def test_a_fleet_that_is_faster_as_a_whole_does_not_drift(services: Services) -> None:
+    for number in range(1, 5):
+        for _ in range(50):
+            services.fleet.decoded(replica(number), 1.0, 0.4)
+    assert warned(services) == []
+
+
+def test_old_news_are_as_old_as_they_are(services: Services, clock: ManualClock) -> None:
+    services.fleet.put(state(1, H100, clock, measured=True), age=9.0)
+    assert of(shown(services), "r1")["news_age_s"] == 9.0
 
 
 def test_a_cache_that_does_not_hit_is_warned_of(services: Services, clock: ManualClock) -> None:

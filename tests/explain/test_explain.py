@@ -382,3 +382,7 @@ async def test_a_router_with_tls_and_a_token(
         other.unlink()
         (error,) = await explain(ID, status=1)
         assert f"admin.token_file: {other}: No such file" in error
+        monkeypatch.setenv("EXTPROC_ADMIN__TLS_CERT", str(other))
+        monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(token))
+        (error,) = await explain(ID, status=1)
+        assert f"{other}: No such file" in error

@@ -54,8 +54,9 @@ async def test_without_the_token_only_health_and_what_is_public_is_shown(file: P
             assert await status(url) == 401
             for wrong in ("Bearer", "Bearer other", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}é"):
                 assert await status(url, Authorization=wrong) == 401
-            right = await status(url, Authorization=f"Bearer {TOKEN}")
-            assert right == (404 if path == "/none" else 200)
+            for scheme in ("Bearer", "bearer"):
+                right = await status(url, Authorization=f"{scheme} {TOKEN}")
+                assert right == (404 if path == "/none" else 200)
 
 
 async def test_a_token_that_changes_holds_from_then_on(file: Path, logged: Logged) -> None:
@@ -86,6 +87,28 @@ async def test_a_token_that_cannot_be_read_stops_the_start(
         await serving.__aenter__()
 
 
+async def reached(address: str, cert: Path) -> bool:
+    """Whether one that trusts this certificate finds it there."""
+    connector = aiohttp.TCPConnector(ssl=trusting(cert))
+    async with aiohttp.ClientSession(connector=connector) as session:
+        try:
+            async with session.get(f"https://{address}/livez") as response:
+                return response.status == 200
+        except aiohttp.ClientSSLError:
+            return False
+
+
+async def test_of_a_chain_its_own_certificate_alone_is_trusted(tmp_path: Path) -> None:
+    between = Authority(tmp_path / "between", Authority(tmp_path / "root"))
+    (ours, key), (others, _) = between.sign("ours"), between.sign("others")
+    for one in (ours, others):
+        one.write_text(one.read_text() + between.file.read_text())
+    files = AdminSettings(tls_cert=ours, tls_key=key)
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), access=files) as address:
+        assert await reached(address, ours)
+        assert not await reached(address, others)
+
+
 async def test_tls_with_a_certificate_that_is_renewed(tmp_path: Path, logged: Logged) -> None:
     authority = Authority(tmp_path / "authority")
     files = {"tls_cert": tmp_path / "tls.crt", "tls_key": tmp_path / "tls.key"}
@@ -96,24 +119,15 @@ async def test_tls_with_a_certificate_that_is_renewed(tmp_path: Path, logged: Lo
         shutil.copy(key, files["tls_key"])
         return cert
 
-    async def reached(cert: Path) -> bool:
-        connector = aiohttp.TCPConnector(ssl=trusting(cert))
-        async with aiohttp.ClientSession(connector=connector) as session:
-            try:
-                async with session.get(f"https://{address}/livez") as response:
-                    return response.status == 200
-            except aiohttp.ClientSSLError:
-                return False
-
     first = put("first")
     serving = serve_admin("127.0.0.1:0", CollectorRegistry(), access=AdminSettings(**files))
     async with serving as address:
-        assert await reached(first)
+        assert await reached(address, first)
         second = put("second")
-        assert await reached(second)
-        assert not await reached(first)
+        assert await reached(address, second)
+        assert not await reached(address, first)
         files["tls_key"].write_text("none")
-        assert await reached(second)
+        assert await reached(address, second)
         (line,) = logged.lines("the old certificate stays in use")
         assert "admin.tls_key" in str(line["error"])
         with pytest.raises(aiohttp.ClientError):

@@ -83,10 +83,11 @@ def test_replicas_left_out_are_in_the_record() -> None:
     made = decision()
     left_out = Excluded(replica(4), "r4", "no answer to the last poll")
     made.situation.view.excluded = (left_out,)
-    shown = DecisionLog(10).add("id", 1.0, made).to_json()
-    assert shown["excluded"] == [
+    record = DecisionLog(10).add("id", 1.0, made)
+    assert record.to_json()["excluded"] == [
         {"replica": replica(4), "name": "r4", "why": "no answer to the last poll"}
     ]
+    assert record.to_json(0)["excluded"] == []
 
 
 def test_the_last_records_are_kept() -> None:

@@ -30,11 +30,15 @@ async function follow(signal) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     if (!events.length) continue;
-    last = JSON.parse(events.at(-1).slice("data: ".length));
     heardAt = performance.now();
-    if (!paused) {
-      show(last);
-      say("live");
+    try {
+      last = JSON.parse(events.at(-1).slice("data: ".length));
+      $("main").hidden = false;
+      if (!paused) show(last);
+      say(paused ? "paused" : "live");
+    } catch (error) {
+      console.error(error);
+      say("the page cannot show what the router sent", true);
     }
   }
 }
@@ -81,6 +85,7 @@ async function live() {
         await new Promise((resolve) => setTimeout(resolve, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
       }
     } finally {
+      stop.abort(); // or else an answer that was left goes on
       clearInterval(watch);
     }
   }
@@ -89,7 +94,6 @@ async function live() {
 $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", String(paused));
-  say(paused ? "paused" : "live");
   if (!paused && last) show(last);
 });
 const redraw = () => last && showAccuracy(last.pools);

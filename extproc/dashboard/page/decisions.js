@@ -6,14 +6,13 @@ import { $, Table, brief, classed, element, text, write } from "./elements.js";
 let decisions = null;
 
 export function showDecisions({ columns, rows }) {
-  const request = columns.indexOf("request");
   decisions ??= new Table(
     [
-      ...columns.map((name, at) =>
-        at === request
-          ? { name, head: true, className: "left", fill: link(at) }
-          : text(at && columns[at] === "actual" ? `${columns[at - 1].replace(/ s$/, "")} actual` : name, (one) => one.figures[at], at < 3 ? { className: "left" } : {}),
-      ),
+      ...columns.map(({ header, left }, at) => {
+        if (header === "request") return { name: header, head: true, className: "left", fill: link(at) };
+        const name = header === "actual" ? `${columns[at - 1].header.replace(/ s$/, "")} actual` : header;
+        return text(name, (one) => one.figures[at], { className: left ? "left" : "" });
+      }),
       brief("model: why", (one) => one.why),
     ],
     "cards dense",
@@ -51,7 +50,7 @@ function comparisonOf({ facts, columns, rows, legend, left_out: leftOut }) {
   for (const [name, value] of Object.entries(facts)) list.append(element("dt", { textContent: name }), element("dd", { textContent: value }));
   const table = new Table(
     columns.map((one, at) => text(one.header, (row) => row[at], { className: one.left ? "left" : "", head: one.header === "replica" })),
-    "wide",
+    "",
   ).named("Candidates, the chosen one first", false);
   table.show(rows, (row) => rows.indexOf(row), (row, cells) => classed(row, cells[0] ? "chosen" : ""));
   const parts = [list, element("h3", { textContent: "Candidates" }), table.node];

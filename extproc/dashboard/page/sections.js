@@ -79,11 +79,10 @@ function showFacts(list, facts) {
 function showFigures(news, decided) {
   const replicas = news.pools.flatMap((pool) => pool.replicas.why_not);
   const usable = replicas.filter((why) => !why).length;
-  const held = news.pools.flatMap((pool) => pool.held).reduce((sum, one) => sum + one.requests, 0);
   showFacts($("figures"), [
     ["replicas in use", `${usable} of ${replicas.length}`],
     ["requests in flight, of this router", count(news.pools.reduce((sum, pool) => sum + pool.in_flight, 0))],
-    ["waiting at this router", count(held)],
+    ["waiting at this router", count(news.pools.reduce((sum, pool) => sum + pool.waiting, 0))],
     ["decisions a second, of late", (decided / news.decisions_s).toFixed(1)],
   ]);
 }
@@ -110,7 +109,7 @@ export function showAccuracy(pools) {
     heading.hidden = pools.length < 2;
     const { p10, p50, p90 } = pool.actual_to_predicted;
     const summary = pool.ended
-      ? `Of ${count(pool.ended)} requests that ended in the last 5 minutes, half took at most ${p50.toFixed(2)} ` +
+      ? `Of the last ${count(pool.ended)} requests that ended, half took at most ${p50.toFixed(2)} ` +
         `times as long as predicted, and eight of ten between ${p10.toFixed(2)} and ${p90.toFixed(2)} times: the band.`
       : "No request ended in the last 5 minutes whose end was seen.";
     write(caption, summary);
@@ -136,10 +135,11 @@ const heldTables = new Map();
 
 function showHeld(pools) {
   const place = $("held");
-  const any = pools.some((pool) => pool.held.length);
+  const all = pools.reduce((sum, pool) => sum + pool.waiting, 0);
+  const listed = pools.flatMap((pool) => pool.held).reduce((sum, one) => sum + one.requests, 0);
   if (!place.firstChild) place.append(element("p", { className: "calm" }));
-  write(place.firstChild, any ? "" : "Nothing waits: every request goes to a replica at once.");
-  place.firstChild.hidden = any;
+  write(place.firstChild, all ? `And ${count(all - listed)} more.` : "Nothing waits: every request goes to a replica at once.");
+  place.firstChild.hidden = all > 0 && all === listed;
   for (const pool of pools) {
     const table = tableOf(heldTables, place, pool.name, HELD_COLUMNS);
     table.named(`Waiting for replicas of pool ${pool.name}`, pools.length > 1);
@@ -180,7 +180,6 @@ export function show(news) {
   showWarnings([...news.warnings, ...news.pools.flatMap((pool) => pool.warnings.map((one) => named(pool, one)))]);
   showFigures(news, decided);
   showReplicas(news.pools, decided);
-  $("main").hidden = false;
   showAccuracy(news.pools);
   showHeld(news.pools);
   showParts(news);

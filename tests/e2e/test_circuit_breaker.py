@@ -1,0 +1,42 @@
+"""A circuit breaker of Envoy that is full says nothing against the replica."""
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+
+from extproc.demo.stack import SimulatedReplica
+from tests.e2e.client import Client
+from tests.e2e.stack import Stack
+from tests.waiting import until
+
+pytestmark = pytest.mark.process
+REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-h100"))
+
+
+class Narrow(Stack):
+    """Its Envoy lets one request at a time to the replicas."""
+
+    def _bootstrap(self) -> str:
+        bootstrap = yaml.safe_load(super()._bootstrap())
+        for cluster in bootstrap["static_resources"]["clusters"]:
+            if cluster["name"] == "replicas":
+                cluster["circuit_breakers"]["thresholds"][0]["max_requests"] = 1
+        return yaml.safe_dump(bootstrap)
+
+
+async def test_no_replica_is_left_out_for_it(tmp_path: Path) -> None:
+    async with Narrow(tmp_path, REPLICAS) as stack, aiohttp.ClientSession() as session:
+        client = Client(stack, session)
+        long = asyncio.create_task(client.chat(tokens=2000))
+        await until(lambda: in_flight(client))
+        refused = [await client.chat(tokens=1) for _ in range(5)]
+        assert [answer.status for answer in refused] == [503] * 5
+        assert all(answer.decision["excluded"] == [] for answer in refused)
+        assert (await long).status == 200
+
+
+async def in_flight(client: Client) -> int:
+    return int((await client.fleet())["in_flight"])
