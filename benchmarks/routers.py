@@ -73,6 +73,8 @@ class Node:
             tokens, waited = served.sequence.output_tokens, served.sent - served.traced.at
             seen = served.ttft - waited if served.profile.stream else None
             took = served.completion - waited
+            if replica == forecast.replica:
+                self.router.margins.completion.observe(forecast.predicted_completion, took)
             self.router.learn(forecast, replica, tokens, took, seen, baseline)
         else:
             self.router.learn_counted(forecast, replica, generated, None, baseline)

@@ -107,4 +107,4 @@ class Members:
     @property
     def all_take_priority(self) -> bool:
         """Whether every member takes ``priority`` in a body, so that a retry anywhere is taken."""
-        return all(state.takes_priority for state in self)
+        return all(state.takes_priority for state in self if state.listed or state.healthy)

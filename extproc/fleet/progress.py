@@ -59,6 +59,10 @@ class Progress:
             return
         on, weight = requests.replica.item(row), requests.weight.item(row)
         held = weight * (requests.generated.item(row) + requests.each.item(row))
+        if (shared := replicas.kv_beyond.item(on)) < 0.0:  # blocks that several have count once
+            shared *= held / max(replicas.kv_used.item(on) - shared, held)
+            replicas.kv_beyond[on] -= shared
+            held += shared
         replicas.kv_used[on] = max(replicas.kv_used.item(on) - held, 0.0)
         replicas.batch[on] = max(replicas.batch.item(on) - weight, 0.0)
         self._set_step(on)

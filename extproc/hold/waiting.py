@@ -107,10 +107,13 @@ def peak_pressure(decision: Decision) -> Floats:
     spread = max(decision.p90_output_tokens / mean, _LEAST_SPREAD)
     shape = max(log(log(10.0)) / log(spread), 1.0)
     more = np.zeros(count)
+    yields = sequences.priority < situation.profile.priority
+    yields &= situation.view.by_priority[sequences.replica] > 0.0
+    weight = np.where(yields, 0.0, sequences.weight)
     for share in _LOOKED_AT:
         t = share * mean
         there = np.exp(-((t / np.maximum(sequences.remaining, 1.0)) ** shape))
-        change = sequences.weight * ((sequences.context + t) * there - sequences.context)
+        change = weight * ((sequences.context + t) * there - sequences.context)
         np.maximum(more, np.bincount(sequences.replica, change, count), out=more)
     return decision.prediction.kv_pressure + more / situation.view.kv_capacity
 

@@ -210,6 +210,7 @@ class PolledReplica:
         next process changes."""
         fields, before = await read_models(self._session, self._target.id), self._models.fields
         fields["by_priority"] = found = before.get("by_priority", False)
+        fields["takes_priority"] |= before.get("takes_priority", False)
         if not before:  # another process
             self._tries = _TRIES
         doubtful = self._finds_precedence and fields["takes_priority"] and not found
@@ -226,6 +227,8 @@ class PolledReplica:
     def _is_free(self) -> bool:
         """Whether nothing waits there, and it has one queue only."""
         figures = self._figures
+        if self._target.draining or not self._target.ready:
+            return False
         return figures is not None and not figures.waiting and figures.engines == 1
 
     def _models_changed(self) -> None:

@@ -1,6 +1,6 @@
 """How much longer than predicted requests take at the most, but for one of ten."""
 
-from math import exp, log
+from math import exp, inf, log
 
 _ASKED = 0.9
 """Share of the requests that are to take no longer."""
@@ -27,7 +27,7 @@ class Margin:
 
     def observe(self, predicted: float, actual: float) -> None:
         """A request took ``actual`` seconds."""
-        if min(predicted, actual) > 0.0:
+        if 0.0 < predicted < inf and actual > 0.0:
             exceeds = log(actual / predicted) > self._log
             self._log += _STEP * (exceeds - 1.0 + _ASKED)
 

@@ -61,6 +61,9 @@ class NoReplica(Refusal):
     retry_after = 1
 
 
+_LONGEST_S = 3600.0
+
+
 class Saturated(Refusal):
     """Every replica is so busy that its first token would come too late."""
 
@@ -68,9 +71,9 @@ class Saturated(Refusal):
     kind = "rate_limit_error"
 
     def __init__(self, message: str, code: str, retry_after: float) -> None:
-        """``retry_after``: seconds, a second at least."""
+        """``retry_after``: seconds; a second at least, an hour at most."""
         super().__init__(message, code=code)
-        self.retry_after = max(ceil(retry_after), 1)
+        self.retry_after = ceil(min(max(retry_after, 1.0), _LONGEST_S))
 
 
 def error_body(error: Refusal) -> bytes:

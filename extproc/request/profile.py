@@ -96,7 +96,7 @@ class RequestProfile:
     @property
     def priority(self) -> int:
         """Its objective's: the higher goes first."""
-        return self.objective.priority
+        return self.objective.priority if self.endpoint.takes_priority else 0
 
     @property
     def parts(self) -> int:

@@ -325,8 +325,6 @@ class Router:
         profile = forecast.profile
         if profile.sequences:
             self.fleet.lengths.observe(profile, tokens)
-        if replica == forecast.replica:
-            self.margins.completion.observe(forecast.predicted_completion, seconds)
         self._learn_first_token(forecast, replica, ttft)
         if baseline is not None and _teaches_alone(forecast):
             prompt = profile.prompt_tokens if prompt_tokens is None else prompt_tokens

@@ -199,7 +199,7 @@ class Exchange:
         holder = services.fleet.holder(stored_response_of(path))
         if holder is not None and (self._subset is None or holder in self._subset):
             leave_body = phase == "request_headers" and self.has_fallback
-            return self._send_to(phase, holder, leave_body)
+            return self._send_to(phase, holder, leave_body=leave_body)
         return self._to_any(phase)
 
     def _to_any(self, phase: str) -> bytes:
@@ -234,7 +234,8 @@ class Exchange:
                 return replied(messages.proceed(phase), body)
             destination = self._destination(decision)
             written = self._written(decision, body, partial)
-            return replied(self._send_to(phase, destination), written)
+            reply = self._send_to(phase, destination, self._priority(decision.profile))
+            return replied(reply, written)
 
         size = len(body) if self.is_timed else 0  # a gateway's body has its room
         return self._decide(asked, profile, started, size, sent)
@@ -421,7 +422,9 @@ class Exchange:
         wait = self._wait_s(decision) if waits and (sheddable or most is not None) else 0.0
         if most is not None and (soonest := wait + least(decision.prediction.ttft)) > most:
             late = f"the first token would come in {soonest:.0f} s"
-            raise Saturated(f"every replica is busy: {late}", "saturated", wait)
+            raise Saturated(
+                f"every replica is busy: {late}", "saturated", max(wait, soonest - most)
+            )
         self._refuse_late(decision, wait)
         return waits
 
@@ -437,7 +440,7 @@ class Exchange:
             return
         if (late := self._services.router.late(decision, waited)) > 0.0:
             message = f"on every replica it would miss its target, by {late:.2f} s at least"
-            raise Saturated(message, "too_late", self._wait_s(decision))
+            raise Saturated(message, "too_late", max(self._wait_s(decision), late))
 
     def _wait_s(self, decision: Decision) -> float:
         """Seconds that one like it would wait that comes now."""
@@ -450,17 +453,16 @@ class Exchange:
         profile, name = decision.profile, decision.name
         if profile.asked not in ("", name):
             body = rename(profile.endpoint, body, profile.asked, name)
-        if partial or not profile.endpoint.takes_priority:
+        priority = self._priority(profile)
+        if partial or priority is None or not profile.endpoint.takes_priority:
             return body
-        priority = -profile.priority
-        if priority and not self._services.fleet.members.all_take_priority:
-            priority = 0  # which any takes
-        overrules = self._has_priorities and profile.claims_priority
-        return with_priority(body, priority) if priority or overrules else body
+        return with_priority(body, priority) if priority or profile.claims_priority else body
 
-    @property
-    def _has_priorities(self) -> bool:
-        return self._services.config.hold.has_priorities
+    def _priority(self, profile: RequestProfile) -> int | None:
+        """What the replica is told, which takes the lower first; None: whatever the client says."""
+        if not self._services.config.hold.has_priorities:
+            return None
+        return -profile.priority if self._services.fleet.members.all_take_priority else 0
 
     def _destination(self, decision: Decision) -> str:
         if not self._services.config.serve.second_choice:
@@ -470,11 +472,11 @@ class Exchange:
             second = decision.replica  # for Envoy's fallback policy would try it on any
         return decision.replica if second is None else f"{decision.replica},{second}"
 
-    def _send_to(self, phase: str, destination: str, leave_body: bool = False) -> bytes:
+    def _send_to(
+        self, phase: str, destination: str, priority: int | None = None, leave_body: bool = False
+    ) -> bytes:
         clear_route_cache = self._services.config.serve.clear_route_cache
-        return messages.send_to(
-            phase, destination, clear_route_cache, leave_body, self._has_priorities
-        )
+        return messages.send_to(phase, destination, clear_route_cache, leave_body, priority)
 
     # -- the response -----------------------------------------------------------------------
 

@@ -234,6 +234,7 @@ class InFlight:
         if actual > 0:
             metrics.prediction_error.observe(abs(predicted - actual) / actual)
         if as_chosen:
+            services.router.margins.completion.observe(predicted, actual)
             # Else nothing was foretold of what it would find.
             told = cached if profile.sequences == 1 and forecast.hits_depth >= 0 else None
             services.accuracy.add(Ended(services.clock(), replica, predicted, actual, hits, told))

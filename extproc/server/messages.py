@@ -128,14 +128,14 @@ def send_to(
     destination: str,
     clear_route_cache: bool = False,
     leave_body: bool = False,
-    drop_priority: bool = False,
+    priority: int | None = None,
 ) -> bytes:
     """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``).
 
     With ``leave_body``, to request headers alone, Envoy sends the body to the replica only; with
-    ``drop_priority`` a client's header that names one goes no further.
+    ``priority`` its header that names one says so, whatever the client's said.
     """
-    reply, header, metadata = _sending(phase, clear_route_cache, leave_body, drop_priority)
+    reply, header, metadata = _sending(phase, clear_route_cache, leave_body, priority)
     header.raw_value = destination.encode()
     metadata.string_value = destination
     return reply.SerializeToString()
@@ -143,7 +143,7 @@ def send_to(
 
 @cache
 def _sending(
-    phase: str, clear_route_cache: bool, leave_body: bool, drop_priority: bool
+    phase: str, clear_route_cache: bool, leave_body: bool, priority: int | None
 ) -> tuple[ProcessingResponse, HeaderValue, Value]:
     """A reply of a kind, and the two places in it that are another's for each destination: to set
     them takes a tenth of building it anew, and pairs of replicas are too many to keep a reply for
@@ -157,8 +157,10 @@ def _sending(
     option.header.key = DESTINATION
     option.append_action = _OVERWRITE_OR_ADD
     common.header_mutation.remove_headers.extend((SUBSET, SERVED))
-    if drop_priority:
-        common.header_mutation.remove_headers.append(PRIORITY)
+    if priority is not None:
+        said = common.header_mutation.set_headers.add()
+        said.header.key, said.header.raw_value = PRIORITY, b"%d" % priority
+        said.append_action = _OVERWRITE_OR_ADD
     common.clear_route_cache = clear_route_cache
     metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
     return reply, option.header, metadata.fields[DESTINATION]

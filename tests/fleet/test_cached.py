@@ -47,6 +47,19 @@ def test_a_poll_finds_all_of_the_kv_tokens_that_are_known(
     assert fleet.view(MODEL).kv_used[0] == pytest.approx(before, rel=0.02)
 
 
+def test_when_one_of_many_that_share_their_beginning_ends_little_becomes_free(
+    fleet: Fleet, clock: ManualClock
+) -> None:
+    tickets = [fleet.dispatch(replica(1), request(), CACHED) for _ in range(10)]
+    fleet.first_token(tickets[-1])
+    clock.advance(0.2)
+    used = CACHED + 10 * (TOKENS - CACHED)
+    fleet.put(state(1, "llama-8b-h100", clock, running=10, kv_usage=used / 400_000, steps=1))
+    for ticket in tickets[:2]:
+        fleet.release(ticket)
+    assert used * 0.7 < fleet.view(MODEL).kv_used[0] < used
+
+
 def test_a_long_prompt_is_under_way_for_as_long_as_all_of_it_takes(
     fleet: Fleet, clock: ManualClock
 ) -> None:

@@ -104,13 +104,13 @@ def test_a_router_that_is_often_wrong_leaves_more_to_spare() -> None:
     slow, _ = before.prediction.completion
     aim = of(completion_s=slow * 1.2)
     assert decide(router, aim).replica == SLOW
-    forecast = before.forecast()
+    foretold = before.forecast().predicted_completion
     for number in range(100):
         late = 1.5 if number % 5 == 0 else 1.0  # one of five
-        router.learn(forecast, FAST, 100, late * forecast.predicted_completion)
+        router.margins.completion.observe(foretold, late * foretold)
     assert decide(router, aim).replica == FAST
     for _ in range(300):
-        router.learn(forecast, FAST, 100, forecast.predicted_completion)
+        router.margins.completion.observe(foretold, foretold)
     assert decide(router, aim).replica == SLOW
 
 

@@ -50,12 +50,14 @@ def body_of(reply: ProcessingResponse) -> bytes | None:
 
 
 def length_of(reply: ProcessingResponse) -> str | None:
+    return header_of(reply, "content-length")
+
+
+def header_of(reply: ProcessingResponse, name: str) -> str | None:
     mutation = common(reply).header_mutation
     assert mutation is not None
     headers = [option.header for option in mutation.set_headers]
-    return next(
-        (one.raw_value.decode() for one in headers if one and one.key == "content-length"), None
-    )
+    return next((one.raw_value.decode() for one in headers if one and one.key == name), None)
 
 
 async def test_a_body_in_one_piece_is_replaced_and_its_length(

@@ -125,6 +125,23 @@ async def test_a_client_that_is_seen_to_hang_up_tells_nothing_of_lengths(
     assert services.fleet.lengths.expected(0, 10_000.0) == before
 
 
+@pytest.mark.parametrize("config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})])
+async def test_a_stream_that_tells_no_usage_shows_how_far_off_its_completion_was(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    for _ in range(5):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+            await stream.response_headers(upstream=first, content_type="text/event-stream")
+            clock.advance(500.0)
+            for number in (1, 2):
+                services.fleet.put(state(number, "llama-8b-a10", clock))
+            await stream.response_body(b"data: [DONE]\n\n", True)
+            await stream.end()
+    assert services.router.margins.completion.ratio > 1.1
+
+
 async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(
     envoy: EnvoySide, services: Services
 ) -> None:

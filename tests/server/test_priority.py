@@ -11,9 +11,10 @@ from extproc.server.services import Services
 from tests.fakes import ManualClock, state
 from tests.server.envoy_side import CHAT, EnvoySide
 from tests.server.test_gateway import DUPLEX, chunk_of
-from tests.server.test_names import body_of, common, length_of
+from tests.server.test_names import body_of, common, header_of, length_of
 
 OBJECTIVE = "x-objective"
+PRIORITY = "x-vllm-priority"
 URGENT = {OBJECTIVE: "urgent"}
 OBJECTIVES = {"urgent": {"priority": 10}, "batch": {"priority": -20}, "usual": {"ttft_s": 5}}
 
@@ -37,12 +38,6 @@ def know(services: Services, *numbers: int, takes_priority: bool) -> None:
     clock = ManualClock(services.wall())
     for number in numbers or (1, 2):
         services.fleet.put(state(number, "llama-8b-a10", clock, takes_priority=takes_priority))
-
-
-def removed(reply: ProcessingResponse) -> list[str]:
-    mutation = common(reply).header_mutation
-    assert mutation is not None
-    return list(mutation.remove_headers)
 
 
 async def sent(
@@ -72,7 +67,7 @@ async def test_an_objective_decides(
     assert body is not None
     assert json.loads(body) == CHAT | {"priority": written}
     assert length_of(reply) == str(len(body))
-    assert "x-vllm-priority" in removed(reply)
+    assert header_of(reply, PRIORITY) == str(written)
 
 
 async def test_without_one_a_body_stays_as_it_is(envoy: EnvoySide) -> None:
@@ -101,11 +96,12 @@ async def test_headers_first(envoy: EnvoySide) -> None:
     assert json.loads(body or b"") == CHAT | {"priority": -10}
 
 
-async def test_the_end_of_a_body_that_is_not_here_may_say_anything(envoy: EnvoySide) -> None:
+async def test_where_the_body_is_not_here_the_header_says_it(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         await stream.request_headers(headers=URGENT)
         reply = await stream.request_body(b'{"model":"llama","x":1', end_of_stream=False)
     assert common(reply).body_mutation is None
+    assert header_of(reply, PRIORITY) == "-10"
 
 
 async def test_where_a_retry_might_reach_one_that_refuses_it_there_is_none(
@@ -118,6 +114,14 @@ async def test_where_a_retry_might_reach_one_that_refuses_it_there_is_none(
     assert json.loads(body or b"") == CHAT | {"priority": 0}
     know(services, 2, takes_priority=True)
     assert common(await sent(envoy, CHAT, "urgent")).body_mutation is not None
+
+
+async def test_one_that_never_served_keeps_none_from_the_others(
+    envoy: EnvoySide, services: Services
+) -> None:
+    loading = state(3, "llama-8b-a10", ManualClock(services.wall()), models=(), healthy=False)
+    services.fleet.put(loading)
+    assert json.loads(body_of(await sent(envoy, CHAT, "urgent")) or b"")["priority"] == -10
 
 
 async def test_an_endpoint_that_knows_none_gets_none(envoy: EnvoySide) -> None:
@@ -134,4 +138,4 @@ class TestWithoutObjectives:
     async def test_what_a_client_says_is_the_replicas_to_judge(self, envoy: EnvoySide) -> None:
         reply = await sent(envoy, CHAT | {"priority": -999}, "")
         assert common(reply).body_mutation is None
-        assert "x-vllm-priority" not in removed(reply)
+        assert header_of(reply, PRIORITY) is None
