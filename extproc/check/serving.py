@@ -6,6 +6,7 @@ from datetime import timedelta
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import UpstreamTlsContext
 
 from extproc.check.envoy_file import EnvoyFile
@@ -30,6 +31,11 @@ _WORKERS = (
 _UNTOLD = (
     "request_header_mode is SKIP and request_attributes lacks headers that the router's settings "
     "name, so that they have no effect. Add {}"
+)
+_ONE_ALONE = (
+    "cluster {!r} takes one address, and the router as it is configured here names two: no request "
+    "would go where it says. Set serve.second_choice: false, or name the file that does with "
+    "--config"
 )
 _UNSEEN = (
     "response_header_mode is SKIP, and with route.answer_asked_name the router needs every answer: "
@@ -60,6 +66,13 @@ def rules_for(config: Config) -> list[Rule]:
 
     def shows_answers(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
         return _UNSEEN if skips_responses(part) else None
+
+    def taking_one(file: EnvoyFile) -> list[Part[Cluster]]:
+        """Clusters that take no list."""
+        return [one for one in file.replica_clusters if not file.all(OverrideHost, within=one)]
+
+    def gets_one(part: Part[Cluster], file: EnvoyFile) -> str | None:
+        return _ONE_ALONE.format(part.message.name) if serve.second_choice else None
 
     longest_s = config.hold.longest_s
 
@@ -99,6 +112,7 @@ def rules_for(config: Config) -> list[Rule]:
     all_listed = f"All {serve.workers} workers of the router are listed."
     alike = "Envoy and the router speak TLS."
     room = "A request may wait at the router while every replica is full."
+    one = "The router names one replica alone to a cluster that takes no list."
     shown = "The router is shown every answer, for route.answer_asked_name."
     told = "The router hears the headers that its settings name."
     return [
@@ -106,6 +120,7 @@ def rules_for(config: Config) -> list[Rule]:
         Rule("transport_fits", alike, Level.WARNING, speaking, speaks_alike),
         Rule("every_answer_is_shown", shown, Level.ERROR, naming, shows_answers),
         Rule("waits_for_room", room, Level.WARNING, timing, waits_for_room),
+        Rule("one_replica_is_named", one, Level.ERROR, taking_one, gets_one),
         Rule("named_headers_are_told", told, Level.ERROR, skipping, tells),
     ]
 
