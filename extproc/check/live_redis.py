@@ -64,6 +64,7 @@ async def _version(redis: Redis) -> str:
         await redis.ping()
     try:
         async with in_time():
+            # redis-py leaves it untyped.
             told = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
     except ResponseError:  # before 6.2
         return "not told"

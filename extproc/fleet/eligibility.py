@@ -212,17 +212,22 @@ class Eligibility:
         """All members; ``excluded`` are those that something speaks against, whatever the model and
         how many requests are there."""
         ids = sorted(self._rows, key=self._rows.__getitem__)
-        rules = [rule for _, rule, _ in self._rules("", False, told=True)]
-        members = [self._replicas[name] for name in ids]
-        against = [next(filter(None, (rule(one) for rule in rules)), "") for one in members]
-        return replace(self._of(ids, [""] * len(ids)), excluded=self._of(ids, against).excluded)
+        against = self._against()
+        reasons = [against[name][1] if name in against else "" for name in ids]
+        return replace(self._of(ids, [""] * len(ids)), excluded=self._of(ids, reasons).excluded)
 
     def against(self) -> Iterator[tuple[str, str]]:
         """Members that something speaks against, whatever the model: what they are, in one word."""
-        rules = self._rules("", False, told=True)
+        return ((name, word) for name, (word, _) in self._against().items())
+
+    def _against(self) -> dict[str, tuple[str, str]]:
+        """By member, the first thing that speaks against it: in one word, and for people."""
+        rules, found = self._rules("", False, told=True), {}
         for name, one in self._replicas.items():
-            if found := next((word for word, rule, _ in rules if rule(one)), ""):
-                yield name, found
+            reasons = ((word, rule(one)) for word, rule, _ in rules)
+            if first := next((reason for reason in reasons if reason[1]), None):
+                found[name] = first
+        return found
 
     def heard_at(self, replica: str) -> float:
         """When the last poll of a member was, of which news came, by the clock."""

@@ -97,8 +97,9 @@ class Reconciliation:
         sampled_at = asked_at + state.scrape_seconds / 2
         mine: Indices = (requests.replica == row).nonzero()[0]
         self._correct_steps(row, mine, state.steps, now - sampled_at)
-        self._correct_prefills(row, mine, state, asked_at, now)
-        then = mine[requests.sent_at[mine] <= sampled_at]
+        order = mine[requests.turn[mine].argsort()]
+        self._correct_prefills(row, order, state, asked_at, now)
+        then = order[requests.sent_at[order] <= sampled_at]
         self._correct_foreign(row, then, state)
         self._correct_kv(row, then, state, now - sampled_at)
         self._replicas.sampled_at[row] = sampled_at
@@ -139,8 +140,7 @@ class Reconciliation:
         """
         replicas, requests = self._replicas, self._requests
         others = replicas.peers_decoding.item(row) + replicas.foreign.item(row)
-        order = then[requests.turn[then].argsort()]
-        run = order[requests.parts[order].cumsum() <= state.running - others]
+        run = then[requests.parts[then].cumsum() <= state.running - others]
         end, prefilled = requests.prompt_end[run], replicas.prefilled.item(row)
         begun = (requests.steps_before[run] < inf) & (end <= prefilled)
         whole = requests.weight[run] * (requests.each[run] + requests.generated[run])
@@ -152,7 +152,7 @@ class Reconciliation:
     # -- prefills ---------------------------------------------------------------------------
 
     def _correct_prefills(
-        self, row: int, mine: Indices, state: ReplicaState, asked_at: float, now: float
+        self, row: int, order: Indices, state: ReplicaState, asked_at: float, now: float
     ) -> None:
         """Moves the prompt tokens that the clock takes for prefilled to where the poll allows.
 
@@ -166,7 +166,6 @@ class Reconciliation:
         asked for.
         """
         replicas, requests = self._replicas, self._requests
-        order = mine[requests.turn[mine].argsort()]
         told = state.first_tokens > 0 or state.generated_tokens == 0
         theirs = replicas.peers_requests.item(row) + replicas.foreign.item(row)
         queued = max(state.waiting - theirs, 0.0)

@@ -6,11 +6,10 @@ from math import log
 import numpy as np
 
 from extproc.predict.inputs import Floats
+from extproc.predict.work import FULL
 from extproc.route.comparison import seconds
 from extproc.route.router import Decision
 
-_FULL = 0.94
-"""KV pressure from which on a replica can carry no other request: what it has is still growing."""
 _AMONG_OTHERS = 0.02
 """So much less where other routers send there, too: for some milliseconds nobody knows of it."""
 _LOOKED_AT = 0.3, 0.6, 0.95
@@ -88,7 +87,7 @@ class Waiting:
 def full_at(decision: Decision) -> float:
     """The KV pressure from which on a replica can carry no other request."""
     less = 0.0 if decision.news_age is None else _AMONG_OTHERS
-    return _FULL - less + (_RESERVE if decision.profile.objective.priority > 0 else 0.0)
+    return FULL - less + (_RESERVE if decision.profile.objective.priority > 0 else 0.0)
 
 
 def peak_pressure(decision: Decision) -> Floats:

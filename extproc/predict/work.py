@@ -6,8 +6,8 @@ from extproc.predict.completion import Prediction
 from extproc.predict.inputs import FleetView
 from extproc.request.profile import RequestProfile
 
-_FULL = 0.94
-"""Share of the KV cache that is used then."""
+FULL = 0.94
+"""KV pressure from which on a replica can carry no other request: what it has is still growing."""
 
 
 def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: int) -> float:
@@ -33,7 +33,7 @@ def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: i
     if not later:
         return prefill + step * new / view.token_budget.item(at)
     decoded = own * later / 2
-    places, memory = view.max_num_seqs.item(at), _FULL * view.kv_capacity.item(at)
+    places, memory = view.max_num_seqs.item(at), FULL * view.kv_capacity.item(at)
     share = max((new + decoded) / memory, own / places)
     steps = later / view.tokens_per_step.item(at)
     rows = own * view.c_batch.item(at) + view.c_kv.item(at) * (prompt + decoded)

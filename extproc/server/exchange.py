@@ -233,9 +233,9 @@ class Exchange:
             if decision is None:
                 return replied(messages.proceed(phase), body)
             destination = self._destination(decision)
-            written = self._written(decision, body, partial)
-            reply = self._send_to(phase, destination, self._priority(decision.profile))
-            return replied(reply, written)
+            priority = self._priority(decision.profile)
+            written = self._written(decision, body, None if partial else priority)
+            return replied(self._send_to(phase, destination, priority), written)
 
         size = len(body) if self.is_timed else 0  # a gateway's body has its room
         return self._decide(asked, profile, started, size, sent)
@@ -447,14 +447,13 @@ class Exchange:
         profile, replicas = decision.profile, len(decision.situation.view)
         return self._services.queue.wait_s(profile.model, profile.objective.priority, replicas)
 
-    def _written(self, decision: Decision, body: bytes, partial: bool) -> bytes:
-        """The body, with the name by which the replica chosen serves the model, and with the
-        priority of its objective: where any has one, a client's own does not count."""
+    def _written(self, decision: Decision, body: bytes, priority: int | None) -> bytes:
+        """The body, with the name by which the replica chosen serves the model, and with that
+        priority, if any: then a client's own does not count."""
         profile, name = decision.profile, decision.name
         if profile.asked not in ("", name):
             body = rename(profile.endpoint, body, profile.asked, name)
-        priority = self._priority(profile)
-        if partial or priority is None or not profile.endpoint.takes_priority:
+        if priority is None or not profile.endpoint.takes_priority:
             return body
         return with_priority(body, priority) if priority or profile.claims_priority else body
 

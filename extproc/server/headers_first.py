@@ -72,7 +72,8 @@ class HeadersFirst(Exchange):
         def sent(decision: Decision | None) -> Iterable[bytes]:
             if decision is None:
                 return [messages.proceed("request_headers")]
-            destination, priority = self._destination(decision), self._priority(profile)
+            priority = self._priority(decision.profile)
+            destination = self._destination(decision)
             return [self._send_to("request_headers", destination, priority, leave_body=True)]
 
         return self._decide(asked, profile, started, 0, sent)

@@ -37,8 +37,8 @@ def config() -> Config:
 
 
 def common(reply: ProcessingResponse) -> CommonResponse:
-    part = reply.request_body if reply.request_body is not None else reply.response_body
-    assert part is not None
+    parts = (reply.request_headers, reply.request_body, reply.response_body)
+    part = next(part for part in parts if part is not None)
     assert part.response is not None
     return part.response
 

@@ -130,6 +130,23 @@ async def test_an_endpoint_that_knows_none_gets_none(envoy: EnvoySide) -> None:
     assert common(await sent(envoy, body, "urgent", "/v1/responses")).body_mutation is not None
 
 
+class TestWithoutNames:
+    @pytest.fixture
+    def config(self) -> Config:
+        return Config.model_validate(
+            {"hold": {"objective_header": OBJECTIVE, "objectives": OBJECTIVES}}
+        )
+
+    async def test_where_the_body_is_too_large_to_be_looked_at_the_header_says_it(
+        self, envoy: EnvoySide
+    ) -> None:
+        async with envoy.stream() as stream:
+            headers = URGENT | {"content-length": f"{2**24}"}
+            reply = await stream.request_headers(headers=headers)
+        assert reply.request_headers is not None
+        assert header_of(reply, PRIORITY) == "-10"
+
+
 class TestWithoutObjectives:
     @pytest.fixture
     def config(self) -> Config:
