@@ -7,13 +7,13 @@ import signal
 import sys
 import termios
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
 from pydantic_core import from_json, to_json
 
-from extproc.cli import main
 from extproc.clock import Clock, monotonic
 from extproc.config import AdminSettings
 from extproc.dashboard.snapshot import snapshot
@@ -25,6 +25,7 @@ from extproc.server.app import apply
 from extproc.server.services import Services
 from extproc.store.replicas import Snapshot
 from tests.certificates import Authority
+from tests.commands import printed
 from tests.dashboard.conftest import poll
 from tests.fakes import chat, replica
 from tests.large import thousand
@@ -46,14 +47,7 @@ async def router(services: Services) -> AsyncIterator[str]:
 
 @pytest.fixture
 def top(capsys: pytest.CaptureFixture[str]) -> Top:
-    async def top(*arguments: str, status: int = 0) -> list[str]:
-        """The lines it prints; on standard error where it fails."""
-        assert await asyncio.to_thread(main, ["top", *arguments]) == status
-        output = capsys.readouterr()
-        assert "\x1b" not in output.out
-        return (output.err if status else output.out).splitlines()
-
-    return top
+    return partial(printed, capsys, "top")
 
 
 def rows(lines: list[str]) -> list[str]:

@@ -1,6 +1,5 @@
 """The command against a router's admin address in this process, and against what is none."""
 
-import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,6 +23,7 @@ from extproc.server.admin import admin_routes
 from extproc.server.app import build
 from extproc.server.services import Services
 from tests.certificates import Authority
+from tests.commands import printed
 from tests.fakes import ManualClock, chat, embedding, replica, state
 
 ID = "0f3c2e9a-6f1d-4c0e-9d0a-3a5b7c9d1e2f"
@@ -55,12 +55,7 @@ async def router(services: Services) -> AsyncIterator[str]:
 def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
     async def explain(*arguments: str, status: int = 0) -> list[str]:
         """The lines it prints; on standard error where it fails."""
-        assert await asyncio.to_thread(main, ["explain", *arguments]) == status
-        output = capsys.readouterr()
-        printed, silent = (output.err, output.out) if status else (output.out, output.err)
-        assert silent == ""
-        assert "\x1b" not in printed
-        lines = printed.splitlines()
+        lines = await printed(capsys, "explain", *arguments, status=status)
         assert status or "--json" in arguments or all(len(line) <= 120 for line in lines)
         return lines
 
