@@ -65,7 +65,7 @@ def _fleet(pools: Iterable[Services]) -> Iterator[bytes]:
             "known_blocks": one.fleet.blocks.count(state.id),
         }
         for one in pools
-        for state in one.fleet.members
+        for state in [*one.fleet.members]  # some may leave meanwhile
     )
     yield b"}"
 

@@ -6,6 +6,7 @@ import urllib.request
 from typing import Any
 
 import pytest
+from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
 from extproc.observe.admin import serve_admin
@@ -73,3 +74,17 @@ async def test_a_large_fleet_is_shown_without_holding_requests_up(large: Service
     assert len(shown["replicas"]) == REPLICAS
     assert sum(one["in_flight"] for one in shown["replicas"]) == DECISIONS
     assert {one["pool"] for one in shown["replicas"]} == {"default"}
+
+
+async def test_replicas_that_leave_while_a_fleet_is_shown_cut_nothing_off(large: Services) -> None:
+    routes = admin_routes(large)
+    async with (
+        serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address,
+        ClientSession() as session,
+        session.get(f"http://{address}/fleet") as response,
+    ):
+        for state in [*large.fleet.members][-10:]:
+            large.fleet.remove(state.id)
+        shown = await response.json()
+    assert shown["in_flight"] == DECISIONS
+    assert len(shown["replicas"]) == REPLICAS
