@@ -42,12 +42,9 @@ class _Value:
 
 
 def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = None) -> Config:
-    """The configuration these sources make together.
-
-    Args:
-        flags: key → text, for example ``{"poll.interval_s": "0.5"}``.
-        env: the environment; variables without the prefix are left alone, empty ones are unset.
-        file: YAML file; by default the one ``EXTPROC_CONFIG`` names, if any.
+    """The configuration these sources make together: flags (key → text), the environment, of which
+    variables that are empty count as unset, and the file or, where None is given, the one that
+    ``EXTPROC_CONFIG`` names.
 
     Raises:
         ConfigError: a key is unknown, a value is wrong, or the file cannot be read.

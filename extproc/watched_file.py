@@ -15,10 +15,7 @@ Stamp = tuple[int, int, int]
 class WatchedFile(Generic[T]):
     """What people may change while the program runs; what is broken changes nothing.
 
-    Args:
-        path: where it is.
-        what: what the log calls it.
-        read: reads it; raises OSError or ValueError where it cannot be used.
+    The log calls it ``what``; ``read`` raises OSError or ValueError where it cannot be used.
     """
 
     def __init__(self, path: Path, what: str, read: Callable[[Path], T]) -> None:

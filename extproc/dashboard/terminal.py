@@ -31,12 +31,7 @@ _INDENT = 2
 
 
 def screen(news: Mapping[str, Any], width: int) -> list[str]:
-    """Lines of at most ``width`` characters.
-
-    Args:
-        news: as :func:`extproc.dashboard.snapshot.snapshot` makes it.
-        width: of the terminal.
-    """
+    """A :func:`~extproc.dashboard.snapshot.snapshot` in lines of at most ``width`` characters."""
     return [printable(line)[:width] for line in _lines(news, width)]
 
 

@@ -18,12 +18,10 @@ async def ask(
     most: int,
     access: AdminSettings = _OPEN,
 ) -> list[Any]:
-    """The newest decisions, or all about one request, as JSON, oldest first.
+    """The newest decisions, ``most`` of them, or all about one request, as JSON, oldest first.
 
     Args:
         routers: admin address of each worker: ``host:port`` or ``http://host:port``.
-        request_id: whose decisions; None: those of all.
-        most: of all, at most so many.
         access: TLS of those whose address names no scheme, and the token to show.
 
     Raises:

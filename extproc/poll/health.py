@@ -12,12 +12,7 @@ Redis is answered at the last moment."""
 
 
 class Health:
-    """What is known of a poller's pools.
-
-    Args:
-        pools: their names.
-        clock: that of the leases.
-    """
+    """What is known of a poller's pools."""
 
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock

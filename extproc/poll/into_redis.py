@@ -81,13 +81,8 @@ class IntoRedis(Destination):
     """Brings states and news of KV blocks into Redis as soon as it takes them; nobody waits for it.
 
     A Redis that was away may have come back empty, so then everything is written again. What is
-    written while a lease is lost, Redis leaves out.
-
-    Args:
-        redis: where to.
-        config: the pool's.
-        name: this poller's, unlike any other's; empty: it writes without leases.
-        random: spreads attempts.
+    written while a lease is lost, Redis leaves out. Without a ``name``, unlike any other poller's,
+    it writes without leases.
     """
 
     def __init__(self, redis: Redis, config: Config, name: str, random: Random) -> None:

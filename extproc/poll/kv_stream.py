@@ -43,20 +43,13 @@ _NUMBER_BYTES = 8
 
 
 class KvStream:
-    """Brings the events of one replica into its blocks.
+    """Brings the events of one replica into its blocks, and tells ``into`` when these may have
+    changed.
 
     Batches are pushed. Whether none was lost, and whether the process is the same as before, the
-    replica is asked: to send again all from the last batch on that came. What it has forgotten by
-    then cannot be made up for, and until it starts anew or clears its cache its blocks are not
-    known. What one poller knows the next one goes on from.
-
-    Args:
-        context: of the sockets.
-        target: the replica.
-        ports: where it pushes, and where it is asked.
-        blocks: what events are brought into.
-        into: told when these have changed, or may be told again.
-        clock: tells the time.
+    replica is asked, at the second of ``ports``: to send again all from the last batch on that
+    came. What it has forgotten by then cannot be made up for, and until it starts anew or clears
+    its cache its blocks are not known. What one poller knows the next one goes on from.
     """
 
     def __init__(

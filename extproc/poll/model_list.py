@@ -16,11 +16,8 @@ MODELS_EVERY_S = 10.0
 class Models:
     """One replica's list of models, as its present process last told it.
 
-    Args:
-        ask: asks the replica; what it answers are fields of a ``ReplicaState``.
-        changed: called when that is another than before.
-        who: the replica's name in the log.
-        known: what another poller was told before.
+    What ``ask`` answers are fields of a ``ReplicaState``; ``known`` is what another poller was told
+    before. Where it is another than before, that is ``changed``.
     """
 
     def __init__(

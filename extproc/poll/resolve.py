@@ -45,10 +45,7 @@ class Host:
     """A host name, or an address, that is looked up again and again; what fails keeps its last
     answer.
 
-    Args:
-        name: the host's.
-        resolve: looks it up.
-        timeout_s: seconds to wait; an answer that comes later is there at the next look.
+    An answer that takes longer than ``timeout_s`` is there at the next look.
     """
 
     def __init__(self, name: str, resolve: Resolve, timeout_s: float) -> None:

@@ -42,16 +42,10 @@ class _Event(BaseModel):
 
 class ServiceWatch:
     """Lists the EndpointSlices of a Service, watches them for a while, and begins again; what fails
-    keeps the last answer.
+    keeps the last answer. The first list is waited for for ``timeout_s``.
 
     No watch goes on where another one ended: a server that came back with older data takes one from
     a version that is yet to come, and says nothing (kubernetes/kubernetes issue 107457).
-
-    Args:
-        wanted: the Service.
-        changed: called when its pods are others, or something became of one.
-        timeout_s: seconds to wait for the first list; a later one is there at the next look.
-        random: spreads attempts.
     """
 
     def __init__(

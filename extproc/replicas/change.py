@@ -17,11 +17,8 @@ _RESOLVE_S = 5.0
 async def add(pool: Pool, address: str, profile: str | None, name: str | None) -> str:
     """Have a replica polled, or take back that it drains or was removed; returns what was done.
 
-    Args:
-        pool: where.
-        address: ``host:port``; of a host name, the address it has now.
-        profile: hardware profile; None: the default, or the one it has.
-        name: for people; None: the host name, or the one it has.
+    It is at ``host:port``, of a host name the address it has now. What is not given stays as it is,
+    or is the default.
 
     Raises:
         ValueError: it is no address or profile.

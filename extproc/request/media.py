@@ -38,15 +38,8 @@ _FIELD = re.compile(
 def of_length(
     endpoint: Endpoint, length: int, model: str, tokens: TokenCounter, stream: bool = False
 ) -> RequestProfile:
-    """A request whose body holds media, for nobody writes that much: audio or images.
-
-    Args:
-        endpoint: what it asks for.
-        length: bytes of its body.
-        model: what it is for.
-        tokens: knows how many tokens an image is taken for.
-        stream: whether the answer is streamed, if that is known.
-    """
+    """A request whose body, of so many bytes, holds media, for nobody writes that much: audio or
+    images."""
     if endpoint.takes_audio:
         prompts, prompt_tokens = _audio_clips(length), audio_tokens(length)
     else:
@@ -71,15 +64,8 @@ def of_form(
     tokens: TokenCounter,
     model_of: Callable[[str, str], str],
 ) -> RequestProfile:
-    """A transcription or translation; its length tells how long the audio is.
-
-    Args:
-        endpoint: what it asks for.
-        body: as far as it came.
-        length: bytes of the whole of it.
-        tokens: as :func:`of_length` takes them.
-        model_of: as :func:`~extproc.request.inspect.inspect` takes it.
-    """
+    """A transcription or translation, as far as its body came; its whole length in bytes tells how
+    long the audio is. ``model_of`` is as :func:`~extproc.request.inspect.inspect` takes it."""
     found = {name: value.decode(errors="replace") for name, value in _FIELD.findall(_ends(body))}
     asked = found.get(b"model", "")
     model = model_of(asked, "")

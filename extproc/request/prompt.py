@@ -115,12 +115,7 @@ class Prompt:
         return tokens + counter.count(model, self.texts) if self.texts else tokens
 
     def prefix(self, tokens: int, seed: int) -> Prefix:
-        """What a prefix cache may hold of it.
-
-        Args:
-            tokens: of all of it.
-            seed: of what a cache tells apart beside prompts.
-        """
+        """What a prefix cache may hold of it, which is so many tokens."""
         if self._ids:
             try:
                 ids = array("I", self._ids)
@@ -166,10 +161,8 @@ class Prompt:
     def add_chat(self, messages: object, system: object = None, tools: object = None) -> None:
         """Add a conversation as most chat templates print it: system, tools, other messages.
 
-        Args:
-            messages: of OpenAI or Anthropic, items of the Responses API, or a text.
-            system: what says how to answer, where it is no message.
-            tools: their schemas.
+        The messages are OpenAI's or Anthropic's, items of the Responses API, or a text; ``system``
+        says how to answer where none of them does.
         """
         if system:
             self._add_message({"role": "system", "content": system})

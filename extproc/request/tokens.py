@@ -101,11 +101,7 @@ class TokenCounter:
     ) -> "ExactPrompt | None":
         """The token ids of a request's only prompt, where the model's chat template is known.
 
-        Args:
-            endpoint: what it asks for.
-            fields: of its body.
-            model: what it is for.
-            size: messages, texts and media in it; of too many no ids are made.
+        ``size`` is of messages, texts and media; of too many no ids are made.
         """
         prompts = self._exact.get(model)
         return prompts.read(endpoint, fields) if prompts and size <= _MAX_TEXTS else None

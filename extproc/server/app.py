@@ -43,12 +43,8 @@ _HOUSEKEEPING_EVERY = 1.0
 async def run_router(
     config: Config, worker: int = 0, ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Runs a router until SIGTERM or SIGINT, then lets open streams end.
-
-    Args:
-        config: what it runs with.
-        worker: its number, where it is one of several worker processes.
-        ready: called when it listens.
+    """Runs a router until SIGTERM or SIGINT, then lets open streams end; calls ``ready`` when it
+    listens.
 
     Raises:
         OSError: an address cannot be listened on.

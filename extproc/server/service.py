@@ -183,13 +183,10 @@ class GrpcServer:
         pools: Mapping[str, Services] = _NO_OTHERS,
         keepalive_s: float = _KEEPALIVE_S,
     ) -> None:
-        """A server that does not listen yet.
+        """A server that does not listen yet; ``pools``: services of further pools, by name.
 
-        Args:
-            services: those of the configuration's own pool.
-            pools: those of others, by name.
-            keepalive_s: silence in seconds after which a peer is asked whether it is there. It has
-                as long again to answer; then its requests are over.
+        A peer that is silent for ``keepalive_s`` seconds is asked whether it is there. It has as
+        long again to answer; then its requests are over.
         """
         serve = services.config.serve
         self._files = serve

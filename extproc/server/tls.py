@@ -8,11 +8,8 @@ from extproc.tls.renewed import Renewed
 
 
 def credentials(files: TlsFiles, section: str) -> grpc.ServerCredentials | None:
-    """What a gRPC port is opened with; None: plain text.
-
-    Args:
-        files: its settings.
-        section: the part of the configuration that they are in, for messages.
+    """What a gRPC port is opened with; None: plain text. Messages name the section of the
+    configuration.
 
     Raises:
         CertificateError: a file cannot be used; the message names it.

@@ -107,11 +107,8 @@ class Replica:
             )
 
     def generate(self, body: GenerateBody, output_tokens: int | None) -> Generation:
-        """Queue a request that generates text.
-
-        Args:
-            body: the request.
-            output_tokens: tokens each sequence generates, if the request says so; its bound holds.
+        """Queue a request that generates text: so many tokens in each sequence, if it says so,
+        within its bound.
 
         Raises:
             RequestError: a prompt is empty or too long, or a bound is absurd.

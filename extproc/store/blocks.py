@@ -59,14 +59,9 @@ class NewsOfReplica(NamedTuple):
 
 
 class BlockWriter:
-    """Tells the pool's routers of blocks.
+    """Tells the pool's routers of blocks of the replicas on which this poller holds the lease.
 
     Each method raises RedisError where Redis did not do all of it.
-
-    Args:
-        redis: where to.
-        pool: the replicas' pool.
-        poller: only of replicas that this poller holds the lease on is told.
     """
 
     def __init__(self, redis: Redis, pool: str, poller: str) -> None:

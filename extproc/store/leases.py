@@ -99,18 +99,11 @@ async def living(redis: Redis, pool: str) -> list[str]:
 
 
 class Leases:
-    """A poller's leases on its part of a pool's replicas.
+    """A poller's leases on its part of a pool's replicas; its name is unlike any other's.
 
     Without Redis it goes on with what it holds. When Redis is back, perhaps empty, each poller
     first claims what it held, for the life of a lease; only then is the rest divided. The same when
     the poller itself was away for longer than the life of a lease.
-
-    Args:
-        redis: where they are.
-        pool: the replicas' pool.
-        poller: its name, unlike any other's.
-        outage: told when Redis does not answer.
-        clock: tells the time.
     """
 
     def __init__(self, redis: Redis, pool: str, poller: str, outage: Outage, clock: Clock) -> None:
@@ -126,11 +119,8 @@ class Leases:
         """When the last round ended, by the clock; None: none has yet."""
 
     async def tend(self, replicas: Collection[str]) -> Held:
-        """Renew the leases on these replicas and take a fair share, in one round trip.
-
-        Args:
-            replicas: all of the pool; leases on others are left to expire.
-        """
+        """Renew the leases on these replicas, all of the pool, and take a fair share, in one round
+        trip."""
         mine = [replica for replica in replicas if replica in self._held]
         asked = mine + [replica for replica in replicas if replica not in self._held]
         try:

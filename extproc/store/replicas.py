@@ -111,15 +111,10 @@ return {values, left}
 
 
 class StateWriter:
-    """Writes replica states and tells the pool's routers, each in one round trip.
+    """Writes replica states, which live for ``ttl_s`` seconds, and tells the pool's routers, each
+    in one round trip. A ``poller`` writes only what it holds the lease on.
 
     Each method raises RedisError where Redis did not take all of it.
-
-    Args:
-        redis: where to.
-        pool: the replicas' pool.
-        ttl_s: life of a state, in seconds.
-        poller: only what this poller holds the lease on is written; empty: everything.
     """
 
     def __init__(self, redis: Redis, pool: str, ttl_s: float, poller: str = "") -> None:

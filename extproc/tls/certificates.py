@@ -30,11 +30,7 @@ class Certificates:
 
 
 def read(files: CertificateFiles, section: str) -> Certificates:
-    """Reads and tries the files of a configuration that has TLS.
-
-    Args:
-        files: its settings.
-        section: the part of the configuration that they are in, for messages.
+    """Reads and tries the files of a section of the configuration that has TLS.
 
     Raises:
         CertificateError: one of them cannot be used; the message names it and says why.

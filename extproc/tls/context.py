@@ -8,11 +8,7 @@ from extproc.tls.renewed import Renewed
 
 
 def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | None:
-    """What a port is opened with; None: plain text.
-
-    Args:
-        files: its settings.
-        section: the part of the configuration that they are in, for messages.
+    """What a port is opened with; None: plain text. Messages name the section of the configuration.
 
     Raises:
         CertificateError: a file cannot be used; the message names it.

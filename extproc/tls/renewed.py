@@ -16,12 +16,7 @@ class Renewed:
     """
 
     def __init__(self, files: CertificateFiles, section: str, peers: str) -> None:
-        """Reads them.
-
-        Args:
-            files: the settings.
-            section: the part of the configuration that they are in, for messages.
-            peers: who connects, for messages.
+        """Reads them. Messages name the section of the configuration, and the peers that connect.
 
         Raises:
             CertificateError: a file cannot be used; the message names it.

@@ -47,11 +47,8 @@ def watched(path: Path, pool: str) -> WatchedFile[Resources]:
 
 
 def resources(tree: object, pool: str) -> Resources:
-    """The resources of a bootstrap.
-
-    Args:
-        tree: the bootstrap as YAML.
-        pool: whose replicas its clusters have; a cluster that already is of type EDS says itself.
+    """The resources of a bootstrap, whose clusters have this pool's replicas; a cluster that
+    already is of type EDS says itself.
 
     Raises:
         ValueError: it is none, or not valid.
