@@ -128,11 +128,6 @@ class LiveEngine:
         self._awake.set()
 
     @property
-    def load(self) -> int:
-        """Requests in flight."""
-        return len({id(generation) for generation, _ in self._owners.values()})
-
-    @property
     def hanging(self) -> bool:
         """Whether it stands still; set it at any time."""
         return not self._awake.is_set()
@@ -190,7 +185,7 @@ class LiveEngine:
         return (self._clock() - self._started) * self.speed
 
     def _deliver(self, outcome: Outcome, duration: float) -> None:
-        self._metrics.inter_token_latency.observe(duration, len(outcome.decoded))
+        self._metrics.observe("inter_token_latency_seconds", duration, len(outcome.decoded))
         for sequence in (*outcome.decoded, *outcome.prefilled):
             if sequence.output_tokens:
                 generation, index = self._owners[sequence.id]
