@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from extproc.trouble import Trouble
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -20,10 +22,10 @@ class WatchedFile(Generic[T]):
 
     def __init__(self, path: Path, what: str, read: Callable[[Path], T]) -> None:
         self._path = path
-        self._what = what
         self._read_file = read
         self._seen: Stamp | None = None
-        self._problem = ""
+        begins, over = f"{what} is not usable, keeping its last content", f"{what} is usable again"
+        self._trouble = Trouble(log, begins, over, logging.ERROR, each=True, file=str(path))
 
     def read(self) -> T:
         """What is in it.
@@ -46,22 +48,13 @@ class WatchedFile(Generic[T]):
         try:
             read = self.read()
         except OSError as error:
-            self._note(error.strerror or str(error))
+            self._trouble.failed(error.strerror or error)
         except ValueError as error:
-            self._note(str(error))
+            self._trouble.failed(error)
         else:
-            self._note("")
+            self._trouble.works()
             return read
         return None
-
-    def _note(self, problem: str) -> None:
-        extra = {"file": str(self._path)}
-        if problem and problem != self._problem:
-            text = f"{self._what} is not usable, keeping its last content"
-            log.error(text, extra=extra | {"error": problem})
-        elif self._problem and not problem:
-            log.warning(f"{self._what} is usable again", extra=extra)
-        self._problem = problem
 
 
 def stamp(path: Path) -> Stamp | None:

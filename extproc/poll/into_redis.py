@@ -24,7 +24,7 @@ from extproc.poll.scrape_metrics import PollMetrics
 from extproc.replica_state import ReplicaState
 from extproc.signals import until_signalled
 from extproc.store.blocks import BlockWriter
-from extproc.store.connection import Outage, connect, reconnecting
+from extproc.store.connection import connect, outage, reconnecting
 from extproc.store.desired import DesiredStore
 from extproc.store.leases import Held, Leases
 from extproc.store.replicas import StateReader, StateWriter
@@ -88,7 +88,7 @@ class IntoRedis(Destination):
     def __init__(self, redis: Redis, config: Config, name: str, random: Random) -> None:
         super().__init__()
         pool = config.pool
-        self.outage = Outage(redis)
+        self.outage = outage(redis)
         self.leases = Leases(redis, pool, name, self.outage, monotonic)
         self._reader = StateReader(redis, pool, random)
         self._writer = StateWriter(redis, pool, config.poll.ttl_s, name)
@@ -158,7 +158,7 @@ class IntoRedis(Destination):
             self._some_states.set()
             self.outage.failed(error)
             return False
-        self.outage.succeeded()
+        self.outage.works()
         return True
 
     async def share(self, replicas: Collection[str]) -> Held:

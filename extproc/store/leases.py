@@ -9,8 +9,9 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.clock import Clock
-from extproc.store.connection import Outage, in_time
+from extproc.store.connection import in_time
 from extproc.store.keys import Keys
+from extproc.trouble import Trouble
 
 LIFE_S = 1.2
 """Seconds a lease lives without being renewed. With ``TEND_S`` and a scrape on top of it, the
@@ -106,7 +107,7 @@ class Leases:
     the poller itself was away for longer than the life of a lease.
     """
 
-    def __init__(self, redis: Redis, pool: str, poller: str, outage: Outage, clock: Clock) -> None:
+    def __init__(self, redis: Redis, pool: str, poller: str, outage: Trouble, clock: Clock) -> None:
         self._redis = redis
         self._keys = Keys(pool)
         self._poller = poller
@@ -137,7 +138,7 @@ class Leases:
         )
         self._held = renewed | reclaimed | taken
         if not self._held:  # else what is written soon says so
-            self._outage.succeeded()
+            self._outage.works()
         return Held(self._held, taken, reclaimed)
 
     async def release(self) -> None:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from redis.asyncio import Redis
 
 from extproc.replica_state import ReplicaState
-from extproc.store.connection import Outage, in_time
+from extproc.store.connection import in_time, outage
 from extproc.store.keys import Keys
 from extproc.store.read import Follower, keys_after
 
@@ -151,12 +151,12 @@ class StateReader(Follower[Change]):
 
     def __init__(self, redis: Redis, pool: str, random: Random) -> None:
         super().__init__(redis, pool, random)
-        self._outage = Outage(redis)
+        self._outage = outage(redis)
 
     @property
     def lost(self) -> bool:
         """Whether Redis is away, so that changes are not heard of."""
-        return self._outage.lost
+        return bool(self._outage.problem)
 
     def changes(self) -> AsyncGenerator[Change]:
         """A snapshot, then every change as it is pushed, for ever.
@@ -194,7 +194,7 @@ class StateReader(Follower[Change]):
 
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
-        self._outage.succeeded()
+        self._outage.works()
         yield snapshot
 
     async def _pushed(self, data: bytes) -> Iterable[Change]:
