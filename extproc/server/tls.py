@@ -3,8 +3,7 @@
 import grpc
 
 from extproc.config import TlsFiles
-from extproc.tls.certificates import Certificates
-from extproc.tls.renewed import Renewed
+from extproc.tls.certificates import Certificates, watched
 
 
 def credentials(files: TlsFiles, section: str) -> grpc.ServerCredentials | None:
@@ -16,16 +15,16 @@ def credentials(files: TlsFiles, section: str) -> grpc.ServerCredentials | None:
     """
     if files.tls_cert is None:
         return None
-    renewed = Renewed(files, section, "Envoy")
+    renewed = watched(files, section, "Envoy")
+    first = renewed.read()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         """gRPC asks before each handshake."""
         certificates = renewed.news()
         return None if certificates is None else _configuration(certificates)
 
-    first = _configuration(renewed.first)
-    mutual = renewed.first.client_ca is not None
-    return grpc.dynamic_ssl_server_credentials(first, changed, mutual)
+    mutual = first.client_ca is not None
+    return grpc.dynamic_ssl_server_credentials(_configuration(first), changed, mutual)
 
 
 def open_port(server: grpc.aio.Server, address: str, files: TlsFiles, section: str) -> int:

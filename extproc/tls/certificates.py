@@ -1,11 +1,15 @@
 """The files that TLS needs: read, and tried before they are used."""
 
+import logging
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from extproc.config import CertificateFiles
+from extproc.watched_file import Watched
+
+logger = logging.getLogger(__name__)
 
 _END = "-----END CERTIFICATE-----"
 
@@ -47,6 +51,21 @@ def read(files: CertificateFiles, section: str) -> Certificates:
     context = _pair(files.tls_cert, files.tls_key, section)
     doubt = _shake_hands(context, trusting(files.tls_cert))
     return Certificates(chain, key, client_ca, doubt and f"{files.tls_cert}: {doubt}", context)
+
+
+def watched(files: CertificateFiles, section: str, peers: str) -> Watched[Certificates]:
+    """The same, again when a file has changed, to be asked before each handshake; what ``peers``
+    have against the certificate is logged."""
+
+    def tried() -> Certificates:
+        found = read(files, section)
+        if found.doubt:
+            text = f"{peers} will not trust this certificate"
+            logger.warning(text, extra={"reason": found.doubt})
+        return found
+
+    named = (files.tls_cert, files.tls_key, files.client_ca)
+    return Watched("certificate", tried, *filter(None, named))
 
 
 def _content(setting: str, path: Path) -> bytes:

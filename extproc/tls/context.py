@@ -4,7 +4,7 @@ import ssl
 from typing import Any
 
 from extproc.config import CertificateFiles
-from extproc.tls.renewed import Renewed
+from extproc.tls.certificates import watched
 
 
 def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | None:
@@ -15,8 +15,8 @@ def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | No
     """
     if files.tls_cert is None:
         return None
-    renewed = Renewed(files, section, "Browsers and Prometheus")
-    first = current = renewed.first.context
+    renewed = watched(files, section, "Browsers and Prometheus")
+    first = current = renewed.read().context
 
     def before_handshake(connection: Any, *_: object) -> None:
         nonlocal current
