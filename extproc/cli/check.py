@@ -47,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what is understood and found; 1 if there is an error in the Envoy file, or in what
-    runs.
-
-    Raises:
-        UsageError: the configuration cannot be used, or a file not be read.
-        CommandError: the Envoy file is no YAML.
-    """
+    runs."""
     config = configured(args)
     try:
         TokenCounter(config.request)

@@ -44,11 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the decisions.
-
-    Raises:
-        CommandError: there is no router, or no such request.
-    """
+    """Prints the decisions."""
     config = configured(args)
     routers = [args.router] if args.router else _workers(config)
     try:

@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows it until q or Ctrl-C.
-
-    Raises:
-        CommandError: there is no router.
-    """
+    """Shows it until q or Ctrl-C."""
     config = configured(args)
     live = not args.once and sys.stdout.isatty()
     try:

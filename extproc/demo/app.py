@@ -38,9 +38,6 @@ async def demo(args: argparse.Namespace) -> int:
 
     Returns:
         The exit status.
-
-    Raises:
-        ProcessError: a process failed or, with ``--once``, a request did.
     """
     console = Console(highlight=False)
     stop = asyncio.Event()  # an event, not a cancellation: a second Ctrl-C changes nothing

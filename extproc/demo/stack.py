@@ -187,11 +187,7 @@ class Stack:
     # -- life -------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Start everything at once; return when a request would be routed to any replica.
-
-        Raises:
-            ProcessError: a process could not be started or did not get ready. None is left.
-        """
+        """Start everything at once; return when a request would be routed to any replica."""
         started = time.monotonic()
         self._write_configurations()
         replicas = [one.name for one in self.replicas]
@@ -213,11 +209,7 @@ class Stack:
         await self._stop_all()
 
     async def start(self, name: str) -> None:
-        """Start a process (again), and return when it answers.
-
-        Raises:
-            ProcessError: it did not get ready; the message holds the end of its log.
-        """
+        """Start a process (again), and return when it answers."""
         if name == "redis":
             process = await start_redis(self.directory, self.ports["redis"])
         else:
@@ -238,11 +230,7 @@ class Stack:
         await self._processes[name].stop()
 
     async def wait_routing(self) -> None:
-        """Return when every router knows every replica, and Envoy uses every router.
-
-        Raises:
-            ProcessError: that was not so after half a minute, or the router ended.
-        """
+        """Return when every router knows every replica, and Envoy uses every router."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
             ready = partial(self._routes, session)
             await self._processes["router"].wait_ready(ready, _READY_S)

@@ -143,13 +143,12 @@ async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> Non
 
 async def follow_state(config: Config, fleet: Fleet) -> None:
     """Brings every change that pollers write into the fleet, for ever."""
-    redis = connect(config.redis.url, config.pool)
-    try:
-        async with aclosing(StateReader(redis, config.pool, Random()).changes()) as changes:
-            async for change in changes:
-                await apply(change, fleet)
-    finally:
-        await redis.aclose()
+    async with (
+        connect(config.redis.url, config.pool) as redis,
+        aclosing(StateReader(redis, config.pool, Random()).changes()) as changes,
+    ):
+        async for change in changes:
+            await apply(change, fleet)
 
 
 async def apply(change: Change, fleet: Fleet) -> None:

@@ -8,11 +8,7 @@ from extproc.tls.certificates import Certificates, watched
 
 def credentials(files: TlsFiles, section: str) -> grpc.ServerCredentials | None:
     """What a gRPC port is opened with; None: plain text. Messages name the section of the
-    configuration.
-
-    Raises:
-        CertificateError: a file cannot be used; the message names it.
-    """
+    configuration."""
     if files.tls_cert is None:
         return None
     renewed = watched(files, section, "Envoy")
@@ -31,7 +27,6 @@ def open_port(server: grpc.aio.Server, address: str, files: TlsFiles, section: s
     """Lets the server listen on ``host:port``; returns the port (of use where it was 0).
 
     Raises:
-        CertificateError: a file of its TLS settings cannot be used.
         OSError: the address cannot be listened on; the message names the setting.
     """
     secured = credentials(files, section)

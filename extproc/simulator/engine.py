@@ -47,7 +47,6 @@ class Engine:
         block_size: int = 16,
         kv_tokens: int | None = None,
         max_num_seqs: int | None = None,
-        token_budget: int | None = None,
         prefix_caching: bool = True,
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
@@ -62,7 +61,7 @@ class Engine:
         """
         self.profile = profile
         self.max_num_seqs = max_num_seqs or profile.max_num_seqs
-        self.token_budget = token_budget or profile.token_budget
+        self.token_budget = profile.token_budget
         self.speculation = speculation
         self._drafted = speculation.tokens if speculation else 0
         """Draft tokens of each sequence in a step."""

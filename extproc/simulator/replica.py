@@ -96,11 +96,7 @@ class Replica:
         self._lengths = OutputLengths(settings.output_median, settings.seed)
 
     def check_model(self, model: str | None) -> None:
-        """Refuse a model that is not served here.
-
-        Raises:
-            RequestError: status 404.
-        """
+        """Refuse a model that is not served here."""
         if model and model != self.settings.model and model not in self.settings.adapters:
             raise RequestError(
                 f"The model `{model}` does not exist.", "model", HTTPStatus.NOT_FOUND
@@ -108,11 +104,7 @@ class Replica:
 
     def generate(self, body: GenerateBody, output_tokens: int | None) -> Generation:
         """Queue a request that generates text: so many tokens in each sequence, if it says so,
-        within its bound.
-
-        Raises:
-            RequestError: a prompt is empty or too long, or a bound is absurd.
-        """
+        within its bound."""
         prompts = body.prompts
         bounds = [self._bound(body, tokens.count(prompt)) for prompt in prompts]
         answers = [
@@ -125,11 +117,7 @@ class Replica:
         return generation
 
     def pool(self, body: PoolingBody) -> Generation:
-        """Queue prompts of which nothing is decoded.
-
-        Raises:
-            RequestError: a prompt is empty or too long.
-        """
+        """Queue prompts of which nothing is decoded."""
         for prompt in body.prompts:
             self._check_length(tokens.count(prompt), self.max_model_len)
         answers = [Answer(self._sequence(body, prompt, "", 0), 0, 0) for prompt in body.prompts]

@@ -305,11 +305,7 @@ async def _stream(
 
 
 async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
-    """The request's body.
-
-    Raises:
-        RequestError: it is not JSON, or not what the endpoint takes.
-    """
+    """The request's body."""
     try:
         return body.model_validate_json(await request.read())
     except ValidationError as error:
@@ -317,11 +313,7 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
 
 
 def _output_tokens(request: web.Request) -> int | None:
-    """What the header says, or the trace state.
-
-    Raises:
-        RequestError: it is not a positive number.
-    """
+    """What the header says, or the trace state."""
     value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request, OUTPUT_TOKENS_STATE))
     if value is None:
         return None

@@ -89,11 +89,7 @@ class Held:
 
 async def living(redis: Redis, pool: str) -> list[str]:
     """Names of the pollers of a pool that are alive; those that ended last are among them for the
-    life of a lease.
-
-    Raises:
-        RedisError: Redis does not answer.
-    """
+    life of a lease."""
     async with in_time():
         names = cast(list[bytes], await redis.zrange(Keys(pool).pollers, 0, -1))
     return [*map(str_if_bytes, names)]

@@ -52,11 +52,7 @@ class Garbage:
 
 
 async def keys_after(redis: Redis, beginning: str) -> list[str]:
-    """The keys with that beginning, found page by page, which keeps nobody else waiting.
-
-    Raises:
-        RedisError: Redis did not tell.
-    """
+    """The keys with that beginning, found page by page, which keeps nobody else waiting."""
     keys: set[str] = set()
     cursor = 0
     while True:

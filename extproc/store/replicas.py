@@ -170,9 +170,6 @@ class StateReader(Follower[Change]):
         """The states of these replicas that are in Redis now; None: all.
 
         It reads page by page: to read a thousand at once keeps a router from its requests.
-
-        Raises:
-            RedisError: Redis did not tell.
         """
         if replicas is None:
             keys = await keys_after(self._redis, self._keys.replica)

@@ -34,11 +34,7 @@ class Certificates:
 
 
 def read(files: CertificateFiles, section: str) -> Certificates:
-    """Reads and tries the files of a section of the configuration that has TLS.
-
-    Raises:
-        CertificateError: one of them cannot be used; the message names it and says why.
-    """
+    """Reads and tries the files of a section of the configuration that has TLS."""
     assert files.tls_cert is not None
     assert files.tls_key is not None
     chain = _content(f"{section}.tls_cert", files.tls_cert)
@@ -94,11 +90,7 @@ def _pair(cert: Path, key: Path, section: str) -> ssl.SSLContext:
 def trusting(certificate: Path) -> ssl.SSLContext:
     """What a client connects with that trusts this very certificate, whoever signed it and
     whatever name it is for, and nothing else; of a file with several the first, which is a
-    server's own.
-
-    Raises:
-        CertificateError: it cannot be read, or holds none; the message names it.
-    """
+    server's own."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

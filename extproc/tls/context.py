@@ -8,11 +8,7 @@ from extproc.tls.certificates import watched
 
 
 def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | None:
-    """What a port is opened with; None: plain text. Messages name the section of the configuration.
-
-    Raises:
-        CertificateError: a file cannot be used; the message names it.
-    """
+    """What a port is opened with; None: plain text. Messages name the configuration's section."""
     if files.tls_cert is None:
         return None
     renewed = watched(files, section, "Browsers and Prometheus")

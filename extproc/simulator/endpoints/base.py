@@ -116,11 +116,7 @@ class Reply(ABC):
 
 
 def encode_prompts(prompts: Prompts) -> list[bytes]:
-    """The encoded prompts of a string, a list of token ids, or a list of either.
-
-    Raises:
-        RequestError: there is none.
-    """
+    """The encoded prompts of a string, a list of token ids, or a list of either."""
     if isinstance(prompts, str):
         return [tokens.encode(prompts)]
     if not prompts:
