@@ -17,6 +17,7 @@ from extproc.config import (
     ModelTargets,
     PoolReplicas,
     ServeSettings,
+    TlsFiles,
     XdsSettings,
 )
 from extproc.envoy.finding import Finding, Level
@@ -140,7 +141,7 @@ def _router(serve: ServeSettings, access: AdminSettings) -> str:
 def _tls(files: CertificateFiles) -> str:
     if files.tls_cert is None:
         return ""
-    return " (TLS)" if files.client_ca is None else " (mTLS)"
+    return " (TLS)" if not isinstance(files, TlsFiles) or files.tls_client_ca is None else " (mTLS)"
 
 
 def _kept(config: Config) -> str:

@@ -78,17 +78,6 @@ class Prompt:
     A piece of the wrong type is passed over.
     """
 
-    __slots__ = (
-        "_answer",
-        "_ids",
-        "_media_room",
-        "_rendered",
-        "images",
-        "media",
-        "texts",
-        "tokens",
-    )
-
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.tokens = 0

@@ -15,7 +15,7 @@ from extproc.simulator.endpoints.base import Body, GenerateBody
 from extproc.simulator.endpoints.pooling import PoolingBody
 from extproc.simulator.engine import Engine
 from extproc.simulator.errors import RequestError
-from extproc.simulator.lengths import OutputLengths
+from extproc.simulator.lengths import output_length
 from extproc.simulator.live import Answer, Generation, LiveEngine
 from extproc.simulator.metrics import Metrics
 from extproc.simulator.sequence import FinishReason, Sequence
@@ -93,7 +93,6 @@ class Replica:
             )
         self.metrics = Metrics(self.engine, settings.model)
         self.live = LiveEngine(self.engine, self.metrics, clock, settings.speed)
-        self._lengths = OutputLengths(settings.output_median, settings.seed)
 
     def check_model(self, model: str | None) -> None:
         """Refuse a model that is not served here."""
@@ -136,7 +135,8 @@ class Replica:
         if body.ignore_eos:
             output_tokens = bound
         elif output_tokens is None:
-            output_tokens = self._lengths.draw(prompt, choice)
+            median, seed = self.settings.output_median, self.settings.seed
+            output_tokens = output_length(median, seed, prompt, choice)
         output_tokens = min(max(output_tokens, body.min_tokens), bound)
         start = crc32(prompt) + choice
         text = tokens.generated_text(start, output_tokens)

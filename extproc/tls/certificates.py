@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from extproc.config import CertificateFiles
+from extproc.config import CertificateFiles, TlsFiles
 from extproc.watched_file import Watched
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ def read(files: CertificateFiles, section: str) -> Certificates:
     chain = _content(f"{section}.tls_cert", files.tls_cert)
     key = _content(f"{section}.tls_key", files.tls_key)
     client_ca = None
-    if files.client_ca is not None:
-        client_ca = _content(f"{section}.tls_client_ca", files.client_ca)
-        _try_authorities(f"{section}.tls_client_ca", files.client_ca)
+    if authorities := _authorities(files):
+        client_ca = _content(f"{section}.tls_client_ca", authorities)
+        _try_authorities(f"{section}.tls_client_ca", authorities)
     _try_authorities(f"{section}.tls_cert", files.tls_cert)
     context = _pair(files.tls_cert, files.tls_key, section)
     doubt = _shake_hands(context, trusting(files.tls_cert))
@@ -60,8 +60,13 @@ def watched(files: CertificateFiles, section: str, peers: str) -> Watched[Certif
             logger.warning(text, extra={"reason": found.doubt})
         return found
 
-    named = (files.tls_cert, files.tls_key, files.client_ca)
+    named = (files.tls_cert, files.tls_key, _authorities(files))
     return Watched("certificate", tried, *filter(None, named))
+
+
+def _authorities(files: CertificateFiles) -> Path | None:
+    """Of those that must be shown; None: nothing must."""
+    return files.tls_client_ca if isinstance(files, TlsFiles) else None
 
 
 def _content(setting: str, path: Path) -> bytes:

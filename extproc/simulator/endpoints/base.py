@@ -29,6 +29,9 @@ class Body(BaseModel):
 class GenerateBody(Body, ABC):
     """A request that generates text."""
 
+    bounds: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """Fields that bound it; the first that is given counts."""
+
     stream: bool | None = False
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
@@ -41,9 +44,9 @@ class GenerateBody(Body, ABC):
         """The encoded prompts."""
 
     @property
-    @abstractmethod
     def bound(self) -> int | None:
         """Most tokens one sequence may generate; None: what the context leaves."""
+        return next(filter(None, (getattr(self, name) for name in self.bounds)), None)
 
     @property
     def choices(self) -> int:
