@@ -146,12 +146,9 @@ def _nested(values: Mapping[str, _Value]) -> dict[str, Any]:
 
 def _unknown(origin: str, key: str) -> str:
     if key in _SECTIONS:
-        return f"{origin}: {key!r} is a section: set its keys, for example {_first_of(key)!r}"
+        first = next(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))
+        return f"{origin}: {key!r} is a section: set its keys, for example {first!r}"
     return f"{origin}: unknown key {key!r}{nearest(key, [*LEAVES, *sorted(_SECTIONS)])}"
-
-
-def _first_of(section: str) -> str:
-    return next(key for key in LEAVES if key.startswith(f"{section}."))
 
 
 def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | None) -> str:

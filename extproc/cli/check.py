@@ -103,11 +103,15 @@ def _printed(findings: list[Finding]) -> list[Finding]:
 
 def _understood(config: Config) -> str:
     """The configuration in a few lines."""
+    kept, poller = "in the memory of the only router", "in the router"
+    if config.state == "redis":
+        kept = f"shared in {address(connect(config.redis.url, config.pool))}"
+        poller = f"{config.poll.admin} for people"
     lines = {
-        "pool": f"{config.pool}, {_kept(config)}",
+        "pool": f"{config.pool}, {kept}",
         "router": _router(config.serve, config.admin),
         "policy": config.route.policy,
-        "poller": f"every {config.poll.interval_s:g} s, {_poller(config)}",
+        "poller": f"every {config.poll.interval_s:g} s, {poller}",
         "replicas": _replicas(config) or "none: a poller has nothing to do",
     }
     if config.route.models:
@@ -142,13 +146,3 @@ def _tls(files: CertificateFiles) -> str:
     if files.tls_cert is None:
         return ""
     return " (TLS)" if not isinstance(files, TlsFiles) or files.tls_client_ca is None else " (mTLS)"
-
-
-def _kept(config: Config) -> str:
-    if config.state == "memory":
-        return "in the memory of the only router"
-    return f"shared in {address(connect(config.redis.url, config.pool))}"
-
-
-def _poller(config: Config) -> str:
-    return "in the router" if config.state == "memory" else f"{config.poll.admin} for people"

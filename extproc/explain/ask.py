@@ -73,10 +73,7 @@ async def _last(session: aiohttp.ClientSession, url: str, most: int) -> list[Any
 async def _get(session: aiohttp.ClientSession, url: str, **query: str) -> list[Any]:
     async with answer(session, url, "/decisions", "application/json", query) as response:
         found = await response.json()
-    if not isinstance(found, list) or not all(map(_is_record, found)):
+    records = found if isinstance(found, list) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("number"), int) for one in records):
         raise no_router(url, "something else than decisions")
-    return found
-
-
-def _is_record(item: object) -> bool:
-    return isinstance(item, dict) and isinstance(item.get("number"), int)
+    return records

@@ -108,10 +108,11 @@ def read_metrics(page: bytes) -> EngineFigures:
     usage = [_value(_KV_USAGE[0], line) for line in _series(page, *_KV_USAGE)]
     steps = _series(page, _STEPS)
     configs = _series(page, b"cache_config_info")
+    models = {_text(match[1]) for line in running if (match := _MODEL_NAME.search(line))}
     block_size, kv_tokens = _kv_cache(configs)
     max_loras, adapters = _adapters(_series(page, _ADAPTERS))
     return EngineFigures(
-        models=_models(running),
+        models=tuple(sorted(models)),
         running=int(_sum(_RUNNING, running)),
         waiting=int(_total(page, b"num_requests_waiting")),
         kv_usage=min(1.0, sum(usage) / len(usage)) if usage else 0.0,
@@ -225,14 +226,6 @@ def _labels(label: re.Pattern[bytes], lines: list[bytes]) -> list[int]:
     return [int(match[1]) for line in lines if (match := label.search(line))]
 
 
-def _models(lines: list[bytes]) -> tuple[str, ...]:
-    names = {match[1] for line in lines if (match := _MODEL_NAME.search(line))}
-    return tuple(sorted(map(_text, names)))
-
-
 def _text(value: bytes) -> str:
-    return _ESCAPE.sub(_unescape, value.decode(errors="replace"))
-
-
-def _unescape(match: re.Match[str]) -> str:
-    return "\n" if match[1] == "n" else match[1]
+    text = value.decode(errors="replace")
+    return _ESCAPE.sub(lambda match: "\n" if match[1] == "n" else match[1], text)

@@ -41,7 +41,8 @@ def of_length(
     """A request whose body, of so many bytes, holds media, for nobody writes that much: audio or
     images."""
     if endpoint.takes_audio:
-        prompts, prompt_tokens = _audio_clips(length), audio_tokens(length)
+        prompts = max(ceil(length / (_BYTES_PER_S * _CLIP_S)), 1)
+        prompt_tokens = audio_tokens(length)
     else:
         prompts, prompt_tokens = 1, tokens.image_tokens(model) * -(-length // _MEDIUM)
     return RequestProfile(
@@ -91,8 +92,3 @@ def _ends(body: bytes) -> bytes:
 def audio_tokens(size: int) -> int:
     """Tokens of so many bytes of audio."""
     return ceil(size * _TOKENS_PER_S / _BYTES_PER_S)
-
-
-def _audio_clips(size: int) -> int:
-    """Clips that so many bytes of audio are transcribed in."""
-    return max(ceil(size / (_BYTES_PER_S * _CLIP_S)), 1)

@@ -103,7 +103,9 @@ class XdsServer:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off from redis: ask another")
             await reading
         except ValueError:
-            logger.warning("a client sent what is no DiscoveryRequest", extra=_peer(context))
+            logger.warning(
+                "a client sent what is no DiscoveryRequest", extra={"peer": context.peer()}
+            )
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a DiscoveryRequest")
         finally:
             self._streams.discard(reading)
@@ -123,7 +125,3 @@ def _parsed(raw: bytes) -> DiscoveryRequest:
         return DiscoveryRequest.parse(raw)
     except Exception as error:  # of any kind: the package looks at no byte before it uses it
         raise ValueError("not a DiscoveryRequest") from error
-
-
-def _peer(context: grpc.aio.ServicerContext) -> dict[str, str]:
-    return {"peer": context.peer()}
