@@ -69,11 +69,7 @@ async def _version(redis: Redis) -> str:
 
 
 async def _rights(redis: Redis, keys: Keys) -> None:
-    """Writes and tells, in ways that change nothing.
-
-    Raises:
-        ResponseError: it is not allowed to.
-    """
+    """Writes and tells, in ways that change nothing."""
     async with in_time():
         await redis.eval(_WRITES, 1, keys.slot)
         await redis.publish(keys.changes, "{}")

@@ -74,11 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _doubts(section: str, files: CertificateFiles, peers: str) -> list[str]:
-    """What ``peers`` will have against the certificate of a section, if anything.
-
-    Raises:
-        CertificateError: it cannot be used at all.
-    """
+    """What ``peers`` will have against the certificate of a section, if anything."""
     doubt = "" if files.tls_cert is None else certificates.read(files, section).doubt
     return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []
 

@@ -63,11 +63,7 @@ async def _live(router: str, access: AdminSettings) -> None:
 
 
 async def _show(router: str, access: AdminSettings) -> None:
-    """What was last seen stays there, below the reason, while the router does not answer.
-
-    Raises:
-        AskError: it never did.
-    """
+    """What was last seen stays there, below the reason, while the router does not answer."""
     lines: list[str] = []
     while True:
         try:

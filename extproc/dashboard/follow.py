@@ -10,12 +10,7 @@ from extproc.observe.client import AskError, answer, open_session, url_of
 
 async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str, Any]]:
     """Each snapshot, as :func:`extproc.dashboard.snapshot.snapshot` makes it, of the router at
-    ``host:port`` or a URL.
-
-    Raises:
-        ValueError: a file of ``access`` cannot be used.
-        AskError: it does not answer, or no longer.
-    """
+    ``host:port`` or a URL."""
     url = url_of(router, access)
     async with (
         open_session(access) as session,

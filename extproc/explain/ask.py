@@ -23,10 +23,6 @@ async def ask(
     Args:
         routers: admin address of each worker: ``host:port`` or ``http://host:port``.
         access: TLS of those whose address names no scheme, and the token to show.
-
-    Raises:
-        ValueError: a file of ``access`` cannot be used.
-        AskError: none of them answered, or none keeps a decision of that request.
     """
     urls = [url_of(one, access) for one in routers]
     async with open_session(access) as session:

@@ -145,13 +145,7 @@ class KvStream:
 
     async def _catch_up(self) -> bool:
         """Apply what came after the last batch; begin anew where the replica no longer knows that.
-
-        Returns:
-            Whether nothing is missing.
-
-        Raises:
-            zmq.Again: no answer came in time.
-        """
+        Returns whether nothing is missing; zmq.Again: no answer came in time."""
         last = self._last or _NOTHING
         async with aclosing(self._replayed(max(last.number, 0))) as batches:
             first = await anext(batches)
@@ -202,11 +196,7 @@ class KvStream:
         self._blocks.start(complete=False)
 
     async def _replayed(self, first: int) -> AsyncGenerator["_Batch"]:
-        """The batches from number ``first`` on that the replica still has, and nothing.
-
-        Raises:
-            zmq.Again: no answer came in time.
-        """
+        """The batches from number ``first`` on that the replica still has, and nothing."""
         with self._socket(zmq.DEALER, self._asked, _UNBOUNDED) as asked:
             asked.rcvtimeo = round(_ANSWER_S * 1000)
             await asked.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))

@@ -96,11 +96,7 @@ class EngineFigures:
 
 
 def read_metrics(page: bytes) -> EngineFigures:
-    """Read the text of a ``/metrics`` page.
-
-    Raises:
-        MetricsError: it has none of vLLM's lines, or one of them has no sensible value.
-    """
+    """Read the text of a ``/metrics`` page."""
     page = b"\n" + page
     running = _series(page, _RUNNING)
     if not running:

@@ -122,11 +122,8 @@ class Prompt:
         )
 
     def add_inputs(self, value: object) -> Sequence[int]:
-        """Add what completions and embeddings take: a text, token ids, or a list of these.
-
-        Returns:
-            The length of each prompt, in characters or token ids.
-        """
+        """Add what completions and embeddings take: a text, token ids, or a list of these; returns
+        the length of each prompt, in characters or token ids."""
         if isinstance(value, str):
             self._add_text(value)
         elif isinstance(value, list) and value:

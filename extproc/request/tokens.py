@@ -85,11 +85,7 @@ class _Ratio:
 
 
 class TokenCounter:
-    """Counts tokens per model, and learns from what replicas report.
-
-    Raises:
-        TokenizerError: a configured tokenizer cannot be loaded.
-    """
+    """Counts tokens per model, and learns from what replicas report."""
 
     def __init__(self, settings: TokenSettings) -> None:
         self._bytes = _Ratio(settings.bytes_per_token, _PRIOR_TOKENS, _MEMORY_TOKENS)

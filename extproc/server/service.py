@@ -206,12 +206,7 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((self._processor.handler(),))
 
     async def start(self, address: str) -> int:
-        """Listens on ``host:port`` and returns the port (of use where it was 0).
-
-        Raises:
-            OSError: the address cannot be listened on.
-            ValueError: a file of its TLS settings cannot be used.
-        """
+        """Listens on ``host:port`` and returns the port (of use where it was 0)."""
         port = tls.open_port(self._server, address, self._files, "serve")
         with threads.patient():
             await self._server.start()

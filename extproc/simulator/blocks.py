@@ -68,11 +68,8 @@ class BlockPool:
             self.evicted(self._idle.popitem(last=False)[0])
 
     def publish(self, hashes: Iterable[int]) -> list[int]:
-        """Make blocks that were taken known by their content.
-
-        Returns:
-            The hashes that are new. The others have a block already, and the copy stays private.
-        """
+        """Make blocks that were taken known by their content; returns the hashes that are new. The
+        others have a block already, and the copy stays private."""
         new = list(
             dict.fromkeys(key for key in hashes if key not in self._users and key not in self._idle)
         )

@@ -201,11 +201,8 @@ class Engine:
             self._show(self.waiting)
 
     def schedule(self, now: float) -> Step | None:
-        """Begin a step at ``now``; the one before must be complete.
-
-        Returns:
-            The step, to be completed when it ends; None where there is nothing to do.
-        """
+        """Begin a step at ``now``, the one before being complete; None where there is nothing to
+        do."""
         self._now = now
         return self._begin(now)
 
@@ -264,11 +261,7 @@ class Engine:
 
     def _make_room(self) -> bool:
         """Have blocks for what runs: a token for all that decode, a chunk for whose prefill is not
-        complete.
-
-        Returns:
-            Whether sequences had to be preempted for it.
-        """
+        complete. Returns whether sequences had to be preempted for it."""
         preempted = False
         while self._decode_blocks() + self._chunk_blocks() > self.pool.free:
             self._preempt()
@@ -435,11 +428,8 @@ class Engine:
         raise AssertionError("no sequence decodes")
 
     def _take_blocks_ahead(self, steps: int) -> int:
-        """Take the blocks of up to ``steps`` steps after the next.
-
-        Returns:
-            For how many of them there were enough.
-        """
+        """Take the blocks of up to ``steps`` steps after the next; returns for how many there were
+        enough."""
         if steps == 0:
             return 0
         size, free = self.pool.block_size, self.pool.free
@@ -456,11 +446,8 @@ class Engine:
         return ahead
 
     def _accept(self, decoded: list[Sequence], speculation: Speculation) -> dict[int, int]:
-        """Move sequences that decoded on by what is accepted of their drafts.
-
-        Returns:
-            Tokens that each got so, by sequence id.
-        """
+        """Move sequences that decoded on by what is accepted of their drafts; returns the tokens
+        that each got so, by sequence id."""
         counters, gained = self.counters, {}
         counters.drafts += len(decoded)
         counters.draft_tokens += len(decoded) * speculation.tokens

@@ -70,11 +70,8 @@ class BlockWriter:
         self._poller = poller
 
     async def tell(self, news: Mapping[str, Told]) -> set[str]:
-        """Tell the news of each replica in one round trip.
-
-        Returns:
-            The replicas of which all is to be told next: Redis does not have what this follows.
-        """
+        """Tell the news of each replica in one round trip; returns the replicas of which all is to
+        be told next: Redis does not have what this follows."""
         if not news:
             return set()
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:

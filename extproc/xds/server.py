@@ -55,12 +55,7 @@ class XdsServer:
         )
 
     async def start(self, address: str) -> int:
-        """Listens on ``host:port`` and returns the port (of use where it was 0).
-
-        Raises:
-            OSError: the address cannot be listened on.
-            ValueError: a file of its TLS settings cannot be used.
-        """
+        """Listens on ``host:port`` and returns the port (of use where it was 0)."""
         port = tls.open_port(self._server, address, self._files, "xds")
         await self._server.start()
         await self.report(serving=True)
