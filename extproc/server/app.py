@@ -21,7 +21,8 @@ from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
-from extproc.poll.into_fleet import check_some, poll_into
+from extproc.poll.discovery import names_replicas
+from extproc.poll.into_fleet import poll_into
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
@@ -51,8 +52,8 @@ async def run_router(
         ValueError: the configuration names a policy or a tokenizer that does not exist, or no
             replicas where it is the router that polls them.
     """
-    if config.state == "memory":
-        check_some(config)
+    if config.state == "memory" and not names_replicas(config):
+        raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
     registry = CollectorRegistry()
     services = build(config, registry)
     services.metrics.worker.set(worker)
