@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,19 @@ def test_every_source_that_a_claim_names_is_listed() -> None:
     text = page.PAGE.read_text()
     listed = set(re.findall(r"^\[([\w-]+)\]: https://\S+$", text, re.MULTILINE))
     assert set(re.findall(r"\]\[([\w-]+)\]", text)) == listed
+
+
+def test_a_figure_in_doubt_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = shutil.copytree(measured.KEPT, tmp_path / "results")
+    of = json.loads((kept / "overload.json").read_text())
+    for one in of["figures"]["contenders"].values():
+        one["in_doubt"] = 0
+    of["figures"]["contenders"]["router:completion"]["in_doubt"] = 1
+    (kept / "overload.json").write_text(json.dumps(of))
+    monkeypatch.setattr(measured, "KEPT", kept)
+    table = page.tables().partition("### Overload")[2].partition("###")[0]
+    marked = [row for row in table.splitlines() if " ! |" in row]
+    assert [row[:22] for row in marked] == ["| **this router** ! | "]
 
 
 def test_the_picture_has_a_row_for_each_product() -> None:
