@@ -97,7 +97,7 @@ def measure(folder: Path, programs: Path | None) -> bool:
             if part.contenders:
                 command += ["--contenders", ",".join(_installed(part, programs)), *where]
             command += ["--json", str(unfinished.absolute())]
-            if subprocess.call(command, cwd=_ROOT) > 1:
+            if subprocess.call(command, cwd=_ROOT) not in (0, 1):
                 return False  # 1: something went wrong in it, which its figures tell
             unfinished.rename(file)
         kept = json.dumps(figures(json.loads(file.read_bytes())), indent=1)

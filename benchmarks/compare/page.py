@@ -3,7 +3,7 @@
     python -m benchmarks.compare.page
 
 With ``--measure DIR`` all of it is measured anew before, with as many contenders as are installed:
-some 35 minutes on two idle cores. What DIR has already is not measured again, so that one that was
+some 40 minutes on two idle cores. What DIR has already is not measured again, so that one that was
 interrupted goes on.
 """
 

@@ -62,7 +62,7 @@ def test_a_measurement_that_was_interrupted_goes_on(
         written = Path(command[command.index("--json") + 1])
         written.write_text(json.dumps(_fault()))
         asked.append(written.stem)
-        return 2 if len(asked) == 3 else 1  # 1: measured, and something was wrong in it
+        return -15 if len(asked) == 3 else 1  # 1: measured, and something was wrong in it
 
     monkeypatch.setattr(measured, "KEPT", tmp_path)
     monkeypatch.setattr(subprocess, "call", call)
