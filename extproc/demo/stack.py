@@ -88,13 +88,10 @@ class Stack:
 
         Args:
             directory: where configurations and logs go.
-            replicas: the fleet.
             settings: sections of the configuration of router and poller, added to those needed
                 here; ``{"route": {"policy": "lmetric"}}``.
             usual_ports: ports to take where they are free, by the names in ``ports``.
             workers: processes of each router; Envoy lists them all.
-            routers: how many.
-            pollers: how many.
         """
         self.directory = directory
         self.replicas = replicas

@@ -141,7 +141,7 @@ class ReplicaServer:
     async def _fault(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == "/simulate":
             return await handler(request)
-        await self.replica.live.awake()
+        await self.replica.live.awake.wait()
         if request.path not in _INFERENCE:
             return await handler(request)
         if self._faults.fail:
@@ -233,7 +233,8 @@ class ReplicaServer:
         given = (await _parse(request, Faults)).model_dump(exclude_unset=True)
         self._faults = faults = self._faults.model_copy(update=given)
         self.replica.engine.slow = faults.slow
-        self.replica.live.hanging = faults.hang
+        awake = self.replica.live.awake
+        (awake.clear if faults.hang else awake.set)()
         now = faults.model_dump()
         logger.info("simulated faults changed", extra=now)
         return web.json_response(now)
