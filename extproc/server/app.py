@@ -71,6 +71,7 @@ async def run_router(
         _background(let_go(pools), stopping) as letting_go,
         _background(_states(pools, registry), stopping) as state,
         _background(_housekeeping(pools), stopping) as housekeeping,
+        _background(server.end_lost(), stopping) as ending,
     ):
         port = await server.start(config.serve.listen)
         names = ", ".join(one.config.pool for one in pools)
@@ -81,7 +82,7 @@ async def run_router(
         await stopping.wait()
         logger.info("stopping", extra={"in_flight": sum(one.fleet.in_flight for one in pools)})
         await server.stop(config.serve.drain_s)
-    for part in (state, housekeeping, letting_go):
+    for part in (state, housekeeping, letting_go, ending):
         if part.done() and not part.cancelled():
             part.result()
 
