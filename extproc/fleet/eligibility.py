@@ -15,9 +15,8 @@ from extproc.fleet.silence import Silence
 from extproc.predict.inputs import Excluded, FleetView, Floats, Indices
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
-_OVERDUE_S = 0.5
-"""Seconds by which an answer to a poll comes later than the one before where requests, too, would
-wait: sooner found out than by the end of the poll's patience."""
+_HELD_UP_S = 0.3
+"""Seconds without an answer to anything after which requests go elsewhere."""
 _STUCK_S = 10.0
 """Seconds in which nothing moves in an engine with work: longer than any step."""
 _LOOK_EVERY_S = 1.0
@@ -35,7 +34,7 @@ _AT_FIRST = 4
 enough to bear it where it is ten times slower than its profile says."""
 _MODELS_REMEMBERED = 64
 _FAILING = "it failed several requests in a row"
-_OVERDUE = f"its answer to a poll is more than {_OVERDUE_S:g} s overdue"
+_HELD_UP = f"it takes connections, and has answered none for {_HELD_UP_S:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +90,9 @@ class Eligibility:
     - *does not serve the model*; until it says so. It holds even where it leaves none if any
       replica says it serves the model, for the others would answer 404. If none does, one that
       does not tell its models may, or an adapter is loaded when it is asked for.
-    - *stalled*: its answer to a poll is 0.5 s overdue, no news of it for 5 s while there is of others (when nothing at all is heard,
-      pollers or Redis are gone: the replicas are still there), or nothing moved for 10 s in an
-      engine with work; until news comes, or anything moves.
+    - *stalled*: it answered nothing for 0.3 s, no news of it came for 5 s while there is of others
+      (when nothing at all is heard, pollers or Redis are gone: the replicas are still there), or
+      nothing moved for 10 s in an engine with work; until it does, news comes, or anything moves.
     - *ejected*: three requests in a row failed there, as far as this router saw; for a time that
       doubles. After it one request tries again, of those whose outcome Envoy tells, and it decides:
       Envoy may answer a request that failed there from another replica, and long after, so many
@@ -242,13 +241,15 @@ class Eligibility:
         return found
 
     def hung(self, after: float) -> set[str]:
-        """Members that have said nothing for ``after`` seconds, neither to polls nor, as far as
-        was seen, to any request, while another one answers its polls."""
-        every, now = self._replicas.values(), self._clock()
-        if not any(one.state.healthy and not one.state.overdue_s for one in every):
-            return set()
-        owing = {one.state.id: one.state.overdue_s for one in every if one.state.overdue_s >= after}
-        return {name for name in owing if self._replicas[name].answered_at < now - owing[name]}
+        """Members that answered nothing for ``after`` seconds, neither polls nor, as far as was
+        seen, any request, while another one answers its polls."""
+        now, silent, others = self._clock(), set(), False
+        for name, one in self._replicas.items():
+            unanswered_s = one.state.unanswered_s
+            others |= one.state.healthy and not unanswered_s
+            if unanswered_s >= after and one.answered_at < now - unanswered_s:
+                silent.add(name)
+        return silent if others else set()
 
     def heard_at(self, replica: str) -> float:
         """When the last poll of a member was, of which news came, by the clock."""
@@ -336,7 +337,7 @@ class Eligibility:
                 True,
             ),
             ("other model", lambda one: "" if serves(one) else f"does not serve {model!r}", listed),
-            ("stalled", lambda one: _OVERDUE if _is_overdue(one.state) else one.stalled, False),
+            ("stalled", lambda one: _HELD_UP if _is_held_up(one.state) else one.stalled, False),
             ("failing", lambda one: _FAILING if out(one) else "", False),
             # last: those draining serve rather than one that is ejected
             ("draining", lambda one: "draining" if one.state.draining else "", False),
@@ -392,14 +393,14 @@ def _was_ejected(one: _Replica) -> bool:
     return one.ejected_until > -inf
 
 
-def _is_overdue(state: ReplicaState) -> bool:
-    return state.overdue_s >= _OVERDUE_S
+def _is_held_up(state: ReplicaState) -> bool:
+    return state.unanswered_s >= _HELD_UP_S
 
 
 def _said(state: ReplicaState) -> tuple[object, ...]:
     """What a poll says that may change what is answered."""
     told = state.healthy, state.problem, state.models, state.listed, state.name, state.draining
-    return *told, _is_overdue(state)
+    return *told, _is_held_up(state)
 
 
 def _moved(before: ReplicaState, after: ReplicaState) -> bool:

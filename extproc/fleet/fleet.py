@@ -108,7 +108,7 @@ class Fleet:
         row = self._join(state) if before is None else self._rows[state.id]
         self.members.by_row[row] = state
         self._learn_lengths(state, before)
-        fresh = state.healthy and not state.overdue_s
+        fresh = state.healthy and not state.unanswered_s
         if fresh:
             self.lone.polled(row, state, asked_at)
         self._reconciliation.set_hardware(row, state, before, self.lone.step(row, state))

@@ -122,6 +122,17 @@ async def scrape(
             one.cancel()
 
 
+async def says_anything(session: aiohttp.ClientSession, replica: str) -> bool:
+    """Whether the replica at ``ip:port`` answers, be it with an error, or refuses to."""
+    try:
+        await _get(session, replica, "/health")
+    except SilentError:
+        return False
+    except ScrapeError:
+        pass
+    return True
+
+
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
     """Ask the replica at ``ip:port`` which models it serves, and whether it takes priorities;
     returns fields of its state.

@@ -68,10 +68,10 @@ async def run_router(
     server = GrpcServer(services, others)
     async with (
         _admin(pools, registry, stopping) as admin,
+        _background(server.end_lost(), stopping) as ending,
         _background(let_go(pools), stopping) as letting_go,
         _background(_states(pools, registry), stopping) as state,
         _background(_housekeeping(pools), stopping) as housekeeping,
-        _background(server.end_lost(), stopping) as ending,
     ):
         port = await server.start(config.serve.listen)
         names = ", ".join(one.config.pool for one in pools)

@@ -41,7 +41,7 @@ async def stopped(stack: Stack, client: Client) -> AsyncIterator[None]:
 
     async def back() -> bool:
         one = await client.replica("one")
-        return bool(one["healthy"] and not one["overdue_s"])
+        return bool(one["healthy"] and not one["unanswered_s"])
 
     await until(back)
 
@@ -60,7 +60,7 @@ async def avoided(client: Client) -> None:
 
     async def owes() -> bool:
         one = await client.replica("one")
-        return bool(one["healthy"] and one["overdue_s"] >= 0.5)
+        return bool(one["healthy"] and one["unanswered_s"] >= 0.5)
 
     await until(owes)
 
@@ -71,17 +71,19 @@ async def test_what_comes_later_goes_elsewhere_and_what_it_had_is_ended(
     whole = asyncio.create_task(client.chat(tokens=LONG))
     body = {"model": MODEL, "messages": MESSAGES, "stream": True}
     long = {"x-simulate-output-tokens": str(LONG)}
-    async with aiohttp.ClientSession() as session:
-        async with session.post(stack.url + CHAT, json=body, headers=long) as stream:
-            await stream.content.readany()
-            await on_one(client, 2)
-            async with stopped(stack, client):
-                await avoided(client)
-                later = [await client.chat(tokens=2) for _ in range(10)]
-                with pytest.raises(aiohttp.ClientPayloadError):
-                    await stream.read()
-                refused = await whole
-                assert (await client.replica("one"))["in_flight"] == 0
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(stack.url + CHAT, json=body, headers=long) as stream,
+    ):
+        await stream.content.readany()
+        await on_one(client, 2)
+        async with stopped(stack, client):
+            await avoided(client)
+            later = [await client.chat(tokens=2) for _ in range(10)]
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await stream.read()
+            refused = await whole
+            assert (await client.replica("one"))["in_flight"] == 0
     assert [answer.status for answer in later] == [200] * 10
     assert {answer.decision["replica_name"] for answer in later} == {"two"}
     assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
