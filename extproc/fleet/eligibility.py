@@ -15,7 +15,7 @@ from extproc.fleet.silence import Silence
 from extproc.predict.inputs import Excluded, FleetView, Floats, Indices
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
-_HELD_UP_S = 0.3
+_HELD_UP_S = 0.2
 """Seconds without an answer to anything after which requests go elsewhere."""
 _STUCK_S = 10.0
 """Seconds in which nothing moves in an engine with work: longer than any step."""
@@ -90,7 +90,7 @@ class Eligibility:
     - *does not serve the model*; until it says so. It holds even where it leaves none if any
       replica says it serves the model, for the others would answer 404. If none does, one that
       does not tell its models may, or an adapter is loaded when it is asked for.
-    - *stalled*: it answered nothing for 0.3 s, no news of it came for 5 s while there is of others
+    - *stalled*: it answered nothing for 0.2 s, no news of it came for 5 s while there is of others
       (when nothing at all is heard, pollers or Redis are gone: the replicas are still there), or
       nothing moved for 10 s in an engine with work; until it does, news comes, or anything moves.
     - *ejected*: three requests in a row failed there, as far as this router saw; for a time that

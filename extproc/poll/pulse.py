@@ -3,6 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+_STEP_S = 0.1
+"""Seconds between two looks; and by which figures come later than usual before it is asked."""
+
 
 class Pulse:
     """Asks a replica that owes its figures for less, and counts for how long it says nothing.
@@ -12,14 +15,11 @@ class Pulse:
     """
 
     def __init__(
-        self,
-        says_anything: Callable[[], Awaitable[bool]],
-        every_s: float,
-        tell: Callable[[float], None],
+        self, says_anything: Callable[[], Awaitable[bool]], tell: Callable[[float], None]
     ) -> None:
-        """``tell`` is called with the seconds of silence, every so many, and with 0 at its end."""
+        """``tell`` is called with the seconds of silence, again and again, and with 0 at its
+        end."""
         self._says_anything = says_anything
-        self._every_s = every_s
         self._tell = tell
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -27,7 +27,7 @@ class Pulse:
     def asked(self, usual_s: float) -> None:
         """Its figures are due within the seconds that they usually take."""
         if self._timer is None and self._task is None:
-            self._doubt_after(usual_s + self._every_s)
+            self._doubt_after(usual_s + _STEP_S)
 
     def settled(self) -> None:
         """They came, or it is known why they cannot."""
@@ -48,8 +48,8 @@ class Pulse:
         while not said:
             asking = asyncio.ensure_future(self._says_anything())
             try:
-                while not (await asyncio.wait([asking], timeout=self._every_s))[0]:
-                    silent_s += self._every_s
+                while not (await asyncio.wait([asking], timeout=_STEP_S))[0]:
+                    silent_s += _STEP_S
                     self._tell(silent_s)
                 said = asking.result()
             finally:
@@ -57,4 +57,4 @@ class Pulse:
         if silent_s:
             self._tell(0.0)
         self._task = None
-        self._doubt_after(self._every_s)
+        self._doubt_after(_STEP_S)

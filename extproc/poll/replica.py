@@ -72,9 +72,7 @@ class PolledReplica:
         self._wall = wall
         self._random = random
         self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
-        self._pulse = Pulse(
-            partial(says_anything, session, target.id), settings.interval_s, self._tell_silence
-        )
+        self._pulse = Pulse(partial(says_anything, session, target.id), self._tell_silence)
         self._kv_stream = kv_stream
         self._identity = {
             "id": target.id,

@@ -179,10 +179,10 @@ def test_what_speaks_against_replicas_in_one_word() -> None:
 def test_one_that_answers_nothing_is_left_out_until_it_does() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
-    fleet.put(state(1, A10, clock, unanswered_s=0.2))
+    fleet.put(state(1, A10, clock, unanswered_s=0.1))
     assert fleet.view(MODEL).ids == [replica(1), replica(2)]
     fleet.put(state(1, A10, clock, unanswered_s=0.4))
-    assert excluded(fleet) == {replica(1): "it takes connections, and has answered none for 0.3 s"}
+    assert excluded(fleet) == {replica(1): "it takes connections, and has answered none for 0.2 s"}
     fleet.put(state(2, A10, clock, unanswered_s=0.4))
     assert fleet.view(MODEL).ids == [replica(1), replica(2)], "not where that leaves none"
     fleet.put(state(1, A10, clock))
