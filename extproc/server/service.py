@@ -132,15 +132,13 @@ class ExternalProcessor:
     async def end_lost(self) -> None:
         """Ends the requests on replicas that hang: they would last as long as clients wait."""
         pools, after = (self._services, *self._pools.values()), self._services.config.serve.hung_s
-        hung = {one for pool in pools for one in pool.fleet.eligibility.hung(after)}
-        if not after or not hung:
-            return
-        lost = [(one.lose(hung), context) for one, context in [*self._exchanges.items()]]
+        hung = {one for pool in pools for one in pool.fleet.eligibility.hung(after) if after}
+        lost = [(one.lose(hung), context) for one, context in self._exchanges.items() if hung]
         told = [context.write(answer) for answer, context in lost if answer is not None]
         if told:
-            await asyncio.gather(*told, return_exceptions=True)  # some may be over meanwhile
             extra = {"replicas": ", ".join(sorted(hung)), "requests": len(told)}
             logger.error("replicas hang, and what they had in flight is ended", extra=extra)
+            await asyncio.gather(*told, return_exceptions=True)  # some may be over meanwhile
 
     @property
     def idle(self) -> bool:
