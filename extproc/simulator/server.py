@@ -13,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.address import join_address
 from extproc.request.profile import Endpoint
+from extproc.simulator import tokens
 from extproc.simulator.endpoints.audio import AudioBody
-from extproc.simulator.endpoints.base import GenerateBody, Reply
-from extproc.simulator.endpoints.chat import ChatBody, ChatReply
+from extproc.simulator.endpoints.base import Body, GenerateBody, Reply
+from extproc.simulator.endpoints.chat import ChatBody, ChatReply, Message, encode_chat
 from extproc.simulator.endpoints.completions import CompletionBody, CompletionReply
 from extproc.simulator.endpoints.messages import MessagesBody, MessagesReply
 from extproc.simulator.endpoints.pooling import (
@@ -76,6 +77,13 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class TokenizeBody(Body):
+    """``/tokenize``: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
 Seconds = Annotated[float, Field(ge=0, le=60)]
 
 
@@ -122,6 +130,7 @@ class ReplicaServer:
             app.router.add_post(path, self._transcribe)
         app.router.add_get(f"{Endpoint.RESPONSES}/{{name}}", self._response)
         app.router.add_post(f"{Endpoint.RESPONSES}/{{name}}/cancel", self._cancel_response)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/simulate", self._simulate)
         app.router.add_get("/simulate/late", self._late)
         app.router.add_get("/simulate/requests", self._requests)
@@ -228,6 +237,21 @@ class ReplicaServer:
                 self.replica.metrics.request_finished(longest, generation.choices)
         else:
             self.replica.live.abort(generation)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await _parse(request, TokenizeBody)
+        self.replica.check_model(body.model)
+        if body.messages is not None:
+            encoded = encode_chat(body.messages)
+        elif body.prompt is not None:
+            encoded = tokens.encode(body.prompt)
+        else:
+            raise RequestError("either prompt or messages is needed", "prompt")
+        ids = tokens.token_ids(encoded)
+        limit = self.replica.max_model_len
+        return web.json_response(
+            {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}
+        )
 
     async def _simulate(self, request: web.Request) -> web.Response:
         given = (await _parse(request, Faults)).model_dump(exclude_unset=True)
