@@ -85,7 +85,7 @@ async def test_audio_is_routed_on_its_length(client: Client, path: str) -> None:
 
 
 async def test_what_computes_nothing_is_sent_on(client: Client) -> None:
-    answer = await client.request("POST", "/simulate", {"fail": 0})
+    answer = await client.request("POST", "/tokenize", {"model": MODEL, "prompt": "The sea"})
     assert answer.status == 200
     assert answer.decisions == []
 

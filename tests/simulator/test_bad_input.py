@@ -28,7 +28,7 @@ async def refused(client: ClientSession, path: str, body: bytes | dict[str, Any]
         return message
 
 
-@pytest.mark.parametrize("path", [*GENERATING, *POOLING, "/simulate"])
+@pytest.mark.parametrize("path", [*GENERATING, *POOLING, "/tokenize", "/simulate"])
 @pytest.mark.parametrize(
     "body",
     [b"", b"{nope", b"[]", b"null", b"{}x", b'{"model": "\xff"}', b"[" * 10_000, b"1" * 5000],
@@ -78,6 +78,7 @@ async def test_not_json_or_not_an_object(client: ClientSession, path: str, body:
         ("/v1/score", {"text_1": "a"}),
         ("/v1/rerank", {"query": "a", "documents": []}),
         ("/v1/rerank", {"query": "a", "documents": ["b"], "top_n": -1}),
+        ("/tokenize", {}),
         ("/simulate", {"slow": 0}),
         ("/simulate", {"slow": 1e300}),
         ("/simulate", {"fail": 200}),
@@ -185,7 +186,7 @@ def status_of() -> Iterator[Callable[[str, bytes], int]]:
         loop.run(runner.cleanup())
 
 
-@given(path=st.sampled_from([*GENERATING, *POOLING]), body=bodies)
+@given(path=st.sampled_from([*GENERATING, *POOLING, "/tokenize"]), body=bodies)
 def test_no_body_is_answered_with_a_server_error(
     status_of: Callable[[str, bytes], int], path: str, body: dict[str, Any]
 ) -> None:

@@ -62,9 +62,12 @@ async def test_what_runs_without_inference(client: ClientSession) -> None:
         assert (model["id"], model["max_model_len"]) == ("tiny", 4096)
 
 
-async def test_four_bytes_are_a_token(client: ClientSession) -> None:
-    answer = await reply(client, "/v1/completions", {"prompt": "123456789", "max_tokens": 1})
-    assert answer["usage"]["prompt_tokens"] == 3
+async def test_tokenize_counts_four_bytes_a_token(client: ClientSession) -> None:
+    answer = await reply(client, "/tokenize", {"prompt": "123456789"})
+    assert (answer["count"], len(answer["tokens"]), answer["max_model_len"]) == (3, 3, 4096)
+    conversation = await reply(client, "/tokenize", chat())
+    usage = (await reply(client, CHAT, chat(max_tokens=1)))["usage"]
+    assert conversation["count"] == usage["prompt_tokens"]
 
 
 async def test_bounds_are_vllms(client: ClientSession) -> None:
