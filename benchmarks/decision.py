@@ -7,6 +7,11 @@ replica predicted, one of them chosen. Beside it stands what the ledger takes fo
 when it is sent and when it ends, and what a poll's news of a replica takes. What is learned of
 answers is not timed. Below stands what it takes to make a profile of a chat's body, and the part of
 it that the keys of its prefix take.
+
+    python -m benchmarks.decision --shadow
+
+tells instead by what share each policy makes a decision longer as ``route.shadow_policy``, with
+what it adds to metrics.
 """
 
 import gc
@@ -20,11 +25,14 @@ from statistics import median, quantiles
 from time import perf_counter
 from timeit import repeat
 
+from prometheus_client import CollectorRegistry
+
 from benchmarks import arguments
 from benchmarks.clock import VirtualClock
 from extproc.config import RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.inspect import inspect
@@ -32,6 +40,7 @@ from extproc.request.prefix import prefix_of
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.request.prompt import read
 from extproc.request.tokens import TokenCounter
+from extproc.route.policies import POLICIES as SHADOWS
 from extproc.route.router import Router
 
 POLICIES = ("completion", "least_request")
@@ -95,8 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Times every policy on every size of fleet."""
     parser = arguments.command("decision", __doc__)
     parser.add_argument("--decisions", type=int, default=3000, help="timed on each line")
+    parser.add_argument(
+        "--shadow",
+        action="store_true",
+        help="only what each policy as route.shadow_policy adds to a decision",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     args = parser.parse_args(argv)
+    if args.shadow:
+        return _shadows(args.decisions)
     print(
         f"{'policy':<14}{'replicas':>9}{'':<6}{'decision':>12}{'p99':>12}"
         f"{'its ledger':>12}{'a poll':>12}"
@@ -117,6 +133,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps({"runs": runs, "chats": chats}, indent=2) + "\n")
     return 0
+
+
+def _shadows(decisions: int) -> int:
+    """Each policy beside the default one."""
+    shares = [measure_shadows(replicas, decisions) for replicas in REPLICAS]
+    print(f"{'shadow':<16}" + "".join(f"{replicas:>9} replicas" for replicas in REPLICAS))
+    for shadow, *of_sizes in zip(SHADOWS, *shares, strict=True):
+        print(f"{shadow:<16}" + "".join(f"{share:>17.1%} " for share in of_sizes))
+    return 0
+
+
+def measure_shadows(replicas: int, decisions: int) -> list[float]:
+    """By what share of its time a decision takes longer with each of ``SHADOWS`` beside it; those
+    without one, and with each, take turns."""
+    load = _Load(POLICIES[0], replicas, shadows=(None, *SHADOWS))
+    for _ in range(decisions):
+        load.step()
+    turns = len(SHADOWS) + 1
+    without, *with_it = (median(load.decisions[turn::turns]) for turn in range(turns))
+    return [one / without - 1.0 for one in with_it]
 
 
 def _line(run: Timing) -> str:
@@ -167,7 +203,14 @@ def measure_chat(text_bytes: int, times: int) -> Reading:
 class _Load:
     """A router under a virtual clock, its fleet equally busy all the time: one comes, one ends."""
 
-    def __init__(self, policy: str, replicas: int, kv_usage: float = _KV_USAGE) -> None:
+    def __init__(
+        self,
+        policy: str,
+        replicas: int,
+        kv_usage: float = _KV_USAGE,
+        shadows: Sequence[str | None] = (None,),
+    ) -> None:
+        """``shadows``: policies without effect; their routers take turns."""
         self.decisions: list[float] = []
         """Seconds that each took."""
         self.ledger: list[float] = []
@@ -178,7 +221,9 @@ class _Load:
         self._random = Random(0)
         self._clock = VirtualClock()
         self._fleet = Fleet(OutputLengths(), self._clock)
-        self._router = Router(self._fleet, policy, self._random)
+        routers = [Router(self._fleet, policy, self._random, shadow=one) for one in shadows]
+        self._routers = cycle(routers)
+        self._tell = RouterMetrics(CollectorRegistry()).tell_shadow
         size = _SHARED_TOKENS * _BYTES_PER_TOKEN
         self._shared = [self._random.randbytes(size) for _ in range(_SHARED_PROMPTS)]
         names = [f"10.0.{number >> 8}.{number & 255}:8000" for number in range(replicas)]
@@ -192,11 +237,12 @@ class _Load:
     def step(self) -> None:
         """One request comes and another ends."""
         self._wait()
-        request = self._request()
+        request, router = self._request(), next(self._routers)
         start = perf_counter()
-        decision = self._router.decide(request)
-        decided = perf_counter()
+        decision = router.decide(request)
         assert decision is not None
+        self._tell(decision)
+        decided = perf_counter()
         ticket = self._fleet.dispatch(decision.replica, request, decision.cached)
         entered = perf_counter()
         self.decisions.append(decided - start)

@@ -281,6 +281,9 @@ class RouteSettings(Section):
 
     policy: PolicyName = "completion"
     """Name of the policy that chooses."""
+    shadow_policy: PolicyName | None = None
+    """Name of another that is asked for each request, too, without effect: metrics and decision
+    records say where it would have sent it; null: none is."""
     policy_header: str = Field(default="x-extproc-policy", pattern=r"^[a-z0-9_-]+$")
     """Request header that names another policy for one request."""
     allow_policy_header: bool = False

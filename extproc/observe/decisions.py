@@ -12,6 +12,7 @@ import numpy as np
 
 from extproc.predict.inputs import Floats
 from extproc.route.router import Decision
+from extproc.route.shadow import TIMES
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class DecisionRecord:
             "expected_cached_tokens": _short(decision.cached),
             "predicted_ttft_s": _short(decision.predicted_ttft),
             "predicted_completion_s": _short(decision.predicted_completion),
+            "shadow": self._shadow(),
             "compared": self.candidates,
             "candidates": self._compared(most),
             "excluded": [
@@ -105,6 +107,18 @@ class DecisionRecord:
                 "cached_tokens": self.outcome.cached_tokens,
                 "output_tokens": self.outcome.output_tokens,
             },
+        }
+
+    def _shadow(self) -> dict[str, Any] | None:
+        """What another policy would have chosen, if one was asked."""
+        if (shadow := self.decision.shadow) is None:
+            return None
+        view, prediction = self.decision.situation.view, self.decision.prediction
+        return {
+            "policy": shadow.policy,
+            "replica": view.ids[shadow.first],
+            "name": view.names[shadow.first],
+            **{f"{time}_s": _short(getattr(prediction, time).item(shadow.first)) for time in TIMES},
         }
 
     def _compared(self, most: int | None) -> list[dict[str, Any]]:

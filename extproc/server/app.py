@@ -25,10 +25,9 @@ from extproc.poll.into_fleet import check_some, poll_into
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
-from extproc.route.router import Router
 from extproc.server.admin import admin_routes, readiness
 from extproc.server.service import GrpcServer
-from extproc.server.services import Services
+from extproc.server.services import Services, router_of
 from extproc.server.sharing import share
 from extproc.server.watch import Reader
 from extproc.store.connection import connect
@@ -119,7 +118,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
     fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
     return Services(
         config=config,
-        router=Router(fleet, config.route.policy, generator, config.route.session_cost_s),
+        router=router_of(config.route, fleet, generator),
         tokens=TokenCounter(config.request),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=RouterMetrics(registry),
