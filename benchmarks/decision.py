@@ -18,7 +18,8 @@ import gc
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle
+from itertools import compress, cycle
+from operator import not_
 from pathlib import Path
 from random import Random
 from statistics import median, quantiles
@@ -145,14 +146,18 @@ def _shadows(decisions: int) -> int:
 
 
 def measure_shadows(replicas: int, decisions: int) -> list[float]:
-    """By what share of its time a decision takes longer with each of ``SHADOWS`` beside it; those
-    without one, and with each, take turns."""
-    load = _Load(POLICIES[0], replicas, shadows=(None, *SHADOWS))
-    for _ in range(decisions):
-        load.step()
-    turns = len(SHADOWS) + 1
-    without, *with_it = (median(load.decisions[turn::turns]) for turn in range(turns))
-    return [one / without - 1.0 for one in with_it]
+    """By what share of its time a decision takes longer with each of ``SHADOWS`` beside it: those
+    that one was asked about beside those between them."""
+    load, shares = _Load(POLICIES[0], replicas), []
+    for shadow in SHADOWS:
+        load.put_beside(shadow)
+        for _ in range(decisions):
+            load.step()
+        asked = list(compress(load.decisions, load.shadowed))
+        others = list(compress(load.decisions, map(not_, load.shadowed)))
+        share = len(asked) / len(load.decisions)
+        shares.append(share * (median(asked) / median(others) - 1.0))
+    return shares
 
 
 def _line(run: Timing) -> str:
@@ -203,16 +208,11 @@ def measure_chat(text_bytes: int, times: int) -> Reading:
 class _Load:
     """A router under a virtual clock, its fleet equally busy all the time: one comes, one ends."""
 
-    def __init__(
-        self,
-        policy: str,
-        replicas: int,
-        kv_usage: float = _KV_USAGE,
-        shadows: Sequence[str | None] = (None,),
-    ) -> None:
-        """``shadows``: policies without effect; their routers take turns."""
+    def __init__(self, policy: str, replicas: int, kv_usage: float = _KV_USAGE) -> None:
         self.decisions: list[float] = []
         """Seconds that each took."""
+        self.shadowed: list[bool] = []
+        """Whether another policy was asked."""
         self.ledger: list[float] = []
         """Seconds for the entry of a request and the release of another."""
         self.polls: list[float] = []
@@ -221,8 +221,8 @@ class _Load:
         self._random = Random(0)
         self._clock = VirtualClock()
         self._fleet = Fleet(OutputLengths(), self._clock)
-        routers = [Router(self._fleet, policy, self._random, shadow=one) for one in shadows]
-        self._routers = cycle(routers)
+        self._policy = policy
+        self._router = Router(self._fleet, policy, self._random)
         self._tell = RouterMetrics(CollectorRegistry()).tell_shadow
         size = _SHARED_TOKENS * _BYTES_PER_TOKEN
         self._shared = [self._random.randbytes(size) for _ in range(_SHARED_PROMPTS)]
@@ -234,18 +234,25 @@ class _Load:
         self._pause = _POLL_INTERVAL / replicas
         self._in_flight = [self._send(name) for name in names for _ in range(_IN_FLIGHT)]
 
+    def put_beside(self, shadow: str | None) -> None:
+        """Begins anew, with this policy beside the one that decides."""
+        self._router = Router(self._fleet, self._policy, self._random, shadow=shadow)
+        self.decisions.clear()
+        self.shadowed.clear()
+
     def step(self) -> None:
         """One request comes and another ends."""
         self._wait()
-        request, router = self._request(), next(self._routers)
+        request = self._request()
         start = perf_counter()
-        decision = router.decide(request)
+        decision = self._router.decide(request)
         assert decision is not None
         self._tell(decision)
         decided = perf_counter()
         ticket = self._fleet.dispatch(decision.replica, request, decision.cached)
         entered = perf_counter()
         self.decisions.append(decided - start)
+        self.shadowed.append(decision.shadow is not None)
         self._in_flight.append(ticket)
         self._wait()
         ended = self._in_flight.pop(self._random.randrange(len(self._in_flight)))

@@ -86,10 +86,10 @@ class PowerOfTwo:
         """The less loaded of the two drawn; the other is for a retry."""
         view = situation.view
         drawn = random.sample(range(len(view)), min(2, len(view)))
-        first = min(drawn, key=view.requests.item)
         scores = np.full(len(view), np.inf)
-        scores[drawn] = view.requests[drawn]
-        return Choice(first, scores)
+        for index in drawn:
+            scores[index] = view.requests[index]
+        return Choice(min(drawn, key=scores.item), scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:
         """The two drawn, the better one first."""

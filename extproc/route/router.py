@@ -27,6 +27,9 @@ _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
 the prefix cache brought it far sooner, there is no telling how long the request decoded."""
 
+_SHADOWED = 0.25
+"""Share of requests that a shadow policy is asked about: some take a sixth of a decision's time."""
+
 _STEPS, _SHARE = 2.0, 0.02
 """Tokens, and share of an answer, by which the ledger's count of them may be short."""
 
@@ -241,9 +244,7 @@ class Router:
             add_adapter(prediction, adapter)
         situation = Situation(profile, view, held, prediction, sequences, adapter)
         own = policy if policy in POLICIES else self._default
-        # Who asks for a policy gets it, whatever ``route.policy`` is.
-        beside = [] if policy in POLICIES else self._shadow
-        policies = [(own, self._policies[own]), *beside]
+        policies = [(own, self._policies[own]), *self._beside(policy)]
         (name, chosen_by), *shadows = self._in_charge(situation, policies, waited)
         choice = chosen_by.choose(situation, self._random)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
@@ -319,6 +320,12 @@ class Router:
             most_s = self._session_cost_s
             policies = [(Session.NAME, Session(home, most_s, policy)) for _, policy in policies]
         return policies
+
+    def _beside(self, asked: str) -> Sequence[tuple[str, Policy]]:
+        """The other policy, for some of the requests that would change with ``route.policy``."""
+        if not self._shadow or asked in POLICIES or self._shadows_random.random() >= _SHADOWED:
+            return ()
+        return self._shadow
 
     def _shadowed(
         self, situation: Situation, shadows: Sequence[tuple[str, Policy]]

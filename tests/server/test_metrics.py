@@ -128,21 +128,20 @@ async def test_what_comes_is_demand_whether_it_is_answered_or_not(
 async def test_what_another_policy_would_have_chosen_is_counted_and_recorded(
     envoy: EnvoySide, services: Services, registry: CollectorRegistry
 ) -> None:
-    ends, shadows = [], []
-    for name in ("one", "two"):
+    ends = []
+    for name in map(str, range(40)):
         async with envoy.stream() as stream:
             await stream.request_headers(headers={"x-request-id": name})
             await stream.request_body(CHAT | {"max_tokens": 50})
             await stream.end()
         shown = services.log.of_request(name)[0].to_json()
-        shadow = shown["shadow"]
-        shadows.append(shadow["replica"])
-        ends.append(shadow["completion_s"] - shown["predicted_completion_s"])
-    assert shadows == [replica(1), replica(2)]  # its turns, whatever was chosen
+        if (shadow := shown["shadow"]) is not None:
+            ends.append(shadow["completion_s"] - shown["predicted_completion_s"])
+            assert shadow["replica"] == replica(2 - len(ends) % 2)  # its turns
     by = {"policy": "round_robin"}
     same = value(registry, "shadow_decisions_total", by | {"result": "same"}) or 0
     other = value(registry, "shadow_decisions_total", by | {"result": "other"}) or 0
-    assert (same, other) == (ends.count(0.0), 2 - ends.count(0.0))
+    assert (same, other) == (ends.count(0.0), len(ends) - ends.count(0.0))
     more = value(registry, "shadow_seconds_total", by | {"time": "completion", "result": "more"})
     assert more == pytest.approx(sum(one for one in ends if one > 0), abs=1e-3)
     assert other
