@@ -226,6 +226,9 @@ class ServeSettings(TlsFiles):
     stream_sample: float | None = Field(default=None, ge=0, le=1)
     """Deprecated: the share of streamed responses that were read. 0 is taken for ``chunks_per_s``
     0, and 1 for reading all; any other has no effect."""
+    decision_metadata: bool = False
+    """Tell Envoy what was decided and predicted, in metadata ``extproc``: for its access log, and
+    response headers."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
 
@@ -282,8 +285,8 @@ class RouteSettings(Section):
     policy: PolicyName = "completion"
     """Name of the policy that chooses."""
     shadow_policy: PolicyName | None = None
-    """Name of another that is asked for each request, too, without effect: metrics and decision
-    records say where it would have sent it; null: none is."""
+    """Name of another that is asked about a quarter of the requests, too, without effect: metrics
+    and decision records say where it would have sent them; null: none is."""
     policy_header: str = Field(default="x-extproc-policy", pattern=r"^[a-z0-9_-]+$")
     """Request header that names another policy for one request."""
     allow_policy_header: bool = False
@@ -518,6 +521,14 @@ class AdminSettings(CertificateFiles):
     reaches the port may look. Health needs none."""
 
 
+class TraceSettings(Section):
+    """Spans of decisions (OpenTelemetry)."""
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """Base URL of the collector to send them to by OTLP over HTTP; null: none are made. Needs the
+    extra ``traces``."""
+
+
 class LogSettings(Section):
     """Logs go to standard error, one JSON object or one line of text each."""
 
@@ -568,6 +579,7 @@ class Config(PoolReplicas):
     xds: XdsSettings = XdsSettings()
     admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
+    traces: TraceSettings = TraceSettings()
 
     @field_validator("pools")
     @classmethod

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from extproc.address import with_name
 from extproc.explain.records import Candidate, Outcome, Record, Shadow
 from extproc.layout import Column, count, figure, paragraph, printable, share, table
 
@@ -236,16 +237,16 @@ def _shadow(shadow: Shadow, record: Record) -> str:
     """Where another policy would have sent it, and when it would end there."""
     if shadow.replica == record.replica:
         return f"{shadow.policy} would have chosen the same"
+    where = with_name(shadow.replica, shadow.name)
     return (
-        f"{shadow.policy} would have chosen {shadow.name} ({shadow.replica}): first token after "
-        f"{figure(shadow.ttft_s)} s, finished after {figure(shadow.completion_s)} s, others lose "
+        f"{shadow.policy} would have chosen {where}: first token after {figure(shadow.ttft_s)} s, "
+        f"finished after {figure(shadow.completion_s)} s, others lose "
         f"{figure(shadow.cost_to_others_s)} s"
     )
 
 
 def _named(record: Record, replica: str) -> str:
-    name = record.name_of(replica)
-    return name if name == replica else f"{name} ({replica})"
+    return with_name(replica, record.name_of(replica))
 
 
 def _remark(record: Record) -> str:

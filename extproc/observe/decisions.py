@@ -171,6 +171,24 @@ def _short(value: float | None) -> float | None:
     return None if value is None or not isfinite(value) else round(value, _DIGITS)
 
 
+def told(decision: Decision, waited: float) -> dict[str, str | float]:
+    """What Envoy is told of a decision; times in seconds, of a request that ``waited`` so long."""
+    view, prediction, profile = decision.situation.view, decision.prediction, decision.profile
+    figures = {
+        "prompt_tokens": profile.prompt_tokens,
+        "cached_tokens": decision.cached,
+        "expected_output_tokens": prediction.output_tokens,
+        "predicted_ttft_s": decision.predicted_ttft,
+        "predicted_completion_s": decision.predicted_completion,
+        "held_s": waited,
+    }
+    return {
+        "policy": decision.policy,
+        "replica": view.names[decision.choice.first],
+        "model": decision.name or profile.model,
+    } | {name: short for name, figure in figures.items() if (short := _short(figure)) is not None}
+
+
 _MOST_CANDIDATES = 100_000
 """Candidates of all records kept: some 20 MB, however many replicas there are."""
 

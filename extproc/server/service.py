@@ -92,7 +92,10 @@ class ExternalProcessor:
         try:
             while (raw := await (reading or context.read())) is not grpc.aio.EOF:
                 message = ProcessingRequest.FromString(raw)
-                exchange = exchange or _protocol(message)(services, message)
+                if exchange is None:
+                    exchange = _protocol(message)(services, message)
+                    if services.traces is not None:
+                        exchange.trace = services.traces.begin(context.invocation_metadata() or ())
                 replies = exchange.answer(message)
                 reading = None
                 del raw, message  # see above

@@ -11,6 +11,7 @@ from extproc.observe.accuracy import Accuracy
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
+from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
@@ -38,6 +39,8 @@ class Services:
     reader: Reader
     queue: Queue
     demand: Demand
+    traces: Traces | None = None
+    """None: no spans are made."""
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
     accuracy: Accuracy = field(default_factory=Accuracy)
