@@ -14,6 +14,12 @@ from extproc.predict.inputs import Floats
 from extproc.route.router import Decision
 from extproc.route.shadow import TIMES
 
+TERMS = (
+    *("step_rest", "admission", "adapter", "prefill", "decode"),
+    *("cost_to_others", "avoidable"),
+)
+"""Of a prediction."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -131,10 +137,6 @@ class DecisionRecord:
             if self.outcome.served_by in view.ids:
                 rows.add(view.ids.index(self.outcome.served_by))
             shown = np.array(sorted(rows))
-        terms = (
-            *("step_rest", "admission", "adapter", "prefill", "decode"),
-            *("cost_to_others", "avoidable"),
-        )
         columns: dict[str, list[Any]] = {
             "replica": [view.ids[row] for row in shown],
             "name": [view.names[row] for row in shown],
@@ -146,7 +148,7 @@ class DecisionRecord:
             "cached_tokens": _figures(prediction.cached[shown]),
             "predicted_ttft_s": _figures(prediction.ttft[shown]),
             "predicted_completion_s": _figures(prediction.completion[shown]),
-            "terms_s": _rows({name: _figures(getattr(prediction, name)[shown]) for name in terms}),
+            "terms_s": _rows({name: _figures(getattr(prediction, name)[shown]) for name in TERMS}),
             "stretch": _figures(view.stretch[shown]),
             "cost_weight": _figures(prediction.cost_weight[shown]),
             "kv_pressure": _figures(prediction.kv_pressure[shown]),
@@ -172,7 +174,7 @@ def _short(value: float | None) -> float | None:
 
 
 def told(decision: Decision, waited: float) -> dict[str, str | float]:
-    """What Envoy is told of a decision; times in seconds, of a request that ``waited`` so long."""
+    """What others are told of a decision; times in seconds. ``waited``: before it."""
     view, prediction, profile = decision.situation.view, decision.prediction, decision.profile
     figures = {
         "prompt_tokens": profile.prompt_tokens,

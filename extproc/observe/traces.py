@@ -1,13 +1,14 @@
 """OpenTelemetry spans of a request: its decision, and then the request on its replica."""
 
 from collections.abc import Iterable
+from logging import ERROR, getLogger
 from socket import gethostname
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from extproc.address import split_address
-from extproc.observe.decisions import Outcome
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.observe.decisions import TERMS, Outcome, told
+from extproc.request.profile import Endpoint
 from extproc.route.router import Decision
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ Attributes = dict[str, str | int | float | None]
 
 _PATH = "/v1/traces"
 """Of OTLP over HTTP."""
+_LEFT_OUT = "-00"
+"""The flags of a ``traceparent`` that is not sampled, at its end."""
 _FLUSH_S = 2.0
 """For the last spans, when the router stops: a collector may be gone."""
 _OPERATIONS = {
@@ -28,10 +31,6 @@ _OPERATIONS = {
     Endpoint.EMBEDDINGS: "embeddings",
 }
 """As the semantic conventions of OpenTelemetry (``gen_ai.operation.name``) have them."""
-_TERMS = (
-    *("step_rest", "admission", "adapter", "prefill", "decode"),
-    *("cost_to_others", "avoidable"),
-)
 
 
 class Traces:
@@ -64,6 +63,7 @@ class Traces:
         exporter = OTLPSpanExporter(endpoint.rstrip("/") + _PATH)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("extproc")
+        getLogger("opentelemetry").setLevel(ERROR)  # each try to reach a collector is a warning
         self._parent = TraceContextTextMapPropagator().extract
 
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> "Trace | None":
@@ -72,6 +72,8 @@ class Traces:
         ``metadata``: of its gRPC stream, in which Envoy names its span: no client can.
         """
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
+        if carrier.get("traceparent", "").endswith(_LEFT_OUT):
+            return None  # most, as a rule: in a tenth of the time
         parent = self._parent(carrier)
         span = self._tracer.start_span("route", parent)
         return Trace(self._tracer, parent, span) if span.is_recording() else None
@@ -104,21 +106,19 @@ class Trace:
 
     def sent(self, decision: Decision, request_id: str, pool: str, waited: float) -> None:
         """It goes to a replica now, ``waited`` seconds after it came."""
-        predicted: Attributes = {
-            "extproc.predicted_ttft_s": decision.predicted_ttft,
-            "extproc.predicted_completion_s": decision.predicted_completion,
+        profile = decision.profile
+        asked: Attributes = {
+            "gen_ai.operation.name": _OPERATIONS.get(profile.endpoint, profile.endpoint.strip("/")),
+            "gen_ai.request.model": profile.asked or profile.model,
+            "gen_ai.request.max_tokens": profile.output_bound,
         }
-        common = _request(decision.profile) | predicted
-        own: Attributes = {
-            "extproc.request_id": request_id,
-            "extproc.pool": pool,
-            "extproc.held_s": waited,
-        }
-        _set(self._route, common | own | _address(decision.replica) | _decided(decision))
+        asked |= {f"extproc.{key}": value for key, value in told(decision, waited).items()}
+        own: Attributes = {"extproc.request_id": request_id, "extproc.pool": pool}
+        _set(self._route, asked | own | _address(decision.replica) | _compared(decision))
         self.ended("routed")
-        name = " ".join((str(common["gen_ai.operation.name"]), decision.profile.model)).strip()
-        self._request = self._tracer.start_span(name, self._parent)
-        _set(self._request, common)
+        name = f"{asked['gen_ai.operation.name']} {profile.model}"
+        self._request = self._tracer.start_span(name.strip(), self._parent)
+        _set(self._request, asked)
 
     def ended(self, result: str, error: str = "") -> None:
         """The decision is over, as ``extproc_requests_total`` calls it; ``error``: why it is
@@ -150,31 +150,18 @@ class Trace:
         span.end()
 
 
-def _request(profile: RequestProfile) -> Attributes:
+def _compared(decision: Decision) -> Attributes:
+    """The terms of the replica chosen and of the runner-up."""
+    choice, view = decision.choice, decision.situation.view
+    second = {} if choice.second is None else {"second": choice.second}
     return {
-        "gen_ai.operation.name": _OPERATIONS.get(profile.endpoint, profile.endpoint.strip("/")),
-        "gen_ai.request.model": profile.asked or profile.model,
-        "gen_ai.request.max_tokens": profile.output_bound,
-    }
-
-
-def _decided(decision: Decision) -> Attributes:
-    choice, prediction = decision.choice, decision.prediction
-    names, second = decision.situation.view.names, choice.second
-    compared = {"chosen": choice.first} | ({} if second is None else {"second": second})
-    terms = {
-        f"extproc.{which}.{term}_s": getattr(prediction, term).item(row)
-        for which, row in compared.items()
-        for term in _TERMS
-    }
-    return terms | {
-        "extproc.policy": decision.policy,
-        "extproc.prompt_tokens": decision.profile.prompt_tokens,
-        "extproc.cached_tokens": decision.cached,
-        "extproc.expected_output_tokens": prediction.output_tokens,
-        "extproc.candidates": len(names),
-        "extproc.chosen.name": names[choice.first],
-        "extproc.second.name": None if second is None else names[second],
+        "extproc.candidates": len(view),
+        **{f"extproc.{which}": view.names[row] for which, row in second.items()},
+        **{
+            f"extproc.{which}.{term}_s": getattr(decision.prediction, term).item(row)
+            for which, row in ({"replica": choice.first} | second).items()
+            for term in TERMS
+        },
     }
 
 

@@ -244,9 +244,15 @@ class Router:
             add_adapter(prediction, adapter)
         situation = Situation(profile, view, held, prediction, sequences, adapter)
         own = policy if policy in POLICIES else self._default
-        policies = [(own, self._policies[own]), *self._beside(policy)]
-        (name, chosen_by), *shadows = self._in_charge(situation, policies, waited)
+        policies = [(own, self._policies[own])]
+        if self._shadow:
+            policies += self._beside(policy)
+        (name, chosen_by), *others = self._in_charge(situation, policies, waited)
         choice = chosen_by.choose(situation, self._random)
+        shadow = None
+        for _, other in others:  # one at most
+            first = other.choose(situation, self._shadows_random).first
+            shadow = Shadow(policies[1][0], first)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(
             name,
@@ -258,7 +264,7 @@ class Router:
             self._retry(situation, choice, model),
             fleet.peers.news_age,
             fleet.peers.stale,
-            self._shadowed(situation, shadows),
+            shadow,
         )
 
     def late(self, decision: Decision, waited: float) -> float:
@@ -321,19 +327,10 @@ class Router:
             policies = [(Session.NAME, Session(home, most_s, policy)) for _, policy in policies]
         return policies
 
-    def _beside(self, asked: str) -> Sequence[tuple[str, Policy]]:
+    def _beside(self, asked: str) -> list[tuple[str, Policy]]:
         """The other policy, for some of the requests that would change with ``route.policy``."""
-        if not self._shadow or asked in POLICIES or self._shadows_random.random() >= _SHADOWED:
-            return ()
-        return self._shadow
-
-    def _shadowed(
-        self, situation: Situation, shadows: Sequence[tuple[str, Policy]]
-    ) -> Shadow | None:
-        """What the other policy would have chosen; there is one at most."""
-        for (name, _), (_, policy) in zip(self._shadow, shadows, strict=False):
-            return Shadow(name, policy.choose(situation, self._shadows_random).first)
-        return None
+        some = asked not in POLICIES and self._shadows_random.random() < _SHADOWED
+        return self._shadow if some else []
 
     def learn(
         self,

@@ -51,7 +51,7 @@ class Traced(Stack):
         agent = Path(rotel.__file__).with_name("rotel-agent")
         grpc, http = (self.address(one) for one in ("collector", "collector-http"))
         onward = f"http://127.0.0.1:{self.spans.port}"
-        argv = [
+        argv: list[str | Path] = [
             agent,
             "start",
             "--exporter",
@@ -136,11 +136,11 @@ async def test_a_decision_is_a_part_of_the_trace_that_envoy_makes(
     assert decided["extproc.request_id"] == record["request_id"]
     assert f"{decided['server.address']}:{decided['server.port']}" == record["replica"]
     for key in ("policy", "prompt_tokens", "predicted_completion_s"):
-        assert decided[f"extproc.{key}"] == pytest.approx(record[key], abs=1e-4), key
-    others = {one["name"]: one["terms_s"] for one in record["candidates"]}
-    for which in ("chosen", "second"):
-        terms = others.pop(decided[f"extproc.{which}.name"])
-        assert decided[f"extproc.{which}.prefill_s"] == pytest.approx(terms["prefill"], abs=1e-4)
+        assert decided[f"extproc.{key}"] == record[key], key
+    terms = {one["name"]: one["terms_s"] for one in record["candidates"]}
+    for which in ("replica", "second"):
+        told = decided[f"extproc.{which}.prefill_s"]
+        assert told == pytest.approx(terms.pop(decided[f"extproc.{which}"])["prefill"], abs=1e-4)
     served = attributes(request)
     assert served["http.response.status_code"] == 200
     assert served["gen_ai.usage.output_tokens"] == 20

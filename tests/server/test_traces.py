@@ -125,16 +125,6 @@ async def test_where_envoy_chooses_and_where_it_is_refused(
     assert attributes(unrouted)["extproc.result"] == "unrouted"
 
 
-async def test_a_name_that_is_no_text_spoils_no_others(
-    envoy: EnvoySide, services: Services, spans: Spans
-) -> None:
-    for model in (b"llama", b"\\ud800"):
-        async with envoy.stream(traceparent=SAMPLED) as stream:
-            await stream.body_first(b'{"model": "%s", "prompt": "a"}' % model, "/v1/completions")
-            await stream.end()
-    assert "text_completion llama" in await sent(services, spans)
-
-
 def test_a_collector_that_is_gone_keeps_no_router_from_stopping() -> None:
     traces = Traces("http://127.0.0.1:1", worker=0)
     trace = traces.begin([("traceparent", SAMPLED)])
