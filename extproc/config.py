@@ -229,6 +229,9 @@ class ServeSettings(TlsFiles):
     hung_s: float = Field(default=20.0, ge=0)
     """A replica that answers nothing for so long, neither polls nor requests, hangs: what it has in
     flight is ended, by 503 where no answer has begun. 0: never."""
+    decision_metadata: bool = False
+    """Tell Envoy what was decided and predicted, in metadata ``extproc``: for its access log, and
+    response headers."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
 
@@ -284,6 +287,9 @@ class RouteSettings(Section):
 
     policy: PolicyName = "completion"
     """Name of the policy that chooses."""
+    shadow_policy: PolicyName | None = None
+    """Name of another that is asked about a quarter of the requests, too, without effect: metrics
+    and decision records say where it would have sent them; null: none is."""
     policy_header: str = Field(default="x-extproc-policy", pattern=r"^[a-z0-9_-]+$")
     """Request header that names another policy for one request."""
     allow_policy_header: bool = False
@@ -518,6 +524,14 @@ class AdminSettings(CertificateFiles):
     reaches the port may look. Health needs none."""
 
 
+class TraceSettings(Section):
+    """Spans of decisions (OpenTelemetry)."""
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """Base URL of the collector to send them to by OTLP over HTTP; null: none are made. Needs the
+    extra ``traces``."""
+
+
 class LogSettings(Section):
     """Logs go to standard error, one JSON object or one line of text each."""
 
@@ -568,6 +582,7 @@ class Config(PoolReplicas):
     xds: XdsSettings = XdsSettings()
     admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
+    traces: TraceSettings = TraceSettings()
 
     @field_validator("pools")
     @classmethod
