@@ -21,11 +21,11 @@ from time import perf_counter
 from timeit import repeat
 
 from benchmarks import arguments
-from benchmarks.clock import VirtualClock
 from extproc.config import RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.predict.lengths import OutputLengths
+from extproc.replay.clock import VirtualClock
 from extproc.replica_state import ReplicaState
 from extproc.request.inspect import inspect
 from extproc.request.prefix import prefix_of
