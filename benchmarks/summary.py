@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.discrete import Simulation
-from benchmarks.distribution import FIGURES, distribution, rank_correlation
 from benchmarks.imbalance import imbalance
+from extproc.replay.distribution import FIGURES, distribution, rank_correlation
 from extproc.replay.served import Failed, Served, Traced
 
 Run = dict[str, Any]

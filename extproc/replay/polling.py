@@ -87,6 +87,7 @@ class Watch:
             kv_usage=gauges.kv_usage,
             kv_tokens=engine.capacity,
             block_size=engine.pool.block_size,
+            prefix_caching=engine.prefix_caching,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,

@@ -114,11 +114,15 @@ class Routers:
         self._under_way: deque[tuple[float, Digest | None, str, bytes]] = deque()
 
     def decide(
-        self, number: int, profile: RequestProfile, prefix: Sequence[int]
+        self,
+        number: int,
+        profile: RequestProfile,
+        prefix: Sequence[int],
+        among: frozenset[str] | None = None,
     ) -> Decision | None:
-        """The decision of a router drawn at random."""
+        """The decision of a router drawn at random; ``among``: the only replicas to choose from."""
         owner = self._owner[number] = self._random.choice(self.nodes)
-        return owner.router.decide(profile)
+        return owner.router.decide(profile, among=among)
 
     def owner(self, number: int) -> Node:
         """The router that a request came to."""

@@ -137,6 +137,8 @@ class Exchange:
         if self._held is not None:
             self._services.queue.gave_up(self._held, self.is_timed)
             self._services.metrics.requests.add("gave_up")
+            if self._services.recorder:
+                self._services.recorder.refused("gave_up")
             self._waits_no_more()
         if self._in_flight is not None:
             self._in_flight.end()
@@ -146,6 +148,8 @@ class Exchange:
         metrics = self._services.metrics
         metrics.requests.add("refused")
         metrics.refused.add(error.code or error.kind)
+        if self._services.recorder:
+            self._services.recorder.refused(error.code or error.kind)
         return [refuse(error)]
 
     # -- the request ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from extproc.observe.accuracy import Accuracy
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
+from extproc.observe.recorder import Recorder
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
@@ -33,6 +34,8 @@ class Services:
     reader: Reader
     queue: Queue
     demand: Demand
+    recorder: Recorder | None = None
+    """Of the traffic, where it is recorded."""
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
     accuracy: Accuracy = field(default_factory=Accuracy)
@@ -54,6 +57,17 @@ class Services:
             router=router,
             queue=queue,
             demand=Demand(self.clock),
+            recorder=recorder_of(config, fleet, self.wall),
             watch=Watch(),
             accuracy=Accuracy(),
         )
+
+
+def recorder_of(config: Config, fleet: Fleet, wall: Clock) -> Recorder | None:
+    """What records the traffic of a pool, if that is asked for.
+
+    Raises:
+        OSError: there can be no record.
+    """
+    folder = config.record.path
+    return None if folder is None else Recorder(config, folder, fleet, wall)

@@ -1,0 +1,126 @@
+"""A scene, played: by the router as it would decide, or with every request where it went."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+import numpy as np
+
+from extproc.config import HoldSettings
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.members import ModelNames
+from extproc.predict.inputs import Floats
+from extproc.predict.lengths import OutputLengths
+from extproc.predict.typical import Typical
+from extproc.replay.clock import VirtualClock
+from extproc.replay.machine import Machine
+from extproc.replay.polling import Watch
+from extproc.replay.routers import Node, Routers
+from extproc.replay.scene import Asked, Member, Scene, Turn
+from extproc.replay.served import Arrival, Traced
+from extproc.replay.simulation import Event, Simulation
+from extproc.route.router import Decision
+from extproc.simulator.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of each request of a scene, in its order; not a number where it was not served."""
+
+    ttft_s: Floats
+    completion_s: Floats
+
+
+def play(
+    scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
+) -> Played:
+    """Plays a scene.
+
+    Args:
+        scene: what is played.
+        seed: of the policy's draws.
+        forced: each request goes where and when it went.
+        show: told the share that is done, now and then.
+    """
+    simulation = _Replay(scene, seed, forced)
+    ttft, completion = (np.full(len(scene.requests), np.nan) for _ in range(2))
+    requests = scene.requests
+    if forced:  # from when it was sent
+        later = (replace(one, at=one.at + one.waited_s) for one in requests)
+        requests = sorted(later, key=lambda one: one.at)
+    for done, served in enumerate(simulation.run(requests)):
+        asked = served.traced
+        assert isinstance(asked, Asked)
+        waited = asked.waited_s if forced else 0.0
+        ttft[asked.index] = served.ttft + waited
+        completion[asked.index] = served.completion + waited
+        show(done / len(requests))
+    return Played(ttft, completion)
+
+
+class _Replay(Simulation):
+    def __init__(self, scene: Scene, seed: int, forced: bool) -> None:
+        clock, random, typical = VirtualClock(), Random(seed), Typical()
+        self._forced = forced
+        machines = {name: _machine(name, one) for name, one in scene.members.items()}
+        watches, events = [], list[Event]()
+        for name, member in scene.members.items():
+            told = member.turns[0].state
+            watch = Watch(machines[name], told, None, typical, scene.poll_s, random)
+            watches.append(watch)
+            turns = (
+                (turn.at, partial(self._turn, machines[name], watch, turn)) for turn in member.turns
+            )
+            events += turns
+        node = Node(
+            Fleet(OutputLengths(), clock, clock, ModelNames(scene.models)),
+            scene.policy,
+            random,
+            clock,
+            HoldSettings(longest_s=scene.longest_held_s, most=scene.most_held),
+            scene.chunks_per_s,
+            scene.session_cost_s,
+        )
+        hold = scene.longest_held_s > 0.0 and not forced
+        routers = Routers([node], None, clock, random)
+        super().__init__(machines, watches, routers, clock, scene.poll_s, hold, events)
+        self._dealt = routers
+
+    def _arrival(self, number: int, traced: Traced) -> Arrival:
+        assert isinstance(traced, Asked)
+        profile = traced.profile
+        return Arrival(number, traced, profile, profile.objective, partial(self._sequences, traced))
+
+    def _sequences(self, asked: Asked) -> list[Sequence]:
+        block_size = next(iter(self.machines.values())).engine.pool.block_size
+        hashes = asked.hashes(block_size) if asked.profile.prompts == 1 else []
+        prompt = asked.prompt_tokens // max(asked.profile.prompts, 1)
+        return [
+            Sequence(
+                0, max(prompt, 1), asked.output_tokens, hashes, priority=-asked.profile.priority
+            )
+            for _ in range(asked.profile.parts)
+        ]
+
+    def _decide(self, arrival: Arrival) -> Decision | None:
+        asked = arrival.traced
+        assert isinstance(asked, Asked)
+        among = frozenset({asked.replica}) if self._forced else None
+        return self._dealt.decide(arrival.number, arrival.profile, (), among)
+
+    def _turn(self, machine: Machine, watch: Watch, turn: Turn) -> None:
+        machine.runs_at(turn.step)
+        always = {"healthy": True, "draining": False} if self._forced else {}
+        watch.told = turn.state.model_copy(update=always)
+
+
+def _machine(name: str, member: Member) -> Machine:
+    state = member.state
+    return Machine(
+        name,
+        member.hardware,
+        by_priority=state.by_priority,
+        block_size=state.block_size,
+        prefix_caching=state.prefix_caching,
+    )

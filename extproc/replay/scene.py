@@ -1,0 +1,340 @@
+"""What is replayed: requests, replicas and what the router decides by, as recorded or changed."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from extproc.fleet.members import Targets
+from extproc.fleet.tables import COSTS
+from extproc.observe.record import Replica, Request, keys_of
+from extproc.predict.hardware import HardwareProfile, hardware_profile, profile_or_default
+from extproc.predict.inputs import Floats
+from extproc.predict.step import StepModel
+from extproc.replay.recorded import Recorded
+from extproc.replica_state import ReplicaState
+from extproc.request.objective import Objective
+from extproc.request.prefix import Keys, Prefix
+from extproc.request.profile import Endpoint, RequestProfile
+
+_SMOOTHED_S = 60.0
+"""Seconds before and after, over which step times are averaged: what is learned follows accidents,
+and lags behind what happened."""
+_JOINED_S = 5.0
+"""Seconds after the start of a record within which it tells of every replica that there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request of the record."""
+
+    index: int
+    """Among all."""
+    at: float
+    """Seconds from the start."""
+    prompt_tokens: int
+    output_tokens: int
+    """Of each of its sequences."""
+    profile: RequestProfile
+    held: Keys
+    """Keys of its prompt and, as far as a later prompt shows them, of its answer."""
+    unit: float
+    """Tokens of each of these, the same in all requests for the model."""
+    replica: str
+    waited_s: float
+    ttft_s: float
+    """These two since it came; not a number where they were not seen."""
+    completion_s: float
+
+    def hashes(self, block_size: int) -> list[int]:
+        """Of its blocks, equal where the beginnings are."""
+        ends = np.arange(1, int(len(self.held) * self.unit / block_size) + 1) * block_size
+        units = np.minimum(np.ceil(ends / self.unit).astype(int), len(self.held)) - 1
+        hashes: list[int] = (self.held[units] + ends.astype(np.uint64)).tolist()
+        return hashes
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is so of a replica from some time on."""
+
+    at: float
+    step: StepModel
+    state: ReplicaState
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica: its limits, and what became of it."""
+
+    hardware: HardwareProfile
+    turns: tuple[Turn, ...]
+    """The first is so from the start."""
+
+    @property
+    def state(self) -> ReplicaState:
+        """As it was in the end."""
+        return self.turns[-1].state
+
+    def called(self, replica: str, name: str) -> "Member":
+        """One like it."""
+        called = {"id": replica, "name": name}
+        turns = (replace(one, state=one.state.model_copy(update=called)) for one in self.turns)
+        return replace(self, turns=tuple(turns))
+
+    def on(self, hardware: HardwareProfile, step: StepModel | None) -> "Member":
+        """The same on other hardware, with these step times, or those of its profile."""
+        capacity = hardware.kv_tokens
+        told = {"profile": hardware.name, "kv_tokens": capacity}
+        if (longest := self.state.max_model_len) is not None:
+            told["max_model_len"] = min(longest, capacity)
+        turns = (
+            replace(one, step=step or hardware.step, state=one.state.model_copy(update=told))
+            for one in self.turns
+        )
+        return Member(hardware, tuple(turns))
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """All that a replay begins with."""
+
+    policy: str
+    session_cost_s: float
+    longest_held_s: float
+    """0: nothing waits at the router."""
+    most_held: int
+    chunks_per_s: float
+    poll_s: float
+    models: Mapping[str, Targets]
+    members: Mapping[str, Member]
+    """By ``ip:port``."""
+    requests: Sequence[Asked]
+    lasts_s: float
+
+    @property
+    def names(self) -> dict[str, str]:
+        """``ip:port`` of each replica, by what people call it."""
+        return {member.state.name or replica: replica for replica, member in self.members.items()}
+
+
+def scene_of(recorded: Recorded) -> Scene:
+    """What happened.
+
+    Raises:
+        ValueError: something in it cannot be replayed.
+    """
+    start = recorded.start
+    began = min(start.at, recorded.requests[0].at)
+    try:
+        requests = list(_asked(recorded.requests, began))
+        members = {name: _member(lines, began) for name, lines in recorded.replicas.items()}
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"the record has a line that cannot be understood: {error}") from None
+    return Scene(
+        start.policy,
+        start.session_cost_s,
+        start.longest_held_s,
+        start.most_held,
+        start.chunks_per_s,
+        start.poll_interval_s,
+        start.models,
+        members,
+        requests,
+        max(one.at + one.seconds for one in recorded.requests) - began,
+    )
+
+
+# -- requests -------------------------------------------------------------------------------
+
+
+def _asked(lines: Sequence[Request], began: float) -> Iterator[Asked]:
+    keys = [keys_of(line.keys) for line in lines]
+    units = {
+        model: median(line.unit for line in lines if line.model == model and line.unit)
+        for model in {line.model for line in lines if line.unit}
+    }
+    held = list(keys)
+    last = dict[int, int]()
+    for index, line in enumerate(lines):
+        if (before := last.get(line.asked)) is not None:
+            known = keys[index][: int(line.answered / max(line.unit, 1.0))]
+            held[before] = max(held[before], known, key=len)
+        if line.whole:
+            last[line.whole] = index
+    for index, line in enumerate(lines):
+        unit = units.get(line.model, 1.0)
+        seen = line.complete or line.stream
+        yield Asked(
+            index,
+            line.at - began,
+            max(line.prompt_tokens, 1),
+            max(round(line.output_tokens), 1) if line.sequences else 0,
+            _profile(line, keys[index]),
+            held[index],
+            unit,
+            line.replica,
+            line.waited_s,
+            np.nan if line.ttft_s is None else line.waited_s + line.ttft_s,
+            line.waited_s + line.seconds if seen else np.nan,
+        )
+
+
+def _profile(line: Request, keys: Keys) -> RequestProfile:
+    targets = line.ttft_target_s, line.tpot_target_s, line.completion_target_s
+    return RequestProfile(
+        Endpoint(line.endpoint),
+        line.model,
+        line.estimated_tokens,
+        0,
+        output_bound=line.output_bound,
+        sequences=line.sequences,
+        stream=line.stream,
+        least_output=line.least_output,
+        tenant=line.tenant,
+        prompts=line.prompts,
+        longest_share=line.longest_share,
+        session=line.session,
+        objective=Objective(line.objective, line.priority, False, *targets),
+        prefix=Prefix(
+            keys, line.unit, line.estimated_tokens, line.whole, line.asked, line.answered
+        ),
+    )
+
+
+# -- replicas -------------------------------------------------------------------------------
+
+
+def _member(lines: Sequence[Replica], began: float) -> Member:
+    there = [line for line in lines if line.state is not None]
+    states = [ReplicaState.model_validate(line.state) for line in there]
+    last = states[-1]
+    if max(state.engines for state in states) > 1:
+        raise ValueError(
+            f"{last.name or last.id} is a data-parallel server, and those are not replayed"
+        )
+    profile = profile_or_default(last.profile)
+    learned = _learned(there, states)
+    hardware = replace(
+        profile,
+        step=learned[0],
+        kv_tokens=last.kv_tokens or profile.kv_tokens,
+        token_budget=int(there[-1].token_budget),
+        max_num_seqs=int(min(line.max_num_seqs for line in there)),
+    )
+    found = dict(zip(map(id, there), zip(learned, states, strict=True), strict=True))
+    step, state = learned[0], states[0]
+    turns = []
+    for line in lines:
+        step, known = found.get(id(line), (step, None))
+        state = known or state.model_copy(update={"healthy": False})
+        turns.append(Turn(max(line.at - began, 0.0), step, state))
+    if turns[0].at > _JOINED_S:  # until then it was not there
+        gone = turns[0].state.model_copy(update={"healthy": False})
+        turns.insert(0, replace(turns[0], at=0.0, state=gone))
+    return Member(hardware, tuple(turns))
+
+
+def _learned(lines: Sequence[Replica], states: Sequence[ReplicaState]) -> list[StepModel]:
+    """The step times at each line: what was learned about that time, from its own work where there
+    was any."""
+    costs = np.array([[getattr(one.learned, name) for name in COSTS] for one in states])
+    at = np.array([line.at for line in lines])
+    own = np.array([state.measured for state in states])
+    own = own if own.any() else np.ones(len(own), bool)
+    return [StepModel(*_about(moment, at[own], costs[own]).tolist()) for moment in at]
+
+
+def _about(moment: float, at: Floats, costs: Floats) -> Floats:
+    distance = np.abs(at - moment)
+    near = distance <= max(_SMOOTHED_S, distance.min())
+    mean: Floats = costs[near].mean(axis=0)
+    return mean
+
+
+# -- changes --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is to be otherwise; all of it at once."""
+
+    policy: str = ""
+    more: Sequence[str] = ()
+    """Replicas of which there is one more, by name."""
+    less: Sequence[str] = ()
+    """Those that are not there."""
+    hardware: Sequence[tuple[str, str]] = ()
+    """Replicas, and the profile of what they run on instead."""
+    traffic: float = 1.0
+    """How many times as many requests come."""
+    hold: bool | None = None
+    """Whether requests wait at the router; None: as they do."""
+
+    def __str__(self) -> str:
+        parts = [
+            f"policy {self.policy}" if self.policy else "",
+            *(f"one more like {name}" for name in self.more),
+            *(f"without {name}" for name in self.less),
+            *(f"{name} on {profile}" for name, profile in self.hardware),
+            f"{self.traffic:g}× the traffic" if self.traffic != 1.0 else "",
+            "" if self.hold is None else "holding on" if self.hold else "holding off",
+        ]
+        return ", ".join(filter(None, parts))
+
+
+def changed(scene: Scene, change: Change) -> Scene:
+    """The scene as it is to be.
+
+    Raises:
+        ValueError: a replica or a profile does not exist, or none is left.
+    """
+    members = dict(scene.members)
+    for name, profile in change.hardware:
+        replica = _named(scene, name)
+        members[replica] = members[replica].on(*_hardware(scene, profile))
+    times = Counter[str]()
+    for name in change.more:
+        replica = _named(scene, name)
+        times[name] += 1
+        other = f"{replica}+{times[name]}"
+        members[other] = members[replica].called(other, f"{name}+{times[name]}")
+    for name in change.less:
+        members.pop(_named(scene, name), None)
+    if not members:
+        raise ValueError("no replica is left")
+    faster = change.traffic
+    longest = scene.longest_held_s
+    if change.hold is not None:
+        longest = (longest or 300.0) if change.hold else 0.0
+    return replace(
+        scene,
+        policy=change.policy or scene.policy,
+        longest_held_s=longest,
+        members={name: _sooner(member, faster) for name, member in members.items()},
+        requests=[replace(one, at=one.at / faster) for one in scene.requests],
+        lasts_s=scene.lasts_s / faster,
+    )
+
+
+def _sooner(member: Member, times: float) -> Member:
+    return replace(member, turns=tuple(replace(one, at=one.at / times) for one in member.turns))
+
+
+def _named(scene: Scene, name: str) -> str:
+    known = scene.names
+    if name not in known and name not in scene.members:
+        raise ValueError(f"the record has no replica {name!r}, but {', '.join(known)}")
+    return known.get(name, name)
+
+
+def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
+    """That hardware, as it was learned to be where a replica of the record runs on it."""
+    try:
+        profile = hardware_profile(name)
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
+    alike = [one for one in scene.members.values() if one.state.profile == name]
+    return (alike[0].hardware, alike[0].turns[-1].step) if alike else (profile, None)
