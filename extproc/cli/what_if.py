@@ -75,9 +75,9 @@ def _change(args: argparse.Namespace, scene: Scene) -> Change:
     names = list(scene.names)
     return Change(
         args.policy,
-        _replicas(args.more, names),
-        _replicas(args.less, names[::-1]),
-        args.replica,
+        tuple(_replicas(args.more, names)),
+        tuple(_replicas(args.less, names[::-1])),
+        tuple(args.replica),
         args.traffic,
         None if args.hold is None else args.hold == "on",
     )

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 
@@ -28,7 +30,7 @@ _REPLICAS_S = 10.0
 """Seconds between two lines of a replica of which nothing changed but its speed."""
 _MOST_KEPT = 64_000_000
 """Bytes of lines that a slow disk may be late with; further ones are lost."""
-_LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news", "scraped_at"}
+_LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
 
 
 class Recorder:
@@ -59,7 +61,10 @@ class Recorder:
         self._size = -1
         """Of the newest file; below zero: it was not written to yet."""
         self._says = False
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"cannot make {folder} (record.path): {error.strerror}") from None
 
     def ended(
         self,
@@ -125,11 +130,12 @@ class Recorder:
         """Writes until it is cancelled, and then what is left."""
         try:
             while True:
-                self._look()
+                for _ in self._look():
+                    await asyncio.sleep(0)  # requests come first
                 await asyncio.to_thread(self._write, self._take())
                 await asyncio.sleep(_EVERY_S)
         finally:
-            self._look()
+            deque(self._look(), maxlen=0)
             self._write(self._take())
 
     def _add(self, line: Line) -> bytes:
@@ -149,8 +155,8 @@ class Recorder:
 
     # -- replicas ---------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Tells of replicas of which there is something to tell."""
+    def _look(self) -> Iterator[None]:
+        """Tells of replicas of which there is something to tell, one after the other."""
         now, view = self._wall(), self._fleet.overview()
         for place, replica in enumerate(view.ids):
             state = self._fleet.members.get(replica)
@@ -160,6 +166,7 @@ class Recorder:
             if now - before >= _REPLICAS_S or others != [state.healthy, state.draining]:
                 self._told[replica] = now, state.healthy, state.draining
                 self._replicas[replica] = self._add(_line_of(now, state, view, place))
+                yield
         for replica in self._told.keys() - set(view.ids):
             del self._told[replica], self._replicas[replica]
             self._add(Replica(at=now, id=replica))

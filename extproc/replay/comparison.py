@@ -60,8 +60,8 @@ class Difference:
 
 def recorded(scene: Scene) -> Played:
     """What came of each request in truth."""
-    each = ([getattr(one, kind) for one in scene.requests] for kind in KINDS)
-    return Played(*(np.array(seconds) for seconds in each))
+    ttft, completion = (np.array([getattr(one, kind) for one in scene.requests]) for kind in KINDS)
+    return Played(ttft, completion, [one.replica for one in scene.requests])
 
 
 def counted(scene: Scene) -> Indices:

@@ -1,6 +1,7 @@
 """A scene, played: by the router as it would decide, or with every request where it went."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -23,6 +24,9 @@ from extproc.replay.simulation import Event, Simulation
 from extproc.route.router import Decision
 from extproc.simulator.sequence import Sequence
 
+_JITTER_S = 0.02
+"""No traffic comes twice to the millisecond: so much later, drawn, requests come in a replay."""
+
 
 @dataclass(frozen=True, slots=True)
 class Played:
@@ -30,6 +34,8 @@ class Played:
 
     ttft_s: Floats
     completion_s: Floats
+    replicas: Items[str]
+    """That served it; empty: none."""
 
 
 def play(
@@ -39,24 +45,29 @@ def play(
 
     Args:
         scene: what is played.
-        seed: of the policy's draws.
+        seed: of the policy's draws, and of when requests come to the hundredth of a second.
         forced: each request goes where and when it went.
         show: told the share that is done, now and then.
     """
     simulation = _Replay(scene, seed, forced)
     ttft, completion = (np.full(len(scene.requests), np.nan) for _ in range(2))
-    requests = scene.requests
-    if forced:  # from when it was sent
-        later = (replace(one, at=one.at + one.waited_s) for one in requests)
-        requests = sorted(later, key=lambda one: one.at)
+    jitter = Random(f"{seed} jitter")
+    later = (
+        # from when it was sent, or from about when it came
+        replace(one, at=one.at + (one.waited_s if forced else _JITTER_S * jitter.random()))
+        for one in scene.requests
+    )
+    requests = sorted(later, key=lambda one: one.at)
+    replicas = [""] * len(requests)
     for done, served in enumerate(simulation.run(requests)):
         asked = served.traced
         assert isinstance(asked, Asked)
         waited = asked.waited_s if forced else 0.0
         ttft[asked.index] = served.ttft + waited
         completion[asked.index] = served.completion + waited
+        replicas[asked.index] = served.replica
         show(done / len(requests))
-    return Played(ttft, completion)
+    return Played(ttft, completion, replicas)
 
 
 class _Replay(Simulation):

@@ -34,7 +34,8 @@ class Watch:
         Args:
             machine: which.
             told: what is known of it beside its figures.
-            believed: the step times to start learning from; None: the truth is known.
+            believed: the step times to start learning from; None: what is told of them, or else the
+                truth, is known.
             typical: what the others turned out to be.
             interval: seconds between two scrapes.
             random: of the waits between scrapes that fail.
@@ -101,7 +102,7 @@ class Watch:
 
     def _learn(self, figures: EngineFigures, now: float) -> StepModel:
         if self._calibration is None:
-            return self._machine.step_model
+            return self.told.learned or self._machine.step_model
         self._calibration.poll(figures.counts(now), self._typical.value)
         self._typical.report(self._machine.name, self._calibration.ratio)
         return self._calibration.model

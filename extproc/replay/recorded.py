@@ -85,15 +85,15 @@ def _of(lines: Iterable[Line], unreadable: int) -> Recorded:
     starts = [line for line in lines if isinstance(line, Start)]
     same = msgspec.structs.replace(starts[-1], at=0.0)
     others = [one.at for one in starts if msgspec.structs.replace(one, at=0.0) != same]
-    since = max(others, default=0.0)
-    start = next(one for one in starts if one.at > since)
+    start = next(one for one in starts if not others or one.at > max(others))
+    since = start.at if others else 0.0
     replicas: dict[str, list[Replica]] = defaultdict(list)
     for line in lines:
         if isinstance(line, Replica):
             replicas[line.id].append(line)
     recorded = Recorded(start, [], replicas, unreadable=unreadable)
     for line in lines:
-        if line.at < start.at:
+        if line.at < since:
             continue
         if isinstance(line, Refused):
             recorded.left_out[f"refused ({line.why})"] += 1

@@ -8,20 +8,16 @@ from statistics import median
 import numpy as np
 
 from extproc.fleet.members import Targets
-from extproc.fleet.tables import COSTS
 from extproc.observe.record import Replica, Request, keys_of
 from extproc.predict.hardware import HardwareProfile, hardware_profile, profile_or_default
-from extproc.predict.inputs import Floats
 from extproc.predict.step import StepModel
 from extproc.replay.recorded import Recorded
+from extproc.replay.speeds import step_times
 from extproc.replica_state import ReplicaState
 from extproc.request.objective import Objective
 from extproc.request.prefix import Keys, Prefix
 from extproc.request.profile import Endpoint, RequestProfile
 
-_SMOOTHED_S = 60.0
-"""Seconds before and after, over which step times are averaged: what is learned follows accidents,
-and lags behind what happened."""
 _JOINED_S = 5.0
 """Seconds after the start of a record within which it tells of every replica that there is."""
 
@@ -87,7 +83,7 @@ class Member:
     def on(self, hardware: HardwareProfile, step: StepModel | None) -> "Member":
         """The same on other hardware, with these step times, or those of its profile."""
         capacity = hardware.kv_tokens
-        told = {"profile": hardware.name, "kv_tokens": capacity}
+        told: dict[str, object] = {"profile": hardware.name, "kv_tokens": capacity, "learned": step}
         if (longest := self.state.max_model_len) is not None:
             told["max_model_len"] = min(longest, capacity)
         turns = (
@@ -130,7 +126,10 @@ def scene_of(recorded: Recorded) -> Scene:
     began = min(start.at, recorded.requests[0].at)
     try:
         requests = list(_asked(recorded.requests, began))
-        members = {name: _member(lines, began) for name, lines in recorded.replicas.items()}
+        learned = step_times(recorded.replicas, recorded.requests)
+        members = {
+            name: _member(lines, learned[name], began) for name, lines in recorded.replicas.items()
+        }
     except (TypeError, KeyError) as error:
         raise ValueError(f"the record has a line that cannot be understood: {error}") from None
     return Scene(
@@ -207,7 +206,7 @@ def _profile(line: Request, keys: Keys) -> RequestProfile:
 # -- replicas -------------------------------------------------------------------------------
 
 
-def _member(lines: Sequence[Replica], began: float) -> Member:
+def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) -> Member:
     there = [line for line in lines if line.state is not None]
     states = [ReplicaState.model_validate(line.state) for line in there]
     last = states[-1]
@@ -216,16 +215,15 @@ def _member(lines: Sequence[Replica], began: float) -> Member:
             f"{last.name or last.id} is a data-parallel server, and those are not replayed"
         )
     profile = profile_or_default(last.profile)
-    learned = _learned(there, states)
     hardware = replace(
         profile,
-        step=learned[0],
+        step=steps[0],
         kv_tokens=last.kv_tokens or profile.kv_tokens,
         token_budget=int(there[-1].token_budget),
         max_num_seqs=int(min(line.max_num_seqs for line in there)),
     )
-    found = dict(zip(map(id, there), zip(learned, states, strict=True), strict=True))
-    step, state = learned[0], states[0]
+    found = dict(zip(map(id, there), zip(steps, states, strict=True), strict=True))
+    step, state = steps[0], states[0]
     turns = []
     for line in lines:
         step, known = found.get(id(line), (step, None))
@@ -235,23 +233,6 @@ def _member(lines: Sequence[Replica], began: float) -> Member:
         gone = turns[0].state.model_copy(update={"healthy": False})
         turns.insert(0, replace(turns[0], at=0.0, state=gone))
     return Member(hardware, tuple(turns))
-
-
-def _learned(lines: Sequence[Replica], states: Sequence[ReplicaState]) -> list[StepModel]:
-    """The step times at each line: what was learned about that time, from its own work where there
-    was any."""
-    costs = np.array([[getattr(one.learned, name) for name in COSTS] for one in states])
-    at = np.array([line.at for line in lines])
-    own = np.array([state.measured for state in states])
-    own = own if own.any() else np.ones(len(own), bool)
-    return [StepModel(*_about(moment, at[own], costs[own]).tolist()) for moment in at]
-
-
-def _about(moment: float, at: Floats, costs: Floats) -> Floats:
-    distance = np.abs(at - moment)
-    near = distance <= max(_SMOOTHED_S, distance.min())
-    mean: Floats = costs[near].mean(axis=0)
-    return mean
 
 
 # -- changes --------------------------------------------------------------------------------
