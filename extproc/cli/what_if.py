@@ -8,11 +8,12 @@ from pathlib import Path
 from extproc.cli.arguments import above_zero
 from extproc.cli.errors import CommandError, UsageError
 from extproc.replay import show
+from extproc.replay.change import Change
 from extproc.replay.comparison import too_far
 from extproc.replay.page import page
 from extproc.replay.progress import progress
 from extproc.replay.recorded import read
-from extproc.replay.scene import Change, Scene, scene_of
+from extproc.replay.scene import Scene, scene_of
 from extproc.replay.what_if import replay, what_if
 from extproc.route.policies import POLICIES
 

@@ -67,8 +67,6 @@ class Request(_Line, frozen=True, tag="request"):
     complete: bool = False
     """Whether the end of its answer was seen; else the stream was over, and no more is known."""
     failed: bool = False
-    status: int | None = None
-    cached_tokens: int | None = None
     output_tokens: float = 0.0
     """Of each sequence, as reported, or else as steps were counted."""
     output_bound: int | None = None

@@ -52,11 +52,6 @@ class Difference:
         """The difference."""
         return self.after - self.before
 
-    @property
-    def sure(self) -> bool:
-        """Whether it is one at all."""
-        return self.low > 0.0 or self.high < 0.0
-
 
 def recorded(scene: Scene) -> Played:
     """What came of each request in truth."""

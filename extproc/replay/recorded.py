@@ -49,10 +49,12 @@ def read(path: Path, pool: str = "") -> Recorded:
         if not starts:
             raise ValueError(f"{file} is no record: it does not begin as one")
         lines[starts[0].pool] += found
-    pool = pool or next(iter(lines))
-    if pool not in lines or (len(lines) > 1 and path.is_dir() and not pool):
+    if not pool and len(lines) > 1:
+        raise ValueError(f"{path} holds records of several pools, {', '.join(lines)}: say --pool")
+    of_pool = lines.get(pool or next(iter(lines)))
+    if of_pool is None:
         raise ValueError(f"{path} holds no record of pool {pool!r}, but of {', '.join(lines)}")
-    return _of(lines[pool], unreadable)
+    return _of(of_pool, unreadable)
 
 
 def _lines_of(file: Path) -> tuple[list[Line], int]:
@@ -91,7 +93,8 @@ def _of(lines: Iterable[Line], unreadable: int) -> Recorded:
     for line in lines:
         if isinstance(line, Replica):
             replicas[line.id].append(line)
-    recorded = Recorded(start, [], replicas, unreadable=unreadable)
+    known = {name: of for name, of in replicas.items() if any(one.state for one in of)}
+    recorded = Recorded(start, [], known, unreadable=unreadable)
     for line in lines:
         if line.at < since:
             continue
@@ -99,7 +102,7 @@ def _of(lines: Iterable[Line], unreadable: int) -> Recorded:
             recorded.left_out[f"refused ({line.why})"] += 1
         elif isinstance(line, Request) and line.failed:
             recorded.left_out["failed"] += 1
-        elif isinstance(line, Request) and line.replica not in replicas:
+        elif isinstance(line, Request) and line.replica not in known:
             recorded.left_out["on an unknown replica"] += 1
         elif isinstance(line, Request):
             recorded.requests.append(line)

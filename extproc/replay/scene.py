@@ -1,6 +1,5 @@
 """What is replayed: requests, replicas and what the router decides by, as recorded or changed."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -9,7 +8,7 @@ import numpy as np
 
 from extproc.fleet.members import Targets
 from extproc.observe.record import Replica, Request, keys_of
-from extproc.predict.hardware import HardwareProfile, hardware_profile, profile_or_default
+from extproc.predict.hardware import HardwareProfile, profile_or_default
 from extproc.predict.step import StepModel
 from extproc.replay.recorded import Recorded
 from extproc.replay.speeds import step_times
@@ -112,8 +111,13 @@ class Scene:
 
     @property
     def names(self) -> dict[str, str]:
-        """``ip:port`` of each replica, by what people call it."""
-        return {member.state.name or replica: replica for replica, member in self.members.items()}
+        """``ip:port`` of each replica, by what people call it; that itself, where others have its
+        name."""
+        found = dict[str, str]()
+        for replica, member in self.members.items():
+            name = member.state.name
+            found[replica if not name or name in found else name] = replica
+        return found
 
 
 def scene_of(recorded: Recorded) -> Scene:
@@ -125,7 +129,9 @@ def scene_of(recorded: Recorded) -> Scene:
     start = recorded.start
     began = min(start.at, recorded.requests[0].at)
     try:
-        requests = list(_asked(recorded.requests, began))
+        # Where drafts are accepted, as many steps as there are: the engine decodes one by one.
+        per_step = {name: lines[-1].tokens_per_step for name, lines in recorded.replicas.items()}
+        requests = list(_asked(recorded.requests, began, per_step))
         learned = step_times(recorded.replicas, recorded.requests)
         members = {
             name: _member(lines, learned[name], began) for name, lines in recorded.replicas.items()
@@ -149,7 +155,9 @@ def scene_of(recorded: Recorded) -> Scene:
 # -- requests -------------------------------------------------------------------------------
 
 
-def _asked(lines: Sequence[Request], began: float) -> Iterator[Asked]:
+def _asked(
+    lines: Sequence[Request], began: float, per_step: Mapping[str, float]
+) -> Iterator[Asked]:
     keys = [keys_of(line.keys) for line in lines]
     units = {
         model: median(line.unit for line in lines if line.model == model and line.unit)
@@ -166,11 +174,12 @@ def _asked(lines: Sequence[Request], began: float) -> Iterator[Asked]:
     for index, line in enumerate(lines):
         unit = units.get(line.model, 1.0)
         seen = line.complete or line.stream
+        steps = round(line.output_tokens / per_step[line.replica])
         yield Asked(
             index,
             line.at - began,
             max(line.prompt_tokens, 1),
-            max(round(line.output_tokens), 1) if line.sequences else 0,
+            max(steps, 1) if line.sequences else 0,
             _profile(line, keys[index]),
             held[index],
             unit,
@@ -233,89 +242,3 @@ def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) 
         gone = turns[0].state.model_copy(update={"healthy": False})
         turns.insert(0, replace(turns[0], at=0.0, state=gone))
     return Member(hardware, tuple(turns))
-
-
-# -- changes --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What is to be otherwise; all of it at once."""
-
-    policy: str = ""
-    more: Sequence[str] = ()
-    """Replicas of which there is one more, by name."""
-    less: Sequence[str] = ()
-    """Those that are not there."""
-    hardware: Sequence[tuple[str, str]] = ()
-    """Replicas, and the profile of what they run on instead."""
-    traffic: float = 1.0
-    """How many times as many requests come."""
-    hold: bool | None = None
-    """Whether requests wait at the router; None: as they do."""
-
-    def __str__(self) -> str:
-        parts = [
-            f"policy {self.policy}" if self.policy else "",
-            *(f"one more like {name}" for name in self.more),
-            *(f"without {name}" for name in self.less),
-            *(f"{name} on {profile}" for name, profile in self.hardware),
-            f"{self.traffic:g}× the traffic" if self.traffic != 1.0 else "",
-            "" if self.hold is None else "holding on" if self.hold else "holding off",
-        ]
-        return ", ".join(filter(None, parts))
-
-
-def changed(scene: Scene, change: Change) -> Scene:
-    """The scene as it is to be.
-
-    Raises:
-        ValueError: a replica or a profile does not exist, or none is left.
-    """
-    members = dict(scene.members)
-    for name, profile in change.hardware:
-        replica = _named(scene, name)
-        members[replica] = members[replica].on(*_hardware(scene, profile))
-    times = Counter[str]()
-    for name in change.more:
-        replica = _named(scene, name)
-        times[name] += 1
-        other = f"{replica}+{times[name]}"
-        members[other] = members[replica].called(other, f"{name}+{times[name]}")
-    for name in change.less:
-        members.pop(_named(scene, name), None)
-    if not members:
-        raise ValueError("no replica is left")
-    faster = change.traffic
-    longest = scene.longest_held_s
-    if change.hold is not None:
-        longest = (longest or 300.0) if change.hold else 0.0
-    return replace(
-        scene,
-        policy=change.policy or scene.policy,
-        longest_held_s=longest,
-        members={name: _sooner(member, faster) for name, member in members.items()},
-        requests=[replace(one, at=one.at / faster) for one in scene.requests],
-        lasts_s=scene.lasts_s / faster,
-    )
-
-
-def _sooner(member: Member, times: float) -> Member:
-    return replace(member, turns=tuple(replace(one, at=one.at / times) for one in member.turns))
-
-
-def _named(scene: Scene, name: str) -> str:
-    known = scene.names
-    if name not in known and name not in scene.members:
-        raise ValueError(f"the record has no replica {name!r}, but {', '.join(known)}")
-    return known.get(name, name)
-
-
-def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
-    """That hardware, as it was learned to be where a replica of the record runs on it."""
-    try:
-        profile = hardware_profile(name)
-    except KeyError as error:
-        raise ValueError(error.args[0]) from None
-    alike = [one for one in scene.members.values() if one.state.profile == name]
-    return (alike[0].hardware, alike[0].turns[-1].step) if alike else (profile, None)

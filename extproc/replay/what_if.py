@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from extproc.replay.change import Change, changed
 from extproc.replay.comparison import Difference, Fit, counted, differences, fits, recorded
 from extproc.replay.play import Played, play
-from extproc.replay.scene import Change, Scene, changed
+from extproc.replay.scene import Scene
 
 SEEDS = (0, 1, 2)
 """Of the runs without and with a change."""

@@ -49,7 +49,6 @@ def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[Request]:
             prompt_tokens=prompt,
             estimated_tokens=prompt,
             complete=True,
-            status=200,
             stream=True,
             output_tokens=float(random.randrange(20, 200)),
             keys=text_of(np.array(keys, np.uint64)),
