@@ -34,6 +34,11 @@ def shift_port(address: str, by: int) -> str:
     return join_address(host, shifted)
 
 
+def with_name(address: str, name: str) -> str:
+    """Return the address after its name, where it has one of its own: ``a (1.2.3.4:80)``."""
+    return address if name in ("", address) else f"{name} ({address})"
+
+
 def join_address(host: str, port: int) -> str:
     """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extproc.address import join_address, split_address
+from extproc.address import join_address, split_address, with_name
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,10 @@ def test_any_text_is_split_or_refused(text: str) -> None:
         return
     assert host
     assert 0 <= port <= 65_535
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("a", "a (1.2.3.4:80)"), ("", "1.2.3.4:80"), ("1.2.3.4:80", "1.2.3.4:80")]
+)
+def test_an_address_is_told_after_its_name(name: str, said: str) -> None:
+    assert with_name("1.2.3.4:80", name) == said

@@ -5,7 +5,7 @@ from typing import Any
 
 import aiohttp
 
-from extproc.address import join_address
+from extproc.address import join_address, with_name
 from extproc.check.config_dump import refused, running
 from extproc.check.envoy_file import EnvoyFile
 from extproc.check.judge import check_envoy
@@ -95,5 +95,4 @@ def _members(
 
 
 def _titled(host: str, replicas: Mapping[str, str]) -> str:
-    name = replicas.get(host, host)
-    return host if name in ("", host) else f"{name} ({host})"
+    return with_name(host, replicas.get(host, ""))

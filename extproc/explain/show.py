@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from extproc.address import with_name
 from extproc.explain.records import Candidate, Outcome, Record
 from extproc.layout import Column, count, figure, paragraph, printable, share, table
 
@@ -232,8 +233,7 @@ def _chosen(record: Record) -> str:
 
 
 def _named(record: Record, replica: str) -> str:
-    name = record.name_of(replica)
-    return name if name == replica else f"{name} ({replica})"
+    return with_name(replica, record.name_of(replica))
 
 
 def _remark(record: Record) -> str:

@@ -22,12 +22,12 @@ class Shares:
     Vin and Cheng, 1996): nobody saves up, and nobody has to make up for quiet hours of others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self._got: dict[str, float] = {}
         self._level = 0.0
         self._recent: dict[str, float] = {}
         """What each got as of late, in the same seconds."""
-        self._at = 0.0
+        self._at = now
 
     def of(self, tenant: str) -> float:
         """What it got."""
@@ -56,8 +56,8 @@ class Shares:
 class Order:
     """Higher priority first; then the tenant that got least; then by deadline; then by arrival."""
 
-    def __init__(self) -> None:
-        self.shares = Shares()
+    def __init__(self, now: float) -> None:
+        self.shares = Shares(now)
         self._lines: dict[int, dict[str, list[Waiting]]] = {}
         """By priority and tenant, each in order."""
         self._costs: dict[tuple[str, int], float] = {}

@@ -59,7 +59,7 @@ class Queue:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._order = Order()
+        self._order = Order(clock())
         self._waiting: dict[Waiting, None] = {}
         """All, the oldest first."""
         self._models = Counter[str]()

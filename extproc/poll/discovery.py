@@ -10,7 +10,7 @@ from random import Random
 
 from pydantic import ValidationError
 
-from extproc.address import join_address
+from extproc.address import join_address, with_name
 from extproc.config import Config, KubernetesService, ReplicaSource
 from extproc.poll.membership import Membership
 from extproc.poll.resolve import Host, Resolve, resolve_host
@@ -47,7 +47,7 @@ class Target:
     @property
     def who(self) -> str:
         """What it is called in the log."""
-        return self.id if self.name == self.id else f"{self.name} ({self.id})"
+        return with_name(self.id, self.name)
 
 
 class Discovery:

@@ -5,6 +5,7 @@ from random import Random
 
 from redis.asyncio import Redis
 
+from extproc.address import with_name
 from extproc.nearest import nearest
 from extproc.replica_state import ReplicaState
 from extproc.store.desired import Desired, DesiredStore
@@ -37,7 +38,7 @@ class Replica:
     @property
     def title(self) -> str:
         """Name and address."""
-        return self.id if self.name == self.id else f"{self.name} ({self.id})"
+        return with_name(self.id, self.name)
 
     @property
     def wish(self) -> str:

@@ -26,6 +26,7 @@ Json = dict[str, Any]
 
 AT_S = 1.5
 TIMEOUT_S = 4.0
+"""Of the clients, where something hangs that they wait for."""
 FLEET = """
 replicas:
 - {name: a, profile: llama-8b-h100, count: 2}
@@ -194,11 +195,6 @@ async def played(fault: str, contender: Contender, directory: Path) -> Turn:
     return Turn(run, accesses, watched)
 
 
-@pytest.fixture(autouse=True)
-def short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.compare.faults.TIMEOUT_S", TIMEOUT_S)
-
-
 @pytest.mark.process
 async def test_those_in_flight_on_a_killed_replica_fail_and_no_others(tmp_path: Path) -> None:
     turn = await played("replica-killed", compare.contender("envoy:round_robin"), tmp_path)
@@ -212,7 +208,10 @@ async def test_those_in_flight_on_a_killed_replica_fail_and_no_others(tmp_path: 
 
 
 @pytest.mark.process
-async def test_what_a_hung_replica_holds_ends_with_the_clients_patience(tmp_path: Path) -> None:
+async def test_what_a_hung_replica_holds_ends_with_the_clients_patience(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.compare.faults.TIMEOUT_S", TIMEOUT_S)
     turn = await played("replica-hung", compare.contender("envoy:round_robin"), tmp_path)
     assert turn.failed == turn.ids(error="timeout")
     # Half of what came later went there, for Envoy alone does not see that it hangs.
@@ -241,8 +240,10 @@ async def test_all_fails_from_then_on_where_envoy_does_not_go_on_without_its_pic
     turn = await played("picker-killed", compare.contender("llm-d", programs), tmp_path)
     assert turn.killed == {"picker"}
     struck = turn.ids(struck=True)
-    assert turn.harm.hit == turn.harm.lost == len(struck) > 0
-    assert turn.failed == struck | turn.later
+    # The end of an answer may have been on its way to the client.
+    assert turn.harm.hit == len(struck) > len(struck - turn.failed)
+    assert turn.harm.lost == len(struck & turn.failed)
+    assert turn.failed - struck == turn.later
     assert (turn.harm.elsewhere, turn.harm.later) == (0, len(turn.later))
     assert turn.harm.until_s == pytest.approx(
         max(turn.sent_s(one) for one in turn.later) - turn.at_s

@@ -128,9 +128,33 @@ async def test_while_the_router_is_down_a_replica_that_fails_is_left_out(
     await routed_again(client)
 
 
+async def test_bodies_on_their_way_to_a_router_that_dies_are_served(
+    client: Client, stack: Stack
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look."}, image]}]
+    opened = "http.openai.ext_proc.streams_started"
+    before = await _figure(stack, client, opened)
+
+    async def under_way() -> bool:
+        return await _figure(stack, client, opened) > before
+
+    requests = asyncio.gather(*(client.chat(messages=messages) for _ in range(64)))
+    await until(under_way)
+    await stack.kill("router")
+    assert {answer.status for answer in await requests} == {200}
+    await stack.start("router")
+    await routed_again(client)
+
+
 async def _count(stack: Stack, client: Client, name: str) -> float:
-    """A figure of the replicas' cluster, from Envoy."""
-    url = f"{stack.envoy_admin}/stats?filter=^cluster.replicas.{name}$"
+    """A figure of the replicas' cluster."""
+    return await _figure(stack, client, f"cluster.replicas.{name}")
+
+
+async def _figure(stack: Stack, client: Client, name: str) -> float:
+    """From Envoy."""
+    url = f"{stack.envoy_admin}/stats?filter=^{name}$"
     async with client._session.get(url) as response:
         return float((await response.text()).rpartition(" ")[2] or 0)
 

@@ -405,11 +405,18 @@ def test_when_polls_stop_all_go() -> None:
 
 def test_tenants_come_and_go() -> None:
     """Their names may be of users, of whom there are many."""
-    shares = Shares()
+    shares = Shares(0.0)
     for number in range(50_000):
         shares.sent(str(number), 1.0)
     shares.sent("often", 5.0)
     assert shares.of("often") > shares.of("new")
+
+
+def test_what_a_tenant_got_counts_from_the_start() -> None:
+    """On a machine whose clock has run for a month."""
+    shares = Shares(3e6)
+    shares.sent("first", 30.0)
+    assert shares.recent(3e6 + 1.0)["first"] == pytest.approx(30.0, rel=0.1)
 
 
 def test_answers_that_are_long_beside_their_prompts_need_room_that_is_free_as_yet() -> None:
