@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from extproc.fleet.members import Targets
 from extproc.request.prefix import Keys
 
 FORMAT = 1
@@ -26,14 +25,8 @@ class Start(_Line, frozen=True, tag="start"):
 
     format: int
     pool: str
-    policy: str
-    session_cost_s: float
-    longest_held_s: float
-    most_held: int
-    chunks_per_s: float
-    poll_interval_s: float
-    models: dict[str, Targets] = {}
-    """Names that stand for others, as configured."""
+    config: dict[str, Any]
+    """Of its configuration, what it decides by."""
 
 
 class Replica(_Line, frozen=True, tag="replica"):

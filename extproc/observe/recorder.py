@@ -30,6 +30,13 @@ _REPLICAS_S = 10.0
 """Seconds between two lines of a replica of which nothing changed but its speed."""
 _MOST_KEPT = 64_000_000
 """Bytes of lines that a slow disk may be late with; further ones are lost."""
+_DECIDES = {
+    "route": {"policy", "session_cost_s", "models"},
+    "hold": {"longest_s", "most"},
+    "serve": {"chunks_per_s", "stream_sample"},
+    "poll": {"interval_s"},
+}
+"""Keys of the configuration that a replay needs."""
 _LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
 
 
@@ -53,10 +60,9 @@ class Recorder:
         self._lines: list[bytes] = []
         self._kept = 0
         self._lost = 0
-        self._replicas: dict[str, bytes] = {}
-        """The last line of each, to begin a file with."""
-        self._told: dict[str, tuple[float, bool, bool]] = {}
-        """When that was, and whether it was healthy and drained."""
+        self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
+        """The last line of each, to begin a file with; when that was, and whether it was healthy
+        and drained."""
         self._lock = Lock()
         self._size = -1
         """Of the newest file; below zero: it was not written to yet."""
@@ -160,13 +166,13 @@ class Recorder:
             state = self._fleet.members.get(replica)
             if state is None:
                 continue
-            before, *others = self._told.get(replica, (0.0,))
-            if now - before >= _REPLICAS_S or others != [state.healthy, state.draining]:
-                self._told[replica] = now, state.healthy, state.draining
-                self._replicas[replica] = self._add(_line_of(now, state, view, place))
+            _, at, *condition = self._replicas.get(replica, (b"", 0.0))
+            if now - at >= _REPLICAS_S or condition != [state.healthy, state.draining]:
+                line = self._add(_line_of(now, state, view, place))
+                self._replicas[replica] = line, now, state.healthy, state.draining
                 yield
-        for replica in self._told.keys() - set(view.ids):
-            del self._told[replica], self._replicas[replica]
+        for replica in self._replicas.keys() - set(view.ids):
+            del self._replicas[replica]
             self._add(Replica(at=now, id=replica))
 
     # -- files ------------------------------------------------------------------------------
@@ -178,7 +184,7 @@ class Recorder:
             try:
                 if self._size < 0 or self._size + len(text) > self._most:
                     self._rotate()
-                    known = self._replicas.copy().values()
+                    known = [line for line, *_ in self._replicas.copy().values()]
                     text = b"".join([b"\n", self._start(), *known, text])
                 with self._file(0).open("ab") as file:
                     file.write(text)
@@ -206,20 +212,8 @@ class Recorder:
         return self._folder / f"{self._name}{f'.{number}' if number else ''}.jsonl"
 
     def _start(self) -> bytes:
-        config = self._config
-        route, hold = config.route, config.hold
-        start = Start(
-            at=self._wall(),
-            format=FORMAT,
-            pool=config.pool,
-            policy=route.policy,
-            session_cost_s=route.session_cost_s,
-            longest_held_s=hold.longest_s,
-            most_held=hold.most,
-            chunks_per_s=config.serve.chunk_budget,
-            poll_interval_s=config.poll.interval_s,
-            models=route.models,
-        )
+        config = self._config.model_dump(mode="json", include=_DECIDES)
+        start = Start(at=self._wall(), format=FORMAT, pool=self._config.pool, config=config)
         return self._encode(start) + b"\n"
 
 

@@ -61,13 +61,16 @@ def changed(scene: Scene, change: Change) -> Scene:
     if not members:
         raise ValueError("no replica is left")
     faster = change.traffic
-    longest = scene.longest_held_s
+    config = scene.config
+    route, hold = config.route, config.hold
+    if change.policy:
+        route = route.model_copy(update={"policy": change.policy})
     if change.hold is not None:
-        longest = (longest or _HELD_S) if change.hold else 0.0
+        longest_s = (hold.longest_s or _HELD_S) if change.hold else 0.0
+        hold = hold.model_copy(update={"longest_s": longest_s})
     return replace(
         scene,
-        policy=change.policy or scene.policy,
-        longest_held_s=longest,
+        config=config.model_copy(update={"route": route, "hold": hold}),
         members={name: _sooner(member, faster) for name, member in members.items()},
         requests=[replace(one, at=one.at / faster) for one in scene.requests],
         lasts_s=scene.lasts_s / faster,

@@ -8,7 +8,6 @@ from random import Random
 
 import numpy as np
 
-from extproc.config import HoldSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.predict.inputs import Floats
@@ -74,28 +73,29 @@ class _Replay(Simulation):
     def __init__(self, scene: Scene, seed: int, forced: bool) -> None:
         clock, random, typical = VirtualClock(), Random(seed), Typical()
         self._forced = forced
+        config = scene.config
         machines = {name: _machine(name, one) for name, one in scene.members.items()}
         watches, events = [], list[Event]()
         for name, member in scene.members.items():
             told = member.turns[0].state
-            watch = Watch(machines[name], told, None, typical, scene.poll_s, random)
+            watch = Watch(machines[name], told, None, typical, config.poll.interval_s, random)
             watches.append(watch)
             turns = (
                 (turn.at, partial(self._turn, machines[name], watch, turn)) for turn in member.turns
             )
             events += turns
         node = Node(
-            Fleet(OutputLengths(), clock, clock, ModelNames(scene.models)),
-            scene.policy,
+            Fleet(OutputLengths(), clock, clock, ModelNames(config.route.models)),
+            config.route.policy,
             random,
             clock,
-            HoldSettings(longest_s=scene.longest_held_s, most=scene.most_held),
-            scene.chunks_per_s,
-            scene.session_cost_s,
+            config.hold,
+            config.serve.chunk_budget,
+            config.route.session_cost_s,
         )
-        hold = scene.longest_held_s > 0.0 and not forced
+        hold = config.hold.longest_s > 0.0 and not forced
         routers = Routers([node], None, clock, random)
-        super().__init__(machines, watches, routers, clock, scene.poll_s, hold, events)
+        super().__init__(machines, watches, routers, clock, config.poll.interval_s, hold, events)
         self._dealt = routers
 
     def _arrival(self, number: int, traced: Traced) -> Arrival:

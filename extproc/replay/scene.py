@@ -6,7 +6,7 @@ from statistics import median
 
 import numpy as np
 
-from extproc.fleet.members import Targets
+from extproc.config import Config
 from extproc.observe.record import Replica, Request, keys_of
 from extproc.predict.hardware import HardwareProfile, profile_or_default
 from extproc.predict.step import StepModel
@@ -96,14 +96,8 @@ class Member:
 class Scene:
     """All that a replay begins with."""
 
-    policy: str
-    session_cost_s: float
-    longest_held_s: float
-    """0: nothing waits at the router."""
-    most_held: int
-    chunks_per_s: float
-    poll_s: float
-    models: Mapping[str, Targets]
+    config: Config
+    """What the router decides by."""
     members: Mapping[str, Member]
     """By ``ip:port``."""
     requests: Sequence[Asked]
@@ -138,18 +132,8 @@ def scene_of(recorded: Recorded) -> Scene:
         }
     except (TypeError, KeyError) as error:
         raise ValueError(f"the record has a line that cannot be understood: {error}") from None
-    return Scene(
-        start.policy,
-        start.session_cost_s,
-        start.longest_held_s,
-        start.most_held,
-        start.chunks_per_s,
-        start.poll_interval_s,
-        start.models,
-        members,
-        requests,
-        max(one.at + one.seconds for one in recorded.requests) - began,
-    )
+    lasts_s = max(one.at + one.seconds for one in recorded.requests) - began
+    return Scene(Config.model_validate(start.config), members, requests, lasts_s)
 
 
 # -- requests -------------------------------------------------------------------------------
@@ -231,12 +215,14 @@ def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) 
         token_budget=int(there[-1].token_budget),
         max_num_seqs=int(min(line.max_num_seqs for line in there)),
     )
-    found = dict(zip(map(id, there), zip(steps, states, strict=True), strict=True))
     step, state = steps[0], states[0]
+    known = zip(steps, states, strict=True)
     turns = []
     for line in lines:
-        step, known = found.get(id(line), (step, None))
-        state = known or state.model_copy(update={"healthy": False})
+        if line.state is None:
+            state = state.model_copy(update={"healthy": False})
+        else:
+            step, state = next(known)
         turns.append(Turn(max(line.at - began, 0.0), step, state))
     if turns[0].at > _JOINED_S:  # until then it was not there
         gone = turns[0].state.model_copy(update={"healthy": False})

@@ -19,10 +19,10 @@ def replayed(one: Replayed) -> str:
         rows.append(["  replayed", *map(figure, fit.replayed.values())])
         rows.append(["  off by", *(f"{off:+.1%}" for off in fit.off.values())])
     request = one.fits["completion_s"].request
+    names, policy = ", ".join(scene.names), scene.config.route.policy
     head = (
         f"{one.requests} requests of {scene.lasts_s / 60:.1f} min on {len(scene.members)} replicas "
-        f"({', '.join(scene.names)}), policy {scene.policy}; the median completion is off by "
-        f"{request:.1%}"
+        f"({names}), policy {policy}; the median completion is off by {request:.1%}"
     )
     return "\n".join([head, "", *table(_COLUMNS, rows)])
 

@@ -33,7 +33,7 @@ class Replayed:
     def to_json(self) -> dict[str, Any]:
         """All figures."""
         return {
-            "policy": self.scene.policy,
+            "policy": self.scene.config.route.policy,
             "replicas": list(self.scene.names),
             "seconds": self.scene.lasts_s,
             "requests": self.requests,

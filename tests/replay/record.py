@@ -22,8 +22,9 @@ def address(number: int) -> str:
     return f"10.0.0.{number}:8000"
 
 
-def start(policy: str = "lmetric", longest_held_s: float = 0.0) -> Start:
-    return Start(BEGAN, FORMAT, "default", policy, 0.0, longest_held_s, 100, 1e6, 0.2)
+def start(policy: str = "lmetric") -> Start:
+    config = {"route": {"policy": policy}, "hold": {"longest_s": 0.0}, "serve": {}, "poll": {}}
+    return Start(BEGAN, FORMAT, "default", config)
 
 
 def replica(number: int, profile: str = A10, at: float = BEGAN, **state: object) -> Replica:

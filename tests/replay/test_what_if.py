@@ -20,8 +20,8 @@ Ask = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def busy() -> list[Line]:
-    """Two minutes on two replicas that have hardly enough time."""
-    return lines([A10, A10], start(), list(requests(4.0, 120.0)))
+    """A minute on two replicas that have hardly enough time."""
+    return lines([A10, A10], start(), list(requests(4.0, 80.0)))
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
     return run
 
 
-def difference(answer: dict[str, Any], figure: str = "p95") -> tuple[float, float, float]:
+def difference(answer: dict[str, Any], figure: str) -> tuple[float, float, float]:
     one = answer["differences"]["completion_s"][figure]
     return one["low"], one["seconds"], one["high"]
 
@@ -81,7 +81,7 @@ def test_times_that_were_not_so_are_refused(
 def test_a_change_is_for_better_or_worse(
     busy: Sequence[Line], tmp_path: Path, ask: Ask, options: list[str], sooner: bool
 ) -> None:
-    low, seconds, high = difference(ask(write(tmp_path / "record", busy), *options))
+    low, seconds, high = difference(ask(write(tmp_path / "record", busy), *options), "mean")
     assert low <= seconds <= high
     assert high < 0.0 if sooner else low > 0.0
 
@@ -119,7 +119,7 @@ def test_several_routers_and_files_are_one_record(
 ) -> None:
     known = [one for one in busy if not isinstance(one, Request)]
     served = [one for one in busy if isinstance(one, Request)]
-    for name, part in (("50051.1", served[:99]), ("50051", served[99::2]), ("9", served[100::2])):
+    for name, part in (("50051.1", served[:49]), ("50051", served[49::2]), ("9", served[50::2])):
         write(tmp_path / "record", [*known, *part], f"default-{name}")
     assert len(read(tmp_path / "record").requests) == len(served)
     assert abs(ask(tmp_path / "record")["replay"]["completion_s"]["off"]["p95"]) < 0.02
@@ -131,7 +131,7 @@ def test_what_was_decided_otherwise_before_is_left_out(
     other = msgspec.structs.replace(start("random"), at=BEGAN - 100.0)
     before = msgspec.structs.replace(next(requests(1.0, 60.0)), at=BEGAN - 50.0)
     record = read(write(tmp_path / "record", [other, before, *busy]))
-    assert record.start.policy == "lmetric"
+    assert record.start == start()
     assert min(one.at for one in record.requests) > BEGAN
 
 

@@ -94,7 +94,7 @@ async def test_a_request_is_recorded_but_for_its_words(
     record = await recorded(services, folder, envoy)
     (request,) = record.requests
     assert record.left_out == {"failed": 1}
-    assert record.start.policy == "lmetric"
+    assert record.start.config["route"]["policy"] == "lmetric"
     assert (request.prompt_tokens, request.output_tokens) == (77, 9)
     assert request.output_bound == 40
     assert request.complete
