@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         CommandError: the replay is too far from what happened.
     """
     try:
+        if args.page:
+            args.page.touch()  # rather now than after minutes
         recorded = read(args.record, args.pool)
         scene = scene_of(recorded)
         change = _change(args, scene)

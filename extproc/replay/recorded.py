@@ -37,6 +37,10 @@ def read(path: Path, pool: str = "") -> Recorded:
         OSError: a file cannot be read.
         ValueError: there is no record of the pool, or none that can be replayed.
     """
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist: name the folder that is record.path of the router"
+        )
     files = sorted(path.glob(PATTERN)) if path.is_dir() else [path]
     if not files:
         raise ValueError(f"{path} holds no record: no file there is called {PATTERN}")
