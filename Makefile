@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test chaos bench peers check lock proto clean
+.PHONY: venv demo test chaos bench compare-page peers check lock proto clean
 
 venv: $(VENV)/.installed
 
@@ -29,6 +29,11 @@ bench: venv
 	$(BIN)/python -m benchmarks.compare --fleet benchmarks/fleets/live-equal.yaml --speed 3.5 \
 	  --json bench/equal.json --report bench/equal $(ARGS); equal=$$?; \
 	exit $$((mixed > equal ? mixed : equal))
+
+# The figures of docs/compare.md and the README's picture: some 40 minutes on two cores. What is in
+# bench/page already is not measured again: remove it to measure everything anew.
+compare-page: venv
+	@$(BIN)/python -m benchmarks.compare.page --measure bench/page $(ARGS)
 
 # Other routers to compare with, each in an environment of its own.
 peers:
