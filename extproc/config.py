@@ -226,6 +226,9 @@ class ServeSettings(TlsFiles):
     stream_sample: float | None = Field(default=None, ge=0, le=1)
     """Deprecated: the share of streamed responses that were read. 0 is taken for ``chunks_per_s``
     0, and 1 for reading all; any other has no effect."""
+    hung_s: float = Field(default=20.0, ge=0)
+    """A replica that answers nothing for so long, neither polls nor requests, hangs: what it has in
+    flight is ended, by 503 where no answer has begun. 0: never."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
 

@@ -563,6 +563,19 @@ def limits_are_raised(part: Part[Cluster], file: EnvoyFile) -> str | None:
     )
 
 
+@_rule(Level.WARNING, _candidates)
+def vanished_replicas_are_hung_up_on(part: Part[Cluster], file: EnvoyFile) -> str | None:
+    """A replica whose machine vanished is hung up on."""
+    options = part.message.upstream_connection_options
+    if options is not None and options.tcp_keepalive is not None:
+        return None
+    return (
+        f"cluster {part.message.name!r} has no tcp_keepalive: requests on a replica whose machine "
+        "vanished last as long as clients wait. Write upstream_connection_options: "
+        "{tcp_keepalive: {keepalive_time: 10, keepalive_interval: 5, keepalive_probes: 3}}"
+    )
+
+
 @_rule(Level.WARNING, _listeners)
 def large_bodies_pass(part: Part[Listener], file: EnvoyFile) -> str | None:
     """Bodies larger than 1 MiB are accepted."""

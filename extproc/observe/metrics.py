@@ -45,7 +45,8 @@ class RouterMetrics:
             "Envoy went on, while the request waited at the router), overload (more than "
             "serve.max_streams in flight: Envoy goes on without the router); and of those routed, "
             "unanswered (no response was seen that should have been: the client hung up, or Envoy "
-            "no longer waited for the router, which ext_proc.message_timeouts counts in Envoy).",
+            "no longer waited for the router, which ext_proc.message_timeouts counts in Envoy), "
+            "lost (its replica hung, and it was ended).",
             ["result"],
             registry,
         )

@@ -68,6 +68,7 @@ async def run_router(
     server = GrpcServer(services, others)
     async with (
         _admin(pools, registry, stopping) as admin,
+        _background(server.end_lost(), stopping) as ending,
         _background(let_go(pools), stopping) as letting_go,
         _background(_states(pools, registry), stopping) as state,
         _background(_housekeeping(pools), stopping) as housekeeping,
@@ -81,7 +82,7 @@ async def run_router(
         await stopping.wait()
         logger.info("stopping", extra={"in_flight": sum(one.fleet.in_flight for one in pools)})
         await server.stop(config.serve.drain_s)
-    for part in (state, housekeeping, letting_go):
+    for part in (state, housekeeping, letting_go, ending):
         if part.done() and not part.cancelled():
             part.result()
 

@@ -15,7 +15,7 @@ The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -44,6 +44,7 @@ _LONGEST_ID = 128
 _DIGITS = 15
 """Of a content-length: a petabyte."""
 NONE_READY = "no replica is ready to serve this request"
+HUNG = "the replica that had this request hangs: send it again"
 Sent = Callable[[Decision | None], Iterable[bytes]]
 """The replies that say where a request goes; by no decision, where Envoy chooses."""
 Replied = Callable[[bytes, bytes], Iterable[bytes]]
@@ -143,6 +144,16 @@ class Exchange:
         if self._in_flight is not None:
             self._in_flight.end()
             self._in_flight = None
+
+    def lose(self, hung: Container[str]) -> bytes | None:
+        """Gives the request up if its replica is one of those, and returns what tells Envoy, which
+        takes it at any time: it answers the client, or breaks off an answer that has begun."""
+        if self._in_flight is None or self._in_flight.served_by not in hung:
+            return None
+        self._services.metrics.requests.add("lost")
+        self._in_flight.lose()
+        self._in_flight = None
+        return refuse(NoReplica(HUNG))
 
     def _refused(self, error: Refusal) -> Iterable[bytes]:
         metrics = self._services.metrics

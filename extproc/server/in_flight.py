@@ -2,6 +2,7 @@
 
 from extproc.fleet.lone_requests import Baseline
 from extproc.observe.accuracy import Ended
+from extproc.request.errors import NoReplica
 from extproc.request.response_id import ResponseIdReader
 from extproc.request.usage import PRELUDE, Usage, UsageReader
 from extproc.route.router import Decision
@@ -11,6 +12,8 @@ from extproc.server.services import Services
 
 _OVERLOADED = "x-envoy-overloaded"
 """Envoy's own answer, where a circuit breaker is full."""
+_LOST = NoReplica.status
+"""Status of the answer to a request that is given up, where none had begun."""
 _RESPONSE_HEADERS = frozenset({":status", "content-type", _OVERLOADED})
 
 
@@ -83,6 +86,11 @@ class InFlight:
         services.metrics.requests.add("routed")
         services.metrics.decisions.add(decision.policy, decision.replica)
 
+    @property
+    def served_by(self) -> str:
+        """The replica that it is on, as far as is known: ``ip:port``."""
+        return self._served_by
+
     def answered(self, request: ProcessingRequest) -> bool:
         """The response's headers came; returns whether its body is to be read, too."""
         message = request.response_headers
@@ -100,6 +108,7 @@ class InFlight:
     def chunk(self, message: HttpBody) -> None:
         """Some of the response's body came."""
         self._ended = message.end_of_stream
+        self._services.fleet.eligibility.answers(self._served_by)
         if self._usage is None:
             return
         if not message.body:
@@ -112,6 +121,12 @@ class InFlight:
             self._services.fleet.first_token(self._ticket)
         if self._response_id is not None and (found := self._response_id.feed(message.body)):
             self._services.fleet.responses.saw(found, self._served_by)
+
+    def lose(self) -> None:
+        """It is given up, for its replica hangs."""
+        if self._status is None and not self._unseen:
+            self._status = self._outcome.status = _LOST
+        self.end()
 
     def end(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""

@@ -279,6 +279,8 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
     ("the_end_is_heard", Level.ERROR, "response_trailer_mode: SEND",
      lambda b: b.mode.update(request_body_mode="FULL_DUPLEX_STREAMED", request_trailer_mode="SEND",
                              response_trailer_mode="SKIP")),
+    ("vanished_replicas_are_hung_up_on", Level.WARNING, "has no tcp_keepalive",
+     lambda b: b.replicas.pop("upstream_connection_options")),
     ("limits_are_raised", Level.WARNING, "max_retries (3)",
      lambda b: b.replicas["circuit_breakers"]["thresholds"][0].pop("max_retries")),
     ("routes_ask", Level.ERROR, "Remove disabled: true",
