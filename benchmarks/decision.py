@@ -29,12 +29,12 @@ from timeit import repeat
 from prometheus_client import CollectorRegistry
 
 from benchmarks import arguments
-from benchmarks.clock import VirtualClock
 from extproc.config import RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
+from extproc.replay.clock import VirtualClock
 from extproc.replica_state import ReplicaState
 from extproc.request.inspect import inspect
 from extproc.request.prefix import prefix_of

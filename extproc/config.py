@@ -505,6 +505,15 @@ class PollSettings(Section):
         return _TIMEOUTS * self.timeout_s
 
 
+class RecordSettings(Section):
+    """A record of the traffic, without prompts and answers, for ``extproc what-if``."""
+
+    path: Path | None = None
+    """Folder to write it to, a few files for each router and pool; None: nothing is recorded."""
+    max_bytes: int = Field(default=1_000_000_000, ge=1_000_000)
+    """Of the files of one router and pool together; what is oldest goes first."""
+
+
 class XdsSettings(TlsFiles):
     """The control plane for Envoy."""
 
@@ -583,6 +592,7 @@ class Config(PoolReplicas):
     admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()
+    record: RecordSettings = RecordSettings()
 
     @field_validator("pools")
     @classmethod

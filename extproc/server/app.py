@@ -28,7 +28,7 @@ from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.server.admin import admin_routes, readiness
 from extproc.server.service import GrpcServer
-from extproc.server.services import Services, router_of
+from extproc.server.services import Services, recorder_of, router_of
 from extproc.server.sharing import share
 from extproc.server.watch import Reader
 from extproc.store.connection import connect
@@ -138,17 +138,20 @@ def build(config: Config, registry: CollectorRegistry, worker: int = 0) -> Servi
         queue=Queue(fleet, config.hold, monotonic),
         demand=Demand(monotonic),
         traces=Traces(endpoint, worker) if (endpoint := config.traces.endpoint) else None,
+        recorder=recorder_of(config, fleet, wall),
     )
 
 
 async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> None:
-    """What tells the fleets of replicas and other routers: Redis, or pollers in this process."""
+    """What tells the fleets of replicas and other routers: Redis, or pollers in this process. And
+    what writes down what comes of it."""
     if pools[0].config.state == "redis":
         parts = [follow_state(one.config, one.fleet) for one in pools]
         parts += [share(one.config, one.fleet, one.metrics) for one in pools]
     else:
         metrics = PollMetrics(registry)
         parts = [poll_into(one.fleet, one.config, metrics) for one in pools]
+    parts += [one.recorder.run() for one in pools if one.recorder]
     async with asyncio.TaskGroup() as tasks:  # at the end it waits for each, farewells included
         for part in parts:
             tasks.create_task(part)

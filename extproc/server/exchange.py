@@ -142,6 +142,8 @@ class Exchange:
         if self._held is not None:
             self._services.queue.gave_up(self._held, self.is_timed)
             self._services.metrics.requests.add("gave_up")
+            if self._services.recorder:
+                self._services.recorder.refused("gave_up")
             self._waits_no_more()
             if self.trace is not None:
                 self.trace.ended("gave_up")
@@ -167,6 +169,8 @@ class Exchange:
         metrics.refused.add(error.code or error.kind)
         if self.trace is not None:
             self.trace.ended("refused", error.code or error.kind)
+        if self._services.recorder:
+            self._services.recorder.refused(error.code or error.kind)
         return [refuse(error)]
 
     # -- the request ------------------------------------------------------------------------

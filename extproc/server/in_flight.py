@@ -159,6 +159,8 @@ class InFlight:
             services.router.learn_counted(
                 self._forecast, self._served_by, generated, outcome.ttft_s, baseline
             )
+        if services.recorder:
+            services.recorder.ended(profile, outcome, self._served_by, seconds, generated.tokens)
         services.queue.let_go(self._served_by)
 
     def _served(self, upstream: str) -> None:

@@ -11,6 +11,7 @@ from extproc.observe.accuracy import Accuracy
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
+from extproc.observe.recorder import Recorder
 from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
@@ -41,6 +42,8 @@ class Services:
     demand: Demand
     traces: Traces | None = None
     """None: no spans are made."""
+    recorder: Recorder | None = None
+    """Of the traffic, where it is recorded."""
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
     accuracy: Accuracy = field(default_factory=Accuracy)
@@ -61,6 +64,17 @@ class Services:
             router=router,
             queue=queue,
             demand=Demand(self.clock),
+            recorder=recorder_of(config, fleet, self.wall),
             watch=Watch(),
             accuracy=Accuracy(),
         )
+
+
+def recorder_of(config: Config, fleet: Fleet, wall: Clock) -> Recorder | None:
+    """What records the traffic of a pool, if that is asked for.
+
+    Raises:
+        OSError: there can be no record.
+    """
+    folder = config.record.path
+    return None if folder is None else Recorder(config, folder, fleet, wall)
