@@ -480,12 +480,16 @@ def source_is_known(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
     )
 
 
+def receiving(filter: ExternalProcessor) -> list[str]:
+    """Namespaces of metadata that it takes from the router."""
+    options = filter.metadata_options
+    return options.receiving_namespaces.untyped if options and options.receiving_namespaces else []
+
+
 @_rule(Level.ERROR, _filters)
 def metadata_is_received(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Metadata that the router sets is taken, where a cluster reads it."""
-    options = part.message.metadata_options
-    taken = options.receiving_namespaces.untyped if options and options.receiving_namespaces else []
-    if NAMESPACE in taken or not file.reads_metadata:
+    if NAMESPACE in receiving(part.message) or not file.reads_metadata:
         return None
     return (
         f"a cluster reads the metadata {NAMESPACE!r}, but this filter takes none from the router. "

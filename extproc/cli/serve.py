@@ -11,7 +11,7 @@ from extproc.config import Config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of what a router reads."""
-    add_flags(parser, "", "serve", "route", "request", "redis", "poll", "log")
+    add_flags(parser, "", "serve", "route", "request", "redis", "poll", "log", "traces")
     parser.add_argument(
         "--workers",
         dest="serve.workers",

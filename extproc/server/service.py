@@ -99,6 +99,8 @@ class ExternalProcessor:
                 if exchange is None:
                     exchange = _protocol(message)(services, message)
                     self._exchanges[exchange] = context
+                    if services.traces is not None:
+                        exchange.trace = services.traces.begin(context.invocation_metadata() or ())
                 replies = exchange.answer(message)
                 reading = None
                 del raw, message  # see above

@@ -441,6 +441,15 @@ def test_headers_that_settings_name_must_be_told() -> None:
     assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
 
 
+def test_what_is_told_of_decisions_must_be_taken() -> None:
+    telling = Config.model_validate({"serve": {"decision_metadata": True}})
+    file = Bootstrap()
+    (finding,) = [one for one in check_envoy(file.tree, telling) if one.level is not Level.OK]
+    assert (finding.rule, finding.level) == ("decision_metadata_is_taken", Level.WARNING)
+    file.ext_proc["metadata_options"]["receiving_namespaces"]["untyped"].append("extproc")
+    assert {one.level for one in check_envoy(file.tree, telling)} == {Level.OK}
+
+
 def test_envoy_must_wait_as_long_as_requests_wait_at_the_router() -> None:
     file = Bootstrap()
     file.ext_proc["max_message_timeout"] = "60s"
