@@ -162,11 +162,6 @@ class CertificateFiles(Section):
     tls_key: Path | None = None
     """PEM file of its key, without a password."""
 
-    @property
-    def client_ca(self) -> Path | None:
-        """PEM file of the authorities that sign what must be shown; None: nothing must."""
-        return None
-
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -180,11 +175,6 @@ class TlsFiles(CertificateFiles):
     tls_client_ca: Path | None = None
     """PEM file of the authorities that sign what Envoy must show (mTLS); without it, whoever
     reaches the port may connect."""
-
-    @property
-    def client_ca(self) -> Path | None:
-        """As it is set."""
-        return self.tls_client_ca
 
     @model_validator(mode="after")
     def _authority_needs_a_certificate(self) -> Self:

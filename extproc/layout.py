@@ -1,13 +1,16 @@
 """Aligned plain text that fits the width of a page."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 WIDTH = 120
 """Columns of the terminal."""
 _GAP = "  "
 _BAR = 10
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,20 @@ class Column:
     left: bool = False
     most: int = WIDTH
     """Characters; of longer cells the end is kept, which tells names apart."""
+
+
+Cells = Sequence[tuple[Column, Callable[[T], str]]]
+"""Columns, and what each shows of a row's item."""
+
+
+def table_of(cells: Cells[T], items: Iterable[T]) -> list[str]:
+    """The header and a line for each item."""
+    return table([column for column, _ in cells], [row_of(cells, item) for item in items])
+
+
+def row_of(cells: Cells[T], item: T) -> list[str]:
+    """What the columns show of an item."""
+    return [cell(item) for _, cell in cells]
 
 
 def table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -82,13 +82,10 @@ def _nodes(listed: str, form: str) -> tuple[Node, ...]:
     try:
         if form == "single":
             (_,) = hosts
-        return tuple(_node(host, _PORTS[form]) for host in hosts)
+        with_port = (one if re.search(r":\d*$", one) else f"{one}:{_PORTS[form]}" for one in hosts)
+        return tuple(map(split_address, with_port))
     except ValueError:  # its own message may quote a part of the password
         raise ValueError(_FORMS) from None
-
-
-def _node(text: str, port: int) -> Node:
-    return split_address(text if re.search(r":\d*$", text) else f"{text}:{port}")
 
 
 def _path(form: str, path: str) -> tuple[str, int]:

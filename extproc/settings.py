@@ -42,12 +42,9 @@ class _Value:
 
 
 def load(flags: Mapping[str, str], env: Mapping[str, str], file: Path | None = None) -> Config:
-    """The configuration these sources make together.
-
-    Args:
-        flags: key → text, for example ``{"poll.interval_s": "0.5"}``.
-        env: the environment; variables without the prefix are left alone, empty ones are unset.
-        file: YAML file; by default the one ``EXTPROC_CONFIG`` names, if any.
+    """The configuration these sources make together: flags (key → text), the environment, of which
+    variables that are empty count as unset, and the file or, where None is given, the one that
+    ``EXTPROC_CONFIG`` names.
 
     Raises:
         ConfigError: a key is unknown, a value is wrong, or the file cannot be read.
@@ -149,12 +146,9 @@ def _nested(values: Mapping[str, _Value]) -> dict[str, Any]:
 
 def _unknown(origin: str, key: str) -> str:
     if key in _SECTIONS:
-        return f"{origin}: {key!r} is a section: set its keys, for example {_first_of(key)!r}"
+        first = next(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))
+        return f"{origin}: {key!r} is a section: set its keys, for example {first!r}"
     return f"{origin}: unknown key {key!r}{nearest(key, [*LEAVES, *sorted(_SECTIONS)])}"
-
-
-def _first_of(section: str) -> str:
-    return next(key for key in LEAVES if key.startswith(f"{section}."))
 
 
 def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | None) -> str:

@@ -1,73 +1,64 @@
-"""A file that is read again when it changes."""
+"""Files that are read again when they change."""
 
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from extproc.trouble import Trouble
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Stamp = tuple[int, int, int]
+_Stamp = tuple[int, int, int]
 
 
-class WatchedFile(Generic[T]):
+class Watched(Generic[T]):
     """What people may change while the program runs; what is broken changes nothing.
 
-    Args:
-        path: where it is.
-        what: what the log calls it.
-        read: reads it; raises OSError or ValueError where it cannot be used.
+    The log calls it ``what``; ``read`` raises OSError or ValueError where it cannot be used, and
+    then it is tried again at the next look.
     """
 
-    def __init__(self, path: Path, what: str, read: Callable[[Path], T]) -> None:
-        self._path = path
+    def __init__(self, what: str, read: Callable[[], T], *files: Path) -> None:
         self._what = what
-        self._read_file = read
-        self._seen: Stamp | None = None
-        self._problem = ""
+        self._read = read
+        self._files = files
+        self._seen: list[_Stamp | None] | None = None
+        self._was_read = False
+        self._extra = {"file": ", ".join(map(str, files))}
+        begins, over = f"{what} is not usable, keeping its last content", f"{what} is usable again"
+        self._trouble = Trouble(log, begins, over, logging.ERROR, each=True, **self._extra)
 
     def read(self) -> T:
-        """What is in it.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it cannot be used.
-        """
-        self._seen = stamp(self._path)
-        try:
-            return self._read_file(self._path)
-        except OSError:
-            self._seen = None  # it may be there, or readable, the next time without any change
-            raise
+        """What is in it; raises as ``read`` does."""
+        stamps = [_stamp(file) for file in self._files]
+        self._seen = None
+        content = self._read()
+        self._seen, self._was_read = stamps, True
+        return content
 
     def news(self) -> T | None:
         """What is in it, if it changed and can be used; what cannot be is logged once."""
-        if self._seen is not None and stamp(self._path) == self._seen:
+        if self._seen is not None and self._seen == [_stamp(file) for file in self._files]:
             return None
+        again = self._was_read
         try:
-            read = self.read()
+            content = self.read()
         except OSError as error:
-            self._note(error.strerror or str(error))
+            self._trouble.failed(error.strerror or error)
         except ValueError as error:
-            self._note(str(error))
+            self._trouble.failed(error)
         else:
-            self._note("")
-            return read
+            self._trouble.works()
+            if again:
+                log.info(f"{self._what} is read again", extra=self._extra)
+            return content
         return None
 
-    def _note(self, problem: str) -> None:
-        extra = {"file": str(self._path)}
-        if problem and problem != self._problem:
-            text = f"{self._what} is not usable, keeping its last content"
-            log.error(text, extra=extra | {"error": problem})
-        elif self._problem and not problem:
-            log.warning(f"{self._what} is usable again", extra=extra)
-        self._problem = problem
 
-
-def stamp(path: Path) -> Stamp | None:
+def _stamp(path: Path) -> _Stamp | None:
     """Differs when the file was replaced or written to; None where it cannot be looked at."""
     try:
         status = path.stat()

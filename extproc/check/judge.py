@@ -27,12 +27,7 @@ _DEFAULT = Config()
 
 
 def check_envoy(tree: object, config: Config = _DEFAULT) -> list[Finding]:
-    """What there is to say about an Envoy file, worst first.
-
-    Args:
-        tree: what is in it, as :func:`extproc.yaml_file.read_yaml` returns it.
-        config: the routers'.
-    """
+    """What there is to say about what :func:`extproc.yaml_file.read_yaml` reads, worst first."""
     file = EnvoyFile(tree)
     found = [*file.findings]
     if not file and is_of_envoy_gateway(tree):

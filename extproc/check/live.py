@@ -21,9 +21,7 @@ _UNSERVED = (
 async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
     """What there is to say, worst first. All are asked; nothing is changed.
 
-    Args:
-        config: the routers' and pollers'.
-        envoy_admin: URL of Envoy's admin address; None: Envoy is not asked.
+    Envoy is asked at the URL of its admin address, if that is given.
     """
     found: list[Finding] = []
     replicas: dict[str, str] = {}

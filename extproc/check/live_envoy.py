@@ -35,13 +35,8 @@ _DOWN = ("UNHEALTHY", "TIMEOUT")
 
 
 async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]) -> list[Finding]:
-    """What there is to say about it.
-
-    Args:
-        url: of its admin address.
-        config: the routers'.
-        replicas: that routers know: ``ip:port`` → name.
-    """
+    """What its admin address tells of it, beside the ``replicas`` that routers know (``ip:port`` →
+    name)."""
     where = f"Envoy {url}"
     try:
         async with aiohttp.ClientSession(timeout=_PATIENCE, raise_for_status=True) as session:

@@ -30,12 +30,8 @@ _WRITES = "redis.call('TIME') return redis.call('DEL', KEYS[1])"
 async def check_redis(
     config: Config, membership: Membership
 ) -> tuple[list[Finding], Snapshot | None]:
-    """What there is to say of one pool, and its replicas' states; None where it did not tell.
-
-    Args:
-        config: of that pool.
-        membership: learns what commands asked of the pool.
-    """
+    """What there is to say of one pool, and its replicas' states; None where it did not tell. The
+    membership learns what commands asked of the pool."""
     async with connect(config.redis.url, config.pool) as redis:
         where = f"redis {address(redis)}"
         try:
@@ -73,11 +69,7 @@ async def _version(redis: Redis) -> str:
 
 
 async def _rights(redis: Redis, keys: Keys) -> None:
-    """Writes and tells, in ways that change nothing.
-
-    Raises:
-        ResponseError: it is not allowed to.
-    """
+    """Writes and tells, in ways that change nothing."""
     async with in_time():
         await redis.eval(_WRITES, 1, keys.slot)
         await redis.publish(keys.changes, "{}")

@@ -38,13 +38,8 @@ _OLD = "what pollers saw of it is {:.0f} s old: is a poller that scrapes it aliv
 async def check_replicas(
     config: Config, replicas: Mapping[str, str], snapshot: Snapshot | None
 ) -> tuple[list[Finding], set[str]]:
-    """What there is to say of a pool's replicas, and the models that they list.
-
-    Args:
-        config: of that pool.
-        replicas: ``ip:port`` → name.
-        snapshot: what pollers say of them; None: not known.
-    """
+    """What there is to say of a pool's replicas (``ip:port`` → name), and the models that they
+    list; ``snapshot``: what pollers say of them, where that is known."""
     if not replicas:
         return [Finding("replica", Level.ERROR, f"pool {config.pool}", _NONE)], set()
     async with open_session(config.poll.give_up_s) as session:

@@ -88,10 +88,6 @@ def _rule(
     return add
 
 
-def _whole(file: EnvoyFile) -> list[Part[EnvoyFile]]:
-    return [Part((), file)]
-
-
 def _filters(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
     return file.filters
 
@@ -102,17 +98,15 @@ def bodies_first(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
 
 
 def _headers_first(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
-    return [part for part in file.filters if not _is_body_first(part)]
+    """Where the header decides anything, or may do so in a file that is not seen here."""
+    matters = file.reads_header or not file.replica_clusters
+    return [part for part in file.filters if matters and not _is_body_first(part)]
 
 
 def _body_first_routes(file: EnvoyFile) -> list[Part[RouteAction]]:
     """Routes to the replicas whose requests the router sees by their body first."""
     routes = [route for route in file.replica_routes if file.asks(route)]
     return [route for route in routes if any(map(_is_body_first, file.filters_of(route)))]
-
-
-def _policies(file: EnvoyFile) -> list[Part[OverrideHost]]:
-    return file.all(OverrideHost)
 
 
 def _candidates(file: EnvoyFile) -> list[Part[Cluster]]:
@@ -128,14 +122,18 @@ def _listeners(file: EnvoyFile) -> list[Part[Listener]]:
     return [part for part in listeners if file.all(ExternalProcessor, within=part)] or listeners
 
 
-def _routes(file: EnvoyFile) -> list[Part[RouteAction]]:
-    return file.all(RouteAction)
-
-
 def _by_route(file: EnvoyFile) -> bool:
     """Whether every route to the replicas has an idle timeout of its own."""
     routes = file.replica_routes
     return bool(routes) and all(route.message.idle_timeout is not None for route in routes)
+
+
+def _with_second(file: EnvoyFile) -> list[Part[RouteAction]]:
+    """Where a second choice can be used: the policy override_host takes a list."""
+    clusters = file.replica_clusters
+    others = {one.message.name for one in clusters if not file.all(OverrideHost, within=one)}
+    routes = [one for one in file.replica_routes if not one.message.cluster_header]
+    return [one for one in routes if not clusters_of(one.message) & others]
 
 
 def _waiting(file: EnvoyFile) -> list[Part[Any]]:
@@ -144,7 +142,7 @@ def _waiting(file: EnvoyFile) -> list[Part[Any]]:
     return [*managers, *file.replica_routes]
 
 
-@_rule(Level.WARNING, _whole)
+@_rule(Level.WARNING, lambda file: [Part((), file)])
 def is_complete(part: Part[EnvoyFile], file: EnvoyFile) -> str | None:
     """Filter, listener, route and clusters are all in this file."""
     parts = {"listener": Listener, "route": RouteAction, "cluster": Cluster}
@@ -168,7 +166,7 @@ def router_cluster_exists(part: Part[ExternalProcessor], file: EnvoyFile) -> str
     )
 
 
-@_rule(Level.ERROR, lambda file: _routes(file) if file.has_all_clusters else [])
+@_rule(Level.ERROR, lambda file: file.all(RouteAction) if file.has_all_clusters else [])
 def route_cluster_exists(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """Every route leads somewhere: its cluster exists."""
     missing = sorted(clusters_of(part.message) - file.cluster_names)
@@ -180,14 +178,16 @@ def route_cluster_exists(part: Part[RouteAction], file: EnvoyFile) -> str | None
     )
 
 
-@_rule(Level.ERROR, lambda file: _routes(file) if file.replica_clusters else [])
+@_rule(Level.ERROR, lambda file: file.all(RouteAction) if file.replica_clusters else [])
 def routes_lead_to_replicas(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """Requests reach the cluster that obeys the router: a route leads to it."""
     obeying = {cluster.message.name for cluster in file.replica_clusters}
     named = clusters_of(part.message)
     others = sorted(named & file.cluster_names - obeying)
     mixed = named & obeying
-    if not others or (not mixed and any(_may_lead_to(route, obeying) for route in _routes(file))):
+    if not others or (
+        not mixed and any(_may_lead_to(route, obeying) for route in file.all(RouteAction))
+    ):
         return None
     wanted = ", ".join(sorted(map(repr, obeying)))
     return (
@@ -399,7 +399,7 @@ def waits_briefly(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, lambda file: _headers_first(file) if _header_matters(file) else [])
+@_rule(Level.ERROR, _headers_first)
 def forged_header_is_removed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Clients cannot choose a replica: their destination header is removed before ext_proc."""
     if file.removes_before(part, DESTINATION):
@@ -469,7 +469,7 @@ def goes_on_without_router(part: Part[Cluster], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, _policies)
+@_rule(Level.ERROR, lambda file: file.all(OverrideHost))
 def source_is_known(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
     """The policy override_host reads what the router sets."""
     if reads_header(part.message) or reads_metadata(part.message):
@@ -497,7 +497,7 @@ def metadata_is_received(part: Part[ExternalProcessor], file: EnvoyFile) -> str 
     )
 
 
-@_rule(Level.ERROR, _policies)
+@_rule(Level.ERROR, lambda file: file.all(OverrideHost))
 def has_fallback(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
     """Requests are served while the router is down: override_host has a fallback policy."""
     if part.message.fallback_policy and part.message.fallback_policy.policies:
@@ -639,7 +639,7 @@ def first_tokens_may_wait(
     )
 
 
-@_rule(Level.WARNING, lambda file: [one for one in file.replica_routes if _has_second(one, file)])
+@_rule(Level.WARNING, _with_second)
 def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """A request to a replica that just died is tried again on the second choice."""
     policy = part.message.retry_policy
@@ -656,7 +656,7 @@ def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | Non
     )
 
 
-@_rule(Level.WARNING, lambda file: [one for one in file.replica_routes if _has_second(one, file)])
+@_rule(Level.WARNING, _with_second)
 def failures_are_retried(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """A request that a broken replica answers with 500 is tried again on the second choice."""
     policy = part.message.retry_policy
@@ -697,22 +697,6 @@ def _may_lead_to(route: Part[RouteAction], clusters: set[str]) -> bool:
     return not named or bool(named & clusters)
 
 
-def _header_matters(file: EnvoyFile) -> bool:
-    """Whether the header decides anything, or may do so in a file that is not seen here."""
-    return file.reads_header or not file.replica_clusters
-
-
 def _sources(file: EnvoyFile) -> str:
     """What override_host has to read: an answer to a body sets no header."""
     return _FROM_METADATA if bodies_first(file) else _FROM_HEADER
-
-
-def _has_second(route: Part[RouteAction], file: EnvoyFile) -> bool:
-    """Whether a second choice can be used: the policy override_host takes a list."""
-    named = clusters_of(route.message)
-    others = {
-        part.message.name
-        for part in file.replica_clusters
-        if not file.all(OverrideHost, within=part)
-    }
-    return not route.message.cluster_header and not named & others

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
-from math import inf
+from math import inf, nan
 from typing import Any, NoReturn
 
 from extproc.nearest import nearest
@@ -42,38 +42,21 @@ def whole(least: int, most: float = inf) -> Callable[[str], int]:
     return parse
 
 
-def number(text: str) -> float:
-    """The type of an argument that is a finite number from 0 on.
+def _real(wanted: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of an argument that is such a number."""
 
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0.0 <= value < inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return value
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
 
-
-def above_zero(text: str) -> float:
-    """The type of an argument that is a finite number above 0.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    if not (value := number(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
-    return value
+    return parse
 
 
-def probability(text: str) -> float:
-    """The type of an argument that is a number from 0 to 1.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    if (value := number(text)) > 1.0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
-    return value
+number = _real("a number from 0 on", lambda value: 0 <= value < inf)
+above_zero = _real("a number above 0", lambda value: 0 < value < inf)
+probability = _real("a number from 0 to 1", lambda value: 0 <= value <= 1)

@@ -17,6 +17,7 @@ from extproc.config import (
     ModelTargets,
     PoolReplicas,
     ServeSettings,
+    TlsFiles,
     XdsSettings,
 )
 from extproc.envoy.finding import Finding, Level
@@ -47,12 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints what is understood and found; 1 if there is an error in the Envoy file, or in what
-    runs.
-
-    Raises:
-        UsageError: the configuration cannot be used, or a file not be read.
-        CommandError: the Envoy file is no YAML.
-    """
+    runs."""
     config = configured(args)
     try:
         TokenCounter(config.request)
@@ -78,11 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _doubts(section: str, files: CertificateFiles, peers: str) -> list[str]:
-    """What ``peers`` will have against the certificate of a section, if anything.
-
-    Raises:
-        CertificateError: it cannot be used at all.
-    """
+    """What ``peers`` will have against the certificate of a section, if anything."""
     doubt = "" if files.tls_cert is None else certificates.read(files, section).doubt
     return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []
 
@@ -107,11 +99,15 @@ def _printed(findings: list[Finding]) -> list[Finding]:
 
 def _understood(config: Config) -> str:
     """The configuration in a few lines."""
+    kept, poller = "in the memory of the only router", "in the router"
+    if config.state == "redis":
+        kept = f"shared in {address(connect(config.redis.url, config.pool))}"
+        poller = f"{config.poll.admin} for people"
     lines = {
-        "pool": f"{config.pool}, {_kept(config)}",
+        "pool": f"{config.pool}, {kept}",
         "router": _router(config.serve, config.admin),
         "policy": config.route.policy,
-        "poller": f"every {config.poll.interval_s:g} s, {_poller(config)}",
+        "poller": f"every {config.poll.interval_s:g} s, {poller}",
         "replicas": _replicas(config) or "none: a poller has nothing to do",
     }
     if config.route.models:
@@ -145,14 +141,4 @@ def _router(serve: ServeSettings, access: AdminSettings) -> str:
 def _tls(files: CertificateFiles) -> str:
     if files.tls_cert is None:
         return ""
-    return " (TLS)" if files.client_ca is None else " (mTLS)"
-
-
-def _kept(config: Config) -> str:
-    if config.state == "memory":
-        return "in the memory of the only router"
-    return f"shared in {address(connect(config.redis.url, config.pool))}"
-
-
-def _poller(config: Config) -> str:
-    return "in the router" if config.state == "memory" else f"{config.poll.admin} for people"
+    return " (TLS)" if not isinstance(files, TlsFiles) or files.tls_client_ca is None else " (mTLS)"

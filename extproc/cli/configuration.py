@@ -50,11 +50,7 @@ def add_flag(parser: argparse._ActionsContainer, key: str, shown: bool = True) -
 
 
 def configured(args: argparse.Namespace) -> Config:
-    """The configuration that flags, environment and file make together.
-
-    Raises:
-        UsageError: it cannot be used.
-    """
+    """The configuration that flags, environment and file make together."""
     flags = {key: text for key, text in vars(args).items() if key in settings.LEAVES}
     try:
         return settings.load(flags, os.environ, args.config)

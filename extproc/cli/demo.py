@@ -39,11 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the demo until it is done, or until SIGINT or SIGTERM.
-
-    Raises:
-        CommandError: a process failed or, with ``--once``, a request did.
-    """
+    """Runs the demo until it is done, or until SIGINT or SIGTERM."""
     if args.json is not None and not args.once:
         raise UsageError("--json needs --once")
     try:

@@ -7,7 +7,6 @@ import json
 from extproc.cli.arguments import whole
 from extproc.cli.configuration import add_file, configured
 from extproc.cli.errors import CommandError
-from extproc.config import Config
 from extproc.explain.ask import ask
 from extproc.explain.records import read_records
 from extproc.explain.show import comparison, decisions
@@ -44,13 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the decisions.
-
-    Raises:
-        CommandError: there is no router, or no such request.
-    """
+    """Prints the decisions."""
     config = configured(args)
-    routers = [args.router] if args.router else _workers(config)
+    workers = map(config.of_worker, range(config.serve.workers))
+    routers = [args.router] if args.router else [one.serve.admin for one in workers]
     try:
         answer = asyncio.run(ask(routers, args.request_id, args.last, config.admin))
         if args.json:
@@ -63,11 +59,6 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(*str(error).splitlines()) from None
     print(text)
     return 0
-
-
-def _workers(config: Config) -> list[str]:
-    """The admin addresses of the router's workers."""
-    return [config.of_worker(number).serve.admin for number in range(config.serve.workers)]
 
 
 def _request_id(text: str) -> str:

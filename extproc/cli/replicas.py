@@ -58,12 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Does it and prints what was done.
-
-    Raises:
-        UsageError: there is no such pool, or it is no address or profile.
-        CommandError: that was not possible.
-    """
+    """Does it and prints what was done."""
     config = configured(args)
     try:
         print(asyncio.run(_run(args, config)))

@@ -1,10 +1,12 @@
-"""``extproc serve``."""
+"""``extproc serve``: one router, or a supervisor of several."""
 
 import argparse
+from collections.abc import Coroutine
+from typing import Any
 
 from extproc.cli.configuration import add_flags
 from extproc.cli.service import run_service
-from extproc.server.serve import serve
+from extproc.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,4 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs a router until SIGTERM or SIGINT."""
-    return run_service(args, serve)
+    return run_service(args, _router)
+
+
+def _router(config: Config) -> Coroutine[Any, Any, None]:
+    if config.serve.workers > 1:
+        from extproc.server.supervisor import supervise  # needs neither gRPC nor numpy
+
+        return supervise(config)
+    from extproc.server.app import run_router
+
+    return run_router(config)

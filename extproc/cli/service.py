@@ -18,12 +18,7 @@ logger = logging.getLogger(__name__)
 def run_service(
     args: argparse.Namespace, service: Callable[[Config], Coroutine[Any, Any, None]]
 ) -> int:
-    """Runs a service until it is told to stop.
-
-    Raises:
-        UsageError: the configuration cannot be used.
-        CommandError: the service failed.
-    """
+    """Runs a service until it is told to stop."""
     config = configured(args)
     logs.setup(config.log)
     try:

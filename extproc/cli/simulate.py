@@ -94,11 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serves until SIGTERM or SIGINT.
-
-    Raises:
-        CommandError: the address is taken, the engine failed, or the options contradict each other.
-    """
+    """Serves until SIGTERM or SIGINT."""
     settings = ReplicaSettings(
         **{one.name: getattr(args, one.name) for one in fields(ReplicaSettings)}
     )

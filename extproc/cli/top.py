@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Shows it until q or Ctrl-C.
-
-    Raises:
-        CommandError: there is no router.
-    """
+    """Shows it until q or Ctrl-C."""
     config = configured(args)
     live = not args.once and sys.stdout.isatty()
     try:
@@ -67,11 +63,7 @@ async def _live(router: str, access: AdminSettings) -> None:
 
 
 async def _show(router: str, access: AdminSettings) -> None:
-    """What was last seen stays there, below the reason, while the router does not answer.
-
-    Raises:
-        AskError: it never did.
-    """
+    """What was last seen stays there, below the reason, while the router does not answer."""
     lines: list[str] = []
     while True:
         try:

@@ -9,16 +9,8 @@ from extproc.observe.client import AskError, answer, open_session, url_of
 
 
 async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str, Any]]:
-    """Each snapshot, as :func:`extproc.dashboard.snapshot.snapshot` makes it.
-
-    Args:
-        router: its admin address: ``host:port``, or a URL.
-        access: TLS of an address that names no scheme, and the token to show.
-
-    Raises:
-        ValueError: a file of ``access`` cannot be used.
-        AskError: it does not answer, or no longer.
-    """
+    """Each snapshot, as :func:`extproc.dashboard.snapshot.snapshot` makes it, of the router at
+    ``host:port`` or a URL."""
     url = url_of(router, access)
     async with (
         open_session(access) as session,

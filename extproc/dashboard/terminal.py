@@ -1,42 +1,26 @@
 """The page as plain text that fits a terminal: trouble first."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from extproc.layout import Column, bar, count, figure, paragraph, printable, share, table
+from extproc.layout import Cells, Column, bar, count, figure, paragraph, printable, share, table_of
 
-_REPLICAS = (
-    Column("replica", left=True, most=24),
-    Column("health", left=True),
-    Column("running"),
-    Column("waiting"),
-    Column("KV"),
-    Column("backlog s"),
-    Column("x"),
-    Column("share"),
-    Column("news s"),
-    Column("in tok/s"),
-    Column("out tok/s"),
+_HELD: Cells[Mapping[str, Any]] = (
+    (Column("priority"), lambda one: str(one["priority"])),
+    (Column("tenant", left=True, most=24), lambda one: one["tenant"]),
+    (Column("model", left=True, most=32), lambda one: one["model"]),
+    (Column("requests"), lambda one: str(one["requests"])),
+    (Column("longest s"), lambda one: figure(one["longest_s"])),
 )
-"""The more important first: those that do not fit the width are left out."""
-_HELD = (
-    Column("priority"),
-    Column("tenant", left=True, most=24),
-    Column("model", left=True, most=32),
-    Column("requests"),
-    Column("longest s"),
-)
+T = TypeVar("T")
+
 _WORST_FIRST = ("down", "left out", "draining", "ok")
 _INDENT = 2
 
 
 def screen(news: Mapping[str, Any], width: int) -> list[str]:
-    """Lines of at most ``width`` characters.
-
-    Args:
-        news: as :func:`extproc.dashboard.snapshot.snapshot` makes it.
-        width: of the terminal.
-    """
+    """A :func:`~extproc.dashboard.snapshot.snapshot` in lines of at most ``width`` characters."""
     return [printable(line)[:width] for line in _lines(news, width)]
 
 
@@ -51,14 +35,15 @@ def _lines(news: Mapping[str, Any], width: int) -> Iterator[str]:
     for pool in pools:
         yield ""
         yield from paragraph(_of_pool(pool, router["polls"]), 0, width=width)
-        yield from _fitting(_REPLICAS, _replicas(pool["replicas"], decided), width)
+        yield from _replicas(pool["replicas"], decided, width)
         if pool["held"]:
             yield ""
-            yield from _fitting(_HELD, [_held(one) for one in pool["held"]], width)
+            yield from _fitting(_HELD, pool["held"], width)
     if rows := news["decisions"]["rows"]:
-        columns = [Column(**one) for one in news["decisions"]["columns"]]
+        columns = enumerate(news["decisions"]["columns"])
+        cells = [(Column(**one), partial(_figure, at)) for at, one in columns]
         yield ""
-        yield from _fitting(columns, [row["figures"] for row in rows], width)
+        yield from _fitting(cells, rows, width)
 
 
 def _figures(news: Mapping[str, Any], decided: int) -> str:
@@ -86,28 +71,31 @@ def _of_pool(pool: Mapping[str, Any], polls: bool) -> str:
     return ", ".join(parts)
 
 
-def _replicas(columns: Mapping[str, Sequence[Any]], decided: int) -> list[list[str]]:
+def _replicas(columns: Mapping[str, Sequence[Any]], decided: int, width: int) -> list[str]:
     """Trouble on top: those that get nothing, then those with the longest backlog."""
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     rows.sort(
         key=lambda one: (_WORST_FIRST.index(_health(one)), -(one["backlog_s"] or 0.0), one["name"])
     )
-    return [
-        [
-            one["name"],
-            _health(one),
-            count(one["running"]),
-            count(one["waiting"]),
-            bar(one["kv_usage"]),
-            figure(one["backlog_s"]),
-            figure(one["stretch"]),
-            share(one["sent"] / decided if decided else 0.0),
-            f"{one['news_age_s']:.1f}",
-            count(one["prefill_per_s"]),
-            count(one["decode_per_s"]),
-        ]
-        for one in rows
-    ]  # fmt: skip
+    # The more important first: those that do not fit the width are left out.
+    cells: Cells[Mapping[str, Any]] = (
+        (Column("replica", left=True, most=24), lambda one: one["name"]),
+        (Column("health", left=True), _health),
+        (Column("running"), lambda one: count(one["running"])),
+        (Column("waiting"), lambda one: count(one["waiting"])),
+        (Column("KV"), lambda one: bar(one["kv_usage"])),
+        (Column("backlog s"), lambda one: figure(one["backlog_s"])),
+        (Column("x"), lambda one: figure(one["stretch"])),
+        (Column("share"), lambda one: share(one["sent"] / decided if decided else 0.0)),
+        (Column("news s"), lambda one: f"{one['news_age_s']:.1f}"),
+        (Column("in tok/s"), lambda one: count(one["prefill_per_s"])),
+        (Column("out tok/s"), lambda one: count(one["decode_per_s"])),
+    )
+    return _fitting(cells, rows, width)
+
+
+def _figure(at: int, row: Mapping[str, Any]) -> str:
+    return str(row["figures"][at])
 
 
 def _health(one: Mapping[str, Any]) -> str:
@@ -117,15 +105,10 @@ def _health(one: Mapping[str, Any]) -> str:
     return "draining" if why == "draining" else "left out" if one["healthy"] else "down"
 
 
-def _held(one: Mapping[str, Any]) -> list[str]:
-    longest = figure(one["longest_s"])
-    return [str(one["priority"]), one["tenant"], one["model"], str(one["requests"]), longest]
-
-
-def _fitting(columns: Sequence[Column], rows: list[list[str]], width: int) -> list[str]:
+def _fitting(cells: Cells[T], items: Sequence[T], width: int) -> list[str]:
     """As many of the columns as fit, whole."""
-    for many in range(len(columns), 1, -1):
-        lines = table(columns[:many], [row[:many] for row in rows])
+    for many in range(len(cells), 1, -1):
+        lines = table_of(cells[:many], items)
         if max(map(len, lines)) <= width:
             return lines
-    return table(columns[:1], [row[:1] for row in rows])
+    return table_of(cells[:1], items)

@@ -41,13 +41,8 @@ def router_warnings(pools: Sequence[Pool]) -> Iterator[str]:
 
 
 def pool_warnings(pool: Pool, view: FleetView, ended: Sequence[Ended]) -> Iterator[str]:
-    """What concerns one pool.
-
-    Args:
-        pool: the pool.
-        view: all of its replicas.
-        ended: its requests that ended of late.
-    """
+    """What concerns one pool, of which ``view`` has all replicas and ``ended`` the last
+    requests."""
     yield from _news(pool)
     yield from _left_out(pool, view)
     yield from _drifts(view)

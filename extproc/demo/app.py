@@ -34,14 +34,8 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 async def demo(args: argparse.Namespace) -> int:
-    """Run the demo; SIGINT or SIGTERM ends it early, and every process with it.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ProcessError: a process failed or, with ``--once``, a request did.
-    """
+    """Run the demo and return its exit status; SIGINT or SIGTERM ends it early, and every process
+    with it."""
     console = Console(highlight=False)
     stop = asyncio.Event()  # an event, not a cancellation: a second Ctrl-C changes nothing
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -20,15 +20,8 @@ def render(
     replica_addresses: Sequence[str],
     template: Path = TEMPLATE,
 ) -> str:
-    """The template as YAML, on loopback: its ports, routers and replicas replaced, all else kept.
-
-    Args:
-        listen_port: where clients connect.
-        admin_port: Envoy's own admin port.
-        router_ports: one for each router process.
-        replica_addresses: ``host:port`` of each replica.
-        template: another such file.
-    """
+    """The template as YAML, on loopback: its ports, routers (one port each) and replicas
+    (``host:port``) replaced, all else kept."""
     bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
     resources = bootstrap["static_resources"]
     (listener,) = resources["listeners"]

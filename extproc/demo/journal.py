@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 
 from extproc.demo.access_log import Access, AccessLog
 from extproc.demo.stack import Stack
+from extproc.replica_state import ReplicaState
 
 _KEPT = 100_000
 _PATIENCE_S = 5.0
@@ -30,15 +31,9 @@ class Decision(BaseModel):
     predicted_completion_s: float
 
 
-class ReplicaNow(BaseModel):
-    """What the demo reads of the router's view of a replica."""
+class ReplicaNow(ReplicaState):
+    """The router's view of a replica."""
 
-    id: str
-    name: str
-    healthy: bool
-    running: int
-    waiting: int
-    kv_usage: float = Field(ge=0)
     in_flight: int
 
 

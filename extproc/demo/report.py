@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from extproc.layout import Column, table
 _Percentiles = dict[str, float | None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """Requests sent under one policy, and what is known of them."""
 
@@ -24,36 +25,21 @@ class Run:
     names: Mapping[str, str]
     """``ip:port`` → name of the replica."""
 
-    @property
-    def ok(self) -> int:
-        """Requests with a whole answer."""
-        return sum(answer.ok for answer in self.answers)
-
-    @property
-    def routed(self) -> int:
-        """Requests served by a replica the router named."""
-        return sum(entry.routed for entry in self._known())
-
-    @property
-    def fallback(self) -> int:
-        """Requests whose replica Envoy chose, without the router."""
-        return sum(entry.fallback for entry in self._known())
-
-    @property
-    def per_replica(self) -> dict[str, int]:
-        """Requests served, by replica."""
-        served = Counter(entry.access.upstream for entry in self._known() if entry.access)
-        return {name: served[address] for address, name in self.names.items()}
-
-    @property
-    def completion_s(self) -> _Percentiles:
-        """Of the seconds to the end of an answer."""
-        return percentiles([answer.completion_s for answer in self.answers if answer.ok])
-
-    @property
-    def ttft_s(self) -> _Percentiles:
-        """Of the seconds to the first token, of the streamed answers."""
-        return percentiles([one.ttft_s for one in self.answers if one.ok and one.ttft_s])
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """Requests with a whole answer, those that a replica served which the router named, those
+        whose replica Envoy chose, and all by replica; seconds to the end of an answer and, where it
+        was streamed, to the first token."""
+        known, whole = self._known(), [answer for answer in self.answers if answer.ok]
+        served = Counter(entry.access.upstream for entry in known if entry.access)
+        return {
+            "ok": len(whole),
+            "routed": sum(entry.routed for entry in known),
+            "fallback": sum(entry.fallback for entry in known),
+            "per_replica": {name: served[address] for address, name in self.names.items()},
+            "completion_s": percentiles([answer.completion_s for answer in whole]),
+            "ttft_s": percentiles([answer.ttft_s for answer in whole if answer.ttft_s]),
+        }
 
     @property
     def added_ms(self) -> _Percentiles:
@@ -77,19 +63,15 @@ class Run:
     def failure(self, policy: str) -> str:
         """Why it did not show what it should, under a policy of that name; empty when it did."""
         sent = len(self.answers)
-        if self.ok < sent:
+        ok, routed, fallback = (self.figures[name] for name in ("ok", "routed", "fallback"))
+        if ok < sent:
             problem = next(answer.account for answer in self.answers if not answer.ok)
-            return f"under {policy}, {sent - self.ok} of {sent} requests failed: {problem}"
-        if self.fallback:
-            return f"under {policy}, Envoy's fallback served {self.fallback} of {sent} requests"
-        if self.routed < sent:
-            return f"under {policy}, {sent - self.routed} of {sent} requests were not routed"
+            return f"under {policy}, {sent - ok} of {sent} requests failed: {problem}"
+        if fallback:
+            return f"under {policy}, Envoy's fallback served {fallback} of {sent} requests"
+        if routed < sent:
+            return f"under {policy}, {sent - routed} of {sent} requests were not routed"
         return ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The figures that both runs have; seconds as the names say."""
-        names = ("ok", "routed", "fallback", "per_replica", "completion_s", "ttft_s")
-        return {name: getattr(self, name) for name in names}
 
     def _known(self) -> list[Entry]:
         found = (self.entries.get(answer.request_id) for answer in self.answers)
@@ -107,7 +89,7 @@ class Report:
     @property
     def p99_ratio(self) -> float | None:
         """p99 completion under round robin ÷ under the default policy."""
-        ours, theirs = self.run.completion_s["p99"], self.round_robin.completion_s["p99"]
+        ours, theirs = (one.figures["completion_s"]["p99"] for one in (self.run, self.round_robin))
         return theirs / ours if ours and theirs else None
 
     @property
@@ -120,27 +102,28 @@ class Report:
         added_ms = self.run.added_ms
         return {
             "requests": len(self.run.answers),
-            **self.run.to_json(),
+            **self.run.figures,
             "predicted_error_median": self.run.predicted_error_median,
             "added_ms_p50": added_ms["p50"],
             "added_ms_p99": added_ms["p99"],
             "ready_s": self.ready_s,
-            "round_robin": self.round_robin.to_json(),
+            "round_robin": self.round_robin.figures,
             "p99_ratio": self.p99_ratio,
         }
 
     def __str__(self) -> str:
         """Both runs side by side, and what follows."""
-        runs = (self.run, self.round_robin)
+        runs = self.run.figures, self.round_robin.figures
         rows = [
-            ["answered", *(str(run.ok) for run in runs)],
-            ["routed / by fallback", *(f"{run.routed} / {run.fallback}" for run in runs)],
+            ["answered", *(str(one["ok"]) for one in runs)],
+            ["routed / by fallback", *(f"{one['routed']} / {one['fallback']}" for one in runs)],
         ]
         for title, name in (("completion", "completion_s"), ("first token", "ttft_s")):
             for at in ("p50", "p99"):
-                rows.append([f"{title} {at}", *(_seconds(getattr(run, name)[at]) for run in runs)])
-        for replica in self.run.per_replica:
-            rows.append([f"served by {replica}", *(str(run.per_replica[replica]) for run in runs)])
+                rows.append([f"{title} {at}", *(_seconds(one[name][at]) for one in runs)])
+        for replica in runs[0]["per_replica"]:
+            served = (str(one["per_replica"][replica]) for one in runs)
+            rows.append([f"served by {replica}", *served])
         title = f"{len(self.run.answers)} requests"
         columns = [Column(title, left=True), Column("default"), Column("round_robin")]
         return "\n".join([*table(columns, rows), "", *self._conclusions()])

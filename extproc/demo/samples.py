@@ -108,15 +108,12 @@ def _sample(model: str, at: float, random: Random, kinds: Sequence[Kind]) -> Sam
     output_tokens = kind.output.draw(random)
     if kind.known:
         body |= {"max_tokens": output_tokens, "ignore_eos": True}
+    tokens = kind.prompt.draw(random)
     return Sample(
         at_s=at,
         kind=kind.name,
         output_tokens=output_tokens,
         path="/v1/chat/completions" if chat else "/v1/completions",
         _body=body,
-        _prompt=_text(kind.prompt.draw(random), random),
+        _prompt=" ".join(random.choices(_WORDS, k=tokens))[: tokens * _BYTES_PER_TOKEN],
     )
-
-
-def _text(tokens: int, random: Random) -> str:
-    return " ".join(random.choices(_WORDS, k=tokens))[: tokens * _BYTES_PER_TOKEN]

@@ -13,13 +13,8 @@ from extproc.layout import Column, bar, paragraph, table
 _LEAST_LINES, _MOST_LINES = 6, 40
 _WHY_INDENT = 3
 _REPLICAS = (
-    Column("replica", left=True),
-    Column("hardware", left=True),
-    Column("running"),
-    Column("waiting"),
-    Column("in flight"),
-    Column("served"),
-    Column("KV cache"),
+    *(Column("replica", left=True), Column("hardware", left=True)),
+    *map(Column, ("running", "waiting", "in flight", "served", "KV cache")),
 )
 _REQUESTS = (
     Column("request", left=True, most=36),

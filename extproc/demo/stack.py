@@ -88,13 +88,10 @@ class Stack:
 
         Args:
             directory: where configurations and logs go.
-            replicas: the fleet.
             settings: sections of the configuration of router and poller, added to those needed
                 here; ``{"route": {"policy": "lmetric"}}``.
             usual_ports: ports to take where they are free, by the names in ``ports``.
             workers: processes of each router; Envoy lists them all.
-            routers: how many.
-            pollers: how many.
         """
         self.directory = directory
         self.replicas = replicas
@@ -143,14 +140,13 @@ class Stack:
     @property
     def router_command(self) -> str:
         """The shell command that runs this stack's router."""
-        return shlex.join(self._serve("router"))
+        return shlex.join(self._service("router"))
 
     @property
     def explain_command(self) -> str:
         """The shell command that shows this router's decisions."""
-        return shlex.join(
-            self._command("extproc", "explain", "--router", self.address("router-admin"))
-        )
+        router = self.address("router-admin")
+        return shlex.join(self._command("extproc", "explain", "--router", router))
 
     def admin(self, name: str) -> str:
         """Admin address of a router or a poller."""
@@ -187,11 +183,7 @@ class Stack:
     # -- life -------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Start everything at once; return when a request would be routed to any replica.
-
-        Raises:
-            ProcessError: a process could not be started or did not get ready. None is left.
-        """
+        """Start everything at once; return when a request would be routed to any replica."""
         started = time.monotonic()
         self._write_configurations()
         replicas = [one.name for one in self.replicas]
@@ -213,11 +205,7 @@ class Stack:
         await self._stop_all()
 
     async def start(self, name: str) -> None:
-        """Start a process (again), and return when it answers.
-
-        Raises:
-            ProcessError: it did not get ready; the message holds the end of its log.
-        """
+        """Start a process (again), and return when it answers."""
         if name == "redis":
             process = await start_redis(self.directory, self.ports["redis"])
         else:
@@ -238,11 +226,7 @@ class Stack:
         await self._processes[name].stop()
 
     async def wait_routing(self) -> None:
-        """Return when every router knows every replica, and Envoy uses every router.
-
-        Raises:
-            ProcessError: that was not so after half a minute, or the router ended.
-        """
+        """Return when every router knows every replica, and Envoy uses every router."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
             ready = partial(self._routes, session)
             await self._processes["router"].wait_ready(ready, _READY_S)
@@ -258,10 +242,8 @@ class Stack:
     def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
         if name == "envoy":
             return self._envoy_command(), answers(f"{self.envoy_admin}/ready")
-        if name in self.routers:
-            return [*self._serve(name)], answers(f"{self.admin(name)}/healthz")
-        if name in self.pollers:
-            return [*self._poll(name)], answers(f"{self.admin(name)}/healthz")
+        if name in (*self.routers, *self.pollers):
+            return [*self._service(name)], answers(f"{self.admin(name)}/healthz")
         replica = next(one for one in self.replicas if one.name == name)
         options = {"port": self.ports[name], "model": MODEL, "profile": replica.profile}
         ports = replica.kv_events_ports
@@ -269,15 +251,13 @@ class Stack:
         argv = self._command(*replica.program, *_flags(options), *told, *replica.arguments)
         return [*argv], answers(f"{self._url(name)}/health")
 
-    def _serve(self, name: str) -> list[str]:
-        own = {"serve.listen": self.address(name), "serve.admin": self.address(f"{name}-admin")}
-        shared = self._command("extproc", "serve", "--config", self.config_file)
-        return shared if name == "router" else [*shared, *_flags(own)]
-
-    def _poll(self, name: str) -> list[str]:
-        own = {"poll.admin": self.address(f"{name}-admin")}
-        shared = self._command("extproc", "poll", "--config", self.config_file)
-        return shared if name == "poller" else [*shared, *_flags(own)]
+    def _service(self, name: str) -> list[str]:
+        command = "serve" if name in self.routers else "poll"
+        own = {f"{command}.admin": self.address(f"{name}-admin")}
+        if command == "serve":
+            own["serve.listen"] = self.address(name)
+        shared = self._command("extproc", command, "--config", self.config_file)
+        return shared if name in ("router", "poller") else [*shared, *_flags(own)]
 
     def _command(self, *program: str | Path | int) -> list[str]:
         return [sys.executable, "-m", *map(str, program)]
@@ -320,8 +300,10 @@ class Stack:
         }
         for name, keys in self._settings.items():
             sections[name] = {**sections.get(name, {}), **keys}
+        events = ("kv_events_port", "kv_events_replay_port")
         replicas = [
-            {"url": self.address(one.name), "name": one.name, "profile": one.profile} | _events(one)
+            {"url": self.address(one.name), "name": one.name, "profile": one.profile}
+            | dict(zip(events, one.kv_events_ports or (), strict=False))
             for one in self.replicas
         ]
         return {"replicas": replicas, **sections}
@@ -347,14 +329,6 @@ class Stack:
         async with session.get(f"{self.envoy_admin}/clusters") as response:
             members = await response.text()
         return all(f"::{one}::health_flags::healthy" in members for one in self._listening)
-
-
-def _events(replica: SimulatedReplica) -> dict[str, int]:
-    """Where it tells of its blocks, as the configuration says it."""
-    if replica.kv_events_ports is None:
-        return {}
-    port, replay_port = replica.kv_events_ports
-    return {"kv_events_port": port, "kv_events_replay_port": replay_port}
 
 
 def _names(first: str, count: int) -> tuple[str, ...]:

@@ -164,11 +164,7 @@ async def send_all(
 ) -> list[Answer]:
     """Send every sample at its time, and return the answers when the last one is there.
 
-    Args:
-        url: where to: Envoy.
-        samples: in order of their times.
-        run: names the run; request ids are ``run-001`` and so on.
-        policy: asks the router for this policy instead of its default.
+    Request ids are ``run-001`` and so on; a ``policy`` is asked for instead of the router's own.
     """
     asked = {} if policy is None else {POLICY_HEADER: policy}
     async with Client(url) as client:

@@ -68,9 +68,7 @@ class Part(Generic[T]):
 class Parts:
     """The messages in a bootstrap, in a fragment of one, or in a patch for a mesh.
 
-    Args:
-        tree: what is in the file.
-        kind: what that is, or each in a list of them; None: what it says of itself.
+    ``kind`` is what the tree is, or each in a list of them, where it does not say so itself.
     """
 
     def __init__(self, tree: object, kind: type[Message] | None = None) -> None:

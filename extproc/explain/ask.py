@@ -18,17 +18,11 @@ async def ask(
     most: int,
     access: AdminSettings = _OPEN,
 ) -> list[Any]:
-    """The newest decisions, or all about one request, as JSON, oldest first.
+    """The newest decisions, ``most`` of them, or all about one request, as JSON, oldest first.
 
     Args:
         routers: admin address of each worker: ``host:port`` or ``http://host:port``.
-        request_id: whose decisions; None: those of all.
-        most: of all, at most so many.
         access: TLS of those whose address names no scheme, and the token to show.
-
-    Raises:
-        ValueError: a file of ``access`` cannot be used.
-        AskError: none of them answered, or none keeps a decision of that request.
     """
     urls = [url_of(one, access) for one in routers]
     async with open_session(access) as session:
@@ -75,10 +69,7 @@ async def _last(session: aiohttp.ClientSession, url: str, most: int) -> list[Any
 async def _get(session: aiohttp.ClientSession, url: str, **query: str) -> list[Any]:
     async with answer(session, url, "/decisions", "application/json", query) as response:
         found = await response.json()
-    if not isinstance(found, list) or not all(map(_is_record, found)):
+    records = found if isinstance(found, list) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("number"), int) for one in records):
         raise no_router(url, "something else than decisions")
-    return found
-
-
-def _is_record(item: object) -> bool:
-    return isinstance(item, dict) and isinstance(item.get("number"), int)
+    return records

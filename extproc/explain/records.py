@@ -112,11 +112,7 @@ _RECORDS = TypeAdapter(list[Record])
 
 
 def read_records(answer: object) -> list[Record]:
-    """What routers answered.
-
-    Raises:
-        AskError: it is not what routers of this version answer.
-    """
+    """What routers answered."""
     try:
         return _RECORDS.validate_python(answer)
     except ValidationError as error:

@@ -6,39 +6,50 @@ from datetime import datetime
 
 from extproc.address import with_name
 from extproc.explain.records import Candidate, Outcome, Record, Shadow
-from extproc.layout import Column, count, figure, paragraph, printable, share, table
-
-DECISIONS = (
-    Column("time", left=True),
-    Column("request", left=True, most=36),
-    Column("replica", left=True, most=20),
-    Column("prompt"),
-    Column("output"),
-    Column("TTFT s"),
-    Column("actual"),
-    Column("finish s"),
-    Column("actual"),
+from extproc.layout import (
+    Cells,
+    Column,
+    count,
+    figure,
+    paragraph,
+    printable,
+    row_of,
+    share,
+    table,
+    table_of,
 )
+
+_DECISIONS: Cells[Record] = (
+    (Column("time", left=True), lambda one: _time(one).strftime("%H:%M:%S")),
+    (Column("request", left=True, most=36), lambda one: printable(one.request_id) or "-"),
+    (Column("replica", left=True, most=20), lambda one: printable(one.replica_name)),
+    (Column("prompt"), lambda one: count(one.prompt_tokens)),
+    (Column("output"), lambda one: count(one.expected_output_tokens)),
+    (Column("TTFT s"), lambda one: figure(one.predicted_ttft_s)),
+    (Column("actual"), lambda one: figure(one.outcome.ttft_s)),
+    (Column("finish s"), lambda one: figure(one.predicted_completion_s)),
+    (Column("actual"), lambda one: figure(one.outcome.completion_s)),
+)
+DECISIONS = tuple(column for column, _ in _DECISIONS)
 """Of the last decisions."""
-_CANDIDATES = (
-    Column("", left=True),
-    Column("replica", left=True, most=18),
-    Column("requests"),
-    Column("KV"),
-    Column("queued"),
-    Column("cached"),
-    Column("step"),
-    Column("admit"),
-    Column("adapter"),
-    Column("prefill"),
-    Column("TTFT"),
-    Column("decode"),
-    Column("×"),
-    Column("finish"),
-    Column("others"),
-    Column("weight"),
-    Column("wasted"),
-    Column("score"),
+_CANDIDATES: Cells[Candidate] = (
+    (Column("replica", left=True, most=18), lambda one: printable(one.name)),
+    (Column("requests"), lambda one: count(one.requests)),
+    (Column("KV"), lambda one: share(one.kv_usage)),
+    (Column("queued"), lambda one: count(one.backlog_tokens)),
+    (Column("cached"), lambda one: count(one.cached_tokens)),
+    (Column("step"), lambda one: figure(one.terms_s.step_rest)),
+    (Column("admit"), lambda one: figure(one.terms_s.admission)),
+    (Column("adapter"), lambda one: figure(one.terms_s.adapter)),
+    (Column("prefill"), lambda one: figure(one.terms_s.prefill)),
+    (Column("TTFT"), lambda one: figure(one.predicted_ttft_s)),
+    (Column("decode"), lambda one: figure(one.terms_s.decode)),
+    (Column("×"), lambda one: "-" if one.stretch is None else f"{one.stretch:.2f}"),
+    (Column("finish"), lambda one: figure(one.predicted_completion_s)),
+    (Column("others"), lambda one: figure(one.terms_s.cost_to_others)),
+    (Column("weight"), lambda one: share(one.cost_weight)),
+    (Column("wasted"), lambda one: figure(one.terms_s.avoidable)),
+    (Column("score"), lambda one: figure(one.score)),
 )
 _LEGEND = (
     "requests: in flight.  KV: of the cache in use.  queued: prompt tokens to prefill.  "
@@ -67,7 +78,7 @@ def decisions(records: Sequence[Record]) -> str:
     """The decisions as a table, two lines each: figures, then the model and why."""
     if not records:
         return "no decisions yet"
-    header, *rows = table(DECISIONS, [figures_of(record) for record in records])
+    header, *rows = table_of(_DECISIONS, records)
     lines = [header, *paragraph("model: why", _LABEL)]
     for row, record in zip(rows, records, strict=True):
         lines += [row, *paragraph(reason_of(record), _LABEL)]
@@ -130,30 +141,21 @@ def reason_of(record: Record) -> str:
 
 def figures_of(record: Record) -> list[str]:
     """A decision in the columns of ``DECISIONS``."""
-    outcome = record.outcome
-    return [
-        _time(record).strftime("%H:%M:%S"),
-        printable(record.request_id) or "-",
-        printable(record.replica_name),
-        count(record.prompt_tokens),
-        count(record.expected_output_tokens),
-        figure(record.predicted_ttft_s),
-        figure(outcome.ttft_s),
-        figure(record.predicted_completion_s),
-        figure(outcome.completion_s),
-    ]
+    return row_of(_DECISIONS, record)
 
 
 def _compared(record: Record) -> tuple[list[Column], list[list[str]]]:
     """The table of candidates."""
     candidates = sorted(record.candidates, key=lambda one: _rank(one, record))
-    rows = [_candidate(one, one.replica == record.replica) for one in candidates]
     hidden = set() if _stretched(record) else {"×"}
     hidden |= set() if _cached(record) else {"cached"}
     hidden |= set() if _adapted(record) else {"adapter"}
     hidden |= set() if _cached(record) or _adapted(record) else {"wasted"}
-    shown = [i for i, column in enumerate(_CANDIDATES) if column.header not in hidden]
-    return [_CANDIDATES[i] for i in shown], [[row[i] for i in shown] for row in rows]
+    shown = [(column, cell) for column, cell in _CANDIDATES if column.header not in hidden]
+    rows = [
+        [">" if one.replica == record.replica else "", *row_of(shown, one)] for one in candidates
+    ]
+    return [Column("", left=True), *(column for column, _ in shown)], rows
 
 
 def _legend(record: Record) -> list[str]:
@@ -178,30 +180,6 @@ def _cached(record: Record) -> bool:
 def _adapted(record: Record) -> bool:
     """Whether its LoRA adapter makes a difference."""
     return any(one.terms_s.adapter for one in record.candidates)
-
-
-def _candidate(candidate: Candidate, chosen: bool) -> list[str]:
-    terms = candidate.terms_s
-    return [
-        ">" if chosen else "",
-        printable(candidate.name),
-        count(candidate.requests),
-        share(candidate.kv_usage),
-        count(candidate.backlog_tokens),
-        count(candidate.cached_tokens),
-        figure(terms.step_rest),
-        figure(terms.admission),
-        figure(terms.adapter),
-        figure(terms.prefill),
-        figure(candidate.predicted_ttft_s),
-        figure(terms.decode),
-        "-" if candidate.stretch is None else f"{candidate.stretch:.2f}",
-        figure(candidate.predicted_completion_s),
-        figure(terms.cost_to_others),
-        share(candidate.cost_weight),
-        figure(terms.avoidable),
-        figure(candidate.score),
-    ]
 
 
 def _rank(candidate: Candidate, record: Record) -> tuple[bool, float]:

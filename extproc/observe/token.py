@@ -1,9 +1,10 @@
 """The token that whoever looks at an admin address has to show."""
 
+from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 
-from extproc.watched_file import WatchedFile
+from extproc.watched_file import Watched
 
 
 class Token:
@@ -15,7 +16,7 @@ class Token:
         Raises:
             ValueError: the file holds none, or cannot be read.
         """
-        self._file = WatchedFile(path, "admin token", _token_in)
+        self._file = Watched("admin token", partial(_token_in, path), path)
         self._token = read_token(path)
 
     def is_in(self, header: str) -> bool:

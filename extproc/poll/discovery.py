@@ -16,7 +16,7 @@ from extproc.poll.membership import Membership
 from extproc.poll.resolve import Host, Resolve, resolve_host
 from extproc.poll.service_watch import ServiceWatch
 from extproc.replica_state import ReplicaState
-from extproc.watched_file import WatchedFile
+from extproc.watched_file import Watched
 from extproc.yaml_file import read_yaml
 
 
@@ -63,7 +63,7 @@ class Discovery:
         random: Random | None = None,
     ) -> None:
         self._sources = tuple(sources)
-        self._file = file and WatchedFile(file, "replicas file", read_replicas)
+        self._file = file and Watched("replicas file", partial(read_replicas, file), file)
         self._listed: tuple[ReplicaSource, ...] = ()
         self._new_host = partial(Host, resolve=resolve, timeout_s=timeout_s)
         self._hosts: dict[str, Host] = {}

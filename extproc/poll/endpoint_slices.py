@@ -77,11 +77,8 @@ class Pod:
 def pods_of(slices: Iterable[EndpointSlice], port: int | str) -> dict[str, Pod]:
     """The pods in all slices of a Service, by ``ip:port``; of two families, IPv4.
 
-    A pod may be in two slices for a moment, and the older one may say less.
-
-    Args:
-        slices: of one Service.
-        port: a pod's own, or the name by which each slice has it; one that has it not is left out.
+    The port is a pod's own, or the name by which slices have it. A pod may be in two slices for a
+    moment, and the older one may say less.
     """
     slices = [one for one in slices if one.address_type in ("IPv4", "IPv6")]
     family = min((one.address_type for one in slices), default="")

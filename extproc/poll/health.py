@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable
 
 from extproc.clock import Clock
-from extproc.store.connection import Outage
 from extproc.store.leases import Leases
+from extproc.trouble import Trouble
 
 _STUCK_S = 10.0
 """Seconds without a round of all replicas: five times as long as one takes whose every question to
@@ -12,20 +12,15 @@ Redis is answered at the last moment."""
 
 
 class Health:
-    """What is known of a poller's pools.
-
-    Args:
-        pools: their names.
-        clock: that of the leases.
-    """
+    """What is known of a poller's pools."""
 
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock
         self._starting = set(pools)
-        self._pools: dict[str, tuple[Leases, Outage, Callable[[], Iterable[str]]]] = {}
+        self._pools: dict[str, tuple[Leases, Trouble, Callable[[], Iterable[str]]]] = {}
 
     def watch(
-        self, pool: str, leases: Leases, outage: Outage, unlisted: Callable[[], Iterable[str]]
+        self, pool: str, leases: Leases, outage: Trouble, unlisted: Callable[[], Iterable[str]]
     ) -> None:
         """A pool is about to be polled; the last of these names the Services that Kubernetes has
         not told of yet."""
@@ -47,6 +42,6 @@ class Health:
         starting = self._starting | {pool for pool, (one, *_) in pools if one.tended_at is None}
         reasons = [f"pool {pool}: no round of its replicas yet" for pool in starting]
         for pool, (_, outage, unlisted) in pools:
-            reasons += [f"pool {pool}: redis is lost"] if outage.lost else []
+            reasons += [f"pool {pool}: redis is lost"] if outage.problem else []
             reasons += [f"pool {pool}: {one} was never listed: see the log" for one in unlisted()]
         return "; ".join(reasons) or self.live()

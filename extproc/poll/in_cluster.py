@@ -31,11 +31,7 @@ class _Status(BaseModel):
 
 
 def own_namespace() -> str:
-    """The namespace of this pod.
-
-    Raises:
-        ApiError: this is no pod, or one without a service account.
-    """
+    """The namespace of this pod."""
     return _of_account("namespace")
 
 
@@ -46,9 +42,6 @@ async def ask(
     """Ask with GET, within so many seconds; the answer is one with status 200.
 
     Token and authority are read anew each time, so that renewed ones are used.
-
-    Raises:
-        ApiError: the status is another one, there was no answer, or it broke off while it was read.
     """
     token = _of_account("token")
     async with aiohttp.ClientSession(

@@ -6,7 +6,6 @@ from random import Random
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.poll.destination import Destination
-from extproc.poll.discovery import names_replicas
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.poller import Poller
 from extproc.poll.scrape_metrics import PollMetrics
@@ -39,16 +38,6 @@ class IntoFleet(Destination):
         """The fleet knows it at once."""
         if told := blocks.news():
             self._fleet.blocks.hear(replica, told[0])
-
-
-def check_some(config: Config) -> None:
-    """Look whether there is anything to poll.
-
-    Raises:
-        ValueError: the configuration names no replicas.
-    """
-    if not names_replicas(config):
-        raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
 
 
 async def poll_into(fleet: Fleet, config: Config, metrics: PollMetrics) -> None:

@@ -24,7 +24,7 @@ from extproc.poll.scrape_metrics import PollMetrics
 from extproc.replica_state import ReplicaState
 from extproc.signals import until_signalled
 from extproc.store.blocks import BlockWriter
-from extproc.store.connection import Outage, connect, reconnecting
+from extproc.store.connection import connect, outage, reconnecting
 from extproc.store.desired import DesiredStore
 from extproc.store.leases import Held, Leases
 from extproc.store.replicas import StateReader, StateWriter
@@ -81,19 +81,14 @@ class IntoRedis(Destination):
     """Brings states and news of KV blocks into Redis as soon as it takes them; nobody waits for it.
 
     A Redis that was away may have come back empty, so then everything is written again. What is
-    written while a lease is lost, Redis leaves out.
-
-    Args:
-        redis: where to.
-        config: the pool's.
-        name: this poller's, unlike any other's; empty: it writes without leases.
-        random: spreads attempts.
+    written while a lease is lost, Redis leaves out. Without a ``name``, unlike any other poller's,
+    it writes without leases.
     """
 
     def __init__(self, redis: Redis, config: Config, name: str, random: Random) -> None:
         super().__init__()
         pool = config.pool
-        self.outage = Outage(redis)
+        self.outage = outage(redis)
         self.leases = Leases(redis, pool, name, self.outage, monotonic)
         self._reader = StateReader(redis, pool, random)
         self._writer = StateWriter(redis, pool, config.poll.ttl_s, name)
@@ -163,7 +158,7 @@ class IntoRedis(Destination):
             self._some_states.set()
             self.outage.failed(error)
             return False
-        self.outage.succeeded()
+        self.outage.works()
         return True
 
     async def share(self, replicas: Collection[str]) -> Held:

@@ -1,7 +1,6 @@
 """Which KV blocks one replica holds, as its events tell."""
 
 import math
-from collections.abc import Iterable
 from random import Random
 from typing import NamedTuple
 
@@ -107,7 +106,8 @@ class KvBlocks:
 
     def dump(self, mark: Mark) -> bytes:
         """All that is known as of a batch: 16 bytes a block."""
-        hashes, keys = map(_as_bytes, (self._keys, self._keys.values()))
+        parts = [*self._keys], [*self._keys.values()]
+        hashes, keys = (np.array(part, _NUMBERS).tobytes() for part in parts)
         kept = _Kept(*mark, self._block_size, self._group, hashes, keys, self._copies)
         return msgspec.msgpack.encode(kept)
 
@@ -115,7 +115,8 @@ class KvBlocks:
         """Go on from what :meth:`dump` gave; None where it is none, and nothing is known."""
         try:
             kept = msgspec.msgpack.decode(data, type=_Kept)
-            held = dict(zip(*map(_as_numbers, (kept.hashes, kept.keys)), strict=True))
+            parts = (np.frombuffer(part, _NUMBERS).tolist() for part in (kept.hashes, kept.keys))
+            held = dict(zip(*parts, strict=True))
         except (msgspec.MsgspecError, ValueError):
             return None
         self.start(complete=True)
@@ -241,12 +242,3 @@ def _plain(event: BlockStored) -> int:
         if _beside_tokens(event, block):
             return block
     return len(event.block_hashes)
-
-
-def _as_bytes(numbers: Iterable[int]) -> bytes:
-    return np.array([*numbers], _NUMBERS).tobytes()
-
-
-def _as_numbers(data: bytes) -> list[int]:
-    numbers: list[int] = np.frombuffer(data, _NUMBERS).tolist()
-    return numbers

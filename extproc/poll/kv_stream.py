@@ -19,6 +19,7 @@ from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import read_batch
+from extproc.trouble import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -43,20 +44,13 @@ _NUMBER_BYTES = 8
 
 
 class KvStream:
-    """Brings the events of one replica into its blocks.
+    """Brings the events of one replica into its blocks, and tells ``into`` when these may have
+    changed.
 
     Batches are pushed. Whether none was lost, and whether the process is the same as before, the
-    replica is asked: to send again all from the last batch on that came. What it has forgotten by
-    then cannot be made up for, and until it starts anew or clears its cache its blocks are not
-    known. What one poller knows the next one goes on from.
-
-    Args:
-        context: of the sockets.
-        target: the replica.
-        ports: where it pushes, and where it is asked.
-        blocks: what events are brought into.
-        into: told when these have changed, or may be told again.
-        clock: tells the time.
+    replica is asked, at the second of ``ports``: to send again all from the last batch on that
+    came. What it has forgotten by then cannot be made up for, and until it starts anew or clears
+    its cache its blocks are not known. What one poller knows the next one goes on from.
     """
 
     def __init__(
@@ -74,7 +68,7 @@ class KvStream:
         self._ipv6 = ":" in host
         self._blocks = blocks
         self._into = into
-        self._replica, self._who = target.id, target.who
+        self._replica = target.id
         self._clock = clock
         self._last: Mark | None = None
         """Of the last batch that was applied; ``_NOTHING`` where there was none yet, None where
@@ -82,15 +76,18 @@ class KvStream:
         self._saved: Mark | None = None
         """Up to where what is known was saved."""
         self._saved_at = -math.inf
-        self._problem: str | None = None
-        """Why its blocks are not known; empty: they are; None: nobody has looked yet."""
+        self._known = False
+        """Whether somebody has looked, and found its blocks known."""
+        begins = "replica's KV events do not tell its blocks"
+        over = "replica's KV events tell its blocks again"
+        self._trouble = Trouble(log, begins, over, replica=target.who)
         self._flaw = ""
         """What keeps them from being known until the replica starts anew."""
 
     @property
     def number(self) -> int | None:
         """Of the last news of its blocks; None where these are not known."""
-        return self._blocks.number if self._problem == "" and self._blocks.complete else None
+        return self._blocks.number if self._known and self._blocks.complete else None
 
     def tell_again(self) -> None:
         """Have all that is held told, within a second, and saved."""
@@ -148,13 +145,7 @@ class KvStream:
 
     async def _catch_up(self) -> bool:
         """Apply what came after the last batch; begin anew where the replica no longer knows that.
-
-        Returns:
-            Whether nothing is missing.
-
-        Raises:
-            zmq.Again: no answer came in time.
-        """
+        Returns whether nothing is missing; zmq.Again: no answer came in time."""
         last = self._last or _NOTHING
         async with aclosing(self._replayed(max(last.number, 0))) as batches:
             first = await anext(batches)
@@ -205,11 +196,7 @@ class KvStream:
         self._blocks.start(complete=False)
 
     async def _replayed(self, first: int) -> AsyncGenerator["_Batch"]:
-        """The batches from number ``first`` on that the replica still has, and nothing.
-
-        Raises:
-            zmq.Again: no answer came in time.
-        """
+        """The batches from number ``first`` on that the replica still has, and nothing."""
         with self._socket(zmq.DEALER, self._asked, _UNBOUNDED) as asked:
             asked.rcvtimeo = round(_ANSWER_S * 1000)
             await asked.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
@@ -226,13 +213,12 @@ class KvStream:
         return socket
 
     def _note(self, problem: str, error: Exception | None = None) -> None:
-        """One line when its blocks are no longer known, and one when they are."""
-        if problem and not self._problem:
-            extra = {"replica": self._who, "problem": problem}
-            log.warning("replica's KV events do not tell its blocks", extra=extra, exc_info=error)
-        elif self._problem and not problem:
-            log.warning("replica's KV events tell its blocks again", extra={"replica": self._who})
-        self._problem = problem
+        """Its blocks are not known for that reason; empty: they are."""
+        self._known = not problem
+        if problem:
+            self._trouble.failed(problem, error)
+        else:
+            self._trouble.works()
 
 
 class _Batch(NamedTuple):

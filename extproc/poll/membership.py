@@ -1,7 +1,6 @@
 """What commands asked of the pool's membership, as this poller knows it."""
 
 import asyncio
-import logging
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -10,8 +9,6 @@ from redis.exceptions import RedisError, ResponseError
 from extproc.clock import Clock
 from extproc.config import ReplicaSource
 from extproc.store.desired import Desired, DesiredStore
-
-log = logging.getLogger(__name__)
 
 _EVERY_S = 0.25
 """Seconds between two looks: that soon a command has its effect."""
@@ -34,7 +31,6 @@ class Membership:
         self._idle_since: dict[str, float] = {}
         """From when on a command has changed nothing."""
         self._changed = asyncio.Event()
-        self._refused = False
 
     @property
     def added(self) -> tuple[ReplicaSource, ...]:
@@ -73,20 +69,11 @@ class Membership:
         try:
             await self._sync(store, now)
         except ResponseError as error:  # no right to: the publisher may have all that it needs
-            self._note(store.key, str(error))
+            store.refused.failed(error)
         except (RedisError, OSError):  # the publisher says so
             pass
         else:
-            self._note(store.key, "")
-
-    def _note(self, key: str, refused: str) -> None:
-        """One line when Redis begins to refuse, and one when it no longer does."""
-        if refused and not self._refused:
-            extra = {"key": key, "error": refused, "allow": f"~{key} +@read +@write"}
-            log.error("redis refuses a key: 'extproc replicas' has no effect", extra=extra)
-        elif self._refused and not refused:
-            log.warning("redis refuses the key no longer", extra={"key": key})
-        self._refused = bool(refused)
+            store.refused.works()
 
     async def _sync(self, store: DesiredStore, now: float) -> None:
         there = await store.read()

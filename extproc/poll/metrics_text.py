@@ -96,11 +96,7 @@ class EngineFigures:
 
 
 def read_metrics(page: bytes) -> EngineFigures:
-    """Read the text of a ``/metrics`` page.
-
-    Raises:
-        MetricsError: it has none of vLLM's lines, or one of them has no sensible value.
-    """
+    """Read the text of a ``/metrics`` page."""
     page = b"\n" + page
     running = _series(page, _RUNNING)
     if not running:
@@ -108,10 +104,11 @@ def read_metrics(page: bytes) -> EngineFigures:
     usage = [_value(_KV_USAGE[0], line) for line in _series(page, *_KV_USAGE)]
     steps = _series(page, _STEPS)
     configs = _series(page, b"cache_config_info")
+    models = {_text(match[1]) for line in running if (match := _MODEL_NAME.search(line))}
     block_size, kv_tokens = _kv_cache(configs)
     max_loras, adapters = _adapters(_series(page, _ADAPTERS))
     return EngineFigures(
-        models=_models(running),
+        models=tuple(sorted(models)),
         running=int(_sum(_RUNNING, running)),
         waiting=int(_total(page, b"num_requests_waiting")),
         kv_usage=min(1.0, sum(usage) / len(usage)) if usage else 0.0,
@@ -225,14 +222,6 @@ def _labels(label: re.Pattern[bytes], lines: list[bytes]) -> list[int]:
     return [int(match[1]) for line in lines if (match := label.search(line))]
 
 
-def _models(lines: list[bytes]) -> tuple[str, ...]:
-    names = {match[1] for line in lines if (match := _MODEL_NAME.search(line))}
-    return tuple(sorted(map(_text, names)))
-
-
 def _text(value: bytes) -> str:
-    return _ESCAPE.sub(_unescape, value.decode(errors="replace"))
-
-
-def _unescape(match: re.Match[str]) -> str:
-    return "\n" if match[1] == "n" else match[1]
+    text = value.decode(errors="replace")
+    return _ESCAPE.sub(lambda match: "\n" if match[1] == "n" else match[1], text)

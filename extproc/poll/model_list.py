@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from extproc.poll.scrape import ScrapeError
+from extproc.trouble import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -16,11 +17,8 @@ MODELS_EVERY_S = 10.0
 class Models:
     """One replica's list of models, as its present process last told it.
 
-    Args:
-        ask: asks the replica; what it answers are fields of a ``ReplicaState``.
-        changed: called when that is another than before.
-        who: the replica's name in the log.
-        known: what another poller was told before.
+    What ``ask`` answers are fields of a ``ReplicaState``; ``known`` is what another poller was told
+    before. Where it is another than before, that is ``changed``.
     """
 
     def __init__(
@@ -34,10 +32,9 @@ class Models:
         """What is known; empty: nothing."""
         self._ask = ask
         self._changed = changed
-        self._who = who
         self._asking: asyncio.Task[None] | None = None
         self._asked_at: float | None = None
-        self._silent = False
+        self._trouble = Trouble(log, "replica does not tell its models", replica=who)
 
     def refresh(self, now: float) -> None:
         """Have the replica asked, unless it is being asked or was within ``MODELS_EVERY_S``."""
@@ -58,12 +55,9 @@ class Models:
         try:
             fields = await self._ask()
         except ScrapeError as error:
-            if not self._silent:
-                extra = {"replica": self._who, "problem": str(error)}
-                log.warning("replica does not tell its models", extra=extra)
-            self._silent = True
+            self._trouble.failed(error)
             return
-        self._silent = False
+        self._trouble.works()
         if fields != self.fields:
             self.fields = fields
             self._changed()

@@ -34,14 +34,7 @@ class _Polled:
 
 
 class Poller:
-    """Scrapes its share of the replicas that discovery names.
-
-    Args:
-        config: which replicas, and how they are scraped.
-        into: where what is seen of them goes; it says which of them are this poller's.
-        metrics: where it counts.
-        random: spreads the scrapes.
-    """
+    """Scrapes its share of the replicas that discovery names, as ``into`` divides them."""
 
     def __init__(
         self, config: Config, into: Destination, metrics: PollMetrics, random: Random

@@ -31,9 +31,6 @@ async def goes_by_priority(session: aiohttp.ClientSession, replica: str, model: 
     """Whether the replica at ``ip:port`` takes the higher priority of two requests first.
 
     It takes prompts of a word, and a few tokens for each: three for each half of a round.
-
-    Raises:
-        ScrapeError: it does not answer.
     """
     missed = wrong = 0
     for _ in range(_ROUNDS):

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 
+from extproc.trouble import Trouble
+
 log = logging.getLogger(__name__)
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
@@ -45,10 +47,7 @@ class Host:
     """A host name, or an address, that is looked up again and again; what fails keeps its last
     answer.
 
-    Args:
-        name: the host's.
-        resolve: looks it up.
-        timeout_s: seconds to wait; an answer that comes later is there at the next look.
+    An answer that takes longer than ``timeout_s`` is there at the next look.
     """
 
     def __init__(self, name: str, resolve: Resolve, timeout_s: float) -> None:
@@ -58,7 +57,8 @@ class Host:
         self._resolve = resolve
         self._timeout_s = timeout_s
         self._lookup: asyncio.Future[Sequence[str]] | None = None
-        self._problem = False
+        begins, over = "replica's host does not resolve, retrying", "replica's host resolves again"
+        self._trouble = Trouble(log, begins, over, host=name)
 
     @property
     def is_asked(self) -> bool:
@@ -70,14 +70,9 @@ class Host:
         try:
             self.addresses = one_family(await self._found())
         except (OSError, UnicodeError) as error:
-            if not self._problem:
-                extra = {"host": self._name, "error": str(error)}
-                log.warning("replica's host does not resolve, retrying", extra=extra)
-            self._problem = True
+            self._trouble.failed(error)
         else:
-            if self._problem:
-                log.warning("replica's host resolves again", extra={"host": self._name})
-            self._problem = False
+            self._trouble.works()
 
     async def _found(self) -> Sequence[str]:
         if is_address(self._name):

@@ -14,6 +14,7 @@ from extproc.config import KubernetesService
 from extproc.poll import in_cluster
 from extproc.poll.endpoint_slices import EndpointSlice, EndpointSliceList, Pod, pods_of
 from extproc.poll.in_cluster import ApiError
+from extproc.trouble import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +43,10 @@ class _Event(BaseModel):
 
 class ServiceWatch:
     """Lists the EndpointSlices of a Service, watches them for a while, and begins again; what fails
-    keeps the last answer.
+    keeps the last answer. The first list is waited for for ``timeout_s``.
 
     No watch goes on where another one ended: a server that came back with older data takes one from
     a version that is yet to come, and says nothing (kubernetes/kubernetes issue 107457).
-
-    Args:
-        wanted: the Service.
-        changed: called when its pods are others, or something became of one.
-        timeout_s: seconds to wait for the first list; a later one is there at the next look.
-        random: spreads attempts.
     """
 
     def __init__(
@@ -70,7 +65,10 @@ class ServiceWatch:
         self._timeout_s = timeout_s
         self._backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S, random)
         self._slices: dict[str, EndpointSlice] = {}
-        self._problem = self._doubt = ""
+        who, text = str(wanted), "Kubernetes does not tell of a Service, keeping its last pods"
+        again = "Kubernetes tells of the Service again"
+        self._untold = Trouble(log, text, again, logging.ERROR, each=True, service=who)
+        self._empty = Trouble(log, "a Service has no replicas", each=True, service=who)
         self._tried = asyncio.Event()
         self._task = asyncio.create_task(self._follow())
 
@@ -89,9 +87,9 @@ class ServiceWatch:
             try:
                 await self._watch(await self._list())
             except ApiError as error:
-                self._note_problem(str(error))
+                self._untold.failed(error)
             except Exception as error:  # it is this Service's alone: the others go on
-                self._note_problem(f"{type(error).__name__}: {error}", error)
+                self._untold.failed(f"{type(error).__name__}: {error}", error)
             self._tried.set()
             await asyncio.sleep(self._backoff.next())
 
@@ -110,7 +108,7 @@ class ServiceWatch:
         query = {"watch": "true", "resourceVersion": version, "timeoutSeconds": str(_WATCH_S)}
         whole = _WATCH_S + _LATE_S
         async with in_cluster.ask(self._path, self._query | query, whole) as response:
-            self._note_problem("")
+            self._untold.works()
             self._backoff.reset()
             with suppress(aiohttp.ClientError, TimeoutError):
                 async for line in response.content:
@@ -133,7 +131,14 @@ class ServiceWatch:
         if pods != self.pods:
             self.pods = pods
             self._changed()
-        self._note_doubt()
+        if not self._slices:
+            why = "it has no EndpointSlices: is there such a Service in that namespace?"
+            self._empty.failed(why)
+        elif not self.pods and any(one.endpoints for one in self._slices.values()):
+            why = f"none of its endpoints has an IP address and the port {self._wanted.port}"
+            self._empty.failed(why)
+        else:
+            self._empty.works()
 
     @property
     def _path(self) -> str:
@@ -143,26 +148,3 @@ class ServiceWatch:
     @property
     def _query(self) -> dict[str, str]:
         return {"labelSelector": f"kubernetes.io/service-name={self._wanted.service}"}
-
-    # -- what people are told ---------------------------------------------------------------
-
-    def _note_problem(self, problem: str, error: Exception | None = None) -> None:
-        """One line when it begins, or becomes another, and one when it ends."""
-        before, self._problem = self._problem, problem
-        extra = {"service": str(self._wanted)}
-        if problem and problem != before:
-            text = "Kubernetes does not tell of a Service, keeping its last pods"
-            log.error(text, extra=extra | {"error": problem}, exc_info=error)
-        elif before and not problem:
-            log.warning("Kubernetes tells of the Service again", extra=extra)
-
-    def _note_doubt(self) -> None:
-        doubt = ""
-        if not self._slices:
-            doubt = "it has no EndpointSlices: is there such a Service in that namespace?"
-        elif not self.pods and any(one.endpoints for one in self._slices.values()):
-            doubt = f"none of its endpoints has an IP address and the port {self._wanted.port}"
-        if doubt and doubt != self._doubt:
-            extra = {"service": str(self._wanted), "doubt": doubt}
-            log.warning("a Service has no replicas", extra=extra)
-        self._doubt = doubt

@@ -17,16 +17,11 @@ _RESOLVE_S = 5.0
 async def add(pool: Pool, address: str, profile: str | None, name: str | None) -> str:
     """Have a replica polled, or take back that it drains or was removed; returns what was done.
 
-    Args:
-        pool: where.
-        address: ``host:port``; of a host name, the address it has now.
-        profile: hardware profile; None: the default, or the one it has.
-        name: for people; None: the host name, or the one it has.
+    It is at ``host:port``, of a host name the address it has now. What is not given stays as it is,
+    or is the default.
 
     Raises:
         ValueError: it is no address or profile.
-        ReplicaError: the address does not resolve, or is not for a command to change.
-        RedisError: Redis did not take it.
     """
     given = _source(address, profile, name)
     id_ = await _resolved(given)
@@ -54,12 +49,7 @@ async def add(pool: Pool, address: str, profile: str | None, name: str | None) -
 
 
 async def drain(pool: Pool, word: str) -> tuple[Replica, str]:
-    """Have nothing new sent to a replica; returns it as it was, and what was done.
-
-    Raises:
-        ReplicaError: no replica is called that.
-        RedisError: Redis did not take it.
-    """
+    """Have nothing new sent to a replica; returns it as it was, and what was done."""
     replica = await pool.find(word)
     await _ask(pool, replica, "drain")
     told = f"{replica.title} is draining" + (f": {left(replica.state)}" if replica.state else "")
@@ -86,12 +76,7 @@ def _served_without(replica: Replica, replicas: list[Replica]) -> bool:
 
 
 async def remove(pool: Pool, word: str) -> str:
-    """Have a replica polled no more, whoever names it; returns what was done.
-
-    Raises:
-        ReplicaError: no replica is called that.
-        RedisError: Redis did not take it.
-    """
+    """Have a replica polled no more, whoever names it; returns what was done."""
     replica = await pool.find(word)
     await _ask(pool, replica, "remove")
     state = replica.state

@@ -55,23 +55,14 @@ class Pool:
         self.states = StateReader(redis, name, Random())
 
     async def replicas(self) -> list[Replica]:
-        """All that pollers or commands named, by name.
-
-        Raises:
-            RedisError: Redis did not tell.
-        """
+        """All that pollers or commands named, by name."""
         desired = await self.desired.read()
         states = {state.id: state for state in (await self.states.read()).states}
         known = [Replica(id_, states.get(id_), desired.get(id_)) for id_ in desired | states]
         return sorted(known, key=lambda replica: (replica.name, replica.id))
 
     async def find(self, word: str) -> Replica:
-        """The replica at an address, or of a name.
-
-        Raises:
-            ReplicaError: there is none, or several have that name.
-            RedisError: Redis did not tell.
-        """
+        """The replica at an address, or of a name."""
         replicas = [one for one in await self.replicas() if one.state or one.wish != "remove"]
         found = [one for one in replicas if word in (one.id, one.name)]
         if len(found) > 1:

@@ -3,25 +3,25 @@
 from collections.abc import Sequence
 from typing import Any
 
-from extproc.layout import Column, count, figure, printable, share, table
+from extproc.layout import Cells, Column, count, figure, printable, share, table_of
+from extproc.predict.step import StepModel
 from extproc.replicas.pool import Replica
-
-_COLUMNS = (
-    Column("name", left=True, most=24),
-    Column("address", left=True),
-    Column("state", left=True, most=40),
-    Column("running"),
-    Column("waiting"),
-    Column("KV"),
-    Column("step ms"),
-    Column("prefill tok/s"),
-    Column("age s"),
-)
 
 
 def as_table(replicas: Sequence[Replica], now: float) -> str:
     """A line for each; step time and prefill speed only where they were learned from its work."""
-    return "\n".join(table(_COLUMNS, [_row(replica, now) for replica in replicas]))
+    cells: Cells[Replica] = (
+        (Column("name", left=True, most=24), lambda one: printable(one.name)),
+        (Column("address", left=True), lambda one: one.id),
+        (Column("state", left=True, most=40), lambda one: printable(condition(one))),
+        (Column("running"), lambda one: count(getattr(one.state, "running", None))),
+        (Column("waiting"), lambda one: count(getattr(one.state, "waiting", None))),
+        (Column("KV"), lambda one: share(getattr(one.state, "kv_usage", None))),
+        (Column("step ms"), lambda one: figure(_step_ms(one))),
+        (Column("prefill tok/s"), lambda one: count(_prefill_per_s(one))),
+        (Column("age s"), lambda one: figure(_age(one, now))),
+    )
+    return "\n".join(table_of(cells, replicas))
 
 
 def as_json(replica: Replica, now: float) -> dict[str, Any]:
@@ -44,21 +44,16 @@ def condition(replica: Replica) -> str:
     return ", ".join(filter(None, (draining, health))) or "healthy"
 
 
-def _row(replica: Replica, now: float) -> list[str]:
-    state = replica.state
-    what = [printable(replica.name), replica.id, printable(condition(replica))]
-    if state is None:
-        return [*what, *["-"] * 6]
-    speed = state.learned if state.measured else None
-    return [
-        *what,
-        count(state.running),
-        count(state.waiting),
-        share(state.kv_usage),
-        figure((speed.c0 + speed.c_batch) * 1e3 if speed else None),
-        count(1 / speed.c_prefill if speed and speed.c_prefill else None),
-        figure(_age(replica, now)),
-    ]
+def _speed(replica: Replica) -> StepModel | None:
+    return replica.state.learned if replica.state and replica.state.measured else None
+
+
+def _step_ms(replica: Replica) -> float | None:
+    return (speed.c0 + speed.c_batch) * 1e3 if (speed := _speed(replica)) else None
+
+
+def _prefill_per_s(replica: Replica) -> float | None:
+    return 1 / speed.c_prefill if (speed := _speed(replica)) and speed.c_prefill else None
 
 
 def _age(replica: Replica, now: float) -> float | None:

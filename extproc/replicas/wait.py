@@ -13,12 +13,7 @@ _IN_A_ROW = 2
 
 
 async def until_empty(pool: Pool, replica: Replica, seconds: float, clock: Clock) -> str:
-    """Returns what to tell once nothing runs or waits on the replica, by its own metrics.
-
-    Raises:
-        ReplicaError: there was still something, or it did not answer, after so many seconds.
-        RedisError: Redis did not tell.
-    """
+    """Returns what to tell once nothing runs or waits on the replica, by its own metrics."""
     started = clock()
     empty: set[float] = set()
     while True:

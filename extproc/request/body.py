@@ -118,10 +118,8 @@ def _cost_of_marks(part: bytes) -> float:
 def tokens_per_byte(part: bytes, of_text: float) -> float:
     """Prompt tokens in a byte of what follows ``part``, the beginning of a body.
 
-    Args:
-        part: it may break off inside an image or other media (no tokens follow), token ids (more
-            like its last ones follow) or text.
-        of_text: tokens in a byte of text.
+    It may break off inside an image or other media (no tokens follow), token ids (more like its
+    last ones follow) or text, which has ``of_text`` tokens in a byte.
     """
     tail = part[-_TAIL:]
     if _BASE64.search(tail):

@@ -10,13 +10,8 @@ _MOST_NAMED = 50
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it stands for
-    """A request that is answered here, and sent to no replica.
-
-    Args:
-        message: what is wrong, for the person who sent it.
-        param: the field at fault, if it is one.
-        code: machine-readable reason, as OpenAI's API uses it.
-    """
+    """A request that is answered here, and sent to no replica: the message, the field at fault if
+    it is one, and a machine-readable reason, as OpenAI's API has them."""
 
     status = 500
     """Of the HTTP answer."""

@@ -38,17 +38,11 @@ _FIELD = re.compile(
 def of_length(
     endpoint: Endpoint, length: int, model: str, tokens: TokenCounter, stream: bool = False
 ) -> RequestProfile:
-    """A request whose body holds media, for nobody writes that much: audio or images.
-
-    Args:
-        endpoint: what it asks for.
-        length: bytes of its body.
-        model: what it is for.
-        tokens: knows how many tokens an image is taken for.
-        stream: whether the answer is streamed, if that is known.
-    """
+    """A request whose body, of so many bytes, holds media, for nobody writes that much: audio or
+    images."""
     if endpoint.takes_audio:
-        prompts, prompt_tokens = _audio_clips(length), audio_tokens(length)
+        prompts = max(ceil(length / (_BYTES_PER_S * _CLIP_S)), 1)
+        prompt_tokens = audio_tokens(length)
     else:
         prompts, prompt_tokens = 1, tokens.image_tokens(model) * -(-length // _MEDIUM)
     return RequestProfile(
@@ -71,15 +65,8 @@ def of_form(
     tokens: TokenCounter,
     model_of: Callable[[str, str], str],
 ) -> RequestProfile:
-    """A transcription or translation; its length tells how long the audio is.
-
-    Args:
-        endpoint: what it asks for.
-        body: as far as it came.
-        length: bytes of the whole of it.
-        tokens: as :func:`of_length` takes them.
-        model_of: as :func:`~extproc.request.inspect.inspect` takes it.
-    """
+    """A transcription or translation, as far as its body came; its whole length in bytes tells how
+    long the audio is. ``model_of`` is as :func:`~extproc.request.inspect.inspect` takes it."""
     found = {name: value.decode(errors="replace") for name, value in _FIELD.findall(_ends(body))}
     asked = found.get(b"model", "")
     model = model_of(asked, "")
@@ -105,8 +92,3 @@ def _ends(body: bytes) -> bytes:
 def audio_tokens(size: int) -> int:
     """Tokens of so many bytes of audio."""
     return ceil(size * _TOKENS_PER_S / _BYTES_PER_S)
-
-
-def _audio_clips(size: int) -> int:
-    """Clips that so many bytes of audio are transcribed in."""
-    return max(ceil(size / (_BYTES_PER_S * _CLIP_S)), 1)

@@ -61,15 +61,8 @@ NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0, 0.0)
 
 
 def prefix_of(before: bytes, answer: bytes, after: bytes, tokens: int, seed: int) -> Prefix:
-    """The prefix of a prompt in three parts.
-
-    Args:
-        before: all up to the last answer in it.
-        answer: that answer; empty: there is none, nor anything before.
-        after: what follows.
-        tokens: of all of it.
-        seed: as :func:`unit_keys` takes it.
-    """
+    """The prefix of a prompt of so many tokens in three parts: all up to the last answer in it,
+    that answer (empty: there is none, nor anything before), and what follows."""
     data = before + answer + after  # no copy where only one is not empty
     if not data:
         return NO_PREFIX
@@ -113,13 +106,9 @@ def token_keys(ids: Ids | Sequence[int], block_size: int, before: int) -> Keys:
     """The keys of whole blocks of token ids.
 
     ``key[i] = key[i - 1] * F + block[i]`` modulo 2⁶⁴, for one and the same odd F: all that is
-    needed of what precedes the first block is one number. The powers of F and of its inverse
-    give all of them at once.
-
-    Args:
-        ids: whose blocks; what fills no block is left out.
-        block_size: tokens in a block.
-        before: key of the block that precedes them; for the first of a prompt :func:`seed_of`.
+    needed of what precedes the first block is one number. The powers of F and of its inverse give
+    all of them at once. ``before`` is the key of the block that precedes them; for the first of a
+    prompt :func:`seed_of`.
 
     Raises:
         OverflowError, TypeError, ValueError: those are no token ids.

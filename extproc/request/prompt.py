@@ -78,17 +78,6 @@ class Prompt:
     A piece of the wrong type is passed over.
     """
 
-    __slots__ = (
-        "_answer",
-        "_ids",
-        "_media_room",
-        "_rendered",
-        "images",
-        "media",
-        "texts",
-        "tokens",
-    )
-
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.tokens = 0
@@ -115,12 +104,7 @@ class Prompt:
         return tokens + counter.count(model, self.texts) if self.texts else tokens
 
     def prefix(self, tokens: int, seed: int) -> Prefix:
-        """What a prefix cache may hold of it.
-
-        Args:
-            tokens: of all of it.
-            seed: of what a cache tells apart beside prompts.
-        """
+        """What a prefix cache may hold of it, which is so many tokens."""
         if self._ids:
             try:
                 ids = array("I", self._ids)
@@ -138,11 +122,8 @@ class Prompt:
         )
 
     def add_inputs(self, value: object) -> Sequence[int]:
-        """Add what completions and embeddings take: a text, token ids, or a list of these.
-
-        Returns:
-            The length of each prompt, in characters or token ids.
-        """
+        """Add what completions and embeddings take: a text, token ids, or a list of these; returns
+        the length of each prompt, in characters or token ids."""
         if isinstance(value, str):
             self._add_text(value)
         elif isinstance(value, list) and value:
@@ -166,10 +147,8 @@ class Prompt:
     def add_chat(self, messages: object, system: object = None, tools: object = None) -> None:
         """Add a conversation as most chat templates print it: system, tools, other messages.
 
-        Args:
-            messages: of OpenAI or Anthropic, items of the Responses API, or a text.
-            system: what says how to answer, where it is no message.
-            tools: their schemas.
+        The messages are OpenAI's or Anthropic's, items of the Responses API, or a text; ``system``
+        says how to answer where none of them does.
         """
         if system:
             self._add_message({"role": "system", "content": system})

@@ -22,14 +22,8 @@ Span = tuple[int, int]
 
 
 def rename(endpoint: Endpoint, body: bytes, asked: str, name: str) -> bytes:
-    """``body`` with ``name`` in place of ``asked`` as its model; itself where none is named in it.
-
-    Args:
-        endpoint: what it asks for.
-        body: a request's body, as :func:`~extproc.request.inspect.inspect` took it.
-        asked: the model's name that was read in it.
-        name: the name to write.
-    """
+    """``body`` with ``name`` in place of ``asked`` as its model; itself where none is named in
+    it."""
     form = endpoint.takes_audio
     span = model_in_form(body) if form else _span(body, asked)
     if span is None:

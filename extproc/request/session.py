@@ -5,13 +5,8 @@ from hashlib import blake2b
 
 
 def session_of(headers: Mapping[str, str], header: str | None, cookie: str | None) -> str:
-    """The id that a request has; empty: none.
-
-    Args:
-        headers: of the request.
-        header: name of the one that has it.
-        cookie: name of the cookie that has it where that header is not there.
-    """
+    """The id that a request has in that header or, where it is not there, in that cookie; empty:
+    none."""
     named = headers.get(header.lower(), "") if header else ""
     if named or cookie is None:
         return named

@@ -15,11 +15,8 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class ChatTemplate:
-    """What makes one text of a conversation.
-
-    Args:
-        source: in Jinja.
-        special_tokens: that it may print, by the names it knows them under.
+    """What makes one text of a conversation: a template in Jinja that may print special tokens, by
+    name.
 
     Raises:
         ValueError: the source is no template.

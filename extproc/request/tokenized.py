@@ -60,7 +60,8 @@ class Tokenizations:
         known = self._known(keys)
         ids, starts, end = self._encode(text, known[-1].start if known else 0)
         border = np.searchsorted(starts, len(known) * _UNIT)
-        if known and not _ends_with(ids[:border], known[-1].ids):
+        again = ids[:border][-_OVERLAP:].tobytes()
+        if known and again != known[-1].ids[-_OVERLAP * ids.itemsize :]:
             known = []
             ids, starts, end = self._encode(text, 0)
             border = np.intp(0)
@@ -113,8 +114,3 @@ def _keys(text: str) -> list[int]:
         key = hash((key, text[end - _UNIT : end]))
         keys.append(key)
     return keys
-
-
-def _ends_with(ids: Ids, known: bytes) -> bool:
-    tail = known[-_OVERLAP * 4 :]
-    return ids[-_OVERLAP:].tobytes() == tail

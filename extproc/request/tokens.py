@@ -63,21 +63,33 @@ class TokenizerError(ValueError):
     """A configured tokenizer cannot be used; the message says what to install or correct."""
 
 
+class _Ratio:
+    """Σ bytes ÷ Σ tokens of what was reported on, say, by model: both sums decay exponentially with
+    what is below, and begin with the configured ratio."""
+
+    def __init__(self, prior: float, evidence: float, memory: float) -> None:
+        self._begin = prior * evidence, evidence
+        self._memory = memory
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def of(self, model: str) -> float:
+        above, below = self._sums.get(model, self._begin)
+        return above / below
+
+    def learn(self, model: str, ratio: float, weight: float) -> None:
+        above, below = self._sums.pop(model, self._begin)
+        keep = 1 / (1 + weight / self._memory)
+        if len(self._sums) >= _MAX_MODELS:
+            del self._sums[next(iter(self._sums))]
+        self._sums[model] = (above * keep + ratio * weight, below * keep + weight)
+
+
 class TokenCounter:
-    """Counts tokens per model, and learns from what replicas report.
-
-    The ratio is Σ bytes ÷ Σ tokens of the prompts reported on, both sums decaying exponentially
-    with the tokens seen, and starting from the configured ratio.
-
-    Raises:
-        TokenizerError: a configured tokenizer cannot be loaded.
-    """
+    """Counts tokens per model, and learns from what replicas report."""
 
     def __init__(self, settings: TokenSettings) -> None:
-        self._images = settings.image_tokens
-        self._image_sums: dict[str, tuple[float, float]] = {}
-        self._prior = settings.bytes_per_token
-        self._sums: dict[str, tuple[float, float]] = {}
+        self._bytes = _Ratio(settings.bytes_per_token, _PRIOR_TOKENS, _MEMORY_TOKENS)
+        self._images = _Ratio(settings.image_tokens, _PRIOR_IMAGES, _MEMORY_IMAGES)
         self._tokenizers: dict[str, Tokenizer] = {}
         self._exact: dict[str, ExactPrompts] = {}
         for model, path in settings.tokenizers.items():
@@ -101,24 +113,18 @@ class TokenCounter:
     ) -> "ExactPrompt | None":
         """The token ids of a request's only prompt, where the model's chat template is known.
 
-        Args:
-            endpoint: what it asks for.
-            fields: of its body.
-            model: what it is for.
-            size: messages, texts and media in it; of too many no ids are made.
+        ``size`` is of messages, texts and media; of too many no ids are made.
         """
         prompts = self._exact.get(model)
         return prompts.read(endpoint, fields) if prompts and size <= _MAX_TEXTS else None
 
     def bytes_per_token(self, model: str) -> float:
         """The ratio for a model; the configured one until a replica has reported on it."""
-        sums = self._sums.get(model)
-        return sums[0] / sums[1] if sums else self._prior
+        return self._bytes.of(model)
 
     def image_tokens(self, model: str) -> int:
         """Tokens an image is taken for; the configured ones until a replica reported on some."""
-        sums = self._image_sums.get(model)
-        return round(sums[0] / sums[1]) if sums else self._images
+        return round(self._images.of(model))
 
     def learn_images(self, model: str, images: int, tokens: int) -> None:
         """Learn from a prompt with so many images, which by its report were so many tokens.
@@ -126,14 +132,8 @@ class TokenCounter:
         The tokens are what the report has beyond those of the text; reports that cannot be true
         change nothing.
         """
-        if not 0 < tokens <= _MOST_IMAGE_TOKENS * images:
-            return
-        prior = (self._images * _PRIOR_IMAGES, _PRIOR_IMAGES)
-        old_tokens, old_images = self._image_sums.pop(model, prior)
-        keep = 1 / (1 + images / _MEMORY_IMAGES)
-        if len(self._image_sums) >= _MAX_MODELS:
-            del self._image_sums[next(iter(self._image_sums))]
-        self._image_sums[model] = (old_tokens * keep + tokens, old_images * keep + images)
+        if 0 < tokens <= _MOST_IMAGE_TOKENS * images:
+            self._images.learn(model, tokens / images, images)
 
     def learn(self, model: str, prompt_bytes: int, prompt_tokens: int) -> None:
         """Learn from a prompt of so many bytes that a replica says was so many tokens.
@@ -144,14 +144,8 @@ class TokenCounter:
         if prompt_bytes <= 0 or prompt_tokens <= 0:
             return
         ratio = prompt_bytes / prompt_tokens
-        if not PLAUSIBLE[0] <= ratio <= PLAUSIBLE[1]:
-            return
-        weight = min(float(prompt_tokens), _REPORT_TOKENS)
-        old_bytes, old_tokens = self._sums.pop(model, (self._prior * _PRIOR_TOKENS, _PRIOR_TOKENS))
-        keep = 1 / (1 + weight / _MEMORY_TOKENS)
-        if len(self._sums) >= _MAX_MODELS:
-            del self._sums[next(iter(self._sums))]
-        self._sums[model] = (old_bytes * keep + ratio * weight, old_tokens * keep + weight)
+        if PLAUSIBLE[0] <= ratio <= PLAUSIBLE[1]:
+            self._bytes.learn(model, ratio, min(prompt_tokens, _REPORT_TOKENS))
 
 
 def _utf8_length(text: str) -> int:

@@ -50,20 +50,6 @@ class UsageReader:
     Memory stays within a few kB.
     """
 
-    __slots__ = (
-        "_cached",
-        "_carry",
-        "_completion",
-        "_deltas",
-        "_open",
-        "_prelude",
-        "_prompt",
-        "_roles",
-        "_streamed",
-        "_texts",
-        "generating",
-    )
-
     def __init__(self, prelude: int = 0) -> None:
         """``prelude``: with how many events the stream begins before the first token."""
         self.generating = False

@@ -22,7 +22,8 @@ from extproc.observe.decisions import DecisionLog
 from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
 from extproc.observe.traces import Traces
-from extproc.poll.into_fleet import check_some, poll_into
+from extproc.poll.discovery import names_replicas
+from extproc.poll.into_fleet import poll_into
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
@@ -43,12 +44,8 @@ _HOUSEKEEPING_EVERY = 1.0
 async def run_router(
     config: Config, worker: int = 0, ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Runs a router until SIGTERM or SIGINT, then lets open streams end.
-
-    Args:
-        config: what it runs with.
-        worker: its number, where it is one of several worker processes.
-        ready: called when it listens.
+    """Runs a router until SIGTERM or SIGINT, then lets open streams end; calls ``ready`` when it
+    listens.
 
     Raises:
         OSError: an address cannot be listened on.
@@ -56,8 +53,8 @@ async def run_router(
             replicas where it is the router that polls them; or traces, where OpenTelemetry is
             not installed.
     """
-    if config.state == "memory":
-        check_some(config)
+    if config.state == "memory" and not names_replicas(config):
+        raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
     registry = CollectorRegistry()
     services = build(config, registry, worker)
     services.metrics.worker.set(worker)
@@ -159,13 +156,12 @@ async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> Non
 
 async def follow_state(config: Config, fleet: Fleet) -> None:
     """Brings every change that pollers write into the fleet, for ever."""
-    redis = connect(config.redis.url, config.pool)
-    try:
-        async with aclosing(StateReader(redis, config.pool, Random()).changes()) as changes:
-            async for change in changes:
-                await apply(change, fleet)
-    finally:
-        await redis.aclose()
+    async with (
+        connect(config.redis.url, config.pool) as redis,
+        aclosing(StateReader(redis, config.pool, Random()).changes()) as changes,
+    ):
+        async for change in changes:
+            await apply(change, fleet)
 
 
 async def apply(change: Change, fleet: Fleet) -> None:

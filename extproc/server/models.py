@@ -12,10 +12,7 @@ def model_list(names: ModelNames, states: Iterable[ReplicaState], created: int) 
     """What clients may ask for, in the form of OpenAI's API and vLLM's ``max_model_len``: tokens
     that prompt and answer may have, on the replica with the fewest.
 
-    Args:
-        names: the configured ones.
-        states: the members.
-        created: seconds since the epoch; vLLM, too, gives the time of the answer.
+    ``created``: seconds since the epoch; vLLM, too, gives the time of the answer.
     """
     kinds = {(state.models, state.max_model_len) for state in states}
     listed = names.askable(name for models, _ in kinds for name in models)

@@ -203,13 +203,10 @@ class GrpcServer:
         pools: Mapping[str, Services] = _NO_OTHERS,
         keepalive_s: float = _KEEPALIVE_S,
     ) -> None:
-        """A server that does not listen yet.
+        """A server that does not listen yet; ``pools``: services of further pools, by name.
 
-        Args:
-            services: those of the configuration's own pool.
-            pools: those of others, by name.
-            keepalive_s: silence in seconds after which a peer is asked whether it is there. It has
-                as long again to answer; then its requests are over.
+        A peer that is silent for ``keepalive_s`` seconds is asked whether it is there. It has as
+        long again to answer; then its requests are over.
         """
         serve = services.config.serve
         self._files = serve
@@ -229,12 +226,7 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers((self._processor.handler(),))
 
     async def start(self, address: str) -> int:
-        """Listens on ``host:port`` and returns the port (of use where it was 0).
-
-        Raises:
-            OSError: the address cannot be listened on.
-            ValueError: a file of its TLS settings cannot be used.
-        """
+        """Listens on ``host:port`` and returns the port (of use where it was 0)."""
         port = tls.open_port(self._server, address, self._files, "serve")
         with threads.patient():
             await self._server.start()

@@ -3,39 +3,30 @@
 import grpc
 
 from extproc.config import TlsFiles
-from extproc.tls.certificates import Certificates
-from extproc.tls.renewed import Renewed
+from extproc.tls.certificates import Certificates, watched
 
 
 def credentials(files: TlsFiles, section: str) -> grpc.ServerCredentials | None:
-    """What a gRPC port is opened with; None: plain text.
-
-    Args:
-        files: its settings.
-        section: the part of the configuration that they are in, for messages.
-
-    Raises:
-        CertificateError: a file cannot be used; the message names it.
-    """
+    """What a gRPC port is opened with; None: plain text. Messages name the section of the
+    configuration."""
     if files.tls_cert is None:
         return None
-    renewed = Renewed(files, section, "Envoy")
+    renewed = watched(files, section, "Envoy")
+    first = renewed.read()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
         """gRPC asks before each handshake."""
         certificates = renewed.news()
         return None if certificates is None else _configuration(certificates)
 
-    first = _configuration(renewed.first)
-    mutual = renewed.first.client_ca is not None
-    return grpc.dynamic_ssl_server_credentials(first, changed, mutual)
+    mutual = first.client_ca is not None
+    return grpc.dynamic_ssl_server_credentials(_configuration(first), changed, mutual)
 
 
 def open_port(server: grpc.aio.Server, address: str, files: TlsFiles, section: str) -> int:
     """Lets the server listen on ``host:port``; returns the port (of use where it was 0).
 
     Raises:
-        CertificateError: a file of its TLS settings cannot be used.
         OSError: the address cannot be listened on; the message names the setting.
     """
     secured = credentials(files, section)

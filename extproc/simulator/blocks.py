@@ -68,11 +68,8 @@ class BlockPool:
             self.evicted(self._idle.popitem(last=False)[0])
 
     def publish(self, hashes: Iterable[int]) -> list[int]:
-        """Make blocks that were taken known by their content.
-
-        Returns:
-            The hashes that are new. The others have a block already, and the copy stays private.
-        """
+        """Make blocks that were taken known by their content; returns the hashes that are new. The
+        others have a block already, and the copy stays private."""
         new = list(
             dict.fromkeys(key for key in hashes if key not in self._users and key not in self._idle)
         )
@@ -104,14 +101,9 @@ def chain_hashes(content: bytes, block_bytes: int, seed: bytes = b"") -> list[in
 
 
 def trace_hashes(ids: Sequence[int], tokens: int, id_tokens: int, block_size: int) -> list[int]:
-    """Block hashes of a prompt of which only a trace's hash ids are known.
-
-    Args:
-        ids: one id for each ``id_tokens`` tokens, equal where the prompt is equal up to their end.
-        tokens: length of the prompt.
-        id_tokens: tokens covered by one id, a multiple of ``block_size``.
-        block_size: tokens in a block.
-    """
+    """Block hashes of a prompt of which only a trace's hash ids are known: one for each
+    ``id_tokens`` tokens, a multiple of ``block_size``, equal where the prompt is equal up to their
+    end."""
     per_id = id_tokens // block_size
     full = min(tokens // block_size, len(ids) * per_id)
     return [ids[block // per_id] * per_id + block % per_id for block in range(full)]

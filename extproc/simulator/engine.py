@@ -47,7 +47,6 @@ class Engine:
         block_size: int = 16,
         kv_tokens: int | None = None,
         max_num_seqs: int | None = None,
-        token_budget: int | None = None,
         prefix_caching: bool = True,
         speculation: Speculation | None = None,
         adapters: Adapters | None = None,
@@ -62,7 +61,7 @@ class Engine:
         """
         self.profile = profile
         self.max_num_seqs = max_num_seqs or profile.max_num_seqs
-        self.token_budget = token_budget or profile.token_budget
+        self.token_budget = profile.token_budget
         self.speculation = speculation
         self._drafted = speculation.tokens if speculation else 0
         """Draft tokens of each sequence in a step."""
@@ -202,11 +201,8 @@ class Engine:
             self._show(self.waiting)
 
     def schedule(self, now: float) -> Step | None:
-        """Begin a step at ``now``; the one before must be complete.
-
-        Returns:
-            The step, to be completed when it ends; None where there is nothing to do.
-        """
+        """Begin a step at ``now``, the one before being complete; None where there is nothing to
+        do."""
         self._now = now
         return self._begin(now)
 
@@ -265,11 +261,7 @@ class Engine:
 
     def _make_room(self) -> bool:
         """Have blocks for what runs: a token for all that decode, a chunk for whose prefill is not
-        complete.
-
-        Returns:
-            Whether sequences had to be preempted for it.
-        """
+        complete. Returns whether sequences had to be preempted for it."""
         preempted = False
         while self._decode_blocks() + self._chunk_blocks() > self.pool.free:
             self._preempt()
@@ -436,11 +428,8 @@ class Engine:
         raise AssertionError("no sequence decodes")
 
     def _take_blocks_ahead(self, steps: int) -> int:
-        """Take the blocks of up to ``steps`` steps after the next.
-
-        Returns:
-            For how many of them there were enough.
-        """
+        """Take the blocks of up to ``steps`` steps after the next; returns for how many there were
+        enough."""
         if steps == 0:
             return 0
         size, free = self.pool.block_size, self.pool.free
@@ -457,11 +446,8 @@ class Engine:
         return ahead
 
     def _accept(self, decoded: list[Sequence], speculation: Speculation) -> dict[int, int]:
-        """Move sequences that decoded on by what is accepted of their drafts.
-
-        Returns:
-            Tokens that each got so, by sequence id.
-        """
+        """Move sequences that decoded on by what is accepted of their drafts; returns the tokens
+        that each got so, by sequence id."""
         counters, gained = self.counters, {}
         counters.drafts += len(decoded)
         counters.draft_tokens += len(decoded) * speculation.tokens

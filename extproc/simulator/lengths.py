@@ -4,20 +4,14 @@ from hashlib import blake2b
 from random import Random
 
 
-class OutputLengths:
-    """Lognormal output lengths, drawn from seed and prompt.
+def output_length(median: int, seed: int, prompt: bytes, choice: int) -> int:
+    """Length of the ``choice``-th answer to an encoded prompt, at least 1.
 
-    The same prompt gets the same length on every replica of that seed, so that runs which route
-    differently compare. Standard deviation 1 in log space makes the mean 1.65 times the median, as
-    in the conversation trace Azure published in 2023 (median 129, mean 211 tokens).
+    Drawn from seed and prompt: the same prompt gets the same length on every replica of that seed,
+    so that runs which route differently compare. Lognormal; standard deviation 1 in log space makes
+    the mean 1.65 times the median, as in the conversation trace Azure published in 2023 (median
+    129, mean 211 tokens).
     """
-
-    def __init__(self, median: int, seed: int) -> None:
-        self.median = median
-        self.seed = seed
-
-    def draw(self, prompt: bytes, choice: int) -> int:
-        """Length of the ``choice``-th answer to an encoded prompt, at least 1."""
-        digest = blake2b(prompt, digest_size=8).hexdigest()
-        rng = Random(f"{self.seed}/{digest}/{choice}")
-        return max(1, round(self.median * rng.lognormvariate(0.0, 1.0)))
+    digest = blake2b(prompt, digest_size=8).hexdigest()
+    rng = Random(f"{seed}/{digest}/{choice}")
+    return max(1, round(median * rng.lognormvariate(0.0, 1.0)))

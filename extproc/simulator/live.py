@@ -124,29 +124,9 @@ class LiveEngine:
         self._owners: dict[int, tuple[Generation, int]] = {}
         self._next_id = 0
         self._arrival = asyncio.Event()
-        self._awake = asyncio.Event()
-        self._awake.set()
-
-    @property
-    def load(self) -> int:
-        """Requests in flight."""
-        return len({id(generation) for generation, _ in self._owners.values()})
-
-    @property
-    def hanging(self) -> bool:
-        """Whether it stands still; set it at any time."""
-        return not self._awake.is_set()
-
-    @hanging.setter
-    def hanging(self, value: bool) -> None:
-        if value:
-            self._awake.clear()
-        else:
-            self._awake.set()
-
-    async def awake(self) -> None:
-        """Wait until it does not hang."""
-        await self._awake.wait()
+        self.awake = asyncio.Event()
+        """While it is not set, the engine stands still."""
+        self.awake.set()
 
     def next_id(self) -> int:
         """A sequence id that is not in use."""
@@ -179,7 +159,7 @@ class LiveEngine:
                 now = self._now()
                 continue
             await asyncio.sleep(max(0.0, (step.ends_at - self._now()) / self.speed))
-            await self._awake.wait()
+            await self.awake.wait()
             self._deliver(self.engine.complete(), (step.ends_at - step.starts_at) / self.speed)
             late = (self._now() - step.ends_at) / self.speed
             self.lateness.delivered(max(late, 0.0))
@@ -190,7 +170,7 @@ class LiveEngine:
         return (self._clock() - self._started) * self.speed
 
     def _deliver(self, outcome: Outcome, duration: float) -> None:
-        self._metrics.inter_token_latency.observe(duration, len(outcome.decoded))
+        self._metrics.observe("inter_token_latency_seconds", duration, len(outcome.decoded))
         for sequence in (*outcome.decoded, *outcome.prefilled):
             if sequence.output_tokens:
                 generation, index = self._owners[sequence.id]

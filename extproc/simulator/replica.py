@@ -15,7 +15,7 @@ from extproc.simulator.endpoints.base import Body, GenerateBody
 from extproc.simulator.endpoints.pooling import PoolingBody
 from extproc.simulator.engine import Engine
 from extproc.simulator.errors import RequestError
-from extproc.simulator.lengths import OutputLengths
+from extproc.simulator.lengths import output_length
 from extproc.simulator.live import Answer, Generation, LiveEngine
 from extproc.simulator.metrics import Metrics
 from extproc.simulator.sequence import FinishReason, Sequence
@@ -93,29 +93,17 @@ class Replica:
             )
         self.metrics = Metrics(self.engine, settings.model)
         self.live = LiveEngine(self.engine, self.metrics, clock, settings.speed)
-        self._lengths = OutputLengths(settings.output_median, settings.seed)
 
     def check_model(self, model: str | None) -> None:
-        """Refuse a model that is not served here.
-
-        Raises:
-            RequestError: status 404.
-        """
+        """Refuse a model that is not served here."""
         if model and model != self.settings.model and model not in self.settings.adapters:
             raise RequestError(
                 f"The model `{model}` does not exist.", "model", HTTPStatus.NOT_FOUND
             )
 
     def generate(self, body: GenerateBody, output_tokens: int | None) -> Generation:
-        """Queue a request that generates text.
-
-        Args:
-            body: the request.
-            output_tokens: tokens each sequence generates, if the request says so; its bound holds.
-
-        Raises:
-            RequestError: a prompt is empty or too long, or a bound is absurd.
-        """
+        """Queue a request that generates text: so many tokens in each sequence, if it says so,
+        within its bound."""
         prompts = body.prompts
         bounds = [self._bound(body, tokens.count(prompt)) for prompt in prompts]
         answers = [
@@ -128,11 +116,7 @@ class Replica:
         return generation
 
     def pool(self, body: PoolingBody) -> Generation:
-        """Queue prompts of which nothing is decoded.
-
-        Raises:
-            RequestError: a prompt is empty or too long.
-        """
+        """Queue prompts of which nothing is decoded."""
         for prompt in body.prompts:
             self._check_length(tokens.count(prompt), self.max_model_len)
         answers = [Answer(self._sequence(body, prompt, "", 0), 0, 0) for prompt in body.prompts]
@@ -151,7 +135,8 @@ class Replica:
         if body.ignore_eos:
             output_tokens = bound
         elif output_tokens is None:
-            output_tokens = self._lengths.draw(prompt, choice)
+            median, seed = self.settings.output_median, self.settings.seed
+            output_tokens = output_length(median, seed, prompt, choice)
         output_tokens = min(max(output_tokens, body.min_tokens), bound)
         start = crc32(prompt) + choice
         text = tokens.generated_text(start, output_tokens)

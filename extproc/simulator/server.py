@@ -137,10 +137,7 @@ class ReplicaServer:
         app.router.add_get("/version", _version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/load", self._load)
         app.router.add_get("/health", _healthy)
-        app.router.add_get("/ping", _healthy)
-        app.router.add_post("/ping", _healthy)
         return app
 
     async def _engine(self, app: web.Application) -> AsyncIterator[None]:
@@ -153,7 +150,7 @@ class ReplicaServer:
     async def _fault(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path == "/simulate":
             return await handler(request)
-        await self.replica.live.awake()
+        await self.replica.live.awake.wait()
         if request.path not in _INFERENCE:
             return await handler(request)
         if self._faults.fail:
@@ -260,7 +257,8 @@ class ReplicaServer:
         given = (await _parse(request, Faults)).model_dump(exclude_unset=True)
         self._faults = faults = self._faults.model_copy(update=given)
         self.replica.engine.slow = faults.slow
-        self.replica.live.hanging = faults.hang
+        awake = self.replica.live.awake
+        (awake.clear if faults.hang else awake.set)()
         now = faults.model_dump()
         logger.info("simulated faults changed", extra=now)
         return web.json_response(now)
@@ -292,9 +290,6 @@ class ReplicaServer:
         await asyncio.sleep(self._random.uniform(*self._faults.metrics_seconds))
         page = self.replica.metrics.page()
         return web.Response(body=page.encode(), headers={"content-type": CONTENT_TYPE})
-
-    async def _load(self, request: web.Request) -> web.Response:
-        return web.json_response({"server_load": self.replica.live.load})
 
 
 def _in_background(body: GenerateBody) -> bool:
@@ -335,11 +330,7 @@ async def _stream(
 
 
 async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
-    """The request's body.
-
-    Raises:
-        RequestError: it is not JSON, or not what the endpoint takes.
-    """
+    """The request's body."""
     try:
         return body.model_validate_json(await request.read())
     except ValidationError as error:
@@ -347,11 +338,7 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
 
 
 def _output_tokens(request: web.Request) -> int | None:
-    """What the header says, or the trace state.
-
-    Raises:
-        RequestError: it is not a positive number.
-    """
+    """What the header says, or the trace state."""
     value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request, OUTPUT_TOKENS_STATE))
     if value is None:
         return None

@@ -28,19 +28,11 @@ class ResponseStore:
         self._stored: dict[str, _Stored] = {}
 
     def response(self, name: str) -> dict[str, Any]:
-        """The response of that id, as it is now.
-
-        Raises:
-            RequestError: status 404: there is none.
-        """
+        """The response of that id, as it is now."""
         return self._find(name).response
 
     def resume(self, body: ResponsesBody) -> None:
-        """Put the conversation that a request goes on from before it.
-
-        Raises:
-            RequestError: status 404: it is not here.
-        """
+        """Put the conversation that a request goes on from before it."""
         if body.previous_response_id is not None:
             body.begin_with(self._find(body.previous_response_id).conversation)
 
@@ -58,11 +50,7 @@ class ResponseStore:
         return self.response(reply.id)
 
     def cancel(self, name: str) -> dict[str, Any]:
-        """End work in the background; returns the response.
-
-        Raises:
-            RequestError: there is no such response, or no work.
-        """
+        """End work in the background; returns the response."""
         stored = self._find(name)
         if stored.work is None:
             raise RequestError("Cannot cancel a synchronous response.", "response_id")

@@ -73,14 +73,9 @@ def encode_turn(role: str, content: bytes) -> bytes:
     return encode(f"<|{role}|>") + content + encode("<|end|>")
 
 
-def generated(start: int, position: int) -> str:
-    """The text of one generated token."""
-    return WORDS[(start + position) % len(WORDS)]
-
-
 def generated_text(start: int, tokens: int) -> str:
     """The text of the first ``tokens`` generated tokens."""
-    return "".join(generated(start, position) for position in range(tokens))
+    return "".join(WORDS[at % len(WORDS)] for at in range(start, start + tokens))
 
 
 def _image(part: dict[str, Any]) -> bytes:

@@ -1,1 +1,4 @@
-"""Redis: what is written, under which key, for how long."""
+"""Redis: what is written, under which key, for how long.
+
+What Redis does not do or tell is raised as RedisError.
+"""

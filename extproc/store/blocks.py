@@ -59,14 +59,9 @@ class NewsOfReplica(NamedTuple):
 
 
 class BlockWriter:
-    """Tells the pool's routers of blocks.
+    """Tells the pool's routers of blocks of the replicas on which this poller holds the lease.
 
     Each method raises RedisError where Redis did not do all of it.
-
-    Args:
-        redis: where to.
-        pool: the replicas' pool.
-        poller: only of replicas that this poller holds the lease on is told.
     """
 
     def __init__(self, redis: Redis, pool: str, poller: str) -> None:
@@ -75,11 +70,8 @@ class BlockWriter:
         self._poller = poller
 
     async def tell(self, news: Mapping[str, Told]) -> set[str]:
-        """Tell the news of each replica in one round trip.
-
-        Returns:
-            The replicas of which all is to be told next: Redis does not have what this follows.
-        """
+        """Tell the news of each replica in one round trip; returns the replicas of which all is to
+        be told next: Redis does not have what this follows."""
         if not news:
             return set()
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:

@@ -21,6 +21,7 @@ from extproc.store.location import (
     Server,
     SlotOwner,
 )
+from extproc.trouble import Trouble
 
 log = logging.getLogger(__name__)
 
@@ -92,23 +93,6 @@ def address(redis: Redis) -> str:
     return str(options["path"] if "path" in options else options["server"])
 
 
-class Outage:
-    """Logs one line when Redis is lost and one when it is back."""
-
-    def __init__(self, redis: Redis) -> None:
-        self._address = address(redis)
-        self.lost = False
-        """Whether the last attempt failed."""
-
-    def failed(self, error: Exception) -> None:
-        """Note a failed attempt."""
-        if not self.lost:
-            extra = {"redis": self._address, "error": str(error)}
-            log.warning("redis is lost, retrying", extra=extra)
-        self.lost = True
-
-    def succeeded(self) -> None:
-        """Note a successful attempt."""
-        if self.lost:
-            log.warning("redis is back", extra={"redis": self._address})
-        self.lost = False
+def outage(redis: Redis) -> Trouble:
+    """What is logged of a Redis that is away."""
+    return Trouble(log, "redis is lost, retrying", "redis is back", redis=address(redis))

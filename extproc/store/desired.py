@@ -1,5 +1,6 @@
 """What commands asked of a pool's replicas, in Redis: beside what the configuration names."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -11,6 +12,9 @@ from extproc.config import ReplicaSource
 from extproc.store.connection import in_time
 from extproc.store.keys import Keys
 from extproc.store.read import Garbage
+from extproc.trouble import Trouble
+
+log = logging.getLogger(__name__)
 
 _TTL_S = 7 * 86_400
 """Life of what commands asked for while no poller runs."""
@@ -37,6 +41,14 @@ class DesiredStore:
     def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis
         self.key = Keys(pool).members
+        self.refused = Trouble(
+            log,
+            "redis refuses a key: 'extproc replicas' has no effect",
+            "redis refuses the key no longer",
+            logging.ERROR,
+            key=self.key,
+            allow=f"~{self.key} +@read +@write",
+        )
         self._garbage = Garbage()
 
     async def read(self) -> dict[str, Desired]:

@@ -48,9 +48,6 @@ class DigestWriter:
         """Push a digest; keep a whole one for whoever comes later, and none of one that stops.
 
         A full Redis keeps none, and still pushes.
-
-        Raises:
-            RedisError: Redis did not push it.
         """
         data, key = digest.encode(), self._keys.router + digest.router
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:

@@ -9,8 +9,9 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.clock import Clock
-from extproc.store.connection import Outage, in_time
+from extproc.store.connection import in_time
 from extproc.store.keys import Keys
+from extproc.trouble import Trouble
 
 LIFE_S = 1.2
 """Seconds a lease lives without being renewed. With ``TEND_S`` and a scrape on top of it, the
@@ -88,32 +89,21 @@ class Held:
 
 async def living(redis: Redis, pool: str) -> list[str]:
     """Names of the pollers of a pool that are alive; those that ended last are among them for the
-    life of a lease.
-
-    Raises:
-        RedisError: Redis does not answer.
-    """
+    life of a lease."""
     async with in_time():
         names = cast(list[bytes], await redis.zrange(Keys(pool).pollers, 0, -1))
     return [*map(str_if_bytes, names)]
 
 
 class Leases:
-    """A poller's leases on its part of a pool's replicas.
+    """A poller's leases on its part of a pool's replicas; its name is unlike any other's.
 
     Without Redis it goes on with what it holds. When Redis is back, perhaps empty, each poller
     first claims what it held, for the life of a lease; only then is the rest divided. The same when
     the poller itself was away for longer than the life of a lease.
-
-    Args:
-        redis: where they are.
-        pool: the replicas' pool.
-        poller: its name, unlike any other's.
-        outage: told when Redis does not answer.
-        clock: tells the time.
     """
 
-    def __init__(self, redis: Redis, pool: str, poller: str, outage: Outage, clock: Clock) -> None:
+    def __init__(self, redis: Redis, pool: str, poller: str, outage: Trouble, clock: Clock) -> None:
         self._redis = redis
         self._keys = Keys(pool)
         self._poller = poller
@@ -126,11 +116,8 @@ class Leases:
         """When the last round ended, by the clock; None: none has yet."""
 
     async def tend(self, replicas: Collection[str]) -> Held:
-        """Renew the leases on these replicas and take a fair share, in one round trip.
-
-        Args:
-            replicas: all of the pool; leases on others are left to expire.
-        """
+        """Renew the leases on these replicas, all of the pool, and take a fair share, in one round
+        trip."""
         mine = [replica for replica in replicas if replica in self._held]
         asked = mine + [replica for replica in replicas if replica not in self._held]
         try:
@@ -147,7 +134,7 @@ class Leases:
         )
         self._held = renewed | reclaimed | taken
         if not self._held:  # else what is written soon says so
-            self._outage.succeeded()
+            self._outage.works()
         return Held(self._held, taken, reclaimed)
 
     async def release(self) -> None:

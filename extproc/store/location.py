@@ -23,11 +23,7 @@ class Server:
         return ",".join(join_address(*node) for node in self._nodes)
 
     async def find(self) -> Node:
-        """Where it is now.
-
-        Raises:
-            RedisConnectionError: nobody tells.
-        """
+        """Where it is now."""
         return self._nodes[0]
 
 

@@ -52,11 +52,7 @@ class Garbage:
 
 
 async def keys_after(redis: Redis, beginning: str) -> list[str]:
-    """The keys with that beginning, found page by page, which keeps nobody else waiting.
-
-    Raises:
-        RedisError: Redis did not tell.
-    """
+    """The keys with that beginning, found page by page, which keeps nobody else waiting."""
     keys: set[str] = set()
     cursor = 0
     while True:
@@ -118,11 +114,7 @@ class Follower(ABC, Generic[T]):
 
 
 async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
-    """Yield what arrives; ping when nothing does, so that a dead connection is noticed.
-
-    Raises:
-        RedisConnectionError: nothing came for ``TIMEOUT_S`` after a ping, or the connection ended.
-    """
+    """Yield what arrives; ping when nothing does, so that a dead connection is noticed."""
     pinged = False
     while True:
         message = await pubsub.get_message(timeout=TIMEOUT_S)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from redis.asyncio import Redis
 
 from extproc.replica_state import ReplicaState
-from extproc.store.connection import Outage, in_time
+from extproc.store.connection import in_time, outage
 from extproc.store.keys import Keys
 from extproc.store.read import Follower, keys_after
 
@@ -111,15 +111,10 @@ return {values, left}
 
 
 class StateWriter:
-    """Writes replica states and tells the pool's routers, each in one round trip.
+    """Writes replica states, which live for ``ttl_s`` seconds, and tells the pool's routers, each
+    in one round trip. A ``poller`` writes only what it holds the lease on.
 
     Each method raises RedisError where Redis did not take all of it.
-
-    Args:
-        redis: where to.
-        pool: the replicas' pool.
-        ttl_s: life of a state, in seconds.
-        poller: only what this poller holds the lease on is written; empty: everything.
     """
 
     def __init__(self, redis: Redis, pool: str, ttl_s: float, poller: str = "") -> None:
@@ -156,12 +151,12 @@ class StateReader(Follower[Change]):
 
     def __init__(self, redis: Redis, pool: str, random: Random) -> None:
         super().__init__(redis, pool, random)
-        self._outage = Outage(redis)
+        self._outage = outage(redis)
 
     @property
     def lost(self) -> bool:
         """Whether Redis is away, so that changes are not heard of."""
-        return self._outage.lost
+        return bool(self._outage.problem)
 
     def changes(self) -> AsyncGenerator[Change]:
         """A snapshot, then every change as it is pushed, for ever.
@@ -175,9 +170,6 @@ class StateReader(Follower[Change]):
         """The states of these replicas that are in Redis now; None: all.
 
         It reads page by page: to read a thousand at once keeps a router from its requests.
-
-        Raises:
-            RedisError: Redis did not tell.
         """
         if replicas is None:
             keys = await keys_after(self._redis, self._keys.replica)
@@ -199,7 +191,7 @@ class StateReader(Follower[Change]):
 
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
-        self._outage.succeeded()
+        self._outage.works()
         yield snapshot
 
     async def _pushed(self, data: bytes) -> Iterable[Change]:

@@ -36,11 +36,7 @@ class StreamWriter:
         self._most = most
 
     async def send(self, entries: Sequence[Fields]) -> None:
-        """Append entries in one round trip; the oldest go.
-
-        Raises:
-            RedisError: Redis did not take them; some may be written.
-        """
+        """Append entries in one round trip; the oldest go."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             for fields in entries:
                 pipe.xadd(self._key, fields, maxlen=self._most, approximate=True)

@@ -1,1 +1,4 @@
-"""TLS on the ports that others connect to: files, read again when they change."""
+"""TLS on the ports that others connect to: files, read again when they change.
+
+A file that cannot be used is raised as CertificateError, whose message names it and says why.
+"""

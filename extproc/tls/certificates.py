@@ -1,11 +1,15 @@
 """The files that TLS needs: read, and tried before they are used."""
 
+import logging
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from extproc.config import CertificateFiles
+from extproc.config import CertificateFiles, TlsFiles
+from extproc.watched_file import Watched
+
+logger = logging.getLogger(__name__)
 
 _END = "-----END CERTIFICATE-----"
 
@@ -30,27 +34,39 @@ class Certificates:
 
 
 def read(files: CertificateFiles, section: str) -> Certificates:
-    """Reads and tries the files of a configuration that has TLS.
-
-    Args:
-        files: its settings.
-        section: the part of the configuration that they are in, for messages.
-
-    Raises:
-        CertificateError: one of them cannot be used; the message names it and says why.
-    """
+    """Reads and tries the files of a section of the configuration that has TLS."""
     assert files.tls_cert is not None
     assert files.tls_key is not None
     chain = _content(f"{section}.tls_cert", files.tls_cert)
     key = _content(f"{section}.tls_key", files.tls_key)
     client_ca = None
-    if files.client_ca is not None:
-        client_ca = _content(f"{section}.tls_client_ca", files.client_ca)
-        _try_authorities(f"{section}.tls_client_ca", files.client_ca)
+    if authorities := _authorities(files):
+        client_ca = _content(f"{section}.tls_client_ca", authorities)
+        _try_authorities(f"{section}.tls_client_ca", authorities)
     _try_authorities(f"{section}.tls_cert", files.tls_cert)
     context = _pair(files.tls_cert, files.tls_key, section)
     doubt = _shake_hands(context, trusting(files.tls_cert))
     return Certificates(chain, key, client_ca, doubt and f"{files.tls_cert}: {doubt}", context)
+
+
+def watched(files: CertificateFiles, section: str, peers: str) -> Watched[Certificates]:
+    """The same, again when a file has changed, to be asked before each handshake; what ``peers``
+    have against the certificate is logged."""
+
+    def tried() -> Certificates:
+        found = read(files, section)
+        if found.doubt:
+            text = f"{peers} will not trust this certificate"
+            logger.warning(text, extra={"reason": found.doubt})
+        return found
+
+    named = (files.tls_cert, files.tls_key, _authorities(files))
+    return Watched("certificate", tried, *filter(None, named))
+
+
+def _authorities(files: CertificateFiles) -> Path | None:
+    """Of those that must be shown; None: nothing must."""
+    return files.tls_client_ca if isinstance(files, TlsFiles) else None
 
 
 def _content(setting: str, path: Path) -> bytes:
@@ -79,11 +95,7 @@ def _pair(cert: Path, key: Path, section: str) -> ssl.SSLContext:
 def trusting(certificate: Path) -> ssl.SSLContext:
     """What a client connects with that trusts this very certificate, whoever signed it and
     whatever name it is for, and nothing else; of a file with several the first, which is a
-    server's own.
-
-    Raises:
-        CertificateError: it cannot be read, or holds none; the message names it.
-    """
+    server's own."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN

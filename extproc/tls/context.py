@@ -4,23 +4,15 @@ import ssl
 from typing import Any
 
 from extproc.config import CertificateFiles
-from extproc.tls.renewed import Renewed
+from extproc.tls.certificates import watched
 
 
 def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | None:
-    """What a port is opened with; None: plain text.
-
-    Args:
-        files: its settings.
-        section: the part of the configuration that they are in, for messages.
-
-    Raises:
-        CertificateError: a file cannot be used; the message names it.
-    """
+    """What a port is opened with; None: plain text. Messages name the configuration's section."""
     if files.tls_cert is None:
         return None
-    renewed = Renewed(files, section, "Browsers and Prometheus")
-    first = current = renewed.first.context
+    renewed = watched(files, section, "Browsers and Prometheus")
+    first = current = renewed.read().context
 
     def before_handshake(connection: Any, *_: object) -> None:
         nonlocal current

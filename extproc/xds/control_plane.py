@@ -10,7 +10,7 @@ from extproc.config import Config
 from extproc.signals import until_signalled
 from extproc.store.connection import connect
 from extproc.store.replicas import StateReader
-from extproc.watched_file import WatchedFile
+from extproc.watched_file import Watched
 from extproc.xds.catalog import ENDPOINTS, Catalog
 from extproc.xds.endpoints import PoolMembers, load_assignment
 from extproc.xds.resources import Resources, watched
@@ -101,7 +101,7 @@ async def _look(
     pools: Mapping[str, PoolMembers],
     ttl_s: float,
     changed: asyncio.Event,
-    file: WatchedFile[Resources] | None,
+    file: Watched[Resources] | None,
     catalog: Catalog,
 ) -> None:
     """Looks for silent replicas and at the Envoy file, for ever."""
@@ -113,7 +113,6 @@ async def _look(
                 logger.info("replicas left: nothing was heard of them", extra=extra)
                 changed.set()
         if file is not None and (resources := file.news()) is not None:
-            logger.info("envoy file is read again")
             catalog.replace_all(resources)
 
 

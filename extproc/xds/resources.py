@@ -23,7 +23,7 @@ from extproc.envoy.choice import is_subset
 from extproc.envoy.file import Parts, snake
 from extproc.envoy.file import Path as Place
 from extproc.envoy.finding import Finding, Level
-from extproc.watched_file import WatchedFile
+from extproc.watched_file import Watched
 from extproc.xds.catalog import CLUSTERS, LISTENERS, ROUTES
 from extproc.yaml_file import read_yaml
 
@@ -34,24 +34,21 @@ _FROM_ADS = {"ads": {}, "resource_api_version": "V3"}
 _OF_OTHER_DISCOVERY = ("load_assignment", "dns_lookup_family")
 
 
-def watched(path: Path, pool: str) -> WatchedFile[Resources]:
+def watched(path: Path, pool: str) -> Watched[Resources]:
     """The resources of a file, read again when it changes; errors name the file."""
 
-    def read(path: Path) -> Resources:
+    def read() -> Resources:
         try:
             return resources(read_yaml(path), pool)
         except ValueError as error:
             raise ValueError(f"{path} (xds.envoy_file): {error}") from None
 
-    return WatchedFile(path, "envoy file", read)
+    return Watched("envoy file", read, path)
 
 
 def resources(tree: object, pool: str) -> Resources:
-    """The resources of a bootstrap.
-
-    Args:
-        tree: the bootstrap as YAML.
-        pool: whose replicas its clusters have; a cluster that already is of type EDS says itself.
+    """The resources of a bootstrap, whose clusters have this pool's replicas; a cluster that
+    already is of type EDS says itself.
 
     Raises:
         ValueError: it is none, or not valid.

@@ -55,12 +55,7 @@ class XdsServer:
         )
 
     async def start(self, address: str) -> int:
-        """Listens on ``host:port`` and returns the port (of use where it was 0).
-
-        Raises:
-            OSError: the address cannot be listened on.
-            ValueError: a file of its TLS settings cannot be used.
-        """
+        """Listens on ``host:port`` and returns the port (of use where it was 0)."""
         port = tls.open_port(self._server, address, self._files, "xds")
         await self._server.start()
         await self.report(serving=True)
@@ -103,7 +98,9 @@ class XdsServer:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off from redis: ask another")
             await reading
         except ValueError:
-            logger.warning("a client sent what is no DiscoveryRequest", extra=_peer(context))
+            logger.warning(
+                "a client sent what is no DiscoveryRequest", extra={"peer": context.peer()}
+            )
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a DiscoveryRequest")
         finally:
             self._streams.discard(reading)
@@ -123,7 +120,3 @@ def _parsed(raw: bytes) -> DiscoveryRequest:
         return DiscoveryRequest.parse(raw)
     except Exception as error:  # of any kind: the package looks at no byte before it uses it
         raise ValueError("not a DiscoveryRequest") from error
-
-
-def _peer(context: grpc.aio.ServicerContext) -> dict[str, str]:
-    return {"peer": context.peer()}

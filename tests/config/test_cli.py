@@ -88,12 +88,12 @@ def test_what_another_command_reads_is_taken_all_the_same(
             "unknown argument '--jsn'; did you mean '--json'?",
         ),
         (["simulate", "--port", "http"], "extproc simulate", "--port: 'http' is not a whole"),
-        (["simulate", "--speed", "0"], "extproc simulate", "--speed: '0' is not above 0"),
+        (["simulate", "--speed", "0"], "extproc simulate", "--speed: '0' is not a number above 0"),
         (["simulate", "--max-loras", "0"], "extproc simulate", "'0' is not a whole number from 1"),
-        (["simulate", "--acceptance", "x"], "extproc simulate", "'x' is not a number from 0 on"),
+        (["simulate", "--acceptance", "x"], "extproc simulate", "'x' is not a number from 0 to 1"),
         (["simulate", "--acceptance", "2"], "extproc simulate", "'2' is not a number from 0 to 1"),
         (["explain", "--last", "0"], "extproc explain", "--last: '0' is not a whole number from 1"),
-        (["demo", "--rate", "inf"], "extproc demo", "--rate: 'inf' is not a number from 0 on"),
+        (["demo", "--rate", "inf"], "extproc demo", "--rate: 'inf' is not a number above 0"),
     ],
 )
 def test_a_mistake_is_answered_with_the_usage_and_what_is_wrong(

@@ -47,8 +47,10 @@ class Cluster(Stack):
         replicas = [{"kubernetes": service, "profile": FLEET[0].profile}]
         return {**super()._configuration(), "replicas": replicas}
 
-    def _poll(self, name: str) -> list[str]:
-        _python, _option, _module, *arguments = super()._poll(name)
+    def _service(self, name: str) -> list[str]:
+        if name not in self.pollers:
+            return super()._service(name)
+        _python, _option, _module, *arguments = super()._service(name)
         code = POLLER.format(account=str(self.api.account))
         return [sys.executable, "-c", code, *arguments]
 

@@ -105,4 +105,4 @@ async def test_a_renewed_certificate_is_used_without_a_restart(
     assert (await client.chat(tokens=3)).status == 200
     assert await client.metric(ROUTED) == before + 1
     log = (stack.directory / "router.log").read_text()
-    assert log.count("certificate renewed") == 2  # each worker by itself
+    assert log.count("certificate is read again") == 2  # each worker by itself

@@ -128,7 +128,7 @@ async def test_tls_with_a_certificate_that_is_renewed(tmp_path: Path, logged: Lo
         assert not await reached(address, first)
         files["tls_key"].write_text("none")
         assert await reached(address, second)
-        (line,) = logged.lines("the old certificate stays in use")
+        (line,) = logged.lines("certificate is not usable, keeping its last content")
         assert "admin.tls_key" in str(line["error"])
         with pytest.raises(aiohttp.ClientError):
             await status(f"http://{address}/livez")

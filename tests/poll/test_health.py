@@ -5,7 +5,7 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.poll.health import Health
-from extproc.store.connection import Outage
+from extproc.store.connection import outage as outage_of
 from extproc.store.leases import Leases
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
@@ -47,7 +47,7 @@ async def test_a_poller_whose_rounds_have_ended_does_not_live(redis_client: Redi
     clock = ManualClock()
     health = Health(["one"], clock)
     assert (health.live(), health.ready()) == ("", "pool one: no round of its replicas yet")
-    outage = Outage(redis_client)
+    outage = outage_of(redis_client)
     leases = Leases(redis_client, "one", "poller", outage, clock)
     health.watch("one", leases, outage, list)
     clock.advance(60)

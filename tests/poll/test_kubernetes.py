@@ -288,7 +288,7 @@ async def test_a_service_that_is_not_there_is_one_line(api: ApiServer, logged: L
     assert await found.pods() == {}
     line = await logged.line("a Service has no replicas")
     assert line["service"] == "Service vlm, port 8000"
-    assert "is there such a Service" in str(line["doubt"])
+    assert "is there such a Service" in str(line["error"])
     await api.watched()
     api.put(endpoint_slice(TWO[0], name="vlm-abcde", service="vlm"))
     await found.has(vllm_0="serves")
@@ -299,7 +299,7 @@ async def test_a_port_that_no_pod_has_is_one_line(api: ApiServer, logged: Logged
     found = Found(port="grpc")
     assert await found.pods() == {}
     assert "none of its endpoints has an IP address and the port grpc" in str(
-        (await logged.line("a Service has no replicas"))["doubt"]
+        (await logged.line("a Service has no replicas"))["error"]
     )
     found.discovery.stop()
 

@@ -224,7 +224,7 @@ async def test_what_the_replica_no_longer_keeps_is_not_made_up(
     async with following(context, engine) as followed:
         line = await logged.line("replica's KV events do not tell its blocks")
         assert line["replica"] == "one (127.0.0.1:8000)"
-        assert "buffer_steps" in str(line["problem"])
+        assert "buffer_steps" in str(line["error"])
         assert followed.stream.number is None
         await engine.tell(CLEARED)
         await engine.tell(stored(0, [11]))
@@ -246,7 +246,7 @@ async def test_the_next_poller_goes_on_from_what_the_last_one_knew(
         await second.holds(*KEYS[:3])
     del engine.kept[0]  # too late: what follows is not all there
     async with following(context, engine, first.kept) as third:
-        await third.until(lambda: third.stream._problem is not None)
+        await third.until(lambda: bool(third.stream._trouble.problem))
         assert third.stream.number is None
     await engine.stop()
     await engine.start()
@@ -311,7 +311,7 @@ async def test_a_batch_that_never_comes_is_not_waited_for(
         engine._number += 1  # vLLM skips a number where it cannot encode a batch
         await engine.tell(stored(1, [12], parent=11))
         line = await logged.line("replica's KV events do not tell its blocks")
-        assert line["problem"] == "a batch of its events is lost"
+        assert line["error"] == "a batch of its events is lost"
         replays = engine.replays
         await followed.until(lambda: engine.replays > replays + 2)
         await engine.tell(CLEARED)
@@ -343,7 +343,7 @@ async def test_garbage_is_said_once_and_harms_nobody(
         await followed.holds(KEYS[0])
         await engine.tell({"type": "BlockStored"})
         line = await logged.line("replica's KV events do not tell its blocks")
-        assert "not understood" in str(line["problem"])
+        assert "not understood" in str(line["error"])
         replays = engine.replays
         await followed.until(lambda: engine.replays > replays + 2)
         assert followed.stream.number is None
@@ -401,7 +401,7 @@ async def test_what_is_too_large_is_not_taken(
         engine.kept.append((bytes(8), bytes(2**26 + 1)))
         await engine._pushes.send_multipart((b"kv@pod", *engine.kept[-1]))
         line = await logged.line("replica's KV events do not tell its blocks")
-        assert "does not answer" in str(line["problem"])
+        assert "does not answer" in str(line["error"])
         engine.kept.clear()
         await engine.tell(stored(0, [11]))
         await followed.holds(KEYS[0])
@@ -445,7 +445,7 @@ async def test_what_nobody_foresaw_is_said_once_and_ends_nothing(
         "replica's KV events do not tell its blocks",
         "replica's KV events tell its blocks again",
     ]
-    assert vars(caplog.records[0])["problem"] == "RuntimeError: odd"
+    assert vars(caplog.records[0])["error"] == "RuntimeError: odd"
 
 
 async def test_one_replica_s_many_batches_are_all_had(

@@ -362,7 +362,7 @@ async def test_a_replica_that_keeps_its_models_secret(
         state = await seen.replica(replica, healthy)
         assert (state.models, state.max_model_len) == (("tiny",), None)  # the label in /metrics
         assert not state.listed, "it may serve others, too"
-        assert (await logged.line("replica does not tell its models"))["problem"] == (
+        assert (await logged.line("replica does not tell its models"))["error"] == (
             "/v1/models answered 401"
         )
 

@@ -14,13 +14,14 @@ from extproc.cli import main
 from extproc.config import Config, TlsFiles, XdsSettings
 from extproc.server.app import build
 from extproc.server.service import GrpcServer
-from extproc.tls.renewed import Renewed
+from extproc.tls.certificates import watched
 from extproc.xds.catalog import Catalog
 from extproc.xds.server import XdsServer
 from tests.certificates import Authority
 from tests.conftest import Logged, too_many_open_files
 from tests.waiting import PATIENCE_S
 
+OLD = "certificate is not usable, keeping its last content"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
@@ -144,24 +145,25 @@ async def test_files_that_cannot_be_used_change_nothing(
         shutil.copy(cert, files.cert)  # its key comes later
         for _ in range(3):
             assert await health(port, files.ours, envoy) == SERVING
-        (line,) = logged.lines("the old certificate stays in use")
+        (line,) = logged.lines(OLD)
         assert "is not the key of the certificate in" in str(line["error"])
         shutil.copy(key, files.key)
         assert await health(port, files.ours, envoy) == SERVING
-        assert len(logged.lines("certificate renewed")) == 1
+        assert len(logged.lines("certificate is read again")) == 1
         files.client_ca.unlink()
         assert await health(port, files.ours, envoy) == SERVING
-        assert len(logged.lines("the old certificate stays in use")) == 2
+        assert len(logged.lines(OLD)) == 2
 
 
 def test_files_that_could_not_be_read_once_are_read_the_next_time(
     files: Files, logged: Logged
 ) -> None:
-    renewed = Renewed(TlsFiles.model_validate(files.settings), "serve", "Envoy")
+    renewed = watched(TlsFiles.model_validate(files.settings), "serve", "Envoy")
+    renewed.read()
     files.put(*files.ours.sign("renewed"))
     with too_many_open_files():
         assert renewed.news() is None
-    (line,) = logged.lines("the old certificate stays in use")
+    (line,) = logged.lines(OLD)
     assert "Too many open files" in str(line["error"])
     assert renewed.news() is not None
 

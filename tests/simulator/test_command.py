@@ -110,7 +110,7 @@ async def test_an_address_that_is_taken() -> None:
     [
         (["--max-model-len", "9000", "--kv-tokens", "8000"], "max_model_len 9000 is more"),
         (["--max-num-seqs", "100000"], "token budget"),
-        (["--speed", "0"], "'0' is not above 0"),
+        (["--speed", "0"], "'0' is not a number above 0"),
         (["--profile", "abacus"], "invalid choice: 'abacus'"),
     ],
 )

@@ -333,8 +333,8 @@ def test_what_never_fits_is_refused() -> None:
 
 
 def test_a_budget_below_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="token budget 8"):
-        Engine(PROFILE, token_budget=8)
+    with pytest.raises(ValueError, match="token budget 256"):
+        Engine(PROFILE, max_num_seqs=257)
     with pytest.raises(ValueError, match="KV tokens"):
         Engine(PROFILE, kv_tokens=8)
     with pytest.raises(ValueError, match=r"token budget 256 .* 16 drafts"):

@@ -64,4 +64,4 @@ async def test_work_in_the_background_may_be_cancelled(
     queued = await ask(client, background=True, max_output_tokens=4_000, ignore_eos=True)
     assert (await look(client, queued["id"], cancel=True))["status"] == "cancelled"
     assert (await look(client, queued["id"]))["status"] == "cancelled"
-    assert replica.live.load == 0
+    assert replica.engine.running == 0

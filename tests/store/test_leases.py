@@ -10,7 +10,7 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.replica_state import ReplicaState
-from extproc.store.connection import Outage, connect
+from extproc.store.connection import connect, outage
 from extproc.store.keys import Keys
 from extproc.store.leases import LIFE_S, Held, Leases, living
 from extproc.store.replicas import StateWriter
@@ -25,7 +25,7 @@ TEN = [f"10.0.0.{number}:8000" for number in range(10)]
 
 
 def poller(redis: Redis, name: str, clock: ManualClock | None = None) -> Leases:
-    return Leases(redis, POOL, name, Outage(redis), clock or ManualClock())
+    return Leases(redis, POOL, name, outage(redis), clock or ManualClock())
 
 
 async def owners(redis: Redis, replicas: Collection[str] = TEN) -> list[str | None]:

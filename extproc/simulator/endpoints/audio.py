@@ -14,6 +14,7 @@ _CLIP_S = 30
 class AudioBody(GenerateBody):
     """A file, taken for MP3 at 128 kbit/s."""
 
+    bounds = ()
     file: bytes
 
     @property
@@ -22,11 +23,6 @@ class AudioBody(GenerateBody):
         size = _CLIP_S * _BYTES_PER_S
         clips = [self.file[start : start + size] for start in range(0, len(self.file), size)]
         return [clip[::_SAMPLED] + bytes(-len(clip[::_SAMPLED]) % 4) for clip in clips]
-
-    @property
-    def bound(self) -> int | None:
-        """What the context leaves."""
-        return None
 
     def reply(self, outputs: Sequence[Output]) -> dict[str, Any]:
         """What was heard."""

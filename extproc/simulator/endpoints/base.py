@@ -29,6 +29,9 @@ class Body(BaseModel):
 class GenerateBody(Body, ABC):
     """A request that generates text."""
 
+    bounds: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    """Fields that bound it; the first that is given counts."""
+
     stream: bool | None = False
     ignore_eos: bool = False
     min_tokens: int = Field(default=0, ge=0)
@@ -41,9 +44,9 @@ class GenerateBody(Body, ABC):
         """The encoded prompts."""
 
     @property
-    @abstractmethod
     def bound(self) -> int | None:
         """Most tokens one sequence may generate; None: what the context leaves."""
+        return next(filter(None, (getattr(self, name) for name in self.bounds)), None)
 
     @property
     def choices(self) -> int:
@@ -116,11 +119,7 @@ class Reply(ABC):
 
 
 def encode_prompts(prompts: Prompts) -> list[bytes]:
-    """The encoded prompts of a string, a list of token ids, or a list of either.
-
-    Raises:
-        RequestError: there is none.
-    """
+    """The encoded prompts of a string, a list of token ids, or a list of either."""
     if isinstance(prompts, str):
         return [tokens.encode(prompts)]
     if not prompts:

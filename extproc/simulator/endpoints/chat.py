@@ -21,6 +21,7 @@ class Message(BaseModel):
 class ChatBody(OpenAIBody):
     """The request."""
 
+    bounds = ("max_completion_tokens", "max_tokens")
     messages: list[Message] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     max_completion_tokens: Bound | None = None
@@ -30,11 +31,6 @@ class ChatBody(OpenAIBody):
     def prompts(self) -> list[bytes]:
         """The conversation, framed, and the head of the answer."""
         return [encode_chat(self.messages, self.tools)]
-
-    @property
-    def bound(self) -> int | None:
-        """``max_completion_tokens``, else ``max_tokens``."""
-        return self.max_completion_tokens or self.max_tokens
 
 
 def encode_chat(messages: list[Message], tools: list[dict[str, Any]] | None = None) -> bytes:

@@ -27,11 +27,6 @@ class CompletionBody(OpenAIBody):
         """Each prompt."""
         return encode_prompts(self.prompt)
 
-    @property
-    def bound(self) -> int:
-        """``max_tokens``."""
-        return self.max_tokens
-
 
 class CompletionReply(OpenAIReply):
     """The reply."""

@@ -36,11 +36,6 @@ class MessagesBody(GenerateBody):
             system = tokens.encode_turn("system", tokens.encode_content(self.system))
         return [system + encode_chat(self.messages, self.tools)]
 
-    @property
-    def bound(self) -> int | None:
-        """``max_tokens``."""
-        return self.max_tokens
-
 
 class MessagesReply(Reply):
     """The reply."""

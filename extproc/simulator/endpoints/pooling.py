@@ -41,40 +41,34 @@ class PoolingBody(Body, ABC):
         """The reply, once all prompts are computed: an item for each, in order."""
         items = [{"index": index, **self.item(one)} for index, one in enumerate(self.prompts)]
         head = {"id": f"{self.id_prefix}-{id_}", "object": "list", "created": created}
-        return {**head, "model": model, "data": items, "usage": self.usage()}
-
-    def usage(self) -> dict[str, int]:
-        """Tokens of all prompts."""
         total = sum(tokens.count(prompt) for prompt in self.prompts)
-        return {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}
+        usage = {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}
+        return {**head, "model": model, "data": items, "usage": usage}
 
 
-class InputBody(PoolingBody):
-    """A request that takes each input by itself."""
-
-    input: Prompts
-
-    @property
-    def prompts(self) -> list[bytes]:
-        """Each input."""
-        return encode_prompts(self.input)
-
-
-class EmbeddingBody(InputBody):
+class EmbeddingBody(PoolingBody):
     """A vector for each input."""
 
     id_prefix = "embd"
     result: ClassVar = "embedding"
     field: ClassVar = "embedding"
 
+    input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """Each input."""
+        return encode_prompts(self.input)
 
     def item(self, prompt: bytes) -> dict[str, Any]:
         """The vector."""
-        vector = _vector(prompt)
+        rng = _random(prompt)
+        drawn = [rng.gauss(0, 1) for _ in range(EMBEDDING_DIMENSIONS)]
+        length = hypot(*drawn)
+        vector: Any = [value / length for value in drawn]
         if self.encoding_format == "base64":
-            encoded = b64encode(array("f", vector).tobytes()).decode()
-            return {"object": self.result, self.field: encoded}
+            vector = b64encode(array("f", vector).tobytes()).decode()
         return {"object": self.result, self.field: vector}
 
 
@@ -86,7 +80,7 @@ class PoolBody(EmbeddingBody):
     field: ClassVar = "data"
 
 
-class ClassifyBody(InputBody):
+class ClassifyBody(EmbeddingBody):
     """One of two classes for each input."""
 
     id_prefix = "classify"
@@ -169,10 +163,3 @@ def _random(prompt: bytes) -> Random:
 
 def _score(prompt: bytes) -> float:
     return _random(prompt).random()
-
-
-def _vector(prompt: bytes) -> list[float]:
-    rng = _random(prompt)
-    vector = [rng.gauss(0, 1) for _ in range(EMBEDDING_DIMENSIONS)]
-    length = hypot(*vector)
-    return [value / length for value in vector]

@@ -22,6 +22,7 @@ from extproc.simulator.sequence import FinishReason
 class ResponsesBody(GenerateBody):
     """The request."""
 
+    bounds = ("max_output_tokens",)
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -50,11 +51,6 @@ class ResponsesBody(GenerateBody):
             content = tokens.encode_content(item.get("content", item))
             turns.append(tokens.encode_turn(str(item.get("role", "user")), content))
         return [self._earlier + b"".join(turns) + tokens.encode("<|assistant|>")]
-
-    @property
-    def bound(self) -> int | None:
-        """``max_output_tokens``."""
-        return self.max_output_tokens
 
 
 class ResponsesReply(Reply):
