@@ -23,10 +23,10 @@ class Stack(stack.Stack):
 
 
 def patient(envoy_file: str) -> str:
-    """The same, with four seconds for a connection, a message to the router and its health."""
-    return re.sub(
-        r"(\b(?:connect|message)_timeout: )[\d.]+s|( timeout: )0\.5s", r"\1\g<2>4s", envoy_file
-    )
+    """The same, with four seconds for a message to the router and its health, and half a minute
+    for a connection: of many that come at once, the kernel drops some and has them try again."""
+    text = re.sub(r"(\bmessage_timeout: )[\d.]+s|( timeout: )0\.5s", r"\1\g<2>4s", envoy_file)
+    return re.sub(r"(\bconnect_timeout: )[\d.]+s", r"\g<1>30s", text)
 
 
 class XdsStack(Stack):

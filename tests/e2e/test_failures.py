@@ -9,8 +9,9 @@ from math import log2
 import pytest
 
 from extproc.clock import monotonic
+from extproc.demo.stack import MODEL
 from extproc.predict.hardware import PROFILES
-from tests.e2e.client import Answer, Client
+from tests.e2e.client import CHAT, MESSAGES, Answer, Client
 from tests.e2e.stack import Stack
 from tests.waiting import until
 
@@ -136,14 +137,14 @@ async def _count(stack: Stack, client: Client, name: str) -> float:
 
 
 async def test_a_hung_router_is_passed_by(client: Client, stack: Stack) -> None:
-    async with traffic(client, per_second=10) as answers:
-        await more(answers, 3)
-        stack.process("router").signal(signal.SIGSTOP)
-        await more(answers, 10)
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5}
+    stack.process("router").signal(signal.SIGSTOP)
+    try:
+        answers = await asyncio.gather(*(client.send("POST", CHAT, body) for _ in range(10)))
+    finally:
         stack.process("router").signal(signal.SIGCONT)
-        await more(answers, 5)
-        await routed_again(client)
     assert {answer.status for answer in answers} == {200}
+    await routed_again(client)
     await client.ledger_empty()
 
 
@@ -206,11 +207,7 @@ async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast
 
 async def test_sigterm_lets_open_streams_end(client: Client, stack: Stack) -> None:
     long = asyncio.create_task(client.chat(tokens=150, stream=True))
-
-    async def running() -> bool:
-        return bool((await client.fleet())["in_flight"] == 1)
-
-    await until(running)
+    await client.has_in_flight(1)
     await stack.stop("router")
     answer = await long
     assert answer.status == 200

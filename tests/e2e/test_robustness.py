@@ -177,15 +177,6 @@ PHASES = {
 }
 
 
-async def taken(client: Client, count: int) -> None:
-    """Returns when the router has so many requests in its ledger."""
-
-    async def so() -> bool:
-        return bool((await client.fleet())["in_flight"] == count)
-
-    await until(so)
-
-
 @pytest.mark.parametrize("phase", PHASES)
 async def test_clients_that_close_over_http_1(stack: Doubled, client: Client, phase: str) -> None:
     async with AsyncExitStack() as closing:
@@ -197,7 +188,7 @@ async def test_clients_that_close_over_http_1(stack: Doubled, client: Client, ph
             if phase == "reading":
                 await reader.readuntil(b"data:")
         if phase == "waiting":
-            await taken(client, 10)
+            await client.has_in_flight(10)
 
 
 async def closed(writer: asyncio.StreamWriter) -> None:
@@ -229,6 +220,6 @@ async def test_clients_that_close_over_http_2(stack: Doubled, client: Client, ph
         if phase == "reading":
             await process.stdout.readuntil(b"data:")
         else:
-            await taken(client, 1)
+            await client.has_in_flight(1)
     process.kill()
     await process.communicate()
