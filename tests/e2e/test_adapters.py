@@ -72,7 +72,7 @@ async def test_each_adapter_keeps_to_its_replica_and_the_load_elsewhere_is_known
             assert decision["replica_name"] == where[name]
             assert decision["outcome"]["status"] == 200
             (elsewhere,) = [s for one, s in terms(decision).items() if one != where[name]]
-            assert elsewhere == pytest.approx(LOAD_S, rel=0.5), "it was 0.1 s before any was seen"
+            assert elsewhere > 0.5 * LOAD_S, "it was 0.1 s before any was seen"
     plain = await ask(client, MODEL)
     assert set(terms(plain).values()) == {0.0}
 
@@ -95,4 +95,7 @@ async def test_a_request_whose_adapter_would_wait_for_another_goes_elsewhere(
     assert decision["replica_name"] == law
     assert terms(decision)[law] == 0.0
     assert terms(decision)[code] > 2 * LOAD_S, "until the long answers have ended"
-    await asyncio.gather(*streams)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.wait(streams)
+    await client.ledger_empty()
