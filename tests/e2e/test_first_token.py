@@ -58,5 +58,5 @@ async def test_the_first_token_of_a_responses_stream_comes_with_its_text(client:
     body = {"model": MODEL, "input": "word" * 20_000, "max_output_tokens": 2, "stream": True}
     answer = await client.request("POST", "/v1/responses", body)
     outcome = answer.decision["outcome"]
-    # A prefill of 20,000 tokens takes seconds on this card, two tokens a twentieth of one.
-    assert outcome["ttft_s"] > 0.8 * outcome["completion_s"]
+    # A prefill of 20,000 tokens takes five seconds on this card, two tokens a twentieth of one.
+    assert outcome["ttft_s"] > 0.5 * outcome["completion_s"]
