@@ -31,6 +31,8 @@ LARGE = 40_000
 """Tokens of a prompt that holds much KV cache."""
 NEARLY_DONE = 120
 """Tokens a short one has when the new request comes."""
+TIMES = 5
+"""A scene is set up anew where the machine was so slow that it was over when the request came."""
 WINDOW_S = 4.0
 """The longest stretch of polls that step times are learned from."""
 
@@ -170,11 +172,14 @@ async def test_two_short_ones_about_to_finish_beat_one_long_one(
     async with Load(stack, client, "alike") as load:
         long = await load.send(LARGE, LONG)
         await decodes(client, long.replica, 1)
-        short = await asyncio.gather(*(load.send(50, SHORT, "least_kv") for _ in range(2)))
-        (chosen,) = {stream.replica for stream in short}
-        assert chosen != long.replica
-        await asyncio.gather(*(stream.reach(NEARLY_DONE) for stream in short))
-        answer = await ask(client, "alike", 50, SHORT)
+        for _ in range(TIMES):
+            short = await asyncio.gather(*(load.send(50, SHORT, "least_kv") for _ in range(2)))
+            (chosen,) = {stream.replica for stream in short}
+            assert chosen != long.replica
+            await asyncio.gather(*(stream.reach(NEARLY_DONE) for stream in short))
+            answer = await ask(client, "alike", 50, SHORT)
+            if requests(answer)[chosen] == 2:
+                break
 
     assert requests(answer) == {chosen: 2, long.replica: 1}
     assert answer.decision["replica_name"] == chosen
@@ -229,10 +234,13 @@ async def test_one_nearly_done_beats_two_long_ones(client: Client, stack: Stack)
     async with Load(stack, client, "alike") as load:
         await asyncio.gather(*(load.send(LARGE, LONG, to="left") for _ in range(2)))
         await decodes(client, "left", 2)
-        short = await load.send(50, SHORT, "least_request")
-        assert short.replica == "right"
-        await short.reach(NEARLY_DONE)
-        answer = await ask(client, "alike", 50, SHORT)
+        for _ in range(TIMES):
+            short = await load.send(50, SHORT, "least_request")
+            assert short.replica == "right"
+            await short.reach(NEARLY_DONE)
+            answer = await ask(client, "alike", 50, SHORT)
+            if requests(answer)["right"] == 1:
+                break
 
     assert requests(answer) == {"left": 2, "right": 1}
     assert answer.decision["replica_name"] == "right"
@@ -270,14 +278,14 @@ async def test_a_long_queue_beats_a_full_kv_cache(client: Client, stack: Stack) 
     async with Load(stack, client, "small-cache") as load:
         long = await load.send(LARGE, 1900)
         await decodes(client, long.replica, 1)
-        queue = [asyncio.create_task(load.send(7000, 50, "least_kv")) for _ in range(4)]
-
-        async def queued() -> bool:
-            return bool((await client.fleet())["in_flight"] == 5)
-
-        await until(queued)
-        answer = await ask(client, "small-cache", 4000, 50)
-        (chosen,) = {stream.replica for stream in await asyncio.gather(*queue)}
+        for _ in range(TIMES):
+            queue = [asyncio.create_task(load.send(7000, 50, "least_kv")) for _ in range(4)]
+            await client.has_in_flight(5)
+            answer = await ask(client, "small-cache", 4000, 50)
+            (chosen,) = {stream.replica for stream in await asyncio.gather(*queue)}
+            if requests(answer)[chosen] == 4:
+                break
+            await client.has_in_flight(1)
 
     assert chosen != long.replica
     assert requests(answer) == {chosen: 4, long.replica: 1}
