@@ -1,6 +1,5 @@
 """Replicas that tell of their KV blocks: what is expected to be cached is what they report."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
 from random import Random
@@ -60,7 +59,7 @@ async def news(client: Client) -> list[int]:
 
 
 async def heard(client: Client, before: list[int]) -> None:
-    """Returns when there is news of a request's blocks, and no more comes."""
+    """Returns when there is news of a request's blocks, and none more with the next polls."""
 
     async def some() -> bool:
         return await news(client) != before
@@ -69,7 +68,22 @@ async def heard(client: Client, before: list[int]) -> None:
     now: list[int] = []
     while now != (before := await news(client)):
         now = before
-        await asyncio.sleep(0.3)
+        for _ in range(3):
+            await polled(client)
+
+
+async def polled(client: Client) -> None:
+    """Returns when each replica was polled again."""
+
+    async def scraped() -> list[float]:
+        return [one["scraped_at"] for one in (await client.fleet())["replicas"]]
+
+    since = await scraped()
+
+    async def again() -> bool:
+        return all(now > then for now, then in zip(await scraped(), since, strict=True))
+
+    await until(again)
 
 
 async def begin(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]:
