@@ -50,20 +50,6 @@ async def test_the_whole_file_is_valid_and_names_nothing_deprecated() -> None:
     assert "eprecated" not in await validate(ENVOY / "envoy.yaml")
 
 
-async def test_the_file_rendered_for_loopback_is_valid(tmp_path: Path) -> None:
-    config = tmp_path / "envoy.yaml"
-    config.write_text(
-        render(
-            listen_port=8080,
-            admin_port=9901,
-            router_ports=[50051, 50052],
-            replica_addresses=["127.0.0.1:8001", "[::1]:8002"],
-        ),
-        encoding="utf-8",
-    )
-    await validate(config)
-
-
 async def test_the_fragment_merged_as_it_says_is_valid(tmp_path: Path) -> None:
     config = tmp_path / "envoy.yaml"
     config.write_text(yaml.safe_dump({"static_resources": merged()}), encoding="utf-8")
@@ -526,16 +512,6 @@ async def test_a_client_cannot_choose_when_the_router_makes_no_choice(tmp_path: 
         forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
     assert {answer["name"] for answer in forged} == {"a", "b"}
     assert {answer["header"] for answer in forged} == {None}
-
-
-async def test_a_body_of_40_mb_passes(tmp_path: Path) -> None:
-    body = b"x" * 40 * 2**20
-    async with (
-        replica("a") as a,
-        serve(Chooser()) as port,
-        envoy(tmp_path, [port], [a]) as url,
-    ):
-        assert (await post(url, body=body))["bytes"] == len(body)
 
 
 async def test_a_callers_request_id_is_kept_and_told(tmp_path: Path, refusing: int) -> None:
