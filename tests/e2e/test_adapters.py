@@ -1,11 +1,10 @@
 """LoRA adapters: a request goes where its adapter is, unless waiting there takes longer."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
@@ -29,10 +28,8 @@ FLAGS = (
 REPLICAS = [SimulatedReplica(name, "llama-8b-h100", FLAGS) for name in ("one", "another")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("adapters"), REPLICAS) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, REPLICAS)
 
 
 async def ask(client: Client, model: str, tokens: int = 8) -> dict[str, Any]:

@@ -9,12 +9,11 @@ status of resources, which a gateway's controller writes: ``InferencePoolAccepte
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import SimulatedReplica
@@ -89,10 +88,8 @@ def _weighted(route: dict[str, Any]) -> dict[str, Any]:
     return {"match": {"prefix": f"{WEIGHTED}/"}, "route": action}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Gateway(tmp_path_factory.mktemp("gateway"), FLEET) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Gateway(directory, FLEET)
 
 
 async def selected(

@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
@@ -19,10 +18,8 @@ REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 PROMPT_TOKENS = 30_000
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("first"), REPLICA, READ) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, REPLICA, READ)
 
 
 async def opened(client: Client, name: str) -> aiohttp.ClientResponse:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -29,13 +30,10 @@ def telling(name: str) -> SimulatedReplica:
     return SimulatedReplica(name, "llama-8b-h100", arguments, kv_events_ports=ports)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    directory = tmp_path_factory.mktemp("kv-events")
+def system(directory: Path) -> Stack:
     replicas = [telling("one"), telling("two")]
     settings = {**SETTINGS, "poll": {"interval_s": 0.05}}
-    async with Stack(directory, replicas=replicas, settings=settings) as running:
-        yield running
+    return Stack(directory, replicas=replicas, settings=settings)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

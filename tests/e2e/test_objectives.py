@@ -1,10 +1,9 @@
 """Headers that say what a request aims for reach the router through Envoy, where it tells them."""
 
 import json
-from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.check.judge import check_envoy
@@ -52,10 +51,8 @@ class Told(Stack):
         return {one.rule for one in check_envoy(bootstrap, CONFIG) if one.level is Level.ERROR}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Told(tmp_path_factory.mktemp("objectives"), REPLICAS, SETTINGS) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Told(directory, REPLICAS, SETTINGS)
 
 
 @pytest.mark.parametrize("header", OBJECTIVE)

@@ -1,12 +1,11 @@
 """Several pools in one deployment: by model within one, and by what Envoy's routes say."""
 
 import json
-from collections.abc import AsyncIterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import MODEL, SimulatedReplica
@@ -72,10 +71,8 @@ def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
     return {"match": {"prefix": "/batch/"}, "route": route, "typed_per_filter_config": metadata}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Pools(tmp_path_factory.mktemp("pools"), FLEET) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Pools(directory, FLEET)
 
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])

@@ -6,13 +6,12 @@ import asyncio
 import re
 import sys
 import uuid
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
 from extproc.demo.stack import SimulatedReplica
 from extproc.predict.hardware import PROFILES
@@ -52,11 +51,8 @@ REPLICAS = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    directory = tmp_path_factory.mktemp("pairs")
-    async with Stack(directory, replicas=REPLICAS, settings=SETTINGS) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, replicas=REPLICAS, settings=SETTINGS)
 
 
 class Load:

@@ -2,12 +2,10 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import SimulatedReplica
@@ -65,10 +63,8 @@ ROUTED = 'extproc_requests_total{result="routed"}'
 OVERLOAD = 'extproc_requests_total{result="overload"}'
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secured]:
-    async with Secured(tmp_path_factory.mktemp("secured")) as running:
-        yield running  # health checks over TLS have found both workers
+def system(directory: Path) -> Secured:
+    return Secured(directory)
 
 
 async def test_requests_are_routed_over_mutual_tls(client: Client, stack: Secured) -> None:

@@ -1,10 +1,9 @@
 """Sessions stay with one replica, whichever router is asked."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import SimulatedReplica
@@ -42,11 +41,8 @@ class Told(Stack):
         return yaml.safe_dump(bootstrap)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    directory = tmp_path_factory.mktemp("sessions")
-    async with Told(directory, REPLICAS, SETTINGS, routers=2) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Told(directory, REPLICAS, SETTINGS, routers=2)
 
 
 def server_of(answer: Answer) -> str:

@@ -1,9 +1,8 @@
 """Of two routers one is stopped, as at every upgrade."""
 
-from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
@@ -13,10 +12,8 @@ from tests.e2e.test_failures import more, traffic
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("two"), settings=SETTINGS, routers=2) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, settings=SETTINGS, routers=2)
 
 
 async def _without_router(stack: Stack, client: Client) -> int:
