@@ -411,16 +411,6 @@ async def test_a_body_that_was_never_to_be_read_is_not_refused(
         assert destination(reply) == []
 
 
-async def test_a_request_that_envoy_did_not_wait_for_is_counted(
-    envoy: EnvoySide, services: Services
-) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        await stream.request_body(CHAT)
-        await stream.end()
-    assert samples(services.metrics.requests) == {("routed",): 1, ("unanswered",): 1}
-
-
 async def test_a_request_in_flight_keeps_nothing_of_the_candidates() -> None:
     """Of a thousand they would be 0.3 MB for each of thousands of requests in flight."""
     config = Config.model_validate({"serve": {"decisions_kept": 0}})
@@ -483,12 +473,6 @@ async def test_the_streams_metadata_says_which_pool(services: Services, logged: 
     assert (services.fleet.in_flight, second.fleet.in_flight) == (0, 0)
     (line,) = logged.lines()
     assert (line["pool"], line["configured"]) == ("lost", "default, second")
-
-
-async def test_a_path_with_a_prefix_is_routed(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers("/batch/v1/chat/completions")
-        assert set(destination(await stream.request_body(CHAT))) == MEMBERS
 
 
 async def test_images_are_learned_from_what_replicas_report(
@@ -654,16 +638,6 @@ async def test_while_not_all_replicas_are_known_no_model_is_unknown(
 ) -> None:
     services.fleet.known.clear()
     assert await sent_to(envoy, CHAT | {"model": "none"}) <= MEMBERS
-
-
-async def test_a_request_without_a_model_is_not_one_for_an_unknown_model(
-    envoy: EnvoySide, services: Services
-) -> None:
-    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), models=("other",)))
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        assert destination(await stream.request_body({"messages": []}))
-        await stream.end()
 
 
 async def test_replicas_that_load_what_they_are_asked_for_get_every_name() -> None:
