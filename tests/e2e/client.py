@@ -150,6 +150,24 @@ class Client:
         """Makes a simulated replica slow, hung or failing."""
         await self.post(f"http://{self._stack.address(name)}/simulate", door)
 
+    async def envoy_counts(self, pattern: str) -> int:
+        """Envoy's figures whose names match, added up."""
+        async with self._session.get(f"{self._stack.envoy_admin}/stats?filter={pattern}") as page:
+            return sum(int(one.rpartition(" ")[2]) for one in (await page.text()).splitlines())
+
+    async def replica_counts(self, name: str, metric: str) -> float:
+        """The same of one of a replica's own, over all its labels; one that hangs is given up.
+
+        Raises:
+            TimeoutError, aiohttp.ClientError: it does not answer.
+        """
+        limit = aiohttp.ClientTimeout(total=5)
+        url = f"http://{self._stack.address(name)}/metrics"
+        async with self._session.get(url, timeout=limit) as page:
+            counts = re.findall(rf"^{metric}\{{.*\}} (\S+)$", await page.text(), re.M)
+        assert counts, f"{name} tells no {metric}"
+        return sum(map(float, counts))
+
     async def load(self, name: str) -> int:
         """How many requests a simulated replica has."""
         async with self._session.get(f"http://{self._stack.address(name)}/load") as response:

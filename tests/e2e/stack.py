@@ -29,6 +29,20 @@ def patient(envoy_file: str) -> str:
     return re.sub(r"(\bconnect_timeout: )[\d.]+s", r"\g<1>30s", text)
 
 
+def manager_of(bootstrap: Mapping[str, Any]) -> dict[str, Any]:
+    """What its only listener does with HTTP."""
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    manager: dict[str, Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return manager
+
+
+def ext_proc_of(bootstrap: Mapping[str, Any]) -> dict[str, Any]:
+    """How it asks the router."""
+    filters = {one["name"]: one["typed_config"] for one in manager_of(bootstrap)["http_filters"]}
+    settings: dict[str, Any] = filters["envoy.filters.http.ext_proc"]
+    return settings
+
+
 class XdsStack(Stack):
     """With a process ``xds`` more, and an Envoy that runs one of the files in envoy/."""
 

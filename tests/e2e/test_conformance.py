@@ -19,7 +19,7 @@ import yaml
 from extproc.demo.stack import SimulatedReplica
 from extproc.simulator.server import SERVED_BY_HEADER
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, on_ports
+from tests.e2e.stack import Stack, manager_of, on_ports
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -44,7 +44,7 @@ class Gateway(Stack):
     def _bootstrap(self) -> str:
         bootstrap = yaml.safe_load(on_ports(self, "endpoint_picker"))
         resources = bootstrap["static_resources"]
-        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        manager = manager_of(bootstrap)
         manager["http_filters"].insert(0, _subset_hint())
         (cluster,) = (one for one in resources["clusters"] if one["name"] == "replicas")
         second = deepcopy(cluster) | {"name": "second"}

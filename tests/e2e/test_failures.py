@@ -18,6 +18,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 
+STEPS = "vllm:iteration_tokens_total_count"
 OUTLIER = "outlier_detection.ejections"
 FAST = PROFILES["llama-8b-h100"].step
 IN_TURN = {"x-extproc-policy": "round_robin"}
@@ -86,28 +87,19 @@ async def test_while_the_router_is_down_a_client_cannot_choose_the_replica(
 ) -> None:
     await stack.kill("router")
     forged = {"x-gateway-destination-endpoint": stack.address("slow-2")}
-    steps = await _steps(stack, client, "slow-2")
+    steps = await client.replica_counts("slow-2", STEPS)
     answers = [await client.chat(headers=forged) for _ in range(12)]
     assert {answer.status for answer in answers} == {200}
-    served = await _steps(stack, client, "slow-2") - steps
-    assert served < 12 * 8
+    assert await client.replica_counts("slow-2", STEPS) - steps < 12 * 8
     await stack.start("router")
     await routed_again(client)
-
-
-async def _steps(stack: Stack, client: Client, name: str) -> float:
-    """Engine steps a replica has made, from its own metrics."""
-    async with client._session.get(f"http://{stack.address(name)}/metrics") as response:
-        page = await response.text()
-    lines = (line for line in page.splitlines() if "iteration_tokens_total_count" in line)
-    return float(next(lines).rsplit(" ", 1)[1])
 
 
 async def test_while_the_router_is_down_a_replica_that_fails_is_left_out(
     client: Client, stack: Stack
 ) -> None:
-    async def count(name: str) -> float:
-        return await _count(stack, client, name)
+    async def count(name: str) -> int:
+        return await client.envoy_counts(f"^cluster.replicas.{name}$")
 
     async def untouched() -> bool:
         """Whether ten requests leave it alone, if it was left out all that time."""
@@ -127,13 +119,6 @@ async def test_while_the_router_is_down_a_replica_that_fails_is_left_out(
     await client.simulate("fast-2", fail=0)
     await stack.start("router")
     await routed_again(client)
-
-
-async def _count(stack: Stack, client: Client, name: str) -> float:
-    """A figure of the replicas' cluster, from Envoy."""
-    url = f"{stack.envoy_admin}/stats?filter=^cluster.replicas.{name}$"
-    async with client._session.get(url) as response:
-        return float((await response.text()).rpartition(" ")[2] or 0)
 
 
 async def test_a_hung_router_is_passed_by(client: Client, stack: Stack) -> None:

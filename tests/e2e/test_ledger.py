@@ -14,7 +14,7 @@ import yaml
 from extproc.demo.stack import MODEL, SimulatedReplica
 from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, ext_proc_of, manager_of
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -33,10 +33,7 @@ class Behind(Stack):
 
     def _bootstrap(self) -> str:
         bootstrap = yaml.safe_load(super()._bootstrap())
-        (listener,) = bootstrap["static_resources"]["listeners"]
-        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-        (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
-        settings = ext_proc["typed_config"]
+        filters, settings = manager_of(bootstrap)["http_filters"], ext_proc_of(bootstrap)
         settings["processing_mode"]["request_body_mode"] = self._mode
         if self._mode != "BUFFERED":
             settings["processing_mode"]["request_header_mode"] = "SEND"

@@ -10,7 +10,7 @@ import yaml
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, manager_of
 from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
@@ -46,8 +46,7 @@ class Pools(Stack):
         other["load_assignment"] |= {"endpoints": [{"lb_endpoints": members[2:]}]}
         cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": members[:2]}]
         resources["clusters"].append(other)
-        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-        hosts = manager["route_config"]["virtual_hosts"]
+        hosts = manager_of(bootstrap)["route_config"]["virtual_hosts"]
         hosts += [_host(hosts[0], "second", "second"), _host(hosts[0], "lost", "second")]
         hosts[0]["routes"].insert(0, _by_prefix(hosts[1]))
         file.write_text(yaml.safe_dump(bootstrap, sort_keys=False))

@@ -4,7 +4,6 @@ record says why.
 
 import asyncio
 import re
-import sys
 import uuid
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -193,37 +192,6 @@ async def test_two_short_ones_about_to_finish_beat_one_long_one(
     assert longer > 0.5 * (other - finish) > 0
     assert there > here
     assert kv_there > 30_000 > 1000 > kv_here
-    await explained(stack, answer)
-
-
-async def explained(stack: Stack, answer: Answer) -> None:
-    """``extproc explain`` shows the same."""
-    record = answer.decision
-    status, text = await explain(stack, record["request_id"])
-    assert status == 0
-    words = " ".join(text.split())
-    assert f"why {record['why']}" in words
-    assert f"happened served by {record['replica_name']} ({record['replica']})" in words
-    assert all(len(line) <= 120 for line in text.splitlines())
-    status, text = await explain(stack)
-    assert status == 0
-    assert record["request_id"] in text
-    status, text = await explain(stack, "nobody")
-    assert status == 1
-    assert len(text.splitlines()) == 1
-
-
-async def explain(stack: Stack, *arguments: str) -> tuple[int, str]:
-    """Exit status and output."""
-    command = (sys.executable, "-m", "extproc", "explain", "--router", stack.router_admin)
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    return process.returncode or 0, output.decode()
 
 
 async def test_one_nearly_done_beats_two_long_ones(client: Client, stack: Stack) -> None:

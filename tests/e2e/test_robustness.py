@@ -103,11 +103,9 @@ async def upload(session: aiohttp.ClientSession, port: int, half_sent: asyncio.B
         return response.status
 
 
-async def in_envoy(stack: Doubled) -> int:
+async def in_envoy(client: Client) -> int:
     """Requests that Envoy has, whether or not the router knows of them yet."""
-    url = f"{stack.envoy_admin}/stats?filter=^http.openai.downstream_rq_active$"
-    async with aiohttp.ClientSession() as session, session.get(url) as response:
-        return int((await response.text()).rpartition(" ")[2])
+    return await client.envoy_counts("^http.openai.downstream_rq_active$")
 
 
 @pytest.mark.parametrize("door", ["alone", "envoy"])
@@ -118,7 +116,7 @@ async def test_a_thousand_uploads_at_once_in_small_chunks(
     uploads: list[asyncio.Future[int]] = []
 
     async def all_open() -> bool:
-        return await in_envoy(stack) == len(uploads)
+        return await in_envoy(client) == len(uploads)
 
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True)
@@ -212,7 +210,7 @@ async def test_clients_that_close_over_http_2(stack: Doubled, client: Client, ph
     if phase == "within the body":
 
         async def asked() -> bool:
-            return await in_envoy(stack) == 1
+            return await in_envoy(client) == 1
 
         await until(asked)
     else:

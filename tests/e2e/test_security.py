@@ -11,7 +11,7 @@ import yaml
 from extproc.demo.stack import SimulatedReplica
 from tests.certificates import Authority
 from tests.e2e.client import Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, manager_of
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -47,9 +47,7 @@ class Secured(Stack):
         resources = bootstrap["static_resources"]
         (router,) = (one for one in resources["clusters"] if one["name"] == "router")
         router |= documented(self.files)
-        (listener,) = resources["listeners"]
-        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-        manager["max_request_headers_kb"] = 96
+        manager_of(bootstrap)["max_request_headers_kb"] = 96
         return yaml.safe_dump(bootstrap, sort_keys=False)
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, ext_proc_of
 from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
@@ -33,11 +33,8 @@ class Told(Stack):
 
     def _bootstrap(self) -> str:
         bootstrap = yaml.safe_load(super()._bootstrap())
-        (listener,) = bootstrap["static_resources"]["listeners"]
-        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-        (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
         told = ["request.headers['x-session-id']", "request.headers['cookie']"]
-        ext_proc["typed_config"]["request_attributes"] += told
+        ext_proc_of(bootstrap)["request_attributes"] += told
         return yaml.safe_dump(bootstrap)
 
 

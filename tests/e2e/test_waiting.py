@@ -86,15 +86,9 @@ async def waiting(client: Client) -> int:
     return int(streams) - int(fleet["in_flight"])
 
 
-async def preempted(client: Client, stack: Stack) -> float:
-    pages = []
-    for one in REPLICAS:
-        async with client._session.get(f"http://{stack.address(one.name)}/metrics") as page:
-            pages.append(await page.text())
-    lines = (line for page in pages for line in page.splitlines())
-    counts = [line for line in lines if line.startswith("vllm:num_preemptions_total{")]
-    assert len(counts) == len(REPLICAS)
-    return sum(float(line.rpartition(" ")[2]) for line in counts)
+async def preempted(client: Client) -> float:
+    name = "vllm:num_preemptions_total"
+    return sum([await client.replica_counts(one.name, name) for one in REPLICAS])
 
 
 class Crowd:
@@ -178,7 +172,7 @@ async def test_what_does_not_fit_waits_and_nothing_is_computed_twice(
     assert len(records) == len(came.names)
     assert len(waited) >= 20
     assert await client.metric("extproc_waited_seconds_count") == before + len(waited)
-    assert await preempted(client, stack) == 0
+    assert await preempted(client) == 0
 
 
 @behind(BODY_FIRST)
@@ -186,10 +180,10 @@ async def test_of_many_that_come_at_once_hardly_any_is_computed_twice(
     client: Client, stack: Stack
 ) -> None:
     """Between two polls the router only predicts what became of them, and how long they get."""
-    before = await preempted(client, stack)
+    before = await preempted(client)
     asked = [ask(client, f"short {number}", words=WORDS // 4) for number in range(100)]
     assert set(await asyncio.gather(*asked)) == {200}
-    assert await preempted(client, stack) <= before + 10
+    assert await preempted(client) <= before + 10
     await nothing_left(client)
 
 
