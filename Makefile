@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test chaos bench peers check lock proto clean
+.PHONY: venv demo test chaos bench compare-page peers check lock proto clean
 
 venv: $(VENV)/.installed
 
@@ -30,6 +30,11 @@ bench: venv
 	  --json bench/equal.json --report bench/equal $(ARGS); equal=$$?; \
 	exit $$((mixed > equal ? mixed : equal))
 
+# The figures of docs/compare.md and the README's picture: some 40 minutes on two cores. What is in
+# bench/page already is not measured again: remove it to measure everything anew.
+compare-page: venv
+	@$(BIN)/python -m benchmarks.compare.page --measure bench/page $(ARGS)
+
 # Other routers to compare with, each in an environment of its own.
 peers:
 	@failed=; while read -r peer; do \
@@ -47,7 +52,7 @@ check: venv
 # Maintainers: renew what is pinned (needs uv) and the compiled messages. The image gets of the
 # same versions only what it runs.
 LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-  --no-emit-find-links --no-header pyproject.toml requirements-build.in --extra tokenizers
+  --no-emit-find-links --no-header pyproject.toml requirements-build.in --extra tokenizers --extra traces
 lock:
 	$(LOCK) --extra demo --extra bench --extra dev --output-file requirements.txt
 	$(LOCK) --constraint requirements.txt --output-file requirements-image.txt

@@ -7,13 +7,13 @@ from random import Random
 
 import numpy as np
 
-from benchmarks.clock import VirtualClock
-from benchmarks.machine import Machine
-from benchmarks.served import Served
 from extproc.fleet.prefixes import Held
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
 from extproc.predict.inputs import FleetView, Floats, Sequences
+from extproc.replay.clock import VirtualClock
+from extproc.replay.machine import Machine
+from extproc.replay.served import Served
 from extproc.request.profile import RequestProfile
 from extproc.route.policy import Choice, Situation, lowest
 from extproc.route.router import Decision

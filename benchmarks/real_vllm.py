@@ -32,7 +32,6 @@ from pydantic import TypeAdapter
 
 from benchmarks import arguments
 from benchmarks.attached import Attached
-from benchmarks.distribution import distribution, rank_correlation
 from benchmarks.pages import decisions, get_json
 from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.address import split_address
@@ -43,6 +42,7 @@ from extproc.demo.traffic import Answer, send_all
 from extproc.layout import Column, table
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.predict.step import StepModel
+from extproc.replay.distribution import distribution, rank_correlation
 from extproc.route.policies import POLICIES
 
 _PROMPT = Lengths(80, 1.0, 8, 1000)

@@ -20,9 +20,9 @@ from benchmarks import arguments, fleet, trace
 from benchmarks.about import about
 from benchmarks.discrete import KNOWN, Simulation
 from benchmarks.oracle import WEIGHTS
-from benchmarks.progress import progress
-from benchmarks.served import Served
 from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary
+from extproc.replay.progress import progress
+from extproc.replay.served import Served
 from extproc.request.objective import Objective
 from extproc.route.policies import POLICIES
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.discrete import Simulation
-from benchmarks.distribution import FIGURES, distribution, rank_correlation
 from benchmarks.imbalance import imbalance
-from benchmarks.served import Failed, Served
-from benchmarks.trace import TracedRequest
+from extproc.replay.distribution import FIGURES, distribution, rank_correlation
+from extproc.replay.served import Failed, Served, Traced
 
 Run = dict[str, Any]
 """One run's figures, in the form of the JSON report; times in seconds."""
@@ -30,7 +29,7 @@ class Phase:
         until = "on" if self.end == inf else f"to {self.end:g} s"
         return f"requests that arrived from {self.start:g} s {until}"
 
-    def has(self, request: TracedRequest) -> bool:
+    def has(self, request: Traced) -> bool:
         """Whether it arrived then."""
         return self.start <= request.at < self.end
 

@@ -226,6 +226,12 @@ class ServeSettings(TlsFiles):
     stream_sample: float | None = Field(default=None, ge=0, le=1)
     """Deprecated: the share of streamed responses that were read. 0 is taken for ``chunks_per_s``
     0, and 1 for reading all; any other has no effect."""
+    hung_s: float = Field(default=20.0, ge=0)
+    """A replica that answers nothing for so long, neither polls nor requests, hangs: what it has in
+    flight is ended, by 503 where no answer has begun. 0: never."""
+    decision_metadata: bool = False
+    """Tell Envoy what was decided and predicted, in metadata ``extproc``: for its access log, and
+    response headers."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
 
@@ -281,6 +287,9 @@ class RouteSettings(Section):
 
     policy: PolicyName = "completion"
     """Name of the policy that chooses."""
+    shadow_policy: PolicyName | None = None
+    """Name of another that is asked about a quarter of the requests, too, without effect: metrics
+    and decision records say where it would have sent them; null: none is."""
     policy_header: str = Field(default="x-extproc-policy", pattern=r"^[a-z0-9_-]+$")
     """Request header that names another policy for one request."""
     allow_policy_header: bool = False
@@ -496,6 +505,15 @@ class PollSettings(Section):
         return _TIMEOUTS * self.timeout_s
 
 
+class RecordSettings(Section):
+    """A record of the traffic, without prompts and answers, for ``extproc what-if``."""
+
+    path: Path | None = None
+    """Folder to write it to, a few files for each router and pool; None: nothing is recorded."""
+    max_bytes: int = Field(default=1_000_000_000, ge=1_000_000)
+    """Of the files of one router and pool together; what is oldest goes first."""
+
+
 class XdsSettings(TlsFiles):
     """The control plane for Envoy."""
 
@@ -513,6 +531,14 @@ class AdminSettings(CertificateFiles):
     token_file: Path | None = None
     """File with the token to show (``Authorization: Bearer …``), watched; without it, whoever
     reaches the port may look. Health needs none."""
+
+
+class TraceSettings(Section):
+    """Spans of decisions (OpenTelemetry)."""
+
+    endpoint: str | None = Field(default=None, pattern=r"^https?://")
+    """Base URL of the collector to send them to by OTLP over HTTP; null: none are made. Needs the
+    extra ``traces``."""
 
 
 class LogSettings(Section):
@@ -565,6 +591,8 @@ class Config(PoolReplicas):
     xds: XdsSettings = XdsSettings()
     admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
+    traces: TraceSettings = TraceSettings()
+    record: RecordSettings = RecordSettings()
 
     @field_validator("pools")
     @classmethod

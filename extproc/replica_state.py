@@ -49,6 +49,9 @@ class ReplicaState(BaseModel):
     """Why it is not healthy, in a few words."""
     draining: bool = False
     """It is to get nothing new: somebody wants to take it away."""
+    unanswered_s: float = 0.0
+    """Seconds for which it has taken connections and answered none, neither for its figures nor for
+    its health, and counting; what is told below is of the scrape before."""
 
     engines: int = 1
     """How many a data-parallel server has; each has a batch and a KV cache of its own."""

@@ -287,13 +287,6 @@ def _router(said: Fields, members: Sequence[str]) -> dict[str, Any]:
             "interval": _seconds(settings.take(f"{passive}.interval")),
             "max_ejection_percent": settings.take(f"{passive}.maxEjectionPercent"),
         },
-        "upstream_connection_options": {
-            "tcp_keepalive": {
-                "keepalive_time": int(_seconds(settings.take("tcpKeepalive.idleTime"))[:-1]),
-                "keepalive_interval": int(_seconds(settings.take("tcpKeepalive.interval"))[:-1]),
-                "keepalive_probes": settings.take("tcpKeepalive.probes"),
-            }
-        },
         "typed_extension_protocol_options": _http({"http2_protocol_options": _WINDOWS}),
     }
     settings.end()
@@ -308,6 +301,13 @@ def _cluster(name: str, said: Fields, members: Sequence[str]) -> dict[str, Any]:
         "connect_timeout": _seconds(said.take("timeout.tcp.connectTimeout")),
         "per_connection_buffer_limit_bytes": _bytes(said.take("connection.bufferLimit")),
         "ignore_health_on_host_removal": True,
+        "upstream_connection_options": {
+            "tcp_keepalive": {
+                "keepalive_time": int(_seconds(said.take("tcpKeepalive.idleTime"))[:-1]),
+                "keepalive_interval": int(_seconds(said.take("tcpKeepalive.interval"))[:-1]),
+                "keepalive_probes": said.take("tcpKeepalive.probes"),
+            }
+        },
         "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
     }
 

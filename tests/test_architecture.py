@@ -18,6 +18,7 @@ DOC = ROOT / "docs" / "architecture.md"
 BEGIN, END = (f"<!-- {what}: python -m tests.test_architecture -->" for what in ("made by", "end"))
 ROOMS = (
     "cli",
+    "replay",
     "demo",
     "replicas",
     "simulator",

@@ -10,8 +10,8 @@ from benchmarks.attached import Attached
 from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
 from benchmarks.compare.fleets import Fleet, Servers
+from benchmarks.discrete import poll_interval
 from benchmarks.pages import decisions
-from benchmarks.polling import poll_interval
 
 _DECISIONS_KEPT = 25_000
 _PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}

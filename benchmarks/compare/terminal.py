@@ -66,7 +66,7 @@ def _figures(results: Results, every: list[Contender]) -> Iterator[str]:
         [Column("", left=True), *(Column(one.name) for one in HEADLINES)],
         [
             [f"{one.name} !" if one.doubtful else one.name]
-            + [_spread(spread(one, metric)) for metric in HEADLINES]
+            + [median_and_range(spread(one, metric)) for metric in HEADLINES]
             for one in every
         ],
     )
@@ -85,7 +85,8 @@ def _health(results: Results) -> str:
     return f"each did its own policy, {failed}and the machine kept up"
 
 
-def _spread(one: Spread | None) -> str:
+def median_and_range(one: Spread | None) -> str:
+    """``12.2 (10.7…13.8)``; the median alone where there is but one turn."""
     if one is None:
         return "–"
     least, most = _short(one.least), _short(one.most)

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import arguments
-from benchmarks.distribution import FIGURES
 from benchmarks.fit import recording
 from benchmarks.fit.record import Plan, record
 from benchmarks.fit.recording import Recording
@@ -31,6 +30,7 @@ from benchmarks.vllm import described
 from extproc.demo.processes import ProcessError
 from extproc.layout import Column, table
 from extproc.poll.scrape import ScrapeError
+from extproc.replay.distribution import FIGURES
 
 _HERE = Path(__file__).parents[1]
 RECORDED = _HERE / "recordings" / "vllm-cpu-29m.json.gz"

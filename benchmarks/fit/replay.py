@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.distribution import distribution
 from benchmarks.fit.recording import Limits, Recording, Request, Run
 from benchmarks.trace import TracedRequest
 from extproc.predict.calibration import Calibration
@@ -23,6 +22,7 @@ from extproc.predict.hardware import PROFILES, HardwareProfile
 from extproc.predict.inputs import Floats
 from extproc.predict.step import StepModel
 from extproc.predict.windows import EngineCounts
+from extproc.replay.distribution import distribution
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
 

@@ -28,9 +28,9 @@ from benchmarks.limits import allow_many_connections
 from benchmarks.load.plan import OBJECTIVE_HEADER, URGENT, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import PATHS, TargetError, ask
-from benchmarks.progress import progress
 from extproc.clock import monotonic
 from extproc.demo.traffic import POLICY_HEADER, Client
+from extproc.replay.progress import progress
 
 SENDING = "sending"
 """Printed when the first request is sent."""

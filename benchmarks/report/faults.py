@@ -41,6 +41,11 @@ class Harm:
     after_s: list[float]
     """Completions of what was sent afterwards."""
 
+    @property
+    def failed(self) -> int:
+        """All that did from the fault on."""
+        return self.lost + self.elsewhere + self.later
+
 
 def harm(run: Run) -> Harm:
     """What the fault of a run did, which has one."""

@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,14 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from benchmarks.report.figures import HEADLINES, Contender, contenders, measured, spread
+from benchmarks.report.figures import HEADLINES, Contender, Spread, contenders, measured, spread
 from benchmarks.report.results import Event, Overhead, Results, Run, Setup
 from benchmarks.report.words import seconds
 from extproc.predict.inputs import Floats
 
 _DPI = 120
 _FAINT = "#8b8b8a"
+_BARS = "#c9c9c8"
 # Okabe and Ito's colours, told apart by the colour-blind; orange and sky blue darker, for white.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#c58a00", "#3fa0db")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1)))
@@ -84,6 +85,27 @@ def _at_a_glance(every: Sequence[Contender]) -> Figure | None:
         _title(axis, metric.name)
     _name_rows(axes[0], [one.name for one in every])
     return figure
+
+
+def glance(panels: Mapping[str, Mapping[str, tuple[Spread, str]]], of: str) -> bytes:
+    """A PNG: a panel for each title, in it a bar from zero for each name, with a mark beside its
+    figure; the one of the name ``of`` is in colour.
+    """
+    names = list(dict.fromkeys(name for bars in panels.values() for name in bars))
+    size = 1.8 + 2.9 * len(panels), 0.9 + 0.32 * len(names)
+    figure, axes = _panels(1, len(panels), size, sharey=True)
+    for axis, (title, bars) in zip(axes, panels.items(), strict=True):
+        for name, (its, mark) in bars.items():
+            row, colour = names.index(name), _COLOURS[0] if name == of else _BARS
+            axis.barh(row, its.median, color=colour, height=0.6)
+            axis.plot([its.least, its.most], [row, row], color="black", lw=1)
+            _beside(axis, f"{seconds(its.median)}{mark}", its.most, row)
+        axis.set_xlim(0, 1.3 * max(its.most for its, _ in bars.values()))
+        axis.xaxis.set_visible(False)
+        axis.spines["bottom"].set_visible(False)
+        _title(axis, title)
+    _name_rows(axes[0], names)
+    return _png(figure)
 
 
 def _distribution(every: Sequence[Contender], what: str, name: str) -> Figure | None:

@@ -480,12 +480,16 @@ def source_is_known(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
     )
 
 
+def receiving(filter: ExternalProcessor) -> list[str]:
+    """Namespaces of metadata that it takes from the router."""
+    options = filter.metadata_options
+    return options.receiving_namespaces.untyped if options and options.receiving_namespaces else []
+
+
 @_rule(Level.ERROR, _filters)
 def metadata_is_received(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Metadata that the router sets is taken, where a cluster reads it."""
-    options = part.message.metadata_options
-    taken = options.receiving_namespaces.untyped if options and options.receiving_namespaces else []
-    if NAMESPACE in taken or not file.reads_metadata:
+    if NAMESPACE in receiving(part.message) or not file.reads_metadata:
         return None
     return (
         f"a cluster reads the metadata {NAMESPACE!r}, but this filter takes none from the router. "
@@ -560,6 +564,19 @@ def limits_are_raised(part: Part[Cluster], file: EnvoyFile) -> str | None:
         f"cluster {part.message.name!r} takes no more than Envoy's default in {', '.join(low)}: "
         "every request in flight counts, and those beyond are refused, not retried or not routed. "
         "Raise them in circuit_breakers, for example to 100000 (max_retries: 1000)"
+    )
+
+
+@_rule(Level.WARNING, _candidates)
+def vanished_replicas_are_hung_up_on(part: Part[Cluster], file: EnvoyFile) -> str | None:
+    """A replica whose machine vanished is hung up on."""
+    options = part.message.upstream_connection_options
+    if options is not None and options.tcp_keepalive is not None:
+        return None
+    return (
+        f"cluster {part.message.name!r} has no tcp_keepalive: requests on a replica whose machine "
+        "vanished last as long as clients wait. Write upstream_connection_options: "
+        "{tcp_keepalive: {keepalive_time: 10, keepalive_interval: 5, keepalive_probes: 3}}"
     )
 
 

@@ -10,11 +10,11 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import UpstreamTlsContext
 
 from extproc.check.envoy_file import EnvoyFile
-from extproc.check.rules import Rule, bodies_first, is_full_duplex, skips_responses
+from extproc.check.rules import Rule, bodies_first, is_full_duplex, receiving, skips_responses
 from extproc.config import Config
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Level
-from extproc.server.messages import UNSEEN, expression_of
+from extproc.server.messages import TOLD_NAMESPACE, UNSEEN, expression_of
 
 _NO_TLS = (
     "cluster {!r} speaks plain text, and the router TLS (serve.tls_cert): no request would reach "
@@ -31,6 +31,10 @@ _WORKERS = (
 _UNTOLD = (
     "request_header_mode is SKIP and request_attributes lacks headers that the router's settings "
     "name, so that they have no effect. Add {}"
+)
+_DROPPED = (
+    "what the router tells of its decisions (serve.decision_metadata) is dropped. Add "
+    f"{TOLD_NAMESPACE} to metadata_options.receiving_namespaces.untyped"
 )
 _ONE_ALONE = (
     "cluster {!r} takes one address, and the router as it is configured here names two: no request "
@@ -109,6 +113,13 @@ def rules_for(config: Config) -> list[Rule]:
             return None
         return (_NO_TLS if tls else _TLS_ALONE).format(part.message.name)
 
+    def telling(file: EnvoyFile) -> list[Part[ExternalProcessor]]:
+        return file.filters if serve.decision_metadata else []
+
+    def takes_metadata(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+        return None if TOLD_NAMESPACE in receiving(part.message) else _DROPPED
+
+    taken = "Envoy takes what the router tells of decisions, for serve.decision_metadata."
     all_listed = f"All {serve.workers} workers of the router are listed."
     alike = "Envoy and the router speak TLS."
     room = "A request may wait at the router while every replica is full."
@@ -121,6 +132,7 @@ def rules_for(config: Config) -> list[Rule]:
         Rule("every_answer_is_shown", shown, Level.ERROR, naming, shows_answers),
         Rule("waits_for_room", room, Level.WARNING, timing, waits_for_room),
         Rule("one_replica_is_named", one, Level.ERROR, taking_one, gets_one),
+        Rule("decision_metadata_is_taken", taken, Level.WARNING, telling, takes_metadata),
         Rule("named_headers_are_told", told, Level.ERROR, skipping, tells),
     ]
 

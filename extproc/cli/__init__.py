@@ -21,6 +21,7 @@ _COMMANDS = {
     "check": "Says what is wrong with a configuration, an Envoy file, or what runs.",
     "top": "Shows what a running router sees of its fleet, live.",
     "explain": "Shows what a running router decided, and why.",
+    "what-if": "Says what another policy or fleet would make of recorded traffic.",
     "replicas": "Lists, adds, drains and removes replicas while requests run.",
     "simulate": "Runs a simulated vLLM replica.",
     "demo": "Runs Envoy, Redis, four simulated replicas, poller and router.",
@@ -64,7 +65,7 @@ class _Command(Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse calls it with what follows the command's name."""
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would log beside our lines
-        command = import_module(f"extproc.cli.{self.prog.split()[-1]}")
+        command = import_module(f"extproc.cli.{self.prog.split()[-1].replace('-', '_')}")
         command.add_arguments(self)
         self.set_defaults(run=command.run)
         return super().parse_known_args(args, namespace)

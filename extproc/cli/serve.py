@@ -9,7 +9,7 @@ from extproc.server.serve import serve
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of what a router reads."""
-    add_flags(parser, "", "serve", "route", "request", "redis", "poll", "log")
+    add_flags(parser, "", "serve", "route", "request", "redis", "poll", "log", "traces")
     parser.add_argument(
         "--workers",
         dest="serve.workers",

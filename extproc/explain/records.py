@@ -48,6 +48,17 @@ class Excluded(BaseModel):
     why: str
 
 
+class Shadow(BaseModel):
+    """What another policy would have chosen, and the times predicted there."""
+
+    policy: str
+    replica: str
+    name: str
+    ttft_s: Figure
+    completion_s: Figure
+    cost_to_others_s: Figure
+
+
 class Outcome(BaseModel):
     """What happened; None where it was not seen."""
 
@@ -87,6 +98,7 @@ class Record(BaseModel):
     why: str
     predicted_ttft_s: Figure
     predicted_completion_s: Figure
+    shadow: Shadow | None = None
     candidates: list[Candidate]
     excluded: list[Excluded]
     outcome: Outcome

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from extproc.address import with_name
-from extproc.explain.records import Candidate, Outcome, Record
+from extproc.explain.records import Candidate, Outcome, Record, Shadow
 from extproc.layout import Column, count, figure, paragraph, printable, share, table
 
 DECISIONS = (
@@ -98,6 +98,7 @@ def compare(record: Record) -> Comparison:
         "policy": record.policy,
         "chosen": _chosen(record),
         "why": record.why,
+        **({"shadow": _shadow(record.shadow, record)} if record.shadow else {}),
         "happened": _happened(record),
     }
     return Comparison(
@@ -230,6 +231,18 @@ def _asks(record: Record) -> str:
 def _chosen(record: Record) -> str:
     chosen = _named(record, record.replica)
     return f"{chosen}; for a retry {_named(record, record.second)}" if record.second else chosen
+
+
+def _shadow(shadow: Shadow, record: Record) -> str:
+    """Where another policy would have sent it, and when it would end there."""
+    if shadow.replica == record.replica:
+        return f"{shadow.policy} would have chosen the same"
+    where = with_name(shadow.replica, shadow.name)
+    return (
+        f"{shadow.policy} would have chosen {where}: first token after {figure(shadow.ttft_s)} s, "
+        f"finished after {figure(shadow.completion_s)} s, others lose "
+        f"{figure(shadow.cost_to_others_s)} s"
+    )
 
 
 def _named(record: Record, replica: str) -> str:

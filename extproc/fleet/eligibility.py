@@ -15,6 +15,8 @@ from extproc.fleet.silence import Silence
 from extproc.predict.inputs import Excluded, FleetView, Floats, Indices
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
+_HELD_UP_S = 0.2
+"""Seconds without an answer to anything after which requests go elsewhere."""
 _STUCK_S = 10.0
 """Seconds in which nothing moves in an engine with work: longer than any step."""
 _LOOK_EVERY_S = 1.0
@@ -32,6 +34,7 @@ _AT_FIRST = 4
 enough to bear it where it is ten times slower than its profile says."""
 _MODELS_REMEMBERED = 64
 _FAILING = "it failed several requests in a row"
+_HELD_UP = f"it takes connections, and has answered none for {_HELD_UP_S:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,8 @@ class _Replica:
     """Of requests sent to it, in a row, as this router saw them."""
     failed_at: float = -inf
     """When the last one was heard of."""
+    answered_at: float = -inf
+    """When something of an answer to one was last seen."""
     ejected_until: float = -inf
     tried: bool = False
     """A request was sent to it after an ejection, whose outcome is not known yet."""
@@ -85,9 +90,9 @@ class Eligibility:
     - *does not serve the model*; until it says so. It holds even where it leaves none if any
       replica says it serves the model, for the others would answer 404. If none does, one that
       does not tell its models may, or an adapter is loaded when it is asked for.
-    - *stalled*: no news of it for 5 s while there is of others (when nothing at all is heard,
-      pollers or Redis are gone: the replicas are still there), or nothing moved for 10 s in an
-      engine with work; until news comes, or anything moves.
+    - *stalled*: it answered nothing for 0.2 s, no news of it came for 5 s while there is of others
+      (when nothing at all is heard, pollers or Redis are gone: the replicas are still there), or
+      nothing moved for 10 s in an engine with work; until it does, news comes, or anything moves.
     - *ejected*: three requests in a row failed there, as far as this router saw; for a time that
       doubles. After it one request tries again, of those whose outcome Envoy tells, and it decides:
       Envoy may answer a request that failed there from another replica, and long after, so many
@@ -159,11 +164,17 @@ class Eligibility:
 
     def answered(self, replica: str) -> None:
         """A request sent to it was answered."""
+        self.answers(replica)
         one = self._replicas.get(replica)
         if one is not None and one.failures:
             one.failures, one.tried = 0, False
             one.failed_at = one.ejected_until = -inf
             self._changed = True
+
+    def answers(self, replica: str) -> None:
+        """Something of an answer came from it."""
+        if (one := self._replicas.get(replica)) is not None:
+            one.answered_at = self._clock()
 
     def ended(self, replica: str) -> None:
         """A request sent to it is over."""
@@ -228,6 +239,17 @@ class Eligibility:
             if first := next((reason for reason in reasons if reason[1]), None):
                 found[name] = first
         return found
+
+    def hung(self, after: float) -> set[str]:
+        """Members that answered nothing for ``after`` seconds, neither polls nor, as far as was
+        seen, any request, while another one answers its polls."""
+        now, silent, others = self._clock(), set(), False
+        for name, one in self._replicas.items():
+            unanswered_s = one.state.unanswered_s
+            others |= one.state.healthy and not unanswered_s
+            if unanswered_s >= after and one.answered_at < now - unanswered_s:
+                silent.add(name)
+        return silent if others else set()
 
     def heard_at(self, replica: str) -> float:
         """When the last poll of a member was, of which news came, by the clock."""
@@ -315,7 +337,7 @@ class Eligibility:
                 True,
             ),
             ("other model", lambda one: "" if serves(one) else f"does not serve {model!r}", listed),
-            ("stalled", lambda one: one.stalled, False),
+            ("stalled", lambda one: _HELD_UP if _is_held_up(one.state) else one.stalled, False),
             ("failing", lambda one: _FAILING if out(one) else "", False),
             # last: those draining serve rather than one that is ejected
             ("draining", lambda one: "draining" if one.state.draining else "", False),
@@ -371,9 +393,14 @@ def _was_ejected(one: _Replica) -> bool:
     return one.ejected_until > -inf
 
 
+def _is_held_up(state: ReplicaState) -> bool:
+    return state.unanswered_s >= _HELD_UP_S
+
+
 def _said(state: ReplicaState) -> tuple[object, ...]:
     """What a poll says that may change what is answered."""
-    return state.healthy, state.problem, state.models, state.listed, state.name, state.draining
+    told = state.healthy, state.problem, state.models, state.listed, state.name, state.draining
+    return *told, _is_held_up(state)
 
 
 def _moved(before: ReplicaState, after: ReplicaState) -> bool:

@@ -108,10 +108,11 @@ class Fleet:
         row = self._join(state) if before is None else self._rows[state.id]
         self.members.by_row[row] = state
         self._learn_lengths(state, before)
-        if state.healthy:
+        fresh = state.healthy and not state.unanswered_s
+        if fresh:
             self.lone.polled(row, state, asked_at)
         self._reconciliation.set_hardware(row, state, before, self.lone.step(row, state))
-        if not state.healthy:
+        if not fresh:
             return
         if state.steps < self._replicas.polled_steps[row]:
             self._reconciliation.restarted(row, state.steps)

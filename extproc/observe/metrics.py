@@ -7,6 +7,7 @@ from heapq import nlargest
 from prometheus_client import CollectorRegistry, Gauge
 
 from extproc.observe.tally import OTHER, Counts, Spread
+from extproc.route.router import Decision
 
 _TENANTS = 5
 """Those with the most; there may be as many as users, and each is a series."""
@@ -45,7 +46,8 @@ class RouterMetrics:
             "Envoy went on, while the request waited at the router), overload (more than "
             "serve.max_streams in flight: Envoy goes on without the router); and of those routed, "
             "unanswered (no response was seen that should have been: the client hung up, or Envoy "
-            "no longer waited for the router, which ext_proc.message_timeouts counts in Envoy).",
+            "no longer waited for the router, which ext_proc.message_timeouts counts in Envoy), "
+            "lost (its replica hung, and it was ended).",
             ["result"],
             registry,
         )
@@ -60,6 +62,20 @@ class RouterMetrics:
             "extproc_decisions_total",
             "Decisions by policy and replica chosen.",
             ["policy", "replica"],
+            registry,
+        )
+        self.shadow_decisions = Counts(
+            "extproc_shadow_decisions_total",
+            "Decisions of which route.shadow_policy would have made the same, or another.",
+            ["policy", "result"],
+            registry,
+        )
+        self.shadow_seconds = Counts(
+            "extproc_shadow_seconds_total",
+            "Predicted seconds, of the others among them, by which the replica of "
+            "route.shadow_policy would have taken more or less: until the first token (ttft), "
+            "until the last (completion), and of other requests (cost_to_others).",
+            ["policy", "time", "result"],
             registry,
         )
         self.failures = Counts(
@@ -192,6 +208,17 @@ class RouterMetrics:
         self.open_streams = Gauge(
             "extproc_open_streams", "ext_proc streams open now.", registry=registry
         )
+
+    def tell_shadow(self, decision: Decision) -> None:
+        """What another policy would have chosen, if one was asked."""
+        if (shadow := decision.shadow) is None:
+            return
+        same = shadow.first == decision.choice.first
+        self.shadow_decisions.add(shadow.policy, "same" if same else "other")
+        if not same:
+            for time, later in shadow.later(decision.prediction, decision.choice.first):
+                result = "more" if later > 0.0 else "less"
+                self.shadow_seconds.add(shadow.policy, time, result, by=abs(later))
 
     def tell_left_out(self, reasons: Iterable[tuple[str, str]]) -> None:
         """Which replicas get no requests, and why."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -18,7 +19,15 @@ from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.model_list import Models
 from extproc.poll.precedence import goes_by_priority
-from extproc.poll.scrape import ScrapeError, UnreachableError, read_models, scrape
+from extproc.poll.pulse import Pulse
+from extproc.poll.scrape import (
+    ScrapeError,
+    SilentError,
+    UnreachableError,
+    read_models,
+    says_anything,
+    scrape,
+)
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import hardware_profile
@@ -63,6 +72,7 @@ class PolledReplica:
         self._wall = wall
         self._random = random
         self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
+        self._pulse = Pulse(partial(says_anything, session, target.id), self._tell_silence)
         self._kv_stream = kv_stream
         self._identity = {
             "id": target.id,
@@ -122,17 +132,20 @@ class PolledReplica:
                 await asyncio.sleep(wait_s * share_of_wait)
                 share_of_wait = 1.0
         finally:
+            self._pulse.settled()
             self._models.forget()
             self._typical.report(self._target.id, None)
 
     async def _scrape_once(self) -> float:
         """Scrape, learn, publish, and return the seconds to wait before the next scrape."""
         started = self._monotonic()
+        self._pulse.asked(0.0 if self._state is None else self._state.scrape_seconds)
         try:
             figures = await scrape(self._session, self._target.id, self._asks_health(started))
         except ScrapeError as error:
             self._failed(error)
             return self._backoff.next()
+        self._pulse.settled()
         seconds = self._monotonic() - started
         if self._another_model(figures):
             self._calibration = Calibration(self._start)
@@ -187,7 +200,14 @@ class PolledReplica:
             self._models.forget()  # it may come back with others
         last = self._state or self._blank()
         update = {"healthy": False, "problem": problem, "kv_news": None}
+        if not isinstance(error, SilentError):
+            self._pulse.settled()
+            update["unanswered_s"] = 0.0
         self._publish(last.model_copy(update=update))
+
+    def _tell_silence(self, seconds: float) -> None:
+        if self._state is not None:
+            self._publish(self._state.model_copy(update={"unanswered_s": seconds}))
 
     def _start_anew(self, error: Exception) -> None:
         """Nobody foresaw this: nothing the replica told is kept, for it may be what led here."""
@@ -196,6 +216,7 @@ class PolledReplica:
             extra = {"replica": self._target.who}
             log.error("replica cannot be polled, retrying", extra=extra, exc_info=error)
         self._metrics.failed.inc()
+        self._pulse.settled()
         self._figures = None
         self._calibration = Calibration(self._start)
         self._models.forget()

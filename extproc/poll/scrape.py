@@ -33,6 +33,10 @@ class UnreachableError(ScrapeError):
     """No connection to it: its process is gone, or its machine."""
 
 
+class SilentError(ScrapeError):
+    """It takes connections, as its machine does for it, and does not answer."""
+
+
 class _Model(BaseModel):
     """One entry of ``/v1/models``: the model itself, or a LoRA adapter."""
 
@@ -84,7 +88,7 @@ class _ModelList(BaseModel):
 def open_session(timeout_s: float) -> aiohttp.ClientSession:
     """Return a session that keeps connections to replicas open; close it after use."""
     return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=timeout_s),
+        timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout_s / 2),
         connector=aiohttp.TCPConnector(limit=0),
         cookie_jar=aiohttp.DummyCookieJar(),
         # A replica's processor has better things to do than to compress for a neighbour.
@@ -116,6 +120,17 @@ async def scrape(
     finally:
         for one in asked:
             one.cancel()
+
+
+async def says_anything(session: aiohttp.ClientSession, replica: str) -> bool:
+    """Whether the replica at ``ip:port`` answers, be it with an error, or refuses to."""
+    try:
+        await _get(session, replica, "/health")
+    except SilentError:
+        return False
+    except ScrapeError:
+        pass
+    return True
 
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
@@ -164,8 +179,10 @@ async def answer(
             if response.status != 200:
                 raise ScrapeError(f"{path} answered {response.status}")
             yield response
+    except aiohttp.ConnectionTimeoutError:
+        raise UnreachableError("cannot connect: timed out") from None
     except TimeoutError:
-        raise ScrapeError(f"{path} did not answer in full in {session.timeout.total:g} s") from None
+        raise SilentError(f"{path} did not answer in full in {session.timeout.total:g} s") from None
     except aiohttp.ClientConnectorError as error:
         raise UnreachableError(f"cannot connect: {_reason(error.os_error)}") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:

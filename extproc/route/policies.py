@@ -6,12 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from extproc.predict.inputs import Floats
+from extproc.predict.inputs import Floats, least, most
 from extproc.route.completion import Completion
 from extproc.route.policy import Choice, Policy, Situation, lowest
-
-_MOST_REMEMBERED = 10_000
-"""Replicas and their turns."""
 
 _QUEUE_WEIGHT = 2.0
 _KV_WEIGHT = 2.0
@@ -45,18 +42,19 @@ class RoundRobin:
     """
 
     def __init__(self) -> None:
-        self._turns: dict[str, int] = {}
+        self._turns = np.zeros(0)
+        """The last of each row of the fleet's table, which another replica may have got since."""
         self._count = 0
 
     def choose(self, situation: Situation, random: random.Random) -> Choice:
         """The next in turn."""
-        ids = situation.view.ids
-        last_turns = np.array([self._turns.get(replica, 0) for replica in ids], dtype=np.float64)
+        rows = situation.view.rows
+        if (size := rows.item(rows.argmax()) + 1) > len(self._turns):
+            self._turns = np.append(self._turns, np.zeros(size))
+        last_turns = self._turns[rows]
         first = int(last_turns.argmin())
-        if len(self._turns) > _MOST_REMEMBERED:
-            self._turns.clear()  # replicas that came and went
         self._count += 1
-        self._turns[ids[first]] = self._count
+        self._turns[rows[first]] = self._count
         return Choice(first, last_turns)
 
     def why(self, situation: Situation, choice: Choice) -> str:
@@ -69,7 +67,8 @@ class RandomChoice:
 
     def choose(self, situation: Situation, random: random.Random) -> Choice:
         """One at random, and another for a retry."""
-        scores = np.array([random.random() for _ in situation.view.ids])
+        drawn = random.randbytes(4 * len(situation.view))
+        scores = np.frombuffer(drawn, np.uint32).astype(np.float64)
         return Choice(int(scores.argmin()), scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:
@@ -87,10 +86,10 @@ class PowerOfTwo:
         """The less loaded of the two drawn; the other is for a retry."""
         view = situation.view
         drawn = random.sample(range(len(view)), min(2, len(view)))
-        first = min(drawn, key=lambda index: view.requests[index])
         scores = np.full(len(view), np.inf)
-        scores[drawn] = view.requests[drawn]
-        return Choice(first, scores)
+        for index in drawn:
+            scores[index] = view.requests[index]
+        return Choice(min(drawn, key=scores.item), scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:
         """The two drawn, the better one first."""
@@ -126,8 +125,9 @@ class QueueKv:
         """The replica with the highest weighted sum, at random among equals."""
         view = situation.view
         waiting = view.polled_waiting
-        spread = float(np.ptp(waiting))
-        queue = (waiting.max() - waiting) / spread if spread else np.ones(len(view))
+        fullest = most(waiting)
+        spread = fullest - least(waiting)
+        queue = (fullest - waiting) / spread if spread else 1.0
         scores = -(
             _QUEUE_WEIGHT * queue
             + _KV_WEIGHT * (1.0 - view.polled_kv_usage)
@@ -190,9 +190,9 @@ class CacheAware:
 
     def _by_load(self, situation: Situation) -> bool:
         requests = situation.view.requests
-        most, least = float(requests.max()), float(requests.min())
-        uneven = most - least > _UNEVEN_REQUESTS and most > _UNEVEN_RATIO * least
-        return uneven or float(situation.cached_share.max()) <= _ENOUGH
+        high, low = most(requests), least(requests)
+        uneven = high - low > _UNEVEN_REQUESTS and high > _UNEVEN_RATIO * low
+        return uneven or most(situation.cached_share) <= _ENOUGH
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {

@@ -1,7 +1,8 @@
 """One decision: the fleet as it is, a prediction for every candidate, a policy's choice."""
 
-import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from random import Random
 
 import numpy as np
 
@@ -19,11 +20,15 @@ from extproc.route.holder import Holder
 from extproc.route.policies import POLICIES
 from extproc.route.policy import Choice, Policy, Situation, runner_up
 from extproc.route.session import Session
+from extproc.route.shadow import Shadow
 from extproc.route.target import Target, lateness
 
 _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
 the prefix cache brought it far sooner, there is no telling how long the request decoded."""
+
+_SHADOWED = 0.25
+"""Share of requests that a shadow policy is asked about: some take a sixth of a decision's time."""
 
 _STEPS, _SHARE = 2.0, 0.02
 """Tokens, and share of an answer, by which the ledger's count of them may be short."""
@@ -73,6 +78,8 @@ class Decision:
     """Seconds since the newest news of other routers was sent; None where there are no others."""
     stale: bool = False
     """That was too long ago: what they told does not count, only what polls saw."""
+    shadow: Shadow | None = None
+    """What another policy would have chosen, where one is asked."""
 
     @property
     def fallback(self) -> str:
@@ -173,7 +180,12 @@ class Router:
     """Chooses replicas with one policy, or with another that a request asks for."""
 
     def __init__(
-        self, fleet: Fleet, policy: str, random: random.Random, session_cost_s: float = 0.0
+        self,
+        fleet: Fleet,
+        policy: str,
+        random: Random,
+        session_cost_s: float = 0.0,
+        shadow: str | None = None,
     ) -> None:
         """A router.
 
@@ -183,19 +195,24 @@ class Router:
             random: breaks ties, and draws.
             session_cost_s: seconds by which a request may be finished later for staying with its
                 session.
+            shadow: name of a policy that is asked, too, without effect; None: none is.
 
         Raises:
             ValueError: no policy has that name.
         """
-        if policy not in POLICIES:
-            raise ValueError(f"no policy is named {policy!r}; there are: {', '.join(POLICIES)}")
+        for name in (policy, shadow or policy):
+            if name not in POLICIES:
+                raise ValueError(f"no policy is named {name!r}; there are: {', '.join(POLICIES)}")
         self.fleet = fleet
         self.margins = Margins()
         """Of its own predictions."""
         self._session_cost_s = session_cost_s
         self._default = policy
         self._random = random
-        self._policies = {name: make() for name, make in POLICIES.items()}
+        self._policies: dict[str, Policy] = {name: make() for name, make in POLICIES.items()}
+        self._shadow: list[tuple[str, Policy]] = [(shadow, POLICIES[shadow]())] if shadow else []
+        """With turns and draws of its own: what is chosen is the same with it and without."""
+        self._shadows_random = Random(0)
 
     def decide(
         self,
@@ -226,8 +243,16 @@ class Router:
         if adapter is not None:
             add_adapter(prediction, adapter)
         situation = Situation(profile, view, held, prediction, sequences, adapter)
-        name, chosen_by = self._policy(situation, policy, waited)
+        own = policy if policy in POLICIES else self._default
+        policies = [(own, self._policies[own])]
+        if self._shadow:
+            policies += self._beside(policy)
+        (name, chosen_by), *others = self._in_charge(situation, policies, waited)
         choice = chosen_by.choose(situation, self._random)
+        shadow = None
+        for _, other in others:  # one at most
+            first = other.choose(situation, self._shadows_random).first
+            shadow = Shadow(policies[1][0], first)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(
             name,
@@ -239,6 +264,7 @@ class Router:
             self._retry(situation, choice, model),
             fleet.peers.news_age,
             fleet.peers.stale,
+            shadow,
         )
 
     def late(self, decision: Decision, waited: float) -> float:
@@ -272,7 +298,7 @@ class Router:
         served = [one for one in models if fleet.members.names.known(one, held)]
         served = served or [one for one in models if fleet.eligibility.can_serve(one, among)]
         served = served or [one for one in models if one in fleet.members.models]
-        draws = random.Random(session) if session else self._random
+        draws = Random(session) if session else self._random
         return fleet.members.names.draw(asked, served, draws)
 
     def _retry(self, situation: Situation, choice: Choice, name: str) -> int | None:
@@ -283,22 +309,28 @@ class Router:
         alike = [name in fleet.members.models_on(one) for one in situation.view.ids]
         return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
 
-    def _policy(self, situation: Situation, asked: str, waited: float) -> tuple[str, Policy]:
-        """What chooses for a request that asks for a policy or, with an empty name, for none."""
+    def _in_charge(
+        self, situation: Situation, policies: Sequence[tuple[str, Policy]], waited: float
+    ) -> Sequence[tuple[str, Policy]]:
+        """What chooses for the request in place of each of these policies, or with its help."""
         profile = situation.profile
         if profile.previous_response:
             holder = self.fleet.holder(profile.previous_response)
             if holder in situation.view.ids:
-                return Holder.NAME, Holder(holder)
-        name = asked if asked in POLICIES else self._default
-        policy: Policy = self._policies[name]
+                return [(Holder.NAME, Holder(holder))] * len(policies)
         if (objective := profile.objective).has_target:
             late = lateness(objective, situation.prediction, self.margins, waited)
-            name, policy = Target.NAME, Target(late, policy)
+            policies = [(Target.NAME, Target(late, policy)) for _, policy in policies]
         home = self.fleet.sessions.holder(profile.session) if profile.session else None
         if home is not None:
-            return Session.NAME, Session(home, self._session_cost_s, policy)
-        return name, policy
+            most_s = self._session_cost_s
+            policies = [(Session.NAME, Session(home, most_s, policy)) for _, policy in policies]
+        return policies
+
+    def _beside(self, asked: str) -> list[tuple[str, Policy]]:
+        """The other policy, for some of the requests that would change with ``route.policy``."""
+        some = asked not in POLICIES and self._shadows_random.random() < _SHADOWED
+        return self._shadow if some else []
 
     def learn(
         self,

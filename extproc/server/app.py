@@ -21,14 +21,14 @@ from extproc.observe.admin import serve_admin
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
+from extproc.observe.traces import Traces
 from extproc.poll.into_fleet import check_some, poll_into
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
-from extproc.route.router import Router
 from extproc.server.admin import admin_routes, readiness
 from extproc.server.service import GrpcServer
-from extproc.server.services import Services
+from extproc.server.services import Services, recorder_of, router_of
 from extproc.server.sharing import share
 from extproc.server.watch import Reader
 from extproc.store.connection import connect
@@ -53,12 +53,13 @@ async def run_router(
     Raises:
         OSError: an address cannot be listened on.
         ValueError: the configuration names a policy or a tokenizer that does not exist, or no
-            replicas where it is the router that polls them.
+            replicas where it is the router that polls them; or traces, where OpenTelemetry is
+            not installed.
     """
     if config.state == "memory":
         check_some(config)
     registry = CollectorRegistry()
-    services = build(config, registry)
+    services = build(config, registry, worker)
     services.metrics.worker.set(worker)
     others = {one.pool: services.of_pool(one) for one in config.each_pool[1:]}
     pools = (services, *others.values())
@@ -68,6 +69,7 @@ async def run_router(
     server = GrpcServer(services, others)
     async with (
         _admin(pools, registry, stopping) as admin,
+        _background(server.end_lost(), stopping) as ending,
         _background(let_go(pools), stopping) as letting_go,
         _background(_states(pools, registry), stopping) as state,
         _background(_housekeeping(pools), stopping) as housekeeping,
@@ -81,7 +83,9 @@ async def run_router(
         await stopping.wait()
         logger.info("stopping", extra={"in_flight": sum(one.fleet.in_flight for one in pools)})
         await server.stop(config.serve.drain_s)
-    for part in (state, housekeeping, letting_go):
+        if services.traces is not None:
+            services.traces.close()
+    for part in (state, housekeeping, letting_go, ending):
         if part.done() and not part.cancelled():
             part.result()
 
@@ -108,8 +112,12 @@ async def _admin(
         yield bound
 
 
-def build(config: Config, registry: CollectorRegistry) -> Services:
-    """The parts of a router, from its configuration."""
+def build(config: Config, registry: CollectorRegistry, worker: int = 0) -> Services:
+    """The parts of a router, from its configuration; ``worker``: the number of this process.
+
+    Raises:
+        ValueError: as :func:`run_router`.
+    """
     if config.serve.stream_sample is not None:
         logger.warning(
             "serve.stream_sample is deprecated: set serve.chunks_per_s instead",
@@ -119,7 +127,7 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
     fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
     return Services(
         config=config,
-        router=Router(fleet, config.route.policy, generator, config.route.session_cost_s),
+        router=router_of(config.route, fleet, generator),
         tokens=TokenCounter(config.request),
         log=DecisionLog(config.serve.decisions_kept),
         metrics=RouterMetrics(registry),
@@ -129,17 +137,21 @@ def build(config: Config, registry: CollectorRegistry) -> Services:
         reader=Reader(config.serve.chunk_budget),
         queue=Queue(fleet, config.hold, monotonic),
         demand=Demand(monotonic),
+        traces=Traces(endpoint, worker) if (endpoint := config.traces.endpoint) else None,
+        recorder=recorder_of(config, fleet, wall),
     )
 
 
 async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> None:
-    """What tells the fleets of replicas and other routers: Redis, or pollers in this process."""
+    """What tells the fleets of replicas and other routers: Redis, or pollers in this process. And
+    what writes down what comes of it."""
     if pools[0].config.state == "redis":
         parts = [follow_state(one.config, one.fleet) for one in pools]
         parts += [share(one.config, one.fleet, one.metrics) for one in pools]
     else:
         metrics = PollMetrics(registry)
         parts = [poll_into(one.fleet, one.config, metrics) for one in pools]
+    parts += [one.recorder.run() for one in pools if one.recorder]
     async with asyncio.TaskGroup() as tasks:  # at the end it waits for each, farewells included
         for part in parts:
             tasks.create_task(part)

@@ -15,12 +15,14 @@ The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
 from extproc.hold.waiting import Waiting
+from extproc.observe.decisions import told
+from extproc.observe.traces import Trace
 from extproc.predict.inputs import least
 from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
@@ -44,6 +46,7 @@ _LONGEST_ID = 128
 _DIGITS = 15
 """Of a content-length: a petabyte."""
 NONE_READY = "no replica is ready to serve this request"
+HUNG = "the replica that had this request hangs: send it again"
 Sent = Callable[[Decision | None], Iterable[bytes]]
 """The replies that say where a request goes; by no decision, where Envoy chooses."""
 Replied = Callable[[bytes, bytes], Iterable[bytes]]
@@ -87,7 +90,7 @@ class Exchange:
 
     __slots__ = (
         *("_answer", "_held", "_held_bytes", "_in_flight", "_response_body_mode", "_services"),
-        *("_subset", "_unseen", "waiting"),
+        *("_subset", "_unseen", "trace", "waiting"),
     )
 
     has_fallback = True
@@ -112,6 +115,8 @@ class Exchange:
         """The replies that are still to come, where it does."""
         self._answer: AnswerNamer | None = None
         """Where the answer is to have the name that was asked for."""
+        self.trace: Trace | None = None
+        """Where it is sampled."""
 
     def answer(self, request: ProcessingRequest) -> Iterable[bytes]:
         """The replies to one message of the stream, in their order, as bytes."""
@@ -137,15 +142,35 @@ class Exchange:
         if self._held is not None:
             self._services.queue.gave_up(self._held, self.is_timed)
             self._services.metrics.requests.add("gave_up")
+            if self._services.recorder:
+                self._services.recorder.refused("gave_up")
             self._waits_no_more()
+            if self.trace is not None:
+                self.trace.ended("gave_up")
         if self._in_flight is not None:
             self._in_flight.end()
+            if self.trace is not None:
+                self.trace.answered(self._in_flight.outcome)
             self._in_flight = None
+
+    def lose(self, hung: Container[str]) -> bytes | None:
+        """Gives the request up if its replica is one of those, and returns what tells Envoy, which
+        takes it at any time: it answers the client, or breaks off an answer that has begun."""
+        if self._in_flight is None or self._in_flight.served_by not in hung:
+            return None
+        self._services.metrics.requests.add("lost")
+        self._in_flight.lose()
+        self._in_flight = None
+        return refuse(NoReplica(HUNG))
 
     def _refused(self, error: Refusal) -> Iterable[bytes]:
         metrics = self._services.metrics
         metrics.requests.add("refused")
         metrics.refused.add(error.code or error.kind)
+        if self.trace is not None:
+            self.trace.ended("refused", error.code or error.kind)
+        if self._services.recorder:
+            self._services.recorder.refused(error.code or error.kind)
         return [refuse(error)]
 
     # -- the request ------------------------------------------------------------------------
@@ -232,10 +257,9 @@ class Exchange:
         def sent(decision: Decision | None) -> Iterable[bytes]:
             if decision is None:
                 return replied(messages.proceed(phase), body)
-            destination = self._destination(decision)
             priority = self._priority(decision.profile)
             written = self._written(decision, body, None if partial else priority)
-            return replied(self._send_to(phase, destination, priority), written)
+            return replied(self._sent(phase, decision, priority), written)
 
         size = len(body) if self.is_timed else 0  # a gateway's body has its room
         return self._decide(asked, profile, started, size, sent)
@@ -307,6 +331,8 @@ class Exchange:
         services = self._services
         if decision is None:
             services.metrics.requests.add("unrouted")
+            if self.trace is not None:
+                self.trace.ended("unrouted")
             return
         profile = decision.profile
         if services.config.route.answer_asked_name and profile.asked not in ("", decision.name):
@@ -315,6 +341,8 @@ class Exchange:
                 _say_unnamed(services.config.pool)
         request_id, unseen = asked.request_id, self._unseen
         self._in_flight = InFlight(services, decision, request_id, unseen, waited, why)
+        if self.trace is not None:
+            self.trace.sent(decision, request_id, services.config.pool, waited)
 
     # -- waiting ----------------------------------------------------------------------------
 
@@ -362,6 +390,8 @@ class Exchange:
         if waiting.done():
             return waiting.result()
         at_once, self.waiting = False, waiting
+        if self.trace is not None:
+            self.trace.waits(one.why)
         return [messages.wait(services.config.hold.longest_s)] if self.is_timed else []
 
     def _after_waiting(
@@ -470,6 +500,15 @@ class Exchange:
         if second is None and decision.name and not members.all_serve(decision.name):
             second = decision.replica  # for Envoy's fallback policy would try it on any
         return decision.replica if second is None else f"{decision.replica},{second}"
+
+    def _sent(
+        self, phase: str, decision: Decision, priority: int | None, leave_body: bool = False
+    ) -> bytes:
+        """The reply that says where a request goes that is booked there."""
+        reply = self._send_to(phase, self._destination(decision), priority, leave_body)
+        if not self._services.config.serve.decision_metadata or self._in_flight is None:
+            return reply
+        return messages.with_metadata(reply, told(decision, self._in_flight.outcome.waited_s))
 
     def _send_to(
         self, phase: str, destination: str, priority: int | None = None, leave_body: bool = False

@@ -73,7 +73,6 @@ class HeadersFirst(Exchange):
             if decision is None:
                 return [messages.proceed("request_headers")]
             priority = self._priority(decision.profile)
-            destination = self._destination(decision)
-            return [self._send_to("request_headers", destination, priority, leave_body=True)]
+            return [self._sent("request_headers", decision, priority, leave_body=True)]
 
         return self._decide(asked, profile, started, 0, sent)

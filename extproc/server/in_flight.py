@@ -2,6 +2,7 @@
 
 from extproc.fleet.lone_requests import Baseline
 from extproc.observe.accuracy import Ended
+from extproc.request.errors import NoReplica
 from extproc.request.response_id import ResponseIdReader
 from extproc.request.usage import PRELUDE, Usage, UsageReader
 from extproc.route.router import Decision
@@ -11,6 +12,8 @@ from extproc.server.services import Services
 
 _OVERLOADED = "x-envoy-overloaded"
 """Envoy's own answer, where a circuit breaker is full."""
+_LOST = NoReplica.status
+"""Status of the answer to a request that is given up, where none had begun."""
 _RESPONSE_HEADERS = frozenset({":status", "content-type", _OVERLOADED})
 
 
@@ -26,7 +29,6 @@ class InFlight:
         "_first_token",
         "_forecast",
         "_foreseen",
-        "_outcome",
         "_response_id",
         "_sent_at",
         "_served_by",
@@ -35,6 +37,7 @@ class InFlight:
         "_ticket",
         "_unseen",
         "_usage",
+        "outcome",
     )
 
     def __init__(
@@ -69,9 +72,9 @@ class InFlight:
         self._foreseen = decision.prediction.output_tokens * decision.profile.sequences
         """Chunks that it should have, if it is streamed."""
         pool = services.config.pool
-        self._outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
+        self.outcome = services.log.add(request_id, services.wall(), decision, pool).outcome
         if waited:
-            self._outcome.waited_s, self._outcome.waited_for = waited, waited_for
+            self.outcome.waited_s, self.outcome.waited_for = waited, waited_for
             services.metrics.waited_seconds.observe(waited)
         self._status: int | None = None
         self._usage: UsageReader | None = None
@@ -82,6 +85,12 @@ class InFlight:
         self._ended = False
         services.metrics.requests.add("routed")
         services.metrics.decisions.add(decision.policy, decision.replica)
+        services.metrics.tell_shadow(decision)
+
+    @property
+    def served_by(self) -> str:
+        """The replica that it is on, as far as is known: ``ip:port``."""
+        return self._served_by
 
     def answered(self, request: ProcessingRequest) -> bool:
         """The response's headers came; returns whether its body is to be read, too."""
@@ -90,7 +99,7 @@ class InFlight:
         status = headers.get(":status", "")
         self._status = int(status) if status.isdecimal() else None
         self._ended = message.end_of_stream
-        self._outcome.overloaded = _OVERLOADED in headers
+        self.outcome.overloaded = _OVERLOADED in headers
         self._served(messages.served_by(request))
         if self._ended or not self._worth_reading(headers.get("content-type", "")):
             return False
@@ -100,6 +109,7 @@ class InFlight:
     def chunk(self, message: HttpBody) -> None:
         """Some of the response's body came."""
         self._ended = message.end_of_stream
+        self._services.fleet.eligibility.answers(self._served_by)
         if self._usage is None:
             return
         if not message.body:
@@ -113,9 +123,15 @@ class InFlight:
         if self._response_id is not None and (found := self._response_id.feed(message.body)):
             self._services.fleet.responses.saw(found, self._served_by)
 
+    def lose(self) -> None:
+        """It is given up, for its replica hangs."""
+        if self._status is None and not self._unseen:
+            self._status = self.outcome.status = _LOST
+        self.end()
+
     def end(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
-        services, outcome = self._services, self._outcome
+        services, outcome = self._services, self.outcome
         profile = self._forecast.profile
         if self._chunks is not None:
             services.reader.came(self._chunks, self._foreseen)
@@ -143,6 +159,8 @@ class InFlight:
             services.router.learn_counted(
                 self._forecast, self._served_by, generated, outcome.ttft_s, baseline
             )
+        if services.recorder:
+            services.recorder.ended(profile, outcome, self._served_by, seconds, generated.tokens)
         services.queue.let_go(self._served_by)
 
     def _served(self, upstream: str) -> None:
@@ -155,10 +173,10 @@ class InFlight:
             services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)
             services.fleet.sessions.saw(self._forecast.profile.session, upstream)
             self._served_by = upstream
-        self._outcome.served_by = self._served_by
-        self._outcome.status = self._status
+        self.outcome.served_by = self._served_by
+        self.outcome.status = self._status
         services.metrics.responses.add(f"{(self._status or 0) // 100}xx")
-        if self._outcome.overloaded:
+        if self.outcome.overloaded:
             return
         if self._status is not None and self._status >= 500:
             self._failed()
@@ -190,7 +208,7 @@ class InFlight:
 
     def _learn(self, usage: Usage, seconds: float, baseline: Baseline | None) -> None:
         """From the usage a response reported, ``seconds`` after the decision."""
-        services, profile, outcome = self._services, self._forecast.profile, self._outcome
+        services, profile, outcome = self._services, self._forecast.profile, self.outcome
         outcome.prompt_tokens = usage.prompt_tokens
         outcome.output_tokens = usage.completion_tokens
         outcome.cached_tokens = usage.cached_tokens
@@ -224,7 +242,7 @@ class InFlight:
         as_chosen = replica == self._served_by
         by = profile.model, profile.objective.name
         metrics.completion.observe(actual, predicted if as_chosen else None, *by)
-        if (ttft := self._outcome.ttft_s) is not None:
+        if (ttft := self.outcome.ttft_s) is not None:
             metrics.ttft.observe(ttft, forecast.predicted_ttft if as_chosen else None, *by)
             tokens = 0 if usage is None else usage.completion_tokens
             later = tokens / max(profile.sequences, 1) - 1.0

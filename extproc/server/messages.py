@@ -4,7 +4,7 @@ The upb classes of ``proto/ext_proc.proto`` parse and build a message in a few m
 hundredth of what typed Python classes take.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from datetime import timedelta
 from functools import cache
 
@@ -30,6 +30,8 @@ UNSEEN = "x-extproc-unseen"
 PRIORITY = "x-vllm-priority"
 """Header that vLLM takes before a body's ``priority``."""
 METADATA_NAMESPACE = "envoy.lb"
+TOLD_NAMESPACE = "extproc"
+"""Of what is told of a decision."""
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)
 _ATTRIBUTES = "envoy.filters.http.ext_proc"
@@ -164,6 +166,14 @@ def _sending(
     common.clear_route_cache = clear_route_cache
     metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
     return reply, option.header, metadata.fields[DESTINATION]
+
+
+def with_metadata(reply: bytes, told: Mapping[str, str | float]) -> bytes:
+    """A reply with so much more metadata, in a namespace of its own: Envoy's subsets go by all that
+    is in the other."""
+    changed = ProcessingResponse.FromString(reply)
+    changed.dynamic_metadata.fields[TOLD_NAMESPACE].struct_value.update(told)
+    return changed.SerializeToString()
 
 
 def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:

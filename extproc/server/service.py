@@ -47,6 +47,8 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 _KEEPALIVE_S = 20.0
+_LOOK_EVERY_S = 1.0
+"""Seconds between two looks for replicas that hang."""
 LAME_DUCK_S = 1.5
 """Seconds for which a router that stops still takes new streams: Envoy, as in ``envoy/*.yaml``,
 asks for its health every 0.5 s, and leaves it out after two bad answers."""
@@ -67,6 +69,8 @@ class ExternalProcessor:
         self._unknown: set[str] = set()
         self._most = services.config.serve.max_streams
         self._open = 0
+        self._exchanges: dict[Exchange, grpc.aio.ServicerContext] = {}
+        """That have begun, and where their replies go."""
         self._opened_at = -inf
         """When the last stream began."""
         self._full = False
@@ -92,7 +96,11 @@ class ExternalProcessor:
         try:
             while (raw := await (reading or context.read())) is not grpc.aio.EOF:
                 message = ProcessingRequest.FromString(raw)
-                exchange = exchange or _protocol(message)(services, message)
+                if exchange is None:
+                    exchange = _protocol(message)(services, message)
+                    self._exchanges[exchange] = context
+                    if services.traces is not None:
+                        exchange.trace = services.traces.begin(context.invocation_metadata() or ())
                 replies = exchange.answer(message)
                 reading = None
                 del raw, message  # see above
@@ -120,7 +128,19 @@ class ExternalProcessor:
         finally:
             self._open -= 1
             if exchange is not None:
+                del self._exchanges[exchange]
                 exchange.close()
+
+    async def end_lost(self) -> None:
+        """Ends the requests on replicas that hang: they would last as long as clients wait."""
+        pools, after = (self._services, *self._pools.values()), self._services.config.serve.hung_s
+        hung = {one for pool in pools for one in pool.fleet.eligibility.hung(after) if after}
+        lost = [(one.lose(hung), context) for one, context in self._exchanges.items() if hung]
+        told = [context.write(answer) for answer, context in lost if answer is not None]
+        if told:
+            extra = {"replicas": ", ".join(sorted(hung)), "requests": len(told)}
+            logger.error("replicas hang, and what they had in flight is ended", extra=extra)
+            await asyncio.gather(*told, return_exceptions=True)  # some may be over meanwhile
 
     @property
     def idle(self) -> bool:
@@ -222,6 +242,12 @@ class GrpcServer:
         await self._health.set(_LIVENESS, serving)
         await self._report(serving)
         return port
+
+    async def end_lost(self) -> None:
+        """Ends, for ever, the requests on replicas that hang."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            await self._processor.end_lost()
 
     async def stop(self, drain_s: float) -> None:
         """Ends within ``drain_s`` seconds.

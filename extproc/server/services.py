@@ -4,18 +4,25 @@ import random
 from dataclasses import dataclass, field, replace
 
 from extproc.clock import Clock
-from extproc.config import Config
+from extproc.config import Config, RouteSettings
 from extproc.fleet.fleet import Fleet
 from extproc.hold.queue import Queue
 from extproc.observe.accuracy import Accuracy
 from extproc.observe.decisions import DecisionLog
 from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
+from extproc.observe.recorder import Recorder
+from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths
 from extproc.request.tokens import TokenCounter
 from extproc.route.router import Router
 from extproc.server.room import Room
 from extproc.server.watch import Reader, Watch
+
+
+def router_of(route: RouteSettings, fleet: Fleet, random: random.Random) -> Router:
+    """A router as it is configured."""
+    return Router(fleet, route.policy, random, route.session_cost_s, route.shadow_policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,10 @@ class Services:
     reader: Reader
     queue: Queue
     demand: Demand
+    traces: Traces | None = None
+    """None: no spans are made."""
+    recorder: Recorder | None = None
+    """Of the traffic, where it is recorded."""
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
     accuracy: Accuracy = field(default_factory=Accuracy)
@@ -45,8 +56,7 @@ class Services:
     def of_pool(self, config: Config) -> "Services":
         """The same for a pool of its own, with an empty fleet."""
         fleet = Fleet(OutputLengths(), names=self.fleet.members.names)
-        route = config.route
-        router = Router(fleet, route.policy, self.random, route.session_cost_s)
+        router = router_of(config.route, fleet, self.random)
         queue = Queue(fleet, config.hold, self.clock)
         return replace(
             self,
@@ -54,6 +64,17 @@ class Services:
             router=router,
             queue=queue,
             demand=Demand(self.clock),
+            recorder=recorder_of(config, fleet, self.wall),
             watch=Watch(),
             accuracy=Accuracy(),
         )
+
+
+def recorder_of(config: Config, fleet: Fleet, wall: Clock) -> Recorder | None:
+    """What records the traffic of a pool, if that is asked for.
+
+    Raises:
+        OSError: there can be no record.
+    """
+    folder = config.record.path
+    return None if folder is None else Recorder(config, folder, fleet, wall)

@@ -9,8 +9,8 @@ import pytest
 from benchmarks import fleet
 from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile
-from benchmarks.served import Served
 from benchmarks.trace import TracedRequest
+from extproc.replay.served import Served
 
 FLEETS = Path(__file__).parents[2] / "benchmarks" / "fleets"
 

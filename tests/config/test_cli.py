@@ -46,7 +46,7 @@ def test_help_loads_none_of_the_commands() -> None:
 @pytest.mark.parametrize(
     ("command", "sections"),
     [
-        ("serve", {"serve", "route", "request", "redis", "poll", "log"}),
+        ("serve", {"serve", "route", "request", "redis", "poll", "log", "traces"}),
         ("poll", {"poll", "redis", "log"}),
         ("xds", {"xds", "redis", "poll", "log"}),
         ("check", set()),

@@ -47,6 +47,7 @@ def test_every_setting_is_documented(key: str, default: object) -> None:
         (cli.main, ["explain"], USERS_PAGES),
         (cli.main, ["top"], USERS_PAGES),
         (cli.main, ["demo"], USERS_PAGES),
+        (cli.main, ["what-if"], ("docs/what-if.md",)),
         (simulate.main, [], ("benchmarks/README.md",)),
     ],
 )

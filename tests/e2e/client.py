@@ -4,6 +4,7 @@ import io
 import json
 import re
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ class Answer:
     """On the monotonic clock."""
     status: int
     body: bytes
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     decisions: list[dict[str, Any]] = field(default_factory=list)
     """The router's records of this request."""
 
@@ -59,6 +60,7 @@ class Client:
         """Any request; a dict is sent as JSON, anything else as it is."""
         name = str(uuid.uuid4())
         answer = await self.send(method, path, body, {"x-request-id": name} | (headers or {}))
+        name = answer.headers.get("x-request-id", name)  # tracing changes a digit
         await until(lambda: self._settled(name))
         answer.decisions = await self.decisions(name)
         return answer
@@ -78,7 +80,7 @@ class Client:
             data=body,
         ) as response:
             content = await response.read()
-            told = dict(response.headers)
+            told = response.headers
         return Answer(sent, response.status, content, told)
 
     async def _settled(self, request_id: str) -> bool:

@@ -121,6 +121,25 @@ async def test_while_the_router_is_down_a_replica_that_fails_is_left_out(
     await routed_again(client)
 
 
+async def test_bodies_on_their_way_to_a_router_that_dies_are_served(
+    client: Client, stack: Stack
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Look."}, image]}]
+    opened = "^http.openai.ext_proc.streams_started$"
+    before = await client.envoy_counts(opened)
+
+    async def under_way() -> bool:
+        return await client.envoy_counts(opened) > before
+
+    requests = asyncio.gather(*(client.chat(messages=messages) for _ in range(64)))
+    await until(under_way)
+    await stack.kill("router")
+    assert {answer.status for answer in await requests} == {200}
+    await stack.start("router")
+    await routed_again(client)
+
+
 async def test_a_hung_router_is_passed_by(client: Client, stack: Stack) -> None:
     body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5}
     stack.process("router").signal(signal.SIGSTOP)

@@ -139,11 +139,14 @@ async def test_a_hedged_request_that_the_first_replica_wins(system: Watched, str
 
 async def test_a_hedged_request_that_the_second_replica_wins(system: Watched) -> None:
     before = await system.retries()
+    poller = system.stack.process("poller")
+    poller.signal(signal.SIGSTOP)  # or it might tell first
     await system.client.simulate("one", hang=True)
     try:
         answer = await system.counts_once(lambda: system.client.chat(tokens=3))
     finally:
         await system.client.simulate("one", hang=False)
+        poller.signal(signal.SIGCONT)
     assert system.way(answer) == ("one", "two")
     assert await system.retries() > before
     await system.forgiven()

@@ -279,6 +279,8 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
     ("the_end_is_heard", Level.ERROR, "response_trailer_mode: SEND",
      lambda b: b.mode.update(request_body_mode="FULL_DUPLEX_STREAMED", request_trailer_mode="SEND",
                              response_trailer_mode="SKIP")),
+    ("vanished_replicas_are_hung_up_on", Level.WARNING, "has no tcp_keepalive",
+     lambda b: b.replicas.pop("upstream_connection_options")),
     ("limits_are_raised", Level.WARNING, "max_retries (3)",
      lambda b: b.replicas["circuit_breakers"]["thresholds"][0].pop("max_retries")),
     ("routes_ask", Level.ERROR, "Remove disabled: true",
@@ -437,6 +439,15 @@ def test_headers_that_settings_name_must_be_told() -> None:
     assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
     file.headers_first()
     assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
+
+
+def test_what_is_told_of_decisions_must_be_taken() -> None:
+    telling = Config.model_validate({"serve": {"decision_metadata": True}})
+    file = Bootstrap()
+    (finding,) = [one for one in check_envoy(file.tree, telling) if one.level is not Level.OK]
+    assert (finding.rule, finding.level) == ("decision_metadata_is_taken", Level.WARNING)
+    file.ext_proc["metadata_options"]["receiving_namespaces"]["untyped"].append("extproc")
+    assert {one.level for one in check_envoy(file.tree, telling)} == {Level.OK}
 
 
 def test_envoy_must_wait_as_long_as_requests_wait_at_the_router() -> None:

@@ -174,3 +174,45 @@ def test_what_speaks_against_replicas_in_one_word() -> None:
     }
     fleet.remove(replica(4))
     assert replica(4) not in dict(fleet.eligibility.against())
+
+
+def test_one_that_answers_nothing_is_left_out_until_it_does() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    fleet.put(state(1, A10, clock, unanswered_s=0.1))
+    assert fleet.view(MODEL).ids == [replica(1), replica(2)]
+    fleet.put(state(1, A10, clock, unanswered_s=0.4))
+    assert excluded(fleet) == {replica(1): "it takes connections, and has answered none for 0.2 s"}
+    fleet.put(state(2, A10, clock, unanswered_s=0.4))
+    assert fleet.view(MODEL).ids == [replica(1), replica(2)], "not where that leaves none"
+    fleet.put(state(1, A10, clock))
+    assert fleet.view(MODEL).ids == [replica(1)]
+
+
+def test_figures_told_once_more_are_no_new_ones() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    fleet.put(state(1, A10, clock, running=1, kv_usage=0.5))
+    fleet.put(state(1, A10, clock, running=1, kv_usage=0.5, unanswered_s=0.4))
+    assert fleet.overview().foreign.item() == 0.0, "seen by one poll only"
+    fleet.put(state(1, A10, clock, running=1, kv_usage=0.5))
+    assert fleet.overview().foreign.item() == 1.0
+
+
+def test_one_hangs_that_answers_nobody_while_another_does() -> None:
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10, A10)
+    hung = fleet.eligibility.hung
+    fleet.put(state(1, A10, clock, unanswered_s=19.0, healthy=False))
+    assert not hung(20.0), "not for long enough"
+    clock.advance(2)
+    fleet.put(state(1, A10, clock, unanswered_s=21.0, healthy=False))
+    assert hung(20.0) == {replica(1)}
+    fleet.put(state(2, A10, clock, unanswered_s=0.2))
+    assert not hung(20.0), "nobody answers: the poller may be cut off"
+    fleet.put(state(2, A10, clock))
+    fleet.eligibility.answers(replica(1))
+    assert not hung(20.0), "a request was answered meanwhile"
+    clock.advance(22)
+    fleet.put(state(1, A10, clock, unanswered_s=21.5, healthy=False))
+    assert hung(20.0) == {replica(1)}, "and nothing since"

@@ -7,10 +7,10 @@ import pytest
 
 from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile, ReplicaGroup
-from benchmarks.served import Served
 from benchmarks.trace import TracedRequest
 from extproc.hold.waiting import Waiting
 from extproc.observe.demand import Demand
+from extproc.replay.served import Served
 from extproc.route.router import Decision, Router
 from tests.fakes import ManualClock, chat, fleet_of
 

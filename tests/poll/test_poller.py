@@ -70,6 +70,7 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
                 "healthy": True,
                 "problem": "",
                 "draining": False,
+                "unanswered_s": 0.0,
                 "measured": False,
                 "engines": 1,
                 "running": 2,
@@ -185,6 +186,42 @@ async def test_a_replica_whose_answers_are_late_stays_in(redis_server: RedisServ
                 metrics = await response.text()
     assert 'extproc_poll_scrapes_total{result="late"}' in metrics
     assert 'extproc_poll_scrapes_total{result="failed"} 0.0' in metrics
+
+
+async def test_how_long_a_replica_answers_nothing_is_told_meanwhile(
+    redis_server: RedisServer,
+) -> None:
+    async with serving() as replica:
+        settings = config(redis_server, replica)
+        async with watching(settings) as seen:
+            await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
+            replica.answers |= {"/metrics": hang, "/health": hang}
+            state = await seen.replica(replica, lambda state: state.unanswered_s > 0.2)
+            assert (state.healthy, state.running) == (True, 2)  # last known figures
+            last = (await seen.replica(replica, unhealthy)).unanswered_s
+            await seen.replica(replica, lambda state: state.unanswered_s > last)
+            replica.answers |= {"/metrics": text(page(running=7)), "/health": text("")}
+            state = await seen.replica(replica, partial(runs, 7))
+            assert (state.healthy, state.unanswered_s) == (True, 0.0)
+
+
+async def test_a_replica_that_is_gone_owes_no_answer(redis_server: RedisServer) -> None:
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        await seen.replica(replica, healthy)
+        replica.answers |= {"/metrics": hang, "/health": hang}
+        await seen.replica(replica, lambda state: state.unanswered_s > 0.0)
+        await replica.stop()
+        state = await seen.replica(replica, lambda state: "refused" in state.problem)
+        assert state.unanswered_s == 0.0
+
+
+async def test_a_replica_whose_figures_alone_are_late_answers(redis_server: RedisServer) -> None:
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        await seen.replica(replica, healthy)
+        replica.answers["/metrics"] = hang
+        asked = replica.asked.count("/health")
+        await replica.asked_for("/health", asked + 3)
+        assert not any(state.unanswered_s for state in seen.history)
 
 
 async def test_a_replica_that_hung_is_still_known_to_serve_its_adapters(

@@ -4,7 +4,13 @@ import pytest
 from aiohttp import web
 
 from extproc.demo.processes import free_port
-from extproc.poll.scrape import ScrapeError, open_session, read_models, scrape
+from extproc.poll.scrape import (
+    ScrapeError,
+    open_session,
+    read_models,
+    says_anything,
+    scrape,
+)
 from tests.poll.replica import (
     Handler,
     disconnect,
@@ -74,10 +80,20 @@ async def test_an_answer_without_measure_is_cut_off(path: str, answer: Handler) 
             await scrape(session, replica.id)
 
 
+@pytest.mark.parametrize(
+    ("answer", "anything"), [(text(""), True), (text("", 503), True), (hang, False)]
+)
+async def test_whether_it_says_anything(answer: Handler, anything: bool) -> None:
+    async with serving() as replica, open_session(PATIENCE_S if anything else 0.2) as session:
+        replica.answers["/health"] = answer
+        assert await says_anything(session, replica.id) is anything
+
+
 async def test_nobody_there() -> None:
     async with open_session(1) as session:
         with pytest.raises(ScrapeError, match="cannot connect: connection refused"):
             await scrape(session, f"127.0.0.1:{free_port()}")
+        assert await says_anything(session, f"127.0.0.1:{free_port()}"), "a refusal tells, too"
 
 
 async def test_models_and_adapters() -> None:

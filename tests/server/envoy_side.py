@@ -172,8 +172,9 @@ class EnvoySide:
         self._process = channel.stream_stream(f"/{SERVICE}/Process")
 
     @asynccontextmanager
-    async def stream(self, pool: str = "") -> AsyncIterator[Stream]:
-        call = self._process(metadata=[("x-extproc-pool", pool)] if pool else [])
+    async def stream(self, pool: str = "", traceparent: str = "") -> AsyncIterator[Stream]:
+        told = {"x-extproc-pool": pool, "traceparent": traceparent}
+        call = self._process(metadata=[pair for pair in told.items() if pair[1]])
         try:
             yield Stream(call)
         finally:

@@ -3,30 +3,18 @@
 from itertools import pairwise
 from random import Random
 
-from benchmarks.machine import Machine
 from extproc.backoff import Backoff
 from extproc.poll.metrics_text import EngineFigures
 from extproc.predict.calibration import Calibration
 from extproc.predict.step import StepModel
 from extproc.predict.typical import Typical
+from extproc.replay.machine import Machine
 from extproc.replica_state import ReplicaState
 
-MODEL = "model"
-_MAX_MODEL_LEN = 131_072
-"""Tokens, where the KV cache holds as many."""
-_INTERVAL = 0.2
-"""Seconds between two scrapes, as configured by default."""
-_PICKERS_INTERVAL = 0.05
-"""The default of the gateways that decide on what they polled, llm-d's picker and AIBrix's."""
 _TIMEOUT = 1.0
 """Seconds until a scrape of a replica that hangs is given up, as configured by default."""
 _LONGEST_PAUSE = 2.0
 """Seconds between scrapes of a replica that does not answer, as configured by default."""
-
-
-def poll_interval(policy: str) -> float:
-    """Seconds between two scrapes of a replica, as whoever runs this policy has them by default."""
-    return _PICKERS_INTERVAL if policy in ("queue_kv", "least_kv") else _INTERVAL
 
 
 class Watch:
@@ -35,12 +23,24 @@ class Watch:
     def __init__(
         self,
         machine: Machine,
+        told: ReplicaState,
         believed: StepModel | None,
         typical: Typical,
         interval: float,
         random: Random,
     ) -> None:
-        """``believed``: the step times to start learning from; None: the truth is known."""
+        """A watch of one.
+
+        Args:
+            machine: which.
+            told: what is known of it beside its figures.
+            believed: the step times to start learning from; None: what is told of them, or else the
+                truth, is known.
+            typical: what the others turned out to be.
+            interval: seconds between two scrapes.
+            random: of the waits between scrapes that fail.
+        """
+        self.told = told
         self._machine = machine
         self._calibration = None if believed is None else Calibration(believed)
         self._typical = typical
@@ -49,17 +49,7 @@ class Watch:
         self._gives_up_at: float | None = None
         self._tokens_counted = 0.0
         self._lengths: tuple[tuple[float, float], ...] = ()
-        self._blank = ReplicaState(
-            id=machine.name,
-            name=machine.name,
-            profile=machine.profile.name,
-            models=(MODEL,),
-            takes_priority=True,
-            by_priority=machine.by_priority,
-            max_model_len=min(_MAX_MODEL_LEN, machine.engine.capacity),
-            kv_tokens=machine.engine.capacity,
-        )
-        self._state = self._blank
+        self._state = told
 
     def poll(self, now: float) -> ReplicaState | None:
         """The state to publish; None where no scrape ends now."""
@@ -86,18 +76,19 @@ class Watch:
             "measured": self._calibration is None or self._calibration.ratio is not None,
         }
         update = figures.fields() | learned | {"scraped_at": now}
-        return self._blank.model_copy(update=update)
+        return self.told.model_copy(update=update)
 
     def _figures(self) -> EngineFigures:
         engine = self._machine.engine
         gauges, counters = engine.gauges, engine.counters
         return EngineFigures(
-            models=(MODEL,),
+            models=self.told.models,
             running=gauges.running,
             waiting=gauges.waiting,
             kv_usage=gauges.kv_usage,
             kv_tokens=engine.capacity,
             block_size=engine.pool.block_size,
+            prefix_caching=engine.prefix_caching,
             steps=counters.steps,
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
@@ -111,7 +102,7 @@ class Watch:
 
     def _learn(self, figures: EngineFigures, now: float) -> StepModel:
         if self._calibration is None:
-            return self._machine.step_model
+            return self.told.learned or self._machine.step_model
         self._calibration.poll(figures.counts(now), self._typical.value)
         self._typical.report(self._machine.name, self._calibration.ratio)
         return self._calibration.model

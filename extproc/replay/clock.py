@@ -8,4 +8,5 @@ class VirtualClock:
         self.time = 0.0
 
     def __call__(self) -> float:
+        """Seconds."""
         return self.time

@@ -6,35 +6,41 @@ from itertools import cycle
 from math import inf
 from random import Random
 
-from benchmarks.clock import VirtualClock
-from benchmarks.served import Served
 from extproc.clock import Clock
-from extproc.config import HoldSettings, ServeSettings
+from extproc.config import HoldSettings
 from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Generated, Ticket
 from extproc.fleet.lone_requests import Baseline
 from extproc.hold.queue import Queue
+from extproc.replay.clock import VirtualClock
+from extproc.replay.served import Served
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router
 from extproc.server.watch import Reader
 
-_HELD_S = 3600.0
-"""Nothing is refused: all must be answered to be compared."""
-
 
 class Node:
     """One router: its decisions, and what it hears of requests, by their number."""
 
-    def __init__(self, fleet: Fleet, policy: str, random: Random, clock: Clock) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: str,
+        random: Random,
+        clock: Clock,
+        hold: HoldSettings,
+        chunks_per_s: float,
+        session_cost_s: float = 0.0,
+    ) -> None:
         self.fleet = fleet
-        self.router = Router(fleet, policy, random)
-        self._reader = Reader(ServeSettings().chunks_per_s)
+        self.router = Router(fleet, policy, random, session_cost_s)
+        self._reader = Reader(chunks_per_s)
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
-        self.queue = Queue(fleet, HoldSettings(longest_s=_HELD_S), clock)
+        self.queue = Queue(fleet, hold, clock)
         self._ended: tuple[int, Generated, Baseline | None] = 0, Generated(0.0, 0.0), None
         """The last one that did, its tokens by the ledger, and what was before it if it was
         alone."""
@@ -43,6 +49,7 @@ class Node:
         """A request was sent; returns whether its answer is read, if that is streamed."""
         ticket = self.fleet.dispatch(decision.replica, decision.profile, decision.cached)
         self._tickets[number] = ticket
+        self.fleet.sessions.saw(decision.profile.session, decision.replica)
         profile = decision.profile
         chunks, teaches = decision.prediction.output_tokens, self.fleet.teaches(ticket)
         return profile.stream and self._reader.reads(self._clock(), chunks, teaches)
@@ -107,11 +114,15 @@ class Routers:
         self._under_way: deque[tuple[float, Digest | None, str, bytes]] = deque()
 
     def decide(
-        self, number: int, profile: RequestProfile, prefix: Sequence[int]
+        self,
+        number: int,
+        profile: RequestProfile,
+        prefix: Sequence[int],
+        among: frozenset[str] | None = None,
     ) -> Decision | None:
-        """The decision of a router drawn at random."""
+        """The decision of a router drawn at random; ``among``: the only replicas to choose from."""
         owner = self._owner[number] = self._random.choice(self.nodes)
-        return owner.router.decide(profile)
+        return owner.router.decide(profile, among=among)
 
     def owner(self, number: int) -> Node:
         """The router that a request came to."""

@@ -1,0 +1,167 @@
+"""The tables of ``docs/compare.md`` and the README's picture, made of ``benchmarks/results/``.
+
+    python -m benchmarks.compare.page
+
+With ``--measure DIR`` all of it is measured anew before, with as many contenders as are installed:
+some 40 minutes on two idle cores. What DIR has already is not measured again, so that one that was
+interrupted goes on.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import arguments
+from benchmarks.compare.measured import COST, ELSEWHERE, HARM, OUTCOME, measure
+from benchmarks.compare.terminal import median_and_range
+from benchmarks.report.figures import HEADLINES, Spread
+
+_DOCS = Path(__file__).parents[2] / "docs"
+PAGE, PICTURE = _DOCS / "compare.md", _DOCS / "compare.png"
+BEGIN, END = (f"<!-- {what}: python -m benchmarks.compare.page -->" for what in ("made by", "end"))
+_OURS, _THIS = "router:completion", "this router"
+_PANELS = {
+    "Unequal GPUs: completion, p99": (OUTCOME["cold-mixed"], "Completion, p99"),
+    "Equal GPUs: completion, p99": (OUTCOME["cold-equal"], "Completion, p99"),
+    "Overload: completion, mean": (OUTCOME["overload"], "Completion, mean"),
+}
+"""Of the picture: of which part which figure."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = arguments.command("compare.page", __doc__)
+    where = "measure what this folder lacks, and keep the figures of all"
+    parser.add_argument("--measure", type=Path, metavar="DIR", help=where)
+    programs = "where epp (llm-d) and gateway-plugins (AIBrix) are [PATH]"
+    parser.add_argument("--programs", type=Path, metavar="DIR", help=programs)
+    args = parser.parse_args(argv)
+    if args.measure and not measure(args.measure, args.programs):
+        return 1
+    before, _, after = parts(PAGE.read_text())
+    PAGE.write_text(f"{before}{BEGIN}\n{tables()}\n{END}{after}")
+    PICTURE.write_bytes(picture())
+    return 0
+
+
+def parts(text: str) -> tuple[str, str, str]:
+    """The page before, in and after the lines that are made."""
+    before, _, rest = text.partition(BEGIN + "\n")
+    made, _, after = rest.partition(END)
+    return before, made.removesuffix("\n"), after
+
+
+def tables() -> str:
+    """All of them, as Markdown."""
+    return "\n".join((*_outcome(), *_faults(), *_cost(), *_elsewhere()))
+
+
+def picture() -> bytes:
+    """A panel for each of ``_PANELS``, and in it a bar for each product's best contender."""
+    from benchmarks.report.pictures import glance  # needs matplotlib
+
+    panels: dict[str, dict[str, tuple[Spread, str]]] = {}
+    for title, (part, metric) in _PANELS.items():
+        of, best = part.kept, panels.setdefault(title, {})
+        for name, one in of["figures"]["contenders"].items():
+            if one[metric]:
+                product = _THIS if name == _OURS else name.partition(":")[0]
+                bar = Spread(**one[metric]), _doubt(name, of)
+                best[product] = min(bar, best.get(product, bar), key=lambda bar: bar[0].median)
+    return glance(panels, _THIS)
+
+
+def _outcome() -> Iterator[str]:
+    for part in OUTCOME.values():
+        of = part.kept
+        measured = of["figures"]["contenders"]
+        rows = [
+            [
+                _name(name) + _doubt(name, of),
+                *_headlines(measured[name]),
+                f"{one['failed']} of {one['requests']:,}",
+            ]
+            for name, one in of["contenders"].items()
+        ]
+        beside = of["figures"]["beside_best"]
+        ratios = {name: one and one["ratio"] for name, one in beside.items()}
+        rows.append(["this router ÷ the best other of a turn", *_headlines(ratios), ""])
+        yield f"### {part.heading}\n"
+        yield from _table([*(one.name for one in HEADLINES), "failed"], rows)
+        yield from _origin(of)
+
+
+def _headlines(of: Mapping[str, Any]) -> Iterator[str]:
+    for metric in HEADLINES:
+        yield median_and_range(Spread(**one) if (one := of[metric.name]) else None)
+
+
+def _faults() -> Iterator[str]:
+    measured = {fault.replace("-", " "): part.kept for fault, part in HARM.items()}
+    names = dict.fromkeys(name for of in measured.values() for name in of["contenders"])
+    rows = [[_name(name), *(_harm(name, of) for of in measured.values())] for name in names]
+    yield "### One part fails: four A100, conversations\n"
+    yield from _table(list(measured), rows)
+    yield from _origin(*measured.values())
+
+
+def _harm(name: str, of: Mapping[str, Any]) -> str:
+    """A cell; a contender has no run where it lacks the part."""
+    if (one := of["contenders"].get(name)) is None:
+        return "has none"
+    (harm,) = one["harm"]
+    failed = f"{harm['failed']} of {one['requests']} ({harm['hit']} hit)"
+    return f"{failed}, {harm['slowest_s']:.1f} s{_doubt(name, of)}"
+
+
+def _doubt(name: str, of: Mapping[str, Any]) -> str:
+    return " !" if of["figures"]["contenders"][name]["in_doubt"] else ""
+
+
+def _cost() -> Iterator[str]:
+    of = COST.kept
+    alone, times = of["setups"][0], ("p50_ms", "p95_ms", "p99_ms")
+    rows = [
+        [
+            one["name"],
+            *(f"{one[key]:.2f} (+{one[key] - alone[key]:.2f})" for key in times),
+            *(f"{one[key]:,.0f}" for key in ("requests_per_s", "cpu_us", "stream_kb", "failed")),
+        ]
+        for one in of["setups"]
+    ]
+    yield "### What it adds to a request, and what a request costs\n"
+    head = ("p50, ms", "p95", "p99", "requests/s", "CPU of a request, µs", "memory, kB", "failed")
+    yield from _table(head, rows)
+    yield from _origin(of)
+
+
+def _elsewhere() -> Iterator[str]:
+    """Figures that nobody can measure here without building programs of others."""
+    of = ELSEWHERE.kept
+    yield f"### {of['heading']}\n\n{of['about']}\n"
+    for table in of["tables"]:
+        yield from _table(table["head"], table["rows"])
+        yield ""
+
+
+def _name(contender: str) -> str:
+    return f"**{_THIS}**" if contender == _OURS else contender.replace(":", " ")
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    columns = ["", *head]
+    for row in (columns, ["---"] * len(columns), *rows):
+        yield f"| {' | '.join(row)} |"
+
+
+def _origin(*of: Mapping[str, Any]) -> Iterator[str]:
+    """Below a table: what of it was measured when and where, and the commands."""
+    about = of[0]["about"]
+    used = {name: version for one in of for name, version in one["about"]["versions"].items()}
+    versions = ", ".join(map(" ".join, used.items()))
+    yield f"\n{about['date'][:10]}, commit {about['commit']}; {about['machine']}; {versions}:\n"
+    yield "\n".join(["```", *(one["about"]["command"] for one in of), "```\n"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

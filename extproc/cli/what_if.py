@@ -1,0 +1,102 @@
+"""``extproc what-if``: plays recorded traffic again, as it was and as it would be."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from extproc.cli.arguments import above_zero
+from extproc.cli.errors import CommandError, UsageError
+from extproc.replay import show
+from extproc.replay.change import Change
+from extproc.replay.comparison import too_far
+from extproc.replay.page import page
+from extproc.replay.progress import progress
+from extproc.replay.recorded import read
+from extproc.replay.scene import Scene, scene_of
+from extproc.replay.what_if import replay, what_if
+from extproc.route.policies import POLICIES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.usage = "%(prog)s RECORD [OPTION]..."
+    add = parser.add_argument
+    add("record", type=Path, metavar="RECORD", help="folder of record.path, or one of its files")
+    add("--pool", default="", metavar="NAME", help="whose record, where the folder has several")
+    add("--policy", default="", choices=POLICIES, metavar="NAME", help=", ".join(POLICIES))
+    more = "one more replica like that one, or so many more like those there are"
+    add("--more", action="append", default=[], metavar="NAME|N", help=more)
+    less = "without that replica, or without the last so many"
+    add("--less", action="append", default=[], metavar="NAME|N", help=less)
+    gpu = "that replica on other hardware"
+    add("--replica", type=_pair, action="append", default=[], metavar="NAME=PROFILE", help=gpu)
+    add("--traffic", type=above_zero, default=1.0, metavar="X", help="times as many requests")
+    waits = "whether requests wait at the router while no replica can carry them"
+    add("--hold", choices=("on", "off"), help=waits)
+    add("--json", action="store_true", help="print all figures as JSON")
+    add("--page", type=Path, metavar="FILE", help="write a page with pictures (HTML)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints how far the replay is from what happened, and what a change would make of it.
+
+    Raises:
+        UsageError: there is no such record, or can be no such change.
+        CommandError: the replay is too far from what happened.
+    """
+    try:
+        if args.page:
+            args.page.touch()  # rather now than after minutes
+        recorded = read(args.record, args.pool)
+        scene = scene_of(recorded)
+        change = _change(args, scene)
+        replayed = replay(scene, progress("replay"))
+        problem = too_far(replayed.fits)
+        asked = change != Change() and not problem
+        answer = what_if(scene, change, progress("what if")) if asked else None
+        left_out = dict(recorded.left_out)
+        if args.json:
+            figures = replayed.to_json() | {"left_out": left_out}
+            print(json.dumps(figures | (answer.to_json() if answer else {}), indent=2))
+        else:
+            print(show.replayed(replayed))
+            for why, count in left_out.items():
+                print(f"left out: {count} requests, {why}")
+            if answer:
+                print(f"\n{show.answer(answer)}")
+        if args.page:
+            args.page.write_text(page(replayed, answer), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(error) from None
+    if problem:
+        raise CommandError(problem)
+    return 0
+
+
+def _change(args: argparse.Namespace, scene: Scene) -> Change:
+    names = list(scene.names)
+    return Change(
+        args.policy,
+        tuple(_replicas(args.more, names)),
+        tuple(_replicas(args.less, names[::-1])),
+        tuple(args.replica),
+        args.traffic,
+        None if args.hold is None else args.hold == "on",
+    )
+
+
+def _replicas(given: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Names, and for a number so many of ``names``, one after the other."""
+    found = []
+    for one in given:
+        known = one in names or not one.isdecimal()
+        found += [one] if known else [names[n % len(names)] for n in range(int(one))]
+    return found
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, profile = text.rpartition("=")
+    if not (name and equals and profile):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PROFILE")
+    return name, profile

@@ -1,0 +1,108 @@
+"""The lines of a record of traffic: what is in them, and nothing of what was asked or answered."""
+
+from base64 import b64decode, b64encode
+from math import inf
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from extproc.request.prefix import Keys
+
+FORMAT = 1
+"""Of the lines below; another one is not read."""
+PATTERN = "*.jsonl"
+"""Names of its files."""
+
+
+class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
+    at: float
+    """Seconds since the epoch."""
+
+
+class Start(_Line, frozen=True, tag="start"):
+    """A router began to write, or began another file: what it decides by."""
+
+    format: int
+    pool: str
+    config: dict[str, Any]
+    """Of its configuration, what it decides by."""
+
+
+class Replica(_Line, frozen=True, tag="replica"):
+    """What is known of a replica from now on."""
+
+    id: str
+    state: dict[str, Any] | None = None
+    """Fields of :class:`~extproc.replica_state.ReplicaState` that are not as usual, with the step
+    times that predictions are made with as ``learned``; None: it left."""
+    token_budget: float = 0.0
+    max_num_seqs: float = 0.0
+    tokens_per_step: float = 1.0
+
+
+class Request(_Line, frozen=True, tag="request"):
+    """A request that was sent to a replica, and has ended; ``at`` is when it came."""
+
+    endpoint: str
+    model: str
+    replica: str
+    """``ip:port`` that served it."""
+    seconds: float
+    """From when it was sent to the end of its stream."""
+    prompt_tokens: int
+    """As the replica reported them, or else as estimated."""
+    estimated_tokens: int
+    waited_s: float = 0.0
+    """Before it was sent."""
+    ttft_s: float | None = None
+    """Since it was sent; None: not seen."""
+    complete: bool = False
+    """Whether the end of its answer was seen; else the stream was over, and no more is known."""
+    failed: bool = False
+    output_tokens: float = 0.0
+    """Of each sequence, as reported, or else as steps were counted."""
+    output_bound: int | None = None
+    least_output: int = 0
+    sequences: int = 1
+    prompts: int = 1
+    longest_share: float = 1.0
+    stream: bool = False
+    tenant: str = ""
+    """Hashed, as is the session."""
+    session: str = ""
+    objective: str = ""
+    priority: int = 0
+    ttft_target_s: float = inf
+    tpot_target_s: float = inf
+    completion_target_s: float = inf
+    keys: str = ""
+    """Of the prompt's beginnings, as :func:`text_of` writes them; these and the next as in
+    :class:`~extproc.request.prefix.Prefix`."""
+    unit: float = 0.0
+    whole: int = 0
+    asked: int = 0
+    answered: float = 0.0
+
+
+class Refused(_Line, frozen=True, tag="refused"):
+    """A request that was not sent anywhere."""
+
+    why: str
+
+
+Line = Start | Replica | Request | Refused
+
+
+def text_of(keys: Keys) -> str:
+    """Keys of a prompt, 8 bytes each."""
+    return b64encode(keys.astype("<u8").tobytes()).decode()
+
+
+def keys_of(text: str) -> Keys:
+    """The other way round.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    return np.frombuffer(b64decode(text, validate=True), "<u8").astype(np.uint64)

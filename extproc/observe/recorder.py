@@ -1,0 +1,231 @@
+"""Writes the record of a router's traffic: lines are kept for a second and written by a thread."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Lock
+
+from msgspec.json import Encoder
+
+from extproc.address import split_address
+from extproc.clock import Clock
+from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.observe.decisions import Outcome
+from extproc.observe.record import FORMAT, Line, Refused, Replica, Request, Start, text_of
+from extproc.predict.inputs import FleetView
+from extproc.predict.step import StepModel
+from extproc.replica_state import ReplicaState
+from extproc.request.prefix import seed_of
+from extproc.request.profile import RequestProfile
+
+logger = logging.getLogger(__name__)
+
+FILES = 4
+"""The newest and those before; together they have the bytes that are configured."""
+_EVERY_S = 1.0
+_REPLICAS_S = 10.0
+"""Seconds between two lines of a replica of which nothing changed but its speed."""
+_MOST_KEPT = 64_000_000
+"""Bytes of lines that a slow disk may be late with; further ones are lost."""
+_DECIDES = {
+    "route": {"policy", "session_cost_s", "models"},
+    "hold": {"longest_s", "most"},
+    "serve": {"chunks_per_s", "stream_sample"},
+    "poll": {"interval_s"},
+}
+"""Keys of the configuration that a replay needs."""
+_LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
+
+
+class Recorder:
+    """One pool's record; to add a line takes microseconds, and never waits for the disk."""
+
+    def __init__(self, config: Config, folder: Path, fleet: Fleet, wall: Clock) -> None:
+        """A record in the folder, which is made.
+
+        Raises:
+            OSError: it cannot be.
+        """
+        self._config = config
+        self._fleet = fleet
+        self._wall = wall
+        self._most = config.record.max_bytes // FILES
+        _, port = split_address(config.serve.listen)
+        self._name = f"{config.pool}-{port}"
+        self._folder = folder
+        self._encode = Encoder().encode
+        self._lines: list[bytes] = []
+        self._kept = 0
+        self._lost = 0
+        self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
+        """The last line of each, to begin a file with; when that was, and whether it was healthy
+        and drained."""
+        self._lock = Lock()
+        self._size = -1
+        """Of the newest file; below zero: it was not written to yet."""
+        self._says = False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"cannot make {folder} (record.path): {error.strerror}") from None
+
+    def ended(
+        self,
+        profile: RequestProfile,
+        outcome: Outcome,
+        replica: str,
+        seconds: float,
+        counted: float,
+    ) -> None:
+        """A request has ended there, ``seconds`` after it was sent.
+
+        Args:
+            profile: the request.
+            outcome: what was seen of it.
+            replica: that served it.
+            seconds: since it was sent.
+            counted: tokens of each of its sequences, by the replica's steps.
+        """
+        prefix, aim, status = profile.prefix, profile.objective, outcome.status
+        told = outcome.output_tokens
+        each = counted if told is None else told / max(profile.sequences, 1)
+        line = Request(
+            at=round(self._wall() - seconds - outcome.waited_s, 6),
+            endpoint=str(profile.endpoint),
+            model=profile.model,
+            replica=replica,
+            seconds=round(seconds, 6),
+            waited_s=round(outcome.waited_s, 6),
+            ttft_s=None if outcome.ttft_s is None else round(outcome.ttft_s, 6),
+            complete=outcome.completion_s is not None,
+            failed=profile.in_background or (status is not None and status >= 400),
+            prompt_tokens=outcome.prompt_tokens or profile.prompt_tokens,
+            estimated_tokens=profile.prompt_tokens,
+            output_tokens=round(each, 1),
+            output_bound=profile.output_bound,
+            least_output=profile.least_output,
+            sequences=profile.sequences,
+            prompts=profile.prompts,
+            longest_share=profile.longest_share,
+            stream=profile.stream,
+            tenant=f"{seed_of(profile.tenant):x}" if profile.tenant else "",
+            session=profile.session,
+            objective=aim.name,
+            priority=aim.priority,
+            ttft_target_s=aim.ttft_s,
+            tpot_target_s=aim.tpot_s,
+            completion_target_s=aim.completion_s,
+            keys=text_of(prefix.keys),
+            unit=prefix.unit,
+            whole=prefix.whole,
+            asked=prefix.asked,
+            answered=prefix.answered,
+        )
+        self._add(line)
+
+    def refused(self, why: str) -> None:
+        """A request was not sent anywhere."""
+        self._add(Refused(at=self._wall(), why=why))
+
+    async def run(self) -> None:
+        """Writes until it is cancelled, and then what is left."""
+        try:
+            while True:
+                for _ in self._look():
+                    await asyncio.sleep(0)  # requests come first
+                await asyncio.to_thread(self._write, self._take())
+                await asyncio.sleep(_EVERY_S)
+        finally:
+            deque(self._look(), maxlen=0)
+            self._write(self._take())
+
+    def _add(self, line: Line) -> bytes:
+        text = self._encode(line) + b"\n"
+        if self._kept < _MOST_KEPT:
+            self._lines.append(text)
+            self._kept += len(text)
+        else:
+            self._lost += 1
+        return text
+
+    def _take(self) -> list[bytes]:
+        if self._lost:
+            logger.error("the disk is too slow for the record", extra={"lines_lost": self._lost})
+        lines, self._lines, self._kept, self._lost = self._lines, [], 0, 0
+        return lines
+
+    # -- replicas ---------------------------------------------------------------------------
+
+    def _look(self) -> Iterator[None]:
+        """Tells of replicas of which there is something to tell, one after the other."""
+        now, view = self._wall(), self._fleet.overview()
+        for place, replica in enumerate(view.ids):
+            state = self._fleet.members.get(replica)
+            if state is None:
+                continue
+            _, at, *condition = self._replicas.get(replica, (b"", 0.0))
+            if now - at >= _REPLICAS_S or condition != [state.healthy, state.draining]:
+                line = self._add(_line_of(now, state, view, place))
+                self._replicas[replica] = line, now, state.healthy, state.draining
+                yield
+        for replica in self._replicas.keys() - set(view.ids):
+            del self._replicas[replica]
+            self._add(Replica(at=now, id=replica))
+
+    # -- files ------------------------------------------------------------------------------
+
+    def _write(self, lines: list[bytes]) -> None:
+        """Adds to the newest file, or begins another one that can be read without those before."""
+        text = b"".join(lines)
+        with self._lock:
+            try:
+                if self._size < 0 or self._size + len(text) > self._most:
+                    self._rotate()
+                    known = [line for line, *_ in self._replicas.copy().values()]
+                    text = b"".join([b"\n", self._start(), *known, text])
+                with self._file(0).open("ab") as file:
+                    file.write(text)
+                    self._size = file.tell()
+                self._says = False
+            except OSError as error:
+                if not self._says:
+                    logger.error(
+                        "the record is not written: make room, or set record.path to a folder that "
+                        "the router may write to",
+                        extra={"folder": str(self._folder), "error": error.strerror},
+                    )
+                self._says = True
+
+    def _rotate(self) -> None:
+        newest = self._file(0)
+        if not newest.exists() or (self._size < 0 and newest.stat().st_size < self._most):
+            return  # what a process before this one began has room
+        for number in reversed(range(FILES - 1)):
+            if (file := self._file(number)).exists():
+                file.replace(self._file(number + 1))
+
+    def _file(self, number: int) -> Path:
+        """The newest is number 0."""
+        return self._folder / f"{self._name}{f'.{number}' if number else ''}.jsonl"
+
+    def _start(self) -> bytes:
+        config = self._config.model_dump(mode="json", include=_DECIDES)
+        start = Start(at=self._wall(), format=FORMAT, pool=self._config.pool, config=config)
+        return self._encode(start) + b"\n"
+
+
+def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> Replica:
+    costs = (view.c0, view.c_prefill, view.c_batch, view.c_kv, view.c_att, view.frontend)
+    step = StepModel(*(column.item(place) for column in costs))
+    known = state.model_copy(update={"learned": step})
+    return Replica(
+        at=now,
+        id=state.id,
+        state=known.model_dump(mode="json", exclude_defaults=True, exclude=_LEFT_OUT),
+        token_budget=view.token_budget.item(place),
+        max_num_seqs=view.max_num_seqs.item(place),
+        tokens_per_step=view.tokens_per_step.item(place),
+    )

@@ -1,0 +1,1 @@
+"""Traffic played again under a virtual clock: the router against the simulator's engines."""

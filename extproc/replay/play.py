@@ -1,0 +1,137 @@
+"""A scene, played: by the router as it would decide, or with every request where it went."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from functools import partial
+from random import Random
+
+import numpy as np
+
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.members import ModelNames
+from extproc.predict.inputs import Floats
+from extproc.predict.lengths import OutputLengths
+from extproc.predict.typical import Typical
+from extproc.replay.clock import VirtualClock
+from extproc.replay.machine import Machine
+from extproc.replay.polling import Watch
+from extproc.replay.routers import Node, Routers
+from extproc.replay.scene import Asked, Member, Scene, Turn
+from extproc.replay.served import Arrival, Traced
+from extproc.replay.simulation import Event, Simulation
+from extproc.route.router import Decision
+from extproc.simulator.sequence import Sequence
+
+_JITTER_S = 0.02
+"""No traffic comes twice to the millisecond: so much later, drawn, requests come in a replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What came of each request of a scene, in its order; not a number where it was not served."""
+
+    ttft_s: Floats
+    completion_s: Floats
+    replicas: Items[str]
+    """That served it; empty: none."""
+
+
+def play(
+    scene: Scene, seed: int, forced: bool = False, show: Callable[[float], None] = lambda _: None
+) -> Played:
+    """Plays a scene.
+
+    Args:
+        scene: what is played.
+        seed: of the policy's draws, and of when requests come to the hundredth of a second.
+        forced: each request goes where and when it went.
+        show: told the share that is done, now and then.
+    """
+    simulation = _Replay(scene, seed, forced)
+    ttft, completion = (np.full(len(scene.requests), np.nan) for _ in range(2))
+    jitter = Random(f"{seed} jitter")
+    later = (
+        # from when it was sent, or from about when it came
+        replace(one, at=one.at + (one.waited_s if forced else _JITTER_S * jitter.random()))
+        for one in scene.requests
+    )
+    requests = sorted(later, key=lambda one: one.at)
+    replicas = [""] * len(requests)
+    for done, served in enumerate(simulation.run(requests)):
+        asked = served.traced
+        assert isinstance(asked, Asked)
+        waited = asked.waited_s if forced else 0.0
+        ttft[asked.index] = served.ttft + waited
+        completion[asked.index] = served.completion + waited
+        replicas[asked.index] = served.replica
+        show(done / len(requests))
+    return Played(ttft, completion, replicas)
+
+
+class _Replay(Simulation):
+    def __init__(self, scene: Scene, seed: int, forced: bool) -> None:
+        clock, random, typical = VirtualClock(), Random(seed), Typical()
+        self._forced = forced
+        config = scene.config
+        machines = {name: _machine(name, one) for name, one in scene.members.items()}
+        watches, events = [], list[Event]()
+        for name, member in scene.members.items():
+            told = member.turns[0].state
+            watch = Watch(machines[name], told, None, typical, config.poll.interval_s, random)
+            watches.append(watch)
+            turns = (
+                (turn.at, partial(self._turn, machines[name], watch, turn)) for turn in member.turns
+            )
+            events += turns
+        node = Node(
+            Fleet(OutputLengths(), clock, clock, ModelNames(config.route.models)),
+            config.route.policy,
+            random,
+            clock,
+            config.hold,
+            config.serve.chunk_budget,
+            config.route.session_cost_s,
+        )
+        hold = config.hold.longest_s > 0.0 and not forced
+        routers = Routers([node], None, clock, random)
+        super().__init__(machines, watches, routers, clock, config.poll.interval_s, hold, events)
+        self._dealt = routers
+
+    def _arrival(self, number: int, traced: Traced) -> Arrival:
+        assert isinstance(traced, Asked)
+        profile = traced.profile
+        return Arrival(number, traced, profile, profile.objective, partial(self._sequences, traced))
+
+    def _sequences(self, asked: Asked) -> list[Sequence]:
+        block_size = next(iter(self.machines.values())).engine.pool.block_size
+        hashes = asked.hashes(block_size) if asked.profile.prompts == 1 else []
+        prompt = asked.prompt_tokens // max(asked.profile.prompts, 1)
+        return [
+            Sequence(
+                0, max(prompt, 1), asked.output_tokens, hashes, priority=-asked.profile.priority
+            )
+            for _ in range(asked.profile.parts)
+        ]
+
+    def _decide(self, arrival: Arrival) -> Decision | None:
+        asked = arrival.traced
+        assert isinstance(asked, Asked)
+        among = frozenset({asked.replica}) if self._forced else None
+        return self._dealt.decide(arrival.number, arrival.profile, (), among)
+
+    def _turn(self, machine: Machine, watch: Watch, turn: Turn) -> None:
+        machine.runs_at(turn.step)
+        always = {"healthy": True, "draining": False} if self._forced else {}
+        watch.told = turn.state.model_copy(update=always)
+
+
+def _machine(name: str, member: Member) -> Machine:
+    state = member.state
+    return Machine(
+        name,
+        member.hardware,
+        by_priority=state.by_priority,
+        block_size=state.block_size,
+        prefix_caching=state.prefix_caching,
+    )

@@ -1,0 +1,115 @@
+"""A record of traffic, read again from the files that routers wrote."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from extproc.observe.record import FORMAT, PATTERN, Line, Refused, Replica, Request, Start
+
+_UNREADABLE = 0.01
+"""Share of the lines that may be: those a crash cut short."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What happened, since the routers last began to decide otherwise than before."""
+
+    start: Start
+    """What they decided by."""
+    requests: list[Request]
+    """Those that were served, in the order they came."""
+    replicas: dict[str, list[Replica]]
+    """What was known of each, in order of time."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Requests that are not among them, by why."""
+    unreadable: int = 0
+    """Lines."""
+
+
+def read(path: Path, pool: str = "") -> Recorded:
+    """The record in a file, or in all files of a folder.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: there is no record of the pool, or none that can be replayed.
+    """
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist: name the folder that is record.path of the router"
+        )
+    files = sorted(path.glob(PATTERN)) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} holds no record: no file there is called {PATTERN}")
+    lines: dict[str, list[Line]] = defaultdict(list)
+    unreadable = 0
+    for file in files:
+        found, wrong = _lines_of(file)
+        unreadable += wrong
+        starts = [line for line in found if isinstance(line, Start)]
+        if not starts:
+            raise ValueError(f"{file} is no record: it does not begin as one")
+        lines[starts[0].pool] += found
+    if not pool and len(lines) > 1:
+        raise ValueError(f"{path} holds records of several pools, {', '.join(lines)}: say --pool")
+    of_pool = lines.get(pool or next(iter(lines)))
+    if of_pool is None:
+        raise ValueError(f"{path} holds no record of pool {pool!r}, but of {', '.join(lines)}")
+    return _of(of_pool, unreadable)
+
+
+def _lines_of(file: Path) -> tuple[list[Line], int]:
+    found: list[Line] = []
+    wrong = 0
+    for text in file.read_bytes().splitlines():
+        if not text:
+            continue
+        try:
+            fields = msgspec.json.decode(text, type=dict[str, Any])
+            _check_format(file, fields)
+            found.append(msgspec.convert(fields, Line))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            wrong += 1
+    if wrong > max(len(found) * _UNREADABLE, 1):
+        raise ValueError(f"{file} is no record: {wrong} of its lines cannot be read")
+    return found, wrong
+
+
+def _check_format(file: Path, fields: dict[str, Any]) -> None:
+    if fields.get("kind") == "start" and fields.get("format") != FORMAT:
+        raise ValueError(
+            f"{file} has format {fields.get('format')}, and this version reads {FORMAT}: use the "
+            "version of extproc that recorded it, or record anew"
+        )
+
+
+def _of(lines: Iterable[Line], unreadable: int) -> Recorded:
+    lines = sorted(lines, key=lambda line: line.at)
+    starts = [line for line in lines if isinstance(line, Start)]
+    same = msgspec.structs.replace(starts[-1], at=0.0)
+    others = [one.at for one in starts if msgspec.structs.replace(one, at=0.0) != same]
+    start = next(one for one in starts if not others or one.at > max(others))
+    since = start.at if others else 0.0
+    replicas: dict[str, list[Replica]] = defaultdict(list)
+    for line in lines:
+        if isinstance(line, Replica):
+            replicas[line.id].append(line)
+    known = {name: of for name, of in replicas.items() if any(one.state for one in of)}
+    recorded = Recorded(start, [], known, unreadable=unreadable)
+    for line in lines:
+        if line.at < since:
+            continue
+        if isinstance(line, Refused):
+            recorded.left_out[f"refused ({line.why})"] += 1
+        elif isinstance(line, Request) and line.failed:
+            recorded.left_out["failed"] += 1
+        elif isinstance(line, Request) and line.replica not in known:
+            recorded.left_out["on an unknown replica"] += 1
+        elif isinstance(line, Request):
+            recorded.requests.append(line)
+    if not recorded.requests:
+        raise ValueError("the record holds no request that was served")
+    return recorded

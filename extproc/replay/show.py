@@ -1,0 +1,45 @@
+"""A replay and its answer as text for people."""
+
+from collections.abc import Iterator
+
+from extproc.layout import Column, figure, table
+from extproc.replay.comparison import KINDS
+from extproc.replay.distribution import FIGURES
+from extproc.replay.what_if import Answer, Replayed
+
+_COLUMNS = (Column("seconds", left=True), *(Column(name) for name in FIGURES))
+
+
+def replayed(one: Replayed) -> str:
+    """How far the replay is from what happened."""
+    scene = one.scene
+    rows = []
+    for kind, fit in one.fits.items():
+        rows.append([f"{KINDS[kind]} recorded", *map(figure, fit.recorded.values())])
+        rows.append(["  replayed", *map(figure, fit.replayed.values())])
+        rows.append(["  off by", *(f"{off:+.1%}" for off in fit.off.values())])
+    request = one.fits["completion_s"].request
+    names, policy = ", ".join(scene.names), scene.config.route.policy
+    head = (
+        f"{one.requests} requests of {scene.lasts_s / 60:.1f} min on {len(scene.members)} replicas "
+        f"({names}), policy {policy}; the median completion is off by {request:.1%}"
+    )
+    return "\n".join([head, "", *table(_COLUMNS, rows)])
+
+
+def answer(one: Answer) -> str:
+    """What would be otherwise."""
+    lines = [f"with {one.change}", "", *table(_COLUMNS, list(_differences(one)))]
+    if any(one.unserved):
+        before, after = one.unserved
+        lines += ["", f"requests that nobody would serve: {before} as it is, {after} changed"]
+    return "\n".join(lines)
+
+
+def _differences(one: Answer) -> Iterator[list[str]]:
+    for kind, figures in one.differences.items():
+        each = [figures[name] for name in FIGURES]
+        yield [f"{KINDS[kind]} as it is", *(figure(one.before) for one in each)]
+        yield ["  changed", *(figure(one.after) for one in each)]
+        yield ["  difference", *(f"{one.seconds:+.3g}" for one in each)]
+        yield ["  90% between", *(f"{one.low:+.3g} and {one.high:+.3g}" for one in each)]

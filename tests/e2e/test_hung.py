@@ -1,0 +1,122 @@
+"""A replica that hangs: its machine still takes connections, and nothing is ever answered."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+
+from extproc.demo.stack import MODEL, SimulatedReplica
+from tests.e2e.client import CHAT, MESSAGES, Client
+from tests.e2e.stack import Stack
+from tests.waiting import until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
+"""The first is chosen while nothing speaks against it."""
+SETTINGS = {"serve": {"hung_s": 2.0, "chunks_per_s": 1e6}}
+LONG = 600
+"""Tokens of an answer that ``one`` has begun and not ended when it is stopped."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Stack(tmp_path_factory.mktemp("hung"), REPLICAS, SETTINGS) as running:
+        yield running
+
+
+@asynccontextmanager
+async def stopped(stack: Stack, client: Client) -> AsyncIterator[None]:
+    """Within it ``one`` hangs; after it, it is well again."""
+    stack.process("one").signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        stack.process("one").signal(signal.SIGCONT)
+
+    async def back() -> bool:
+        one = await client.replica("one")
+        return bool(one["healthy"] and not one["unanswered_s"])
+
+    await until(back)
+
+
+async def on_one(client: Client, requests: int) -> None:
+    """Returns when so many are in flight there."""
+
+    async def there() -> bool:
+        return bool((await client.replica("one"))["in_flight"] == requests)
+
+    await until(there)
+
+
+async def avoided(client: Client) -> None:
+    """Returns when ``one`` gets nothing more, though it counts as healthy."""
+
+    async def owes() -> bool:
+        one = await client.replica("one")
+        return bool(one["healthy"] and one["unanswered_s"] >= 0.5)
+
+    await until(owes)
+
+
+async def test_what_comes_later_goes_elsewhere_and_what_it_had_is_ended(
+    client: Client, stack: Stack
+) -> None:
+    whole = asyncio.create_task(client.chat(tokens=LONG))
+    body = {"model": MODEL, "messages": MESSAGES, "stream": True}
+    long = {"x-simulate-output-tokens": str(LONG)}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(stack.url + CHAT, json=body, headers=long) as stream,
+    ):
+        await stream.content.readany()
+        await on_one(client, 2)
+        async with stopped(stack, client):
+            await avoided(client)
+            later = [await client.chat(tokens=2) for _ in range(10)]
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await stream.read()
+            refused = await whole
+            assert (await client.replica("one"))["in_flight"] == 0
+    assert [answer.status for answer in later] == [200] * 10
+    assert {answer.decision["replica_name"] for answer in later} == {"two"}
+    assert (refused.status, refused.headers["Retry-After"]) == (503, "1")
+    assert b"the replica that had this request hangs" in refused.body
+    assert refused.decision["outcome"]["status"] == 503
+    assert await client.metric('extproc_requests_total{result="lost"}') == 2
+    assert (await client.chat(tokens=2)).decision["replica_name"] == "one"
+
+
+async def test_a_client_that_tries_again_is_answered_by_another(
+    client: Client, stack: Stack
+) -> None:
+    async with AsyncOpenAI(base_url=f"{stack.url}/v1", api_key="none") as openai:
+        asked = asyncio.ensure_future(
+            openai.chat.completions.with_raw_response.create(
+                model=MODEL,
+                messages=[{"role": "user", "content": "the sea"}],
+                extra_headers={"x-simulate-output-tokens": "200"},
+            )
+        )
+        await on_one(client, 1)
+        async with stopped(stack, client):
+            answer = await asked
+    assert (answer.status_code, answer.retries_taken) == (200, 1)
+    assert answer.headers["x-served-by"] == stack.address("two")
+
+
+async def test_one_that_was_only_late_loses_nothing(client: Client, stack: Stack) -> None:
+    before = await client.metric('extproc_requests_total{result="lost"}')
+    request = asyncio.create_task(client.chat(tokens=LONG))
+    await on_one(client, 1)
+    async with stopped(stack, client):
+        await avoided(client)
+    answer = await request
+    assert (answer.status, answer.decision["replica_name"]) == (200, "one")
+    assert await client.metric('extproc_requests_total{result="lost"}') == before

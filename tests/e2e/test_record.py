@@ -1,0 +1,49 @@
+"""Traffic that passes a real Envoy is recorded, and played again."""
+
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from extproc import cli
+from extproc.demo.samples import samples
+from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.demo.traffic import send_all
+from extproc.replay.recorded import Recorded, read
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import Stack
+
+pytestmark = pytest.mark.process
+
+CANARY, REQUESTS = "xylophone", 48
+FLEET = [SimulatedReplica(name, "llama-3-8b-a100") for name in ("one", "two")]
+
+
+def text_of(folder: Path) -> str:
+    return "".join(file.read_text() for file in folder.iterdir())
+
+
+def by_lengths(record: Recorded) -> list[tuple[int, float]]:
+    return sorted((one.prompt_tokens, one.output_tokens) for one in record.requests)
+
+
+async def test_what_was_recorded_is_played_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "record"
+    record_to: dict[str, object] = {"path": str(folder)}
+    async with Stack(tmp_path / "stack", FLEET, {**SETTINGS, "record": record_to}) as stack:
+        sent = islice(samples(MODEL, 6.0, Random(1)), REQUESTS)
+        answers = await send_all(stack.url, sent, CANARY)
+        served = {stack.address(replica.name) for replica in FLEET}
+    assert all(answer.ok for answer in answers)
+    record = read(folder)
+    assert len(record.requests) == REQUESTS
+    assert {one.replica for one in record.requests} == served == set(record.replicas)
+    counted = {(one.tokens("prompt"), one.tokens("completion")) for one in answers if one.usage}
+    assert counted <= set(by_lengths(record))
+    assert CANARY not in text_of(folder)
+    # How near the replay is, is up to how busy this machine is.
+    assert cli.main(["what-if", str(folder), "--less", "two"]) in (0, 1)
+    assert "on 2 replicas (one, two), policy completion" in capsys.readouterr().out

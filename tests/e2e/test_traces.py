@@ -1,0 +1,196 @@
+"""Envoy and the router as docs/traces.md has them: spans in a real collector, what the access log
+says of a decision, and headers in responses to who may ask."""
+
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from extproc.check.judge import check_envoy
+from extproc.config import Config
+from extproc.demo.envoy_config import socket_address
+from extproc.demo.processes import Check, free_port, listening
+from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.envoy.finding import Level
+from tests.e2e.client import Client
+from tests.e2e.stack import Stack
+from tests.spans import Spans, attributes
+from tests.waiting import until
+
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+rotel = pytest.importorskip("rotel", reason="the collector has no wheel for this machine")
+
+PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
+BLOCKS = [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)]
+TRACES, TRACING, COLLECTOR, METADATA, RECEIVING, ACCESS_LOG, TELL = BLOCKS
+REPLICAS = (SimulatedReplica("r0", "llama-8b-h100"), SimulatedReplica("r1", "llama-8b-h100"))
+
+
+class Traced(Stack):
+    """With a collector, and Envoy as the page says."""
+
+    def __init__(self, directory: Path, spans: Spans) -> None:
+        super().__init__(directory, REPLICAS)
+        self.spans = spans
+        self.log = directory / "decisions.log"
+        self.ports = {**self.ports, "collector": free_port(), "collector-http": free_port()}
+
+    async def start(self, name: str) -> None:
+        if name == "router":
+            await super().start("collector")
+        await super().start(name)
+
+    def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
+        if name != "collector":
+            return super()._recipe(name)
+        agent = Path(rotel.__file__).with_name("rotel-agent")
+        grpc, http = (self.address(one) for one in ("collector", "collector-http"))
+        onward = f"http://127.0.0.1:{self.spans.port}"
+        argv: list[str | Path] = [
+            agent,
+            "start",
+            "--exporter",
+            "otlp",
+            "--otlp-grpc-endpoint",
+            grpc,
+            "--otlp-http-endpoint",
+            http,
+        ]
+        argv += ["--otlp-exporter-endpoint", onward, "--otlp-exporter-protocol", "http"]
+        argv += ["--otlp-exporter-compression", "none", "--batch-timeout", "200ms"]
+        return argv, listening(self.ports["collector-http"])
+
+    def _configuration(self) -> dict[str, Any]:
+        found = super()._configuration()
+        found["serve"] = {**found["serve"], **METADATA["serve"], "chunks_per_s": 1e6}
+        return {**found, "traces": {"endpoint": f"http://{self.address('collector-http')}"}}
+
+    def _bootstrap(self) -> str:
+        bootstrap = yaml.safe_load(super()._bootstrap())
+        (listener,) = bootstrap["static_resources"]["listeners"]
+        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+        filters = {one["name"]: one for one in manager["http_filters"]}
+        assert self.missing(bootstrap) == {"decision_metadata_is_taken"}
+        filters["envoy.filters.http.ext_proc"]["typed_config"] |= RECEIVING
+        manager["http_filters"].insert(-1, TELL)
+        manager |= TRACING
+        (where,) = COLLECTOR["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        where["endpoint"]["address"] = socket_address("127.0.0.1", self.ports["collector"])
+        bootstrap["static_resources"]["clusters"].append(COLLECTOR)
+        assert not self.missing(bootstrap)
+        return yaml.safe_dump(bootstrap)
+
+    def _write_configurations(self) -> None:
+        """The access log is the page's, not the demo's."""
+        super()._write_configurations()
+        file = self.directory / "envoy.yaml"
+        bootstrap = yaml.safe_load(file.read_text())
+        (listener,) = bootstrap["static_resources"]["listeners"]
+        listener["filter_chains"][0]["filters"][0]["typed_config"] |= ACCESS_LOG
+        (log,) = ACCESS_LOG["access_log"]
+        log["typed_config"]["path"] = str(self.log)
+        file.write_text(yaml.safe_dump(bootstrap))
+
+    @staticmethod
+    def missing(bootstrap: object) -> set[str]:
+        """Rules that the file breaks."""
+        found = check_envoy(bootstrap, Config.model_validate(METADATA))
+        return {one.rule for one in found if one.level in (Level.ERROR, Level.WARNING)}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
+    async with (
+        Spans() as spans,
+        Traced(tmp_path_factory.mktemp("traces"), spans) as running,
+    ):
+        yield running
+
+
+def caller(number: int, sampled: bool = True) -> tuple[str, dict[str, str]]:
+    """A trace that a client has begun: its id, and its header."""
+    trace = f"{number:032x}"
+    return trace, {"traceparent": f"00-{trace}-00f067aa0ba902b7-0{int(sampled)}"}
+
+
+async def test_a_decision_is_a_part_of_the_trace_that_envoy_makes(
+    stack: Traced, client: Client
+) -> None:
+    assert TRACES == {"traces": {"endpoint": "http://collector:4318"}}
+    trace, headers = caller(1)
+    answer = await client.chat(20, headers=headers, stream=True)
+    spans = await stack.spans.of(trace, 5)
+    assert answer.status == 200
+    route, request = spans["extproc: route"], spans[f"extproc: chat {MODEL}"]
+    by_id = {one.span_id: name for name, one in spans.items()}
+    asked = spans[by_id[route.parent_span_id]]
+    assert by_id[asked.span_id].startswith("envoy: async envoy.service.ext_proc")
+    assert request.parent_span_id == asked.span_id
+    assert by_id[spans[by_id[asked.parent_span_id]].span_id].startswith("envoy: ")
+    decided, record = attributes(route), answer.decision
+    assert decided["extproc.request_id"] == record["request_id"]
+    assert f"{decided['server.address']}:{decided['server.port']}" == record["replica"]
+    for key in ("policy", "prompt_tokens", "predicted_completion_s"):
+        assert decided[f"extproc.{key}"] == record[key], key
+    terms = {one["name"]: one["terms_s"] for one in record["candidates"]}
+    for which in ("replica", "second"):
+        told = decided[f"extproc.{which}.prefill_s"]
+        assert told == pytest.approx(terms.pop(decided[f"extproc.{which}"])["prefill"], abs=1e-4)
+    served = attributes(request)
+    assert served["http.response.status_code"] == 200
+    assert served["gen_ai.usage.output_tokens"] == 20
+    assert served["extproc.completion_s"] > served["gen_ai.response.time_to_first_chunk"] > 0
+    assert request.end_time_unix_nano > request.start_time_unix_nano >= route.end_time_unix_nano
+
+
+async def test_what_envoy_leaves_out_the_router_leaves_out(stack: Traced, client: Client) -> None:
+    left_out, headers = caller(2, sampled=False)
+    assert (await client.chat(headers=headers)).status == 200
+    after, headers = caller(3)
+    assert (await client.chat(headers=headers)).status == 200
+    await stack.spans.of(after, 5)
+    assert left_out not in {one.trace_id.hex() for _, one in stack.spans.all}
+
+
+async def test_a_refusal_is_told(stack: Traced, client: Client) -> None:
+    trace, headers = caller(4)
+    assert (await client.chat(headers=headers, model="nobody")).status == 404
+    spans = await stack.spans.of(trace, 3)
+    refused = spans["extproc: route"]
+    assert attributes(refused)["error.type"] == "model_not_found"
+    assert refused.status.code == refused.status.STATUS_CODE_ERROR
+
+
+async def test_the_access_log_says_what_was_decided(stack: Traced, client: Client) -> None:
+    record = (await client.chat()).decision
+    lines: list[dict[str, Any]] = []
+
+    def logged() -> bool:
+        lines[:] = map(json.loads, stack.log.read_text().splitlines()) if stack.log.exists() else ()
+        return any(line["request"] == record["request_id"] for line in lines)
+
+    await until(logged)
+    (line,) = (line for line in lines if line["request"] == record["request_id"])
+    decision = line["decision"]
+    assert line["upstream"] == record["replica"]
+    assert line["predicted_s"] == decision["predicted_completion_s"]
+    assert decision["predicted_completion_s"] == record["predicted_completion_s"]
+    assert decision["replica"] == record["replica_name"]
+    assert decision["held_s"] == 0
+    keys = re.search(r"what it decided: (.*?)\. Envoy", PAGE.read_text(), re.S)
+    assert keys
+    assert set(re.findall(r"`(\w+)`", keys[1])) == set(decision)
+
+
+async def test_who_may_ask_has_it_in_the_response(client: Client) -> None:
+    told = ("x-extproc-replica", "x-extproc-predicted-completion")
+    for value, allowed in (("a-value-of-your-own", True), ("true", False), ("", False)):
+        answer = await client.chat(headers={"x-tell-decision": value} if value else None)
+        assert [name in answer.headers for name in told] == [allowed] * 2
+        if allowed:
+            assert answer.headers[told[0]] == answer.decision["replica_name"]

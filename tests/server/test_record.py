@@ -1,0 +1,164 @@
+"""What a router writes down of its traffic."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from extproc.config import Config
+from extproc.observe.decisions import Outcome
+from extproc.replay.recorded import Recorded, read
+from extproc.server.app import build
+from extproc.server.services import Services
+from tests.fakes import chat, replica
+from tests.server.envoy_side import CHAT, EnvoySide, destination
+from tests.waiting import until
+
+CANARY = "xylophone"
+LEAST = 1_000_000
+ANSWER = {
+    "choices": [{"message": {"role": "assistant", "content": f"{CANARY} indeed"}}],
+    "usage": {"prompt_tokens": 77, "completion_tokens": 9},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "record"
+
+
+@pytest.fixture
+def config(folder: Path) -> Config:
+    return Config.model_validate(
+        {
+            "record": {"path": str(folder), "max_bytes": LEAST},
+            "request": {"tenant_header": "x-tenant"},
+            "route": {"session_header": "x-session", "policy": "lmetric"},
+        }
+    )
+
+
+async def written(services: Services) -> None:
+    """Begins to write, and ends, as a router does."""
+    assert services.recorder is not None
+    writing = asyncio.create_task(services.recorder.run())
+    await asyncio.sleep(0)
+    writing.cancel()
+    with suppress(asyncio.CancelledError):
+        await writing
+
+
+async def ask(envoy: EnvoySide, body: dict[str, Any], status: int = 200) -> None:
+    headers = {"x-tenant": f"{CANARY} ltd", "x-session": f"{CANARY}-1"}
+    async with envoy.stream() as stream:
+        to = destination(await stream.body_first(body, headers=headers))
+        await stream.response_headers(status, upstream=to[0])
+        await stream.response_body(ANSWER)
+        await stream.end()
+
+
+async def recorded(services: Services, folder: Path, envoy: EnvoySide) -> Recorded:
+    await until(lambda: services.fleet.in_flight == 0)
+    await written(services)
+    return read(folder)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def text_in(folder: Path) -> str:
+    return "".join(file.read_text() for file in folder.iterdir()).lower()
+
+
+def cut(folder: Path) -> None:
+    """As a process does that is killed while it writes."""
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def spoil(folder: Path) -> None:
+    folder.rmdir()
+    folder.write_text("a file now")
+
+
+async def test_a_request_is_recorded_but_for_its_words(
+    services: Services, envoy: EnvoySide, folder: Path
+) -> None:
+    body = CHAT | {"messages": [{"role": "user", "content": f"the {CANARY} " * 60}]}
+    await ask(envoy, body | {"max_tokens": 40})
+    await ask(envoy, body, status=503)
+    record = await recorded(services, folder, envoy)
+    (request,) = record.requests
+    assert record.left_out == {"failed": 1}
+    assert record.start.config["route"]["policy"] == "lmetric"
+    assert (request.prompt_tokens, request.output_tokens) == (77, 9)
+    assert request.output_bound == 40
+    assert request.complete
+    assert request.replica in record.replicas
+    assert request.keys
+    assert set(record.replicas) == {replica(1), replica(2)}
+    assert CANARY not in text_in(folder)
+
+
+async def test_what_is_refused_is_counted(
+    services: Services, envoy: EnvoySide, folder: Path
+) -> None:
+    await ask(envoy, CHAT)
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT | {"model": "nobody's"})
+        assert reply.immediate_response is not None
+    record = await recorded(services, folder, envoy)
+    assert record.left_out == {"refused (model_not_found)": 1}
+
+
+async def test_a_router_that_starts_again_goes_on_with_the_record(
+    services: Services, envoy: EnvoySide, folder: Path, config: Config
+) -> None:
+    await ask(envoy, CHAT)
+    await until(lambda: services.fleet.in_flight == 0)
+    await written(services)
+    cut(folder)
+    again = build(config, CollectorRegistry())
+    assert again.recorder is not None
+    again.recorder.ended(chat(10), Outcome(completion_s=1.0), replica(1), 1.0, 5.0)
+    await written(again)
+    record = read(folder)
+    assert sorted(one.prompt_tokens for one in record.requests) == [10, 77]
+    assert record.unreadable == 1
+
+
+async def test_files_are_bounded_and_each_can_be_read_without_the_others(
+    services: Services, folder: Path
+) -> None:
+    assert services.recorder is not None
+    for _ in range(20):
+        for number in range(500):
+            services.recorder.ended(chat(number), Outcome(status=200), replica(1), 2.0, 5.0)
+        await written(services)
+    files = files_in(folder)
+    assert len(files) == 4
+    assert LEAST / 2 < sum(file.stat().st_size for file in files) <= LEAST
+    for file in files:
+        assert replica(1) in read(file).replicas
+
+
+async def test_a_disk_that_cannot_be_written_to_is_told_of_once_and_requests_go_on(
+    services: Services, envoy: EnvoySide, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(folder)
+    for _ in range(2):
+        await ask(envoy, CHAT)
+        await written(services)
+    (said,) = [one for one in caplog.records if "record is not written" in one.message]
+    assert said.levelname == "ERROR"
+
+
+def test_a_folder_that_cannot_be_made_is_told_of_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = Config.model_validate({"record": {"path": str(tmp_path / "file" / "record")}})
+    with pytest.raises(OSError, match=r"file/record \(record\.path\): Not a directory"):
+        build(config, CollectorRegistry())
