@@ -11,6 +11,7 @@ from hypothesis import settings
 from redis.asyncio import Redis
 
 from extproc.demo.processes import Process, free_port, start_redis
+from extproc.store import connection, read
 from extproc.store.connection import connect
 from tests.waiting import PATIENCE_S
 
@@ -113,9 +114,19 @@ class RedisServer:
             await self._process.kill()
 
 
+def wait_for_redis(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """How long this process waits for an answer of Redis before it is lost."""
+    for module in (connection, read):
+        monkeypatch.setattr(module, "TIMEOUT_S", seconds)
+    monkeypatch.setitem(connection._ONCE, "socket_connect_timeout", seconds)
+
+
 @pytest.fixture
-async def stopped_redis(tmp_path: Path) -> AsyncIterator[RedisServer]:
-    """A Redis that is not started yet."""
+async def stopped_redis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[RedisServer]:
+    """A Redis that is not started yet; that a machine is busy is no reason to take it for lost."""
+    wait_for_redis(monkeypatch, 10.0)
     server = RedisServer(tmp_path / "redis")
     yield server
     await server.kill()

@@ -17,6 +17,8 @@ from extproc.demo.ports import pick_ports
 
 Check = Callable[[], Awaitable[bool]]
 """Says whether a process is ready to serve."""
+READY_S = 60.0
+"""Long enough for a machine that is busy."""
 
 _LOG_LINES = 20
 _CHECK_INTERVAL_S = 0.02
@@ -47,7 +49,7 @@ class Process:
         *,
         log: Path,
         ready: Check | None = None,
-        ready_s: float = 15.0,
+        ready_s: float = READY_S,
         env: Mapping[str, str] | None = None,
     ) -> Self:
         """Start ``argv`` and return when ``ready`` says so; ``env`` is added to this environment.
@@ -95,7 +97,7 @@ class Process:
         """Exit status, negative for a signal; None while it runs."""
         return self._process.returncode
 
-    async def wait_ready(self, ready: Check, timeout_s: float = 15.0) -> None:
+    async def wait_ready(self, ready: Check, timeout_s: float = READY_S) -> None:
         """Return when ``ready`` says so.
 
         Raises:

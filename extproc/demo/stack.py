@@ -30,7 +30,6 @@ from extproc.demo.processes import (
 MODEL = "llama-8b"
 """What every replica serves."""
 
-_READY_S = 30.0
 _ENVOY_WORKERS = 2
 _FLUSH_MS = 100
 """Envoy writes its access log out this often."""
@@ -211,7 +210,7 @@ class Stack:
         else:
             argv, ready = self._recipe(name)
             log = self.directory / f"{name}.log"
-            process = await Process.start(name, argv, log=log, ready=ready, ready_s=_READY_S)
+            process = await Process.start(name, argv, log=log, ready=ready)
         self._processes[name] = process
         self._dismissed.discard(name)
 
@@ -229,7 +228,7 @@ class Stack:
         """Return when every router knows every replica, and Envoy uses every router."""
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
             ready = partial(self._routes, session)
-            await self._processes["router"].wait_ready(ready, _READY_S)
+            await self._processes["router"].wait_ready(ready)
 
     async def _stop_all(self) -> None:
         self._dismissed.update(self._processes)

@@ -62,9 +62,12 @@ async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
     raise AssertionError(f"the demo ended without {words!r}")
 
 
-async def test_once_compares_two_policies_and_writes_the_figures(tmp_path: Path) -> None:
+async def test_once_compares_two_policies_and_writes_the_figures(
+    tmp_path: Path, installed: Path
+) -> None:
     file = tmp_path / "figures.json"
-    async with demo("--once", "--requests", "16", "--rate", "20", "--json", file) as process:
+    options = ("--once", "--requests", "16", "--rate", "20", "--json", file)
+    async with demo(*options, installed=installed) as process:
         await line_with(process, "Ready after")
         started = children(process.pid)
         stdout, stderr = await process.communicate()
@@ -88,13 +91,12 @@ async def test_once_compares_two_policies_and_writes_the_figures(tmp_path: Path)
     assert figures["p99_ratio"] == pytest.approx(theirs["p99"] / ours["p99"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_stops_every_process_quietly(number: signal.Signals) -> None:
+async def test_a_signal_stops_every_process_quietly() -> None:
     async with demo() as process:
         await line_with(process, "sample-001")
         started = children(process.pid)
-        process.send_signal(number)
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         stdout, stderr = await process.communicate()
     assert (process.returncode, stderr) == (0, b"")
     assert stdout.decode().endswith("stopped\n")
@@ -109,7 +111,9 @@ async def test_figures_are_those_of_a_single_run(tmp_path: Path) -> None:
     assert stderr.decode() == "extproc demo: --json needs --once\n"
 
 
-async def test_it_runs_from_an_installed_package(tmp_path: Path) -> None:
+@pytest.fixture
+async def installed(tmp_path: Path) -> Path:
+    """The package as pip installs it, and no clone beside it."""
     source, installed = tmp_path / "source", tmp_path / "installed"
     source.mkdir()
     for name in ("extproc", "envoy"):
@@ -123,7 +127,4 @@ async def test_it_runs_from_an_installed_package(tmp_path: Path) -> None:
     output, _ = await pip.communicate()
     assert pip.returncode == 0, output.decode()
     shutil.rmtree(source)
-    async with demo("--once", "--requests", "4", "--rate", "20", installed=installed) as process:
-        stdout, stderr = await process.communicate()
-    assert process.returncode == 0 or b"fallback served" in stderr, stderr.decode()
-    assert "round_robin" in stdout.decode()
+    return installed

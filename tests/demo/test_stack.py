@@ -13,6 +13,7 @@ from random import Random
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
 from extproc.demo.by_hand import instructions
 from extproc.demo.journal import Entry, Journal
@@ -34,19 +35,20 @@ def chats(count: int, rate: float) -> list[Sample]:
     return list(islice(short, count))
 
 
-@pytest.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path, [FAST, OTHER]) as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Stack(tmp_path_factory.mktemp("demo"), [FAST, OTHER]) as running:
         yield running
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def journal(stack: Stack) -> AsyncIterator[Journal]:
     async with aiohttp.ClientSession() as session:
         yield Journal(stack, session)
 
 
 @pytest.mark.process
+@pytest.mark.asyncio(loop_scope="module")
 async def test_with_the_router_killed_envoy_serves_and_routing_resumes_with_it(
     stack: Stack, journal: Journal
 ) -> None:
@@ -71,6 +73,7 @@ async def test_with_the_router_killed_envoy_serves_and_routing_resumes_with_it(
 
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+@pytest.mark.asyncio(loop_scope="module")
 async def test_the_commands_to_try_work_as_printed(stack: Stack, journal: Journal) -> None:
     commands = re.findall(r"^  (?:.+\\\n)*.+", instructions(stack), re.MULTILINE)
     chat, streamed, by_policy, explain, decisions, fleet, envoy, kill, start = commands

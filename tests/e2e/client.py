@@ -4,8 +4,8 @@ import io
 import json
 import re
 import uuid
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -13,7 +13,7 @@ import aiohttp
 from extproc.clock import monotonic
 from extproc.demo.stack import MODEL
 from tests.e2e.stack import Stack
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 MESSAGES = [{"role": "user", "content": "Tell me of the sea."}]
 CHAT = "/v1/chat/completions"
@@ -25,8 +25,8 @@ class Answer:
     """On the monotonic clock."""
     status: int
     body: bytes
-    headers: dict[str, str]
-    decisions: list[dict[str, Any]]
+    headers: Mapping[str, str]
+    decisions: list[dict[str, Any]] = field(default_factory=list)
     """The router's records of this request."""
 
     @property
@@ -58,37 +58,47 @@ class Client:
         headers: dict[str, str] | None = None,
     ) -> Answer:
         """Any request; a dict is sent as JSON, anything else as it is."""
-        name, sent = str(uuid.uuid4()), monotonic()
+        name = str(uuid.uuid4())
+        answer = await self.send(method, path, body, {"x-request-id": name} | (headers or {}))
+        name = answer.headers.get("x-request-id", name)  # tracing changes a digit
+        await until(lambda: self._settled(name))
+        answer.decisions = await self.decisions(name)
+        return answer
+
+    async def send(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Answer:
+        """The same, and the router is not asked what it made of it."""
+        sent = monotonic()
         if isinstance(body, dict):
             body = io.BytesIO(json.dumps(body).encode())
             headers = {"content-type": "application/json"} | (headers or {})
         async with self._session.request(
             method,
             self._stack.url + path,
-            headers={"x-request-id": name} | (headers or {}),
+            headers=headers,
             data=body,
         ) as response:
             content = await response.read()
-            told = dict(response.headers)
-            name = response.headers.get("x-request-id", name)  # tracing changes a digit
-        return Answer(sent, response.status, content, told, await self._settled(name))
+            told = response.headers
+        return Answer(sent, response.status, content, told)
 
-    async def _settled(self, request_id: str) -> list[dict[str, Any]]:
-        """The records, once the router has heard that the response has ended."""
-
-        async def settled() -> bool:
-            outcomes = [record["outcome"] for record in await self.decisions(request_id)]
-            return all(one["completion_s"] or (one["status"] or 0) >= 400 for one in outcomes)
-
-        with suppress(TimeoutError):  # a request that Envoy did not wait for has no outcome
-            await until(settled, seconds=5)
-        return await self.decisions(request_id)
+    async def _settled(self, request_id: str) -> bool:
+        """Whether the router has heard that the response has ended, or has nothing in flight:
+        what it does not read, or Envoy did not wait for, has no outcome."""
+        outcomes = [record["outcome"] for record in await self.decisions(request_id)]
+        if all(one["completion_s"] or (one["status"] or 0) >= 400 for one in outcomes):
+            return True
+        try:
+            return not (await self.fleet())["in_flight"]
+        except aiohttp.ClientError:
+            return True
 
     async def decisions(self, request_id: str) -> list[dict[str, Any]]:
         """The router's records of a request; none while it is down."""
         try:
             return list(await self._admin(f"/decisions?request_id={request_id}"))
-        except (aiohttp.ClientError, TimeoutError):
+        except aiohttp.ClientError:
             return []
 
     async def fleet(self) -> dict[str, Any]:
@@ -99,6 +109,30 @@ class Client:
         """One replica as the router sees it."""
         replicas = (await self.fleet())["replicas"]
         return next(one for one in replicas if one["name"] == name)
+
+    async def in_flight(self) -> int:
+        """How many requests the router has sent that have not ended."""
+        return int((await self.fleet())["in_flight"])
+
+    async def has_in_flight(self, count: int) -> None:
+        """Returns when the router has so many in flight."""
+
+        async def so() -> bool:
+            return await self.in_flight() == count
+
+        await until(so)
+
+    async def busy(self) -> str:
+        """Returns when a replica has a request of this router, with its name."""
+        names: list[str] = []
+
+        async def found() -> bool:
+            replicas = (await self.fleet())["replicas"]
+            names[:] = [one["name"] for one in replicas if one["in_flight"]]
+            return bool(names)
+
+        await until(found)
+        return names[0]
 
     async def metric(self, name: str) -> float:
         """The router's, summed over its workers."""
@@ -118,6 +152,29 @@ class Client:
         """Makes a simulated replica slow, hung or failing."""
         await self.post(f"http://{self._stack.address(name)}/simulate", door)
 
+    async def envoy_counts(self, pattern: str) -> int:
+        """Envoy's figures whose names match, added up."""
+        async with self._session.get(f"{self._stack.envoy_admin}/stats?filter={pattern}") as page:
+            return sum(int(one.rpartition(" ")[2]) for one in (await page.text()).splitlines())
+
+    async def replica_counts(self, name: str, metric: str) -> float:
+        """The same of one of a replica's own, over all its labels; one that hangs is given up.
+
+        Raises:
+            TimeoutError, aiohttp.ClientError: it does not answer.
+        """
+        limit = aiohttp.ClientTimeout(total=5)
+        url = f"http://{self._stack.address(name)}/metrics"
+        async with self._session.get(url, timeout=limit) as page:
+            counts = re.findall(rf"^{metric}\{{.*\}} (\S+)$", await page.text(), re.M)
+        assert counts, f"{name} tells no {metric}"
+        return sum(map(float, counts))
+
+    async def load(self, name: str) -> int:
+        """How many requests a simulated replica has."""
+        async with self._session.get(f"http://{self._stack.address(name)}/load") as response:
+            return int((await response.json())["server_load"])
+
     async def post(self, url: str, body: dict[str, Any]) -> None:
         """Asks a replica itself, not through Envoy."""
         async with self._session.post(url, json=body) as response:
@@ -125,13 +182,9 @@ class Client:
 
     async def ledger_empty(self) -> None:
         """Returns when the router has no request in flight."""
-
-        async def empty() -> bool:
-            return bool((await self.fleet())["in_flight"] == 0)
-
-        await until(empty)
+        await self.has_in_flight(0)
 
     async def _admin(self, path: str) -> Any:
-        url, limit = self._stack.router_admin + path, aiohttp.ClientTimeout(total=5)
+        url, limit = self._stack.router_admin + path, aiohttp.ClientTimeout(total=PATIENCE_S)
         async with self._session.get(url, timeout=limit) as response:
             return await response.json()

@@ -1,6 +1,8 @@
 """A running system: real Envoy, Redis, poller, router and simulated replicas."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -13,8 +15,13 @@ SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 5.0}}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("stack"), settings=SETTINGS) as running:
+async def stack(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Stack]:
+    """What the module's function ``system`` makes of a directory; the demo's where it has none."""
+    usual = partial(Stack, settings=SETTINGS)
+    system: Callable[[Path], Stack] = getattr(request.module, "system", usual)
+    async with system(tmp_path_factory.mktemp("stack")) as running:
         yield running
 
 

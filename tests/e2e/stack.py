@@ -23,10 +23,24 @@ class Stack(stack.Stack):
 
 
 def patient(envoy_file: str) -> str:
-    """The same, with four seconds for a connection, a message to the router and its health."""
-    return re.sub(
-        r"(\b(?:connect|message)_timeout: )[\d.]+s|( timeout: )0\.5s", r"\1\g<2>4s", envoy_file
-    )
+    """The same, with four seconds for a message to the router and its health, and half a minute
+    for a connection: of many that come at once, the kernel drops some and has them try again."""
+    text = re.sub(r"(\bmessage_timeout: )[\d.]+s|( timeout: )0\.5s", r"\1\g<2>4s", envoy_file)
+    return re.sub(r"(\bconnect_timeout: )[\d.]+s", r"\g<1>30s", text)
+
+
+def manager_of(bootstrap: Mapping[str, Any]) -> dict[str, Any]:
+    """What its only listener does with HTTP."""
+    (listener,) = bootstrap["static_resources"]["listeners"]
+    manager: dict[str, Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    return manager
+
+
+def ext_proc_of(bootstrap: Mapping[str, Any]) -> dict[str, Any]:
+    """How it asks the router."""
+    filters = {one["name"]: one["typed_config"] for one in manager_of(bootstrap)["http_filters"]}
+    settings: dict[str, Any] = filters["envoy.filters.http.ext_proc"]
+    return settings
 
 
 class XdsStack(Stack):

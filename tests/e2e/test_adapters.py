@@ -1,11 +1,10 @@
 """LoRA adapters: a request goes where its adapter is, unless waiting there takes longer."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
@@ -29,10 +28,8 @@ FLAGS = (
 REPLICAS = [SimulatedReplica(name, "llama-8b-h100", FLAGS) for name in ("one", "another")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("adapters"), REPLICAS) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, REPLICAS)
 
 
 async def ask(client: Client, model: str, tokens: int = 8) -> dict[str, Any]:
@@ -72,7 +69,7 @@ async def test_each_adapter_keeps_to_its_replica_and_the_load_elsewhere_is_known
             assert decision["replica_name"] == where[name]
             assert decision["outcome"]["status"] == 200
             (elsewhere,) = [s for one, s in terms(decision).items() if one != where[name]]
-            assert elsewhere == pytest.approx(LOAD_S, rel=0.5), "it was 0.1 s before any was seen"
+            assert elsewhere > 0.5 * LOAD_S, "it was 0.1 s before any was seen"
     plain = await ask(client, MODEL)
     assert set(terms(plain).values()) == {0.0}
 
@@ -95,4 +92,7 @@ async def test_a_request_whose_adapter_would_wait_for_another_goes_elsewhere(
     assert decision["replica_name"] == law
     assert terms(decision)[law] == 0.0
     assert terms(decision)[code] > 2 * LOAD_S, "until the long answers have ended"
-    await asyncio.gather(*streams)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.wait(streams)
+    await client.ledger_empty()

@@ -10,7 +10,6 @@ import yaml
 from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
-from tests.waiting import until
 
 pytestmark = pytest.mark.process
 REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-h100"))
@@ -31,12 +30,10 @@ async def test_no_replica_is_left_out_for_it(tmp_path: Path) -> None:
     async with Narrow(tmp_path, REPLICAS) as stack, aiohttp.ClientSession() as session:
         client = Client(stack, session)
         long = asyncio.create_task(client.chat(tokens=2000))
-        await until(lambda: in_flight(client))
+        await client.has_in_flight(1)
         refused = [await client.chat(tokens=1) for _ in range(5)]
         assert [answer.status for answer in refused] == [503] * 5
         assert all(answer.decision["excluded"] == [] for answer in refused)
+        for one in REPLICAS:
+            await client.simulate(one.name, slow=0.01)
         assert (await long).status == 200
-
-
-async def in_flight(client: Client) -> int:
-    return int((await client.fleet())["in_flight"])

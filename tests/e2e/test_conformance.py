@@ -9,18 +9,17 @@ status of resources, which a gateway's controller writes: ``InferencePoolAccepte
 """
 
 import asyncio
-from collections.abc import AsyncIterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import SimulatedReplica
 from extproc.simulator.server import SERVED_BY_HEADER
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, on_ports
+from tests.e2e.stack import Stack, manager_of, on_ports
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -45,7 +44,7 @@ class Gateway(Stack):
     def _bootstrap(self) -> str:
         bootstrap = yaml.safe_load(on_ports(self, "endpoint_picker"))
         resources = bootstrap["static_resources"]
-        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+        manager = manager_of(bootstrap)
         manager["http_filters"].insert(0, _subset_hint())
         (cluster,) = (one for one in resources["clusters"] if one["name"] == "replicas")
         second = deepcopy(cluster) | {"name": "second"}
@@ -89,10 +88,8 @@ def _weighted(route: dict[str, Any]) -> dict[str, Any]:
     return {"match": {"prefix": f"{WEIGHTED}/"}, "route": action}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Gateway(tmp_path_factory.mktemp("gateway"), FLEET) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Gateway(directory, FLEET)
 
 
 async def selected(

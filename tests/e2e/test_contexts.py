@@ -1,10 +1,9 @@
 """Replicas of one model with contexts of different lengths: a prompt goes where it fits."""
 
-from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
@@ -19,10 +18,8 @@ REPLICAS = (
 WORDS = "sea " * 10_000
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("contexts"), REPLICAS) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, REPLICAS)
 
 
 @pytest.mark.parametrize(

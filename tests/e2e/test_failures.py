@@ -9,14 +9,16 @@ from math import log2
 import pytest
 
 from extproc.clock import monotonic
+from extproc.demo.stack import MODEL
 from extproc.predict.hardware import PROFILES
-from tests.e2e.client import Answer, Client
+from tests.e2e.client import CHAT, MESSAGES, Answer, Client
 from tests.e2e.stack import Stack
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 
+STEPS = "vllm:iteration_tokens_total_count"
 OUTLIER = "outlier_detection.ejections"
 FAST = PROFILES["llama-8b-h100"].step
 IN_TURN = {"x-extproc-policy": "round_robin"}
@@ -85,28 +87,19 @@ async def test_while_the_router_is_down_a_client_cannot_choose_the_replica(
 ) -> None:
     await stack.kill("router")
     forged = {"x-gateway-destination-endpoint": stack.address("slow-2")}
-    steps = await _steps(stack, client, "slow-2")
+    steps = await client.replica_counts("slow-2", STEPS)
     answers = [await client.chat(headers=forged) for _ in range(12)]
     assert {answer.status for answer in answers} == {200}
-    served = await _steps(stack, client, "slow-2") - steps
-    assert served < 12 * 8
+    assert await client.replica_counts("slow-2", STEPS) - steps < 12 * 8
     await stack.start("router")
     await routed_again(client)
-
-
-async def _steps(stack: Stack, client: Client, name: str) -> float:
-    """Engine steps a replica has made, from its own metrics."""
-    async with client._session.get(f"http://{stack.address(name)}/metrics") as response:
-        page = await response.text()
-    lines = (line for line in page.splitlines() if "iteration_tokens_total_count" in line)
-    return float(next(lines).rsplit(" ", 1)[1])
 
 
 async def test_while_the_router_is_down_a_replica_that_fails_is_left_out(
     client: Client, stack: Stack
 ) -> None:
-    async def count(name: str) -> float:
-        return await _count(stack, client, name)
+    async def count(name: str) -> int:
+        return await client.envoy_counts(f"^cluster.replicas.{name}$")
 
     async def untouched() -> bool:
         """Whether ten requests leave it alone, if it was left out all that time."""
@@ -133,11 +126,11 @@ async def test_bodies_on_their_way_to_a_router_that_dies_are_served(
 ) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 500_000}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look."}, image]}]
-    opened = "http.openai.ext_proc.streams_started"
-    before = await _figure(stack, client, opened)
+    opened = "^http.openai.ext_proc.streams_started$"
+    before = await client.envoy_counts(opened)
 
     async def under_way() -> bool:
-        return await _figure(stack, client, opened) > before
+        return await client.envoy_counts(opened) > before
 
     requests = asyncio.gather(*(client.chat(messages=messages) for _ in range(64)))
     await until(under_way)
@@ -147,27 +140,15 @@ async def test_bodies_on_their_way_to_a_router_that_dies_are_served(
     await routed_again(client)
 
 
-async def _count(stack: Stack, client: Client, name: str) -> float:
-    """A figure of the replicas' cluster."""
-    return await _figure(stack, client, f"cluster.replicas.{name}")
-
-
-async def _figure(stack: Stack, client: Client, name: str) -> float:
-    """From Envoy."""
-    url = f"{stack.envoy_admin}/stats?filter=^{name}$"
-    async with client._session.get(url) as response:
-        return float((await response.text()).rpartition(" ")[2] or 0)
-
-
 async def test_a_hung_router_is_passed_by(client: Client, stack: Stack) -> None:
-    async with traffic(client, per_second=10) as answers:
-        await more(answers, 3)
-        stack.process("router").signal(signal.SIGSTOP)
-        await more(answers, 10)
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 5}
+    stack.process("router").signal(signal.SIGSTOP)
+    try:
+        answers = await asyncio.gather(*(client.send("POST", CHAT, body) for _ in range(10)))
+    finally:
         stack.process("router").signal(signal.SIGCONT)
-        await more(answers, 5)
-        await routed_again(client)
     assert {answer.status for answer in answers} == {200}
+    await routed_again(client)
     await client.ledger_empty()
 
 
@@ -230,11 +211,7 @@ async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast
 
 async def test_sigterm_lets_open_streams_end(client: Client, stack: Stack) -> None:
     long = asyncio.create_task(client.chat(tokens=150, stream=True))
-
-    async def running() -> bool:
-        return bool((await client.fleet())["in_flight"] == 1)
-
-    await until(running)
+    await client.has_in_flight(1)
     await stack.stop("router")
     answer = await long
     assert answer.status == 200

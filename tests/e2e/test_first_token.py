@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
@@ -19,10 +18,8 @@ REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 PROMPT_TOKENS = 30_000
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("first"), REPLICA, READ) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, REPLICA, READ)
 
 
 async def opened(client: Client, name: str) -> aiohttp.ClientResponse:
@@ -58,5 +55,5 @@ async def test_the_first_token_of_a_responses_stream_comes_with_its_text(client:
     body = {"model": MODEL, "input": "word" * 20_000, "max_output_tokens": 2, "stream": True}
     answer = await client.request("POST", "/v1/responses", body)
     outcome = answer.decision["outcome"]
-    # A prefill of 20,000 tokens takes seconds on this card, two tokens a twentieth of one.
-    assert outcome["ttft_s"] > 0.8 * outcome["completion_s"]
+    # A prefill of 20,000 tokens takes five seconds on this card, two tokens a twentieth of one.
+    assert outcome["ttft_s"] > 0.5 * outcome["completion_s"]

@@ -81,12 +81,7 @@ async def test_a_pod_that_is_deleted_ends_its_streams_and_gets_nothing_new(
 ) -> None:
     tokens = 1000
     streaming = asyncio.create_task(client.chat(tokens=tokens, headers=IN_TURN, stream=True))
-
-    async def placed() -> bool:
-        return any(one["in_flight"] for one in (await client.fleet())["replicas"])
-
-    await until(placed)
-    busy = next(one["name"] for one in (await client.fleet())["replicas"] if one["in_flight"])
+    busy = await client.busy()
 
     async def draining() -> bool:
         return bool((await client.replica(busy))["draining"])

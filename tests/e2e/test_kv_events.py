@@ -1,8 +1,8 @@
 """Replicas that tell of their KV blocks: what is expected to be cached is what they report."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -30,13 +30,10 @@ def telling(name: str) -> SimulatedReplica:
     return SimulatedReplica(name, "llama-8b-h100", arguments, kv_events_ports=ports)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    directory = tmp_path_factory.mktemp("kv-events")
+def system(directory: Path) -> Stack:
     replicas = [telling("one"), telling("two")]
     settings = {**SETTINGS, "poll": {"interval_s": 0.05}}
-    async with Stack(directory, replicas=replicas, settings=settings) as running:
-        yield running
+    return Stack(directory, replicas=replicas, settings=settings)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -60,7 +57,7 @@ async def news(client: Client) -> list[int]:
 
 
 async def heard(client: Client, before: list[int]) -> None:
-    """Returns when there is news of a request's blocks, and no more comes."""
+    """Returns when there is news of a request's blocks, and none more with the next polls."""
 
     async def some() -> bool:
         return await news(client) != before
@@ -69,7 +66,22 @@ async def heard(client: Client, before: list[int]) -> None:
     now: list[int] = []
     while now != (before := await news(client)):
         now = before
-        await asyncio.sleep(0.3)
+        for _ in range(3):
+            await polled(client)
+
+
+async def polled(client: Client) -> None:
+    """Returns when each replica was polled again."""
+
+    async def scraped() -> list[float]:
+        return [one["scraped_at"] for one in (await client.fleet())["replicas"]]
+
+    since = await scraped()
+
+    async def again() -> bool:
+        return all(now > then for now, then in zip(await scraped(), since, strict=True))
+
+    await until(again)
 
 
 async def begin(client: Client, ids: list[int]) -> tuple[Any, Any, list[int]]:

@@ -21,12 +21,7 @@ async def replicas(stack: Stack, *arguments: str) -> int:
 
 async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> None:
     long = asyncio.create_task(client.chat(tokens=150, headers={"x-extproc-policy": "round_robin"}))
-
-    async def placed() -> bool:
-        return any(one["in_flight"] for one in (await client.fleet())["replicas"])
-
-    await until(placed)
-    busy = next(one["name"] for one in (await client.fleet())["replicas"] if one["in_flight"])
+    busy = await client.busy()
     async with traffic(client) as answers:
         await more(answers, 5)
         assert await replicas(stack, "drain", busy, "--wait", "60") == 0

@@ -1,11 +1,10 @@
 """Replicas of different models in one pool."""
 
 import json
-from collections.abc import AsyncIterator
+from pathlib import Path
 
 import openai
 import pytest
-import pytest_asyncio
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
@@ -20,11 +19,8 @@ REPLICAS = (
 )
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    directory = tmp_path_factory.mktemp("models")
-    async with Stack(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}}) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})
 
 
 async def test_a_model_whose_replicas_are_down_is_said_to_be_and_not_to_be_unknown(

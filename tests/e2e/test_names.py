@@ -1,6 +1,5 @@
 """Clients ask for one name, replicas serve the model under others."""
 
-import asyncio
 import io
 import json
 from collections.abc import AsyncIterator
@@ -13,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from extproc.demo.stack import SimulatedReplica
-from tests.e2e.client import CHAT, MESSAGES, Answer, Client
+from tests.e2e.client import MESSAGES, Answer, Client
 from tests.e2e.stack import Stack, on_ports
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -137,19 +136,6 @@ async def test_all_else_of_a_body_arrives_as_it_was_sent(client: Client, chunked
         assert answer.status == 200, answer.body[:300]
         counts.append(json.loads(answer.body)["usage"]["prompt_tokens"])
     assert len(set(counts)) == 1
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-async def test_curl_works(stack: Named, streamed: bool) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 3, "stream": streamed, "model": "llama"}
-    curl = await asyncio.create_subprocess_exec(
-        "curl", "-sSN", "--fail-with-body", stack.url + CHAT, "-d", json.dumps(body),
-        "-H", "content-type: application/json",
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    output, _ = await curl.communicate()
-    assert curl.returncode == 0, output
-    assert b"[DONE]" in output if streamed else json.loads(output)["usage"]
 
 
 async def test_a_retry_does_not_get_to_a_replica_with_another_name(client: Client) -> None:

@@ -1,10 +1,9 @@
 """Headers that say what a request aims for reach the router through Envoy, where it tells them."""
 
 import json
-from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.check.judge import check_envoy
@@ -13,7 +12,7 @@ from extproc.demo.stack import SimulatedReplica
 from extproc.envoy.finding import Level
 from extproc.request.objective import FAIRNESS_ID, OBJECTIVE, TARGETS
 from tests.e2e.client import Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, ext_proc_of
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -38,11 +37,8 @@ class Told(Stack):
     def _bootstrap(self) -> str:
         bootstrap = yaml.safe_load(super()._bootstrap())
         assert self.missing(bootstrap) == {"named_headers_are_told"}
-        (listener,) = bootstrap["static_resources"]["listeners"]
-        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-        (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
         told = [f"request.headers['{name}']" for name in ALL]
-        ext_proc["typed_config"]["request_attributes"] += told
+        ext_proc_of(bootstrap)["request_attributes"] += told
         assert not self.missing(bootstrap)
         return yaml.safe_dump(bootstrap)
 
@@ -52,10 +48,8 @@ class Told(Stack):
         return {one.rule for one in check_envoy(bootstrap, CONFIG) if one.level is Level.ERROR}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Told(tmp_path_factory.mktemp("objectives"), REPLICAS, SETTINGS) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Told(directory, REPLICAS, SETTINGS)
 
 
 @pytest.mark.parametrize("header", OBJECTIVE)

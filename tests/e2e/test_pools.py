@@ -1,17 +1,16 @@
 """Several pools in one deployment: by model within one, and by what Envoy's routes say."""
 
 import json
-from collections.abc import AsyncIterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, manager_of
 from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
@@ -47,8 +46,7 @@ class Pools(Stack):
         other["load_assignment"] |= {"endpoints": [{"lb_endpoints": members[2:]}]}
         cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": members[:2]}]
         resources["clusters"].append(other)
-        manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-        hosts = manager["route_config"]["virtual_hosts"]
+        hosts = manager_of(bootstrap)["route_config"]["virtual_hosts"]
         hosts += [_host(hosts[0], "second", "second"), _host(hosts[0], "lost", "second")]
         hosts[0]["routes"].insert(0, _by_prefix(hosts[1]))
         file.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
@@ -72,10 +70,8 @@ def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
     return {"match": {"prefix": "/batch/"}, "route": route, "typed_per_filter_config": metadata}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Pools(tmp_path_factory.mktemp("pools"), FLEET) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Pools(directory, FLEET)
 
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])

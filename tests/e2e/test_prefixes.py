@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from operator import itemgetter
+from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
@@ -27,11 +26,8 @@ UNIT = 64
 """Tokens."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    directory = tmp_path_factory.mktemp("prefixes")
-    async with Stack(directory, replicas=REPLICAS, settings=SETTINGS) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, replicas=REPLICAS, settings=SETTINGS)
 
 
 Messages = list[dict[str, str]]

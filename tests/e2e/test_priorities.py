@@ -45,9 +45,7 @@ class Behind(Stack):
         return re.sub(r"( *)- request\.path\n", told, whole)
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["envoy", "cluster_header", "endpoint_picker"]
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Behind]:
@@ -61,46 +59,61 @@ async def ask(client: Client, objective: str, tokens: int, **fields: object) -> 
     message = {"role": "user", "content": name}
     headers = {"x-request-id": name, "x-simulate-output-tokens": str(tokens)}
     headers |= {OBJECTIVE: objective, "x-vllm-priority": "-1000"}
-    async with client._session.post(
-        client._stack.url + CHAT,
-        json={"model": MODEL, "messages": [message], "max_tokens": tokens} | fields,
-        headers=headers,
-    ) as response:
-        await response.read()
-        assert response.status == 200
-        return name
+    body = {"model": MODEL, "messages": [message], "max_tokens": tokens} | fields
+    assert (await client.send("POST", CHAT, body, headers)).status == 200
+    return name
 
 
-async def test_who_goes_by_priority_is_found_out_and_urgent_requests_go_first_there(
-    client: Client,
-) -> None:
+async def told(client: Client, field: str) -> dict[str, bool]:
+    """Of each replica what the router knows."""
+    return {one["name"]: one[field] for one in (await client.fleet())["replicas"]}
+
+
+@pytest.mark.parametrize("stack", ["envoy"], indirect=True)
+async def test_who_goes_by_priority_is_found_out(client: Client) -> None:
     async def found() -> bool:
-        replicas = (await client.fleet())["replicas"]
-        return any(one["by_priority"] for one in replicas)
+        return any((await told(client, "by_priority")).values())
 
     await until(found)
-    replicas = (await client.fleet())["replicas"]
-    assert {one["name"]: one["by_priority"] for one in replicas} == {"one": True, "two": False}
+    assert await told(client, "by_priority") == {"one": True, "two": False}
 
-    # Both are busy for long, and of those behind each is an order of its own.
+
+@pytest.mark.parametrize("stack", ["envoy", "cluster_header", "endpoint_picker"], indirect=True)
+async def test_urgent_requests_go_first_where_priorities_count(client: Client) -> None:
+    async def taken() -> bool:
+        return all((await told(client, "takes_priority")).values())
+
+    await until(taken)
+    # Both are busy all the while, and of those behind each is an order of its own.
     ended: list[str] = []
 
     async def noted(objective: str, **fields: object) -> None:
         ended.append(await ask(client, objective, 40, **fields))
 
-    busy = [asyncio.create_task(ask(client, "batch", 400)) for _ in REPLICAS]
+    async def come(count: int, objective: str, **fields: object) -> None:
+        tasks.extend(asyncio.create_task(noted(objective, **fields)) for _ in range(count))
+        await until(lambda: at_replicas(client, len(tasks)))
 
-    async def running(requests: int) -> bool:
-        return int((await client.fleet())["in_flight"]) == requests
-
-    await until(lambda: running(2))
-    lower = [asyncio.create_task(noted("batch", priority=-1000)) for _ in range(12)]
-    await until(lambda: running(14))
-    higher = [asyncio.create_task(noted("urgent", priority=1000)) for _ in range(4)]
-    await asyncio.gather(*busy, *lower, *higher)
+    tasks: list[asyncio.Task[None]] = []
+    for one in REPLICAS:
+        await client.simulate(one.name, slow=100.0)
+    await come(len(REPLICAS), "busy")
+    await come(12, "batch", priority=-1000)
+    await come(4, "urgent", priority=1000)
+    for one in REPLICAS:
+        await client.simulate(one.name, slow=1.0)
+    await asyncio.gather(*tasks)
     served: dict[str, list[str]] = {name: [] for name in POLICIES}
     for name in ended:
         (record,) = await client.decisions(name)
         served[record["replica_name"]].append(name.partition("-")[0])
     batch, urgent = ["batch"] * 6, ["urgent"] * 2
-    assert served == {"one": urgent + batch, "two": batch + urgent}, "whatever clients said"
+    order = {"one": urgent + batch, "two": batch + urgent}
+    assert served == {name: ["busy", *then] for name, then in order.items()}, (
+        "whatever clients said"
+    )
+
+
+async def at_replicas(client: Client, count: int) -> bool:
+    """Whether that many requests have come to replicas and are not answered."""
+    return sum([await client.load(one.name) for one in REPLICAS]) == count

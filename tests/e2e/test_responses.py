@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
@@ -25,11 +24,8 @@ TIMES = 6
 """By chance it is the right one of four replicas so often in one of 4,096 cases."""
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    directory = tmp_path_factory.mktemp("responses")
-    async with Stack(directory, REPLICAS, SETTINGS, routers=2) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, REPLICAS, SETTINGS, routers=2)
 
 
 async def respond(client: Client, tokens: int = 8, **fields: Any) -> Answer:

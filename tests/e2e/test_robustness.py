@@ -103,11 +103,9 @@ async def upload(session: aiohttp.ClientSession, port: int, half_sent: asyncio.B
         return response.status
 
 
-async def in_envoy(stack: Doubled) -> int:
+async def in_envoy(client: Client) -> int:
     """Requests that Envoy has, whether or not the router knows of them yet."""
-    url = f"{stack.envoy_admin}/stats?filter=^http.openai.downstream_rq_active$"
-    async with aiohttp.ClientSession() as session, session.get(url) as response:
-        return int((await response.text()).rpartition(" ")[2])
+    return await client.envoy_counts("^http.openai.downstream_rq_active$")
 
 
 @pytest.mark.parametrize("door", ["alone", "envoy"])
@@ -118,7 +116,7 @@ async def test_a_thousand_uploads_at_once_in_small_chunks(
     uploads: list[asyncio.Future[int]] = []
 
     async def all_open() -> bool:
-        return await in_envoy(stack) == len(uploads)
+        return await in_envoy(client) == len(uploads)
 
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True)
@@ -177,15 +175,6 @@ PHASES = {
 }
 
 
-async def taken(client: Client, count: int) -> None:
-    """Returns when the router has so many requests in its ledger."""
-
-    async def so() -> bool:
-        return bool((await client.fleet())["in_flight"] == count)
-
-    await until(so)
-
-
 @pytest.mark.parametrize("phase", PHASES)
 async def test_clients_that_close_over_http_1(stack: Doubled, client: Client, phase: str) -> None:
     async with AsyncExitStack() as closing:
@@ -197,7 +186,7 @@ async def test_clients_that_close_over_http_1(stack: Doubled, client: Client, ph
             if phase == "reading":
                 await reader.readuntil(b"data:")
         if phase == "waiting":
-            await taken(client, 10)
+            await client.has_in_flight(10)
 
 
 async def closed(writer: asyncio.StreamWriter) -> None:
@@ -221,7 +210,7 @@ async def test_clients_that_close_over_http_2(stack: Doubled, client: Client, ph
     if phase == "within the body":
 
         async def asked() -> bool:
-            return await in_envoy(stack) == 1
+            return await in_envoy(client) == 1
 
         await until(asked)
     else:
@@ -229,6 +218,6 @@ async def test_clients_that_close_over_http_2(stack: Doubled, client: Client, ph
         if phase == "reading":
             await process.stdout.readuntil(b"data:")
         else:
-            await taken(client, 1)
+            await client.has_in_flight(1)
     process.kill()
     await process.communicate()

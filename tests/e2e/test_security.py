@@ -2,18 +2,16 @@
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import SimulatedReplica
 from tests.certificates import Authority
 from tests.e2e.client import Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, manager_of
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -49,9 +47,7 @@ class Secured(Stack):
         resources = bootstrap["static_resources"]
         (router,) = (one for one in resources["clusters"] if one["name"] == "router")
         router |= documented(self.files)
-        (listener,) = resources["listeners"]
-        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
-        manager["max_request_headers_kb"] = 96
+        manager_of(bootstrap)["max_request_headers_kb"] = 96
         return yaml.safe_dump(bootstrap, sort_keys=False)
 
 
@@ -65,10 +61,8 @@ ROUTED = 'extproc_requests_total{result="routed"}'
 OVERLOAD = 'extproc_requests_total{result="overload"}'
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Secured]:
-    async with Secured(tmp_path_factory.mktemp("secured")) as running:
-        yield running  # health checks over TLS have found both workers
+def system(directory: Path) -> Secured:
+    return Secured(directory)
 
 
 async def test_requests_are_routed_over_mutual_tls(client: Client, stack: Secured) -> None:

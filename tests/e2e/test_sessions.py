@@ -1,15 +1,14 @@
 """Sessions stay with one replica, whichever router is asked."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-import pytest_asyncio
 import yaml
 
 from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Stack, ext_proc_of
 from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
@@ -34,19 +33,13 @@ class Told(Stack):
 
     def _bootstrap(self) -> str:
         bootstrap = yaml.safe_load(super()._bootstrap())
-        (listener,) = bootstrap["static_resources"]["listeners"]
-        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-        (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
         told = ["request.headers['x-session-id']", "request.headers['cookie']"]
-        ext_proc["typed_config"]["request_attributes"] += told
+        ext_proc_of(bootstrap)["request_attributes"] += told
         return yaml.safe_dump(bootstrap)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    directory = tmp_path_factory.mktemp("sessions")
-    async with Told(directory, REPLICAS, SETTINGS, routers=2) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Told(directory, REPLICAS, SETTINGS, routers=2)
 
 
 def server_of(answer: Answer) -> str:

@@ -1,9 +1,8 @@
 """Of two routers one is stopped, as at every upgrade."""
 
-from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-import pytest_asyncio
 
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
@@ -13,17 +12,13 @@ from tests.e2e.test_failures import more, traffic
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("two"), settings=SETTINGS, routers=2) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, settings=SETTINGS, routers=2)
 
 
-async def _without_router(stack: Stack, client: Client) -> int:
+async def without_router(client: Client) -> int:
     """Requests that Envoy went on with though it had asked a router."""
-    url = f"{stack.envoy_admin}/stats?filter=ext_proc.failure_mode_allowed"
-    async with client._session.get(url) as response:
-        return sum(int(line.rpartition(" ")[2]) for line in (await response.text()).splitlines())
+    return await client.envoy_counts("ext_proc.failure_mode_allowed")
 
 
 async def test_a_router_that_stops_routes_until_envoy_has_left_it_out(
@@ -31,9 +26,9 @@ async def test_a_router_that_stops_routes_until_envoy_has_left_it_out(
 ) -> None:
     async with traffic(client, per_second=60) as answers:
         await more(answers, 20)
-        before = await _without_router(stack, client)
+        before = await without_router(client)
         await stack.stop("router-2")
         await more(answers, 60)
-        assert await _without_router(stack, client) == before
+        assert await without_router(client) == before
     assert {answer.status for answer in answers} == {200}
     assert stack.process("router-2").returncode == 0

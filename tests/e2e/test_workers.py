@@ -2,12 +2,11 @@
 
 import os
 import signal
-from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 
 import aiohttp
 import pytest
-import pytest_asyncio
 
 from tests.children import worker_pid
 from tests.e2e.client import Client
@@ -20,10 +19,8 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 WORKERS = 4
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    async with Stack(tmp_path_factory.mktemp("stack"), workers=WORKERS) as running:
-        yield running
+def system(directory: Path) -> Stack:
+    return Stack(directory, workers=WORKERS)
 
 
 async def shares(stack: Stack, client: Client) -> list[float]:

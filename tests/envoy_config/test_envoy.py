@@ -27,6 +27,7 @@ from yarl import URL
 from extproc.address import split_address
 from extproc.demo.envoy_config import render
 from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
+from tests.e2e.stack import ext_proc_of, manager_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -48,20 +49,6 @@ async def validate(config: Path) -> str:
 
 async def test_the_whole_file_is_valid_and_names_nothing_deprecated() -> None:
     assert "eprecated" not in await validate(ENVOY / "envoy.yaml")
-
-
-async def test_the_file_rendered_for_loopback_is_valid(tmp_path: Path) -> None:
-    config = tmp_path / "envoy.yaml"
-    config.write_text(
-        render(
-            listen_port=8080,
-            admin_port=9901,
-            router_ports=[50051, 50052],
-            replica_addresses=["127.0.0.1:8001", "[::1]:8002"],
-        ),
-        encoding="utf-8",
-    )
-    await validate(config)
 
 
 async def test_the_fragment_merged_as_it_says_is_valid(tmp_path: Path) -> None:
@@ -227,10 +214,7 @@ async def envoy(
         replica_addresses=replicas,
     )
     tree = yaml.safe_load(config)
-    (listener,) = tree["static_resources"]["listeners"]
-    filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
-    (ext_proc,) = (one for one in filters if one["name"] == "envoy.filters.http.ext_proc")
-    ext_proc["typed_config"]["message_timeout"] = "30s"  # a busy machine is not what is tested
+    ext_proc_of(tree)["message_timeout"] = "30s"  # a busy machine is not what is tested
     change(tree)
     async with running(directory, yaml.safe_dump(tree), admin):
         yield f"http://127.0.0.1:{port}"
@@ -356,8 +340,7 @@ async def test_of_many_responses_a_hundred_a_second_are_told(
     tmp_path: Path,
 ) -> None:
     def two(tree: dict[str, Any]) -> None:
-        (listener,) = tree["static_resources"]["listeners"]
-        limit, *_ = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        limit, *_ = manager_of(tree)["http_filters"]
         bucket = limit["typed_config"]["token_bucket"]
         assert bucket["tokens_per_fill"] / float(bucket["fill_interval"].removesuffix("s")) == 100
         bucket |= {"max_tokens": 2, "tokens_per_fill": 1, "fill_interval": "3600s"}
@@ -489,53 +472,22 @@ async def test_a_choice_that_is_no_member_is_passed_over(tmp_path: Path) -> None
         assert (await post(url))["name"] == "b"
 
 
-async def test_without_a_router_every_request_is_served_and_no_client_chooses(
-    tmp_path: Path, refusing: int
+@pytest.mark.parametrize("case", ["no router", "no router behind the fragment", "no choice"])
+async def test_a_client_cannot_choose_where_the_router_does_not(
+    tmp_path: Path, refusing: int, case: str
 ) -> None:
     dead = f"127.0.0.1:{refusing}"
     async with (
         replica("a") as a,
         replica("b") as b,
-        envoy(tmp_path, [refusing], [a, b, dead]) as url,
-    ):
-        forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
-    assert {answer["name"] for answer in forged} == {"a", "b"}
-    assert {answer["header"] for answer in forged} == {None}
-
-
-async def test_the_fragment_too_lets_no_client_choose_without_a_router(
-    tmp_path: Path, refusing: int
-) -> None:
-    async with (
-        replica("a") as a,
-        replica("b") as b,
-        envoy_of_the_fragment(tmp_path, refusing, [a, b]) as url,
-    ):
-        forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
-    assert {answer["name"] for answer in forged} == {"a", "b"}
-    assert {answer["header"] for answer in forged} == {None}
-
-
-async def test_a_client_cannot_choose_when_the_router_makes_no_choice(tmp_path: Path) -> None:
-    async with (
-        replica("a") as a,
-        replica("b") as b,
         serve(Chooser()) as port,
-        envoy(tmp_path, [port], [a, b]) as url,
+        envoy_of_the_fragment(tmp_path, refusing, [a, b])
+        if "fragment" in case
+        else envoy(tmp_path, [port if case == "no choice" else refusing], [a, b, dead]) as url,
     ):
         forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
     assert {answer["name"] for answer in forged} == {"a", "b"}
     assert {answer["header"] for answer in forged} == {None}
-
-
-async def test_a_body_of_40_mb_passes(tmp_path: Path) -> None:
-    body = b"x" * 40 * 2**20
-    async with (
-        replica("a") as a,
-        serve(Chooser()) as port,
-        envoy(tmp_path, [port], [a]) as url,
-    ):
-        assert (await post(url, body=body))["bytes"] == len(body)
 
 
 async def test_a_callers_request_id_is_kept_and_told(tmp_path: Path, refusing: int) -> None:

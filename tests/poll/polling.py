@@ -18,19 +18,18 @@ from tests.conftest import RedisServer
 from tests.poll.replica import Replica
 from tests.waiting import PATIENCE_S
 
-PATIENT = {"timeout_s": 1.5, "ttl_s": 100}
-"""Waits for an answer as long as can be."""
-
 
 def config(
     redis: RedisServer, *replicas: Replica, poll: Mapping[str, float] | None = None, **more: Any
 ) -> Config:
-    quick = {"interval_s": 0.02, "timeout_s": 0.3, "backoff_max_s": 0.05, "resolve_s": 0.05}
+    """Polls often, and waits for an answer as long as can be."""
+    quick = {"interval_s": 0.02, "backoff_max_s": 0.05, "resolve_s": 0.05}
+    patient = {"timeout_s": 1.5, "ttl_s": 100}
     return Config.model_validate(
         {
             "replicas": [replica.id for replica in replicas],
             "redis": {"url": redis.url},
-            "poll": {**quick, **(poll or {}), "admin": f"127.0.0.1:{free_port()}"},
+            "poll": {**quick, **patient, **(poll or {}), "admin": f"127.0.0.1:{free_port()}"},
             **more,
         }
     )

@@ -465,7 +465,7 @@ async def test_a_pod_that_is_about_to_end_is_told_of_at_once(
         ports = [("http", replica.port)]
         api.put(endpoint_slice(endpoint("127.0.0.1", "vllm-0"), ports=ports))
         source = {"kubernetes": {"service": "vllm", "port": "http"}}
-        settings = config(redis_server, replicas=[source], poll={"timeout_s": 1.5, "ttl_s": 100})
+        settings = config(redis_server, replicas=[source])
         async with watching(settings) as seen:
             await seen.replica(replica, healthy)
             replica.answers["/metrics"] = hang  # no scrape ends from now on

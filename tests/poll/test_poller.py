@@ -24,8 +24,8 @@ from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
 from extproc.store.replicas import Put, StateReader, StateWriter
-from tests.conftest import Logged, RedisServer
-from tests.poll.polling import PATIENT, config, healthy, polling, unhealthy, watching
+from tests.conftest import Logged, RedisServer, wait_for_redis
+from tests.poll.polling import config, healthy, polling, unhealthy, watching
 from tests.poll.replica import (
     Handler,
     Replica,
@@ -141,7 +141,7 @@ async def test_a_poller_knows_whether_the_one_before_it_read_the_list(
     ("path", "answer", "problem"),
     [
         ("/health", text("", 503), "/health answered 503"),
-        ("/metrics", hang, "/metrics did not answer in full in 0.9 s"),
+        ("/metrics", hang, "/metrics did not answer in full in 4.5 s"),
     ],
 )
 async def test_a_sick_replica_is_told_of_and_comes_back(
@@ -173,11 +173,11 @@ async def test_a_replica_whose_answers_are_late_stays_in(redis_server: RedisServ
         settings = config(redis_server, replica)
         async with watching(settings) as seen:
             await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
-            for running in (7, 8, 9):  # three in a row, and each counts when it comes
+            for running in (7, 8):  # one after the other, and each counts when it comes
                 replica.answers["/metrics"] = late(settings.poll.timeout_s, page(running=running))
                 await seen.replica(replica, partial(runs, running))
             assert all(state.healthy for state in seen.history)
-            assert all(state.models == ("tiny", "adapter") for state in seen.history[-3:])
+            assert all(state.models == ("tiny", "adapter") for state in seen.history[-2:])
             assert replica.asked.count("/v1/models") == 1
             async with (
                 aiohttp.ClientSession() as session,
@@ -192,7 +192,7 @@ async def test_how_long_a_replica_answers_nothing_is_told_meanwhile(
     redis_server: RedisServer,
 ) -> None:
     async with serving() as replica:
-        settings = config(redis_server, replica, poll=PATIENT)
+        settings = config(redis_server, replica)
         async with watching(settings) as seen:
             await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
             replica.answers |= {"/metrics": hang, "/health": hang}
@@ -322,7 +322,7 @@ async def test_an_answer_of_the_process_before_is_not_taken_for_the_new_ones(
             return await old(request)
 
         replica.answers["/v1/models"] = late
-        async with watching(config(redis_server, replica, poll=PATIENT)) as seen:
+        async with watching(config(redis_server, replica)) as seen:
             await asked.wait()
             replica.answers |= {
                 "/v1/models": models("large", max_model_len=131_072),
@@ -345,7 +345,7 @@ async def test_slow_models_hold_back_no_figures(redis_server: RedisServer) -> No
             return await listed(request)
 
         replica.answers["/v1/models"] = slow
-        async with watching(config(redis_server, replica, poll=PATIENT)) as seen:
+        async with watching(config(redis_server, replica)) as seen:
             await seen.replica(replica, healthy)
             replica.answers["/metrics"] = text(page(steps=101))
             state = await seen.replica(replica, lambda state: state.steps == 101)
@@ -433,8 +433,9 @@ async def test_redis_restarts_empty(redis_server: RedisServer, logged: Logged) -
 
 
 async def test_a_replica_that_leaves_while_redis_hangs(
-    redis_server: RedisServer, tmp_path: Path, logged: Logged
+    redis_server: RedisServer, tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    wait_for_redis(monkeypatch, 1.0)
     file = tmp_path / "replicas.yaml"
     async with serving() as one, serving() as two:
         file.write_text(f"['{one.id}', '{two.id}']")

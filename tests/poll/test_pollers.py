@@ -21,7 +21,7 @@ from extproc.store.connection import connect
 from extproc.store.keys import Keys
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
-from tests.poll.polling import PATIENT, Seen, config, polling, watching
+from tests.poll.polling import Seen, config, polling, watching
 from tests.poll.replica import Handler, Replica, page, serving, text
 from tests.waiting import PATIENCE_S
 
@@ -138,7 +138,7 @@ async def test_a_poller_that_was_stopped_publishes_nothing_it_saw_before(
     redis_server: RedisServer, redis_client: Redis, tmp_path: Path
 ) -> None:
     async with several(2) as replicas:
-        settings = config(redis_server, *replicas, poll=PATIENT)
+        settings = config(redis_server, *replicas)
         asked, stopped = asyncio.Event(), asyncio.Event()
 
         async def late(_: web.Request) -> web.Response:

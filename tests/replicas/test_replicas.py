@@ -276,9 +276,7 @@ async def test_the_list(redis_server: RedisServer, run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "problem"),
     [
-        (["add", "gpu"], 2, "'gpu' is not an address of the form host:port"),
         (["add", "https://gpu:80"], 2, "not an address"),
-        (["add", "10.0.0.1:80", "--profile", "llama-8b-h10"], 2, "llama-8b-h100"),
         (["add", "no-such-host.invalid:80"], 1, "the host 'no-such-host.invalid' does not resolve"),
         (["drain", "10.0.0.1:80"], 1, "'10.0.0.1:80' is not in the pool 'default'"),
         (["remove", "10.0.0.1:80"], 1, "does a poller run?"),

@@ -1,15 +1,13 @@
 from collections.abc import AsyncIterator
 
-import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.server.app import build
-from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from tests.fakes import ManualClock, state
-from tests.server.envoy_side import EnvoySide
+from tests.server.envoy_side import EnvoySide, connected
 
 
 @pytest.fixture
@@ -32,8 +30,5 @@ def services(config: Config) -> Services:
 
 @pytest.fixture
 async def envoy(services: Services) -> AsyncIterator[EnvoySide]:
-    server = GrpcServer(services)
-    port = await server.start("127.0.0.1:0")
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        yield EnvoySide(channel)
-    await server.stop(0)
+    async with connected(services) as side:
+        yield side

@@ -1,12 +1,16 @@
 """The messages Envoy sends, built with envoy-data-plane, over a real gRPC channel."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any
 
 import grpc
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
+from envoy_data_plane.envoy.config.core.v3 import (
+    HeaderValueOptionHeaderAppendAction as Append,
+)
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode as BodyMode,
 )
@@ -21,7 +25,8 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
 from extproc.server.messages import DESTINATION, SUBSET
-from extproc.server.service import SERVICE
+from extproc.server.service import SERVICE, GrpcServer
+from extproc.server.services import Services
 
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50}]}
 
@@ -176,6 +181,18 @@ class EnvoySide:
             call.cancel()
 
 
+@asynccontextmanager
+async def connected(
+    services: Services, pools: Mapping[str, Services] = MappingProxyType({})
+) -> AsyncIterator[EnvoySide]:
+    """Envoy's side of a router that runs until the block ends."""
+    server = GrpcServer(services, pools)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield EnvoySide(channel)
+    await server.stop(0)
+
+
 def destination(reply: ProcessingResponse) -> list[str]:
     """The ``ip:port`` list the reply sends the request to; empty where it names none."""
     headers = reply.request_headers
@@ -186,6 +203,7 @@ def destination(reply: ProcessingResponse) -> list[str]:
     for option in part.response.header_mutation.set_headers:
         assert option.header is not None
         if option.header.key == DESTINATION:
+            assert option.append_action == Append.OVERWRITE_IF_EXISTS_OR_ADD
             return option.header.raw_value.decode().split(",")
     return []
 

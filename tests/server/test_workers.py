@@ -1,5 +1,6 @@
 """Worker processes and their supervisor, as they are seen from outside."""
 
+import asyncio
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,9 +18,11 @@ from pydantic import ValidationError
 
 from extproc.config import Config
 from extproc.demo.ports import pick_ports
-from extproc.server.supervisor import Worker
+from extproc.server.supervisor import Worker, keep_running
 from tests.children import worker_pid
-from tests.waiting import PATIENCE_S
+from tests.conftest import Logged
+from tests.fakes import ManualClock
+from tests.waiting import PATIENCE_S, until
 
 
 def configured(**serve: object) -> Config:
@@ -126,32 +130,52 @@ def test_workers_serve_under_numbers_of_their_own() -> None:
 
 
 @pytest.mark.process
-def test_a_worker_that_dies_is_started_again_each_time_later() -> None:
+def test_a_worker_that_dies_is_started_again_though_its_port_was_taken_meanwhile() -> None:
     with supervised() as (supervisor, admin):
         other = worker_pid(supervisor.process.pid, 0)
-        waits = []
-        for _ in range(2):
-            os.kill(worker_pid(supervisor.process.pid, 1), signal.SIGKILL)
-            line = supervisor.line("a worker ended and is started again")
-            assert (line["worker"], line["reason"]) == (1, "ended by SIGKILL")
-            waits.append(line["again_in_s"])
-            supervisor.line("router ready")
-            assert "extproc_worker 1.0" in metrics(admin + 1)
-        # 0.1 s and 0.2 s, each cut by up to half
-        assert 0.05 <= waits[0] <= 0.1 <= waits[1] <= 0.2
-        assert worker_pid(supervisor.process.pid, 0) == other
-
-
-@pytest.mark.process
-def test_a_worker_whose_port_was_taken_meanwhile_is_tried_again() -> None:
-    with supervised() as (supervisor, admin):
         os.kill(worker_pid(supervisor.process.pid, 1), signal.SIGKILL)
-        supervisor.line("a worker ended and is started again")
+        line = supervisor.line("a worker ended and is started again")
+        assert (line["worker"], line["reason"]) == (1, "ended by SIGKILL")
         with socket.create_server(("127.0.0.1", admin + 1)):
             line = supervisor.line("a worker ended and is started again")
             assert f"cannot listen on 127.0.0.1:{admin + 1}" in line["reason"]
         supervisor.line("router ready")
         assert "extproc_worker 1.0" in metrics(admin + 1)
+        assert worker_pid(supervisor.process.pid, 0) == other
+
+
+class Mortal(Worker):
+    """Ends when a test says so, and starts at once."""
+
+    def __init__(self) -> None:
+        super().__init__(1, configured(workers=2))
+        self.ends: asyncio.Queue[str] = asyncio.Queue()
+        self.starts = 0
+
+    async def ended(self) -> str:
+        return await self.ends.get()
+
+    async def start(self) -> str:
+        self.starts += 1
+        return ""
+
+
+async def test_one_that_dies_again_and_again_is_started_each_time_later(logged: Logged) -> None:
+    clock, worker = ManualClock(), Mortal()
+    running = asyncio.create_task(keep_running(worker, clock, Random(1)))
+    await asyncio.sleep(0)
+    for times, lived in enumerate((0.0, 5.0, 10.0), start=1):
+        clock.advance(lived)
+        worker.ends.put_nowait("ended by SIGKILL")
+        await until(lambda times=times: worker.starts == times)  # type: ignore[misc]
+    running.cancel()
+    waits = [
+        float(str(line["again_in_s"]))
+        for line in logged.lines("a worker ended and is started again")
+    ]
+    # 0.1 s and 0.2 s, each cut by up to half; and 0.1 s again after it was well for ten seconds
+    expected = ((0.05, 0.1), (0.1, 0.2), (0.05, 0.1))
+    assert all(least <= wait <= most for wait, (least, most) in zip(waits, expected, strict=True))
 
 
 async def test_a_process_that_cannot_be_had_is_a_reason_and_no_end(

@@ -14,6 +14,7 @@ from extproc.demo.processes import free_port
 from extproc.simulator.replica import Replica
 from extproc.simulator.server import start
 from tests.simulator.conftest import SETTINGS
+from tests.waiting import PATIENCE_S
 
 BLOCK = 16
 
@@ -55,13 +56,13 @@ async def told() -> AsyncIterator[Told]:
     runner, port, _ = await start(Replica(settings), "127.0.0.1", 0)
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heard:
         heard.subscribe(b"")
-        heard.rcvtimeo = 5_000
+        heard.rcvtimeo = round(PATIENCE_S * 1000)
         with heard.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED) as connected:
             heard.connect(f"tcp://127.0.0.1:{ports[0]}")
             await connected.recv_multipart()
             heard.disable_monitor()
         with context.socket(zmq.DEALER) as asked:
-            asked.rcvtimeo = 5_000
+            asked.rcvtimeo = round(PATIENCE_S * 1000)
             asked.connect(f"tcp://127.0.0.1:{ports[1]}")
             async with ClientSession(f"http://127.0.0.1:{port}") as client:
                 yield Told(client, heard, asked)

@@ -18,29 +18,6 @@ async def ai(url: str) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-async def test_chat(ai: AsyncOpenAI) -> None:
-    answer = await ai.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=5)
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens <= 5
-    assert answer.choices[0].message.content
-
-
-async def test_chat_streamed(ai: AsyncOpenAI) -> None:
-    stream = await ai.chat.completions.create(
-        model="tiny",
-        messages=MESSAGES,
-        max_tokens=5,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},
-    )
-    chunks = [chunk async for chunk in stream]
-    usage = chunks[-1].usage
-    assert usage is not None
-    assert usage.completion_tokens == 5
-    assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) == 5
-
-
 async def test_completions(ai: AsyncOpenAI) -> None:
     answer = await ai.completions.create(
         model="tiny", prompt=["a", "b"], n=2, extra_body={"ignore_eos": True}

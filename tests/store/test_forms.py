@@ -14,7 +14,6 @@ from redis.exceptions import RedisError
 
 from extproc.demo.processes import free_port
 from extproc.replica_state import ReplicaState
-from extproc.store import connection
 from extproc.store.connection import connect
 from extproc.store.replicas import Put, Snapshot, StateWriter
 from tests.certificates import NEW_KEY, openssl
@@ -82,7 +81,6 @@ async def test_a_unix_socket(tmp_path: Path) -> None:
         await share_through(f"unix://{path}?db=3")
 
 
-@pytest.mark.usefixtures("patient")
 async def test_through_tls(redis_server: RedisServer, certificate: Path, logged: Logged) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
@@ -93,7 +91,6 @@ async def test_through_tls(redis_server: RedisServer, certificate: Path, logged:
     assert "certificate verify failed" in str(line["error"])
 
 
-@pytest.mark.usefixtures("patient")
 async def test_tls_with_a_certificate_of_the_client(
     redis_server: RedisServer, certificate: Path
 ) -> None:
@@ -207,13 +204,6 @@ def sentinel_url(servers: Watched, before: str = "") -> str:
         f"redis+sentinel://{before}{HOST}:{servers.sentinel_port}/{servers.SERVICE}"
         f"?sentinel_username={servers.USER}&sentinel_password={servers.PASSWORD}"
     )
-
-
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process makes both ends of TLS: on a busy machine that takes more than a second."""
-    monkeypatch.setattr(connection, "TIMEOUT_S", 10.0)
-    monkeypatch.setitem(connection._ONCE, "socket_connect_timeout", 10.0)
 
 
 @pytest.fixture

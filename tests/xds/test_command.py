@@ -98,21 +98,15 @@ async def test_an_envoy_file_is_served_and_followed_without_redis(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("content", "problem"),
-    [(None, "No such file"), ("a: b", "it is no bootstrap"), ("{", "not YAML")],
+    [("a: b", "it is no bootstrap"), ("{", "not YAML")],
 )
 async def test_a_file_that_cannot_be_served_ends_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str | None, problem: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], content: str, problem: str
 ) -> None:
     path = tmp_path / "envoy.yaml"
-    if content is not None:
-        path.write_text(content, encoding="utf-8")
+    path.write_text(content, encoding="utf-8")
     argv = ["xds", "--xds.envoy_file", str(path), "--xds.listen", f"127.0.0.1:{free_port()}"]
     assert await asyncio.to_thread(main, argv) == 2
     told = capfd.readouterr().err
     assert str(path) in told
     assert problem in told
-
-
-async def test_without_redis_there_is_no_list_to_serve(capfd: pytest.CaptureFixture[str]) -> None:
-    assert await asyncio.to_thread(main, ["xds", "--state", "memory"]) == 2
-    assert "set it to 'redis'" in capfd.readouterr().err
