@@ -10,8 +10,8 @@ import msgspec
 
 from extproc.observe.record import FORMAT, PATTERN, Line, Refused, Replica, Request, Start
 
-_UNREADABLE = 0.01
-"""Share of the lines that may be: those a crash cut short."""
+_UNREADABLE, _FEW_UNREADABLE = 0.01, 10
+"""Share of the lines that may be, or so many: those a crash or a full disk cut short."""
 
 
 @dataclass(slots=True)
@@ -42,17 +42,19 @@ def read(path: Path, pool: str = "") -> Recorded:
             f"{path} does not exist: name the folder that is record.path of the router"
         )
     files = sorted(path.glob(PATTERN)) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"{path} holds no record: no file there is called {PATTERN}")
     lines: dict[str, list[Line]] = defaultdict(list)
     unreadable = 0
     for file in files:
         found, wrong = _lines_of(file)
         unreadable += wrong
+        if not found:
+            continue  # the disk was full when it was begun
         starts = [line for line in found if isinstance(line, Start)]
         if not starts:
             raise ValueError(f"{file} is no record: it does not begin as one")
         lines[starts[0].pool] += found
+    if not lines:
+        raise ValueError(f"{path} holds no record: no line of a router, or no file {PATTERN}")
     if not pool and len(lines) > 1:
         raise ValueError(f"{path} holds records of several pools, {', '.join(lines)}: say --pool")
     of_pool = lines.get(pool or next(iter(lines)))
@@ -73,7 +75,7 @@ def _lines_of(file: Path) -> tuple[list[Line], int]:
             found.append(msgspec.convert(fields, Line))
         except (msgspec.MsgspecError, UnicodeDecodeError):
             wrong += 1
-    if wrong > max(len(found) * _UNREADABLE, 1):
+    if wrong > max(len(found) * _UNREADABLE, _FEW_UNREADABLE):
         raise ValueError(f"{file} is no record: {wrong} of its lines cannot be read")
     return found, wrong
 

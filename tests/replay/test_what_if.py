@@ -188,9 +188,10 @@ def test_what_cannot_be_is_told(
     ("text", "said"),
     [
         ('{"kind":"start","at":1,"format":0}', "has format 0, and this version reads 1"),
-        ('{"kind":"request"', "is no record"),
-        ("not one\nat all\nnot", "is no record: 3 of its lines cannot be read"),
-        ("", "is no record"),
+        ('{"kind":"request"', "holds no record"),
+        ("not a line\n" * 11, "is no record: 11 of its lines cannot be read"),
+        ('{"kind":"refused","at":1,"why":"full"}', "is no record: it does not begin as one"),
+        ("", "holds no record"),
     ],
 )
 def test_what_is_no_record_is_told(

@@ -1,7 +1,11 @@
 """What a router writes down of its traffic."""
 
 import asyncio
-from contextlib import suppress
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +89,58 @@ def spoil(folder: Path) -> None:
     folder.write_text("a file now")
 
 
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """It has names for files yet, and nothing for what is in them."""
+    really = Path.open
+
+    def to_open(file: Path, mode: str) -> None:
+        really(file, mode).close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", to_open)
+        yield
+
+
+async def many(services: Services) -> None:
+    """As much as a file may hold."""
+    assert services.recorder is not None
+    for number in range(400):
+        services.recorder.ended(chat(number), Outcome(status=200), replica(1), 2.0, 5.0)
+    await written(services)
+
+
+async def test_a_full_disk_costs_no_more_than_what_comes_while_it_is_full(
+    services: Services, folder: Path
+) -> None:
+    for _ in range(20):
+        await many(services)
+    before = size_of(folder)
+    with full_disk():
+        for _ in range(5):
+            await many(services)
+    assert size_of(folder) > before / 2
+    (empty,) = [file for file in files_in(folder) if not file.read_bytes()]
+    assert len(read(folder).requests) > 800
+    await many(services)
+    assert len(read(empty).requests) == 400
+
+
+async def test_a_disk_that_hangs_holds_up_nobody(
+    services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.observe.recorder._LAST_S", 0.05)
+    pipe = folder / "default-50051.jsonl"
+    os.mkfifo(pipe)  # to open it takes until somebody reads
+    await written(services)
+    assert b'"kind":"start"' in await asyncio.to_thread(pipe.read_bytes)
+
+
 async def test_a_request_is_recorded_but_for_its_words(
     services: Services, envoy: EnvoySide, folder: Path
 ) -> None:
@@ -102,6 +158,8 @@ async def test_a_request_is_recorded_but_for_its_words(
     assert request.keys
     assert set(record.replicas) == {replica(1), replica(2)}
     assert CANARY not in text_in(folder)
+    (file,) = files_in(folder)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 async def test_what_is_refused_is_counted(
