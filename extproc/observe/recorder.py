@@ -16,7 +16,7 @@ from extproc.clock import Clock
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.observe.decisions import Outcome
-from extproc.observe.record import FORMAT, Line, Refused, Replica, Request, Start, text_of
+from extproc.observe.record import FORMAT, Line, Refused, Replica, Request, Start, text_of, upper
 from extproc.predict.inputs import FleetView
 from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
@@ -128,8 +128,8 @@ class Recorder:
             completion_target_s=aim.completion_s,
             keys=text_of(prefix.keys),
             unit=prefix.unit,
-            whole=prefix.whole,
-            asked=prefix.asked,
+            whole=upper(prefix.whole),
+            asked=upper(prefix.asked),
             answered=prefix.answered,
         )
         self._add(line)

@@ -187,7 +187,7 @@ def test_what_cannot_be_is_told(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"kind":"start","at":1,"format":0}', "has format 0, and this version reads 1"),
+        ('{"kind":"start","at":1,"format":0}', "has format 0, and this version reads 2"),
         ('{"kind":"request"', "holds no record"),
         ("not a line\n" * 11, "is no record: 11 of its lines cannot be read"),
         ('{"kind":"refused","at":1,"why":"full"}', "is no record: it does not begin as one"),

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.observe.decisions import Outcome
+from extproc.observe.record import keys_of
 from extproc.replay.recorded import Recorded, read
 from extproc.server.app import build
 from extproc.server.services import Services
@@ -220,3 +221,16 @@ def test_a_folder_that_cannot_be_made_is_told_of_at_the_start(tmp_path: Path) ->
     config = Config.model_validate({"record": {"path": str(tmp_path / "file" / "record")}})
     with pytest.raises(OSError, match=r"file/record \(record\.path\): Not a directory"):
         build(config, CollectorRegistry())
+
+
+async def test_of_a_prompts_keys_only_halves_are_recorded(
+    services: Services, envoy: EnvoySide, folder: Path
+) -> None:
+    """From whole ones the sum of a unit's words can be computed."""
+    content = "".join(map(str, range(1000)))
+    await ask(envoy, CHAT | {"messages": [{"role": "user", "content": content}]})
+    (asked,) = (await recorded(services, folder, envoy)).requests
+    keys = keys_of(asked.keys)
+    assert len(set(keys.tolist())) == len(keys) > 8
+    assert max(*keys.tolist(), asked.whole) < 2**32
+    assert len(asked.keys) < 6 * len(keys)
