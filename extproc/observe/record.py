@@ -22,7 +22,8 @@ class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
 
 
 class Start(_Line, frozen=True, tag="start"):
-    """A router began to write, or began another file: what it decides by."""
+    """A router began to write, or began another file: what it decides by. All requests that came
+    from then on are in this file or a later one."""
 
     format: int
     pool: str
@@ -60,6 +61,8 @@ class Request(_Line, frozen=True, tag="request"):
     """Since it was sent; None: not seen."""
     complete: bool = False
     """Whether the end of its answer was seen; else the stream was over, and no more is known."""
+    cut: bool = False
+    """Whether its answer was read, and did not end: the client left."""
     failed: bool = False
     output_tokens: float = 0.0
     """Of each sequence, as reported, or else as steps were counted."""

@@ -68,6 +68,8 @@ class Recorder:
         self._kept = 0
         """Bytes that are not written yet."""
         self._lost = 0
+        self._since = wall()
+        """All that came since then is in the lines that are kept."""
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
         """The last line of each, to begin a file with; when that was, and whether it was healthy
         and drained."""
@@ -87,6 +89,8 @@ class Recorder:
         replica: str,
         seconds: float,
         counted: float,
+        failed: bool = False,
+        cut: bool = False,
     ) -> None:
         """A request has ended there, ``seconds`` after it was sent.
 
@@ -96,8 +100,10 @@ class Recorder:
             replica: that served it.
             seconds: since it was sent.
             counted: tokens of each of its sequences, by the replica's steps.
+            failed: it got no answer, or an error.
+            cut: its answer was read, and did not end.
         """
-        prefix, aim, status = profile.prefix, profile.objective, outcome.status
+        prefix, aim = profile.prefix, profile.objective
         told = outcome.output_tokens
         each = counted if told is None else told / max(profile.sequences, 1)
         line = Request(
@@ -109,7 +115,8 @@ class Recorder:
             waited_s=round(outcome.waited_s, 6),
             ttft_s=None if outcome.ttft_s is None else round(outcome.ttft_s, 6),
             complete=outcome.completion_s is not None,
-            failed=profile.in_background or (status is not None and status >= 400),
+            failed=failed,
+            cut=cut,
             prompt_tokens=outcome.prompt_tokens or profile.prompt_tokens,
             estimated_tokens=profile.prompt_tokens,
             output_tokens=round(each, 1),
@@ -165,11 +172,12 @@ class Recorder:
         if self._lost:
             logger.error("the disk is too slow for the record", extra={"lines_lost": self._lost})
         lines, self._lines, self._lost = self._lines, [], 0
+        since, self._since = self._since, self._wall()
         loop, done = asyncio.get_running_loop(), asyncio.Event()
 
         def write() -> None:
             try:
-                self._write(lines)
+                self._write(lines, since)
             finally:
                 with suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(done.set)
@@ -198,7 +206,7 @@ class Recorder:
 
     # -- files ------------------------------------------------------------------------------
 
-    def _write(self, lines: list[bytes]) -> None:
+    def _write(self, lines: list[bytes], since: float) -> None:
         """Adds to the newest file, or begins another one that can be read without those before."""
         text = b"".join(lines)
         with self._lock:
@@ -206,7 +214,7 @@ class Recorder:
                 if self._size < 0 or self._size + len(text) > self._most:
                     self._rotate()
                     known = [line for line, *_ in self._replicas.copy().values()]
-                    text = b"".join([b"\n", self._start(), *known, text])
+                    text = b"".join([b"\n", self._start(since), *known, text])
                 self._file(0).touch(0o600)
                 with self._file(0).open("ab") as file:
                     file.write(text)
@@ -233,9 +241,9 @@ class Recorder:
         """The newest is number 0."""
         return self._folder / f"{self._name}{f'.{number}' if number else ''}.jsonl"
 
-    def _start(self) -> bytes:
+    def _start(self, at: float) -> bytes:
         config = self._config.model_dump(mode="json", include=_DECIDES)
-        start = Start(at=self._wall(), format=FORMAT, pool=self._config.pool, config=config)
+        start = Start(at=at, format=FORMAT, pool=self._config.pool, config=config)
         return self._encode(start) + b"\n"
 
 

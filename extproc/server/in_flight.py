@@ -127,9 +127,9 @@ class InFlight:
         """It is given up, for its replica hangs."""
         if self._status is None and not self._unseen:
             self._status = self.outcome.status = _LOST
-        self.end()
+        self.end(lost=True)
 
-    def end(self) -> None:
+    def end(self, lost: bool = False) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
         services, outcome = self._services, self.outcome
         profile = self._forecast.profile
@@ -160,7 +160,16 @@ class InFlight:
                 self._forecast, self._served_by, generated, outcome.ttft_s, baseline
             )
         if services.recorder:
-            services.recorder.ended(profile, outcome, self._served_by, seconds, generated.tokens)
+            unseen = self._unseen and self._status is None and not profile.in_background
+            services.recorder.ended(
+                profile,
+                outcome,
+                self._served_by,
+                seconds,
+                generated.tokens,
+                failed=lost or not (well or unseen),
+                cut=self._usage is not None and not self._ended,
+            )
         services.queue.let_go(self._served_by)
 
     def _served(self, upstream: str) -> None:

@@ -2,16 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 
 from extproc.config import Config
+from extproc.replay.recorded import read
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from tests.fakes import ManualClock, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, chosen
+from tests.server.test_record import written
 from tests.server.test_unseen import MARK
+from tests.waiting import until
 
 IN_TURN = {"x-extproc-policy": "round_robin"}
 
@@ -89,3 +93,28 @@ class TestNever:
             await server._processor.end_lost()
             assert services.fleet.in_flight_on(on) == 1
             await stream.end()
+
+
+class TestRecorded:
+    """Nobody knows how long it would have taken."""
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Config:
+        return Config.model_validate({"record": {"path": str(tmp_path / "record")}})
+
+    @pytest.mark.parametrize("mark", [{}, MARK])
+    async def test_as_failed(
+        self, envoy: EnvoySide, services: Services, tmp_path: Path, mark: dict[str, str]
+    ) -> None:
+        async with envoy.stream() as lost, envoy.stream() as kept:
+            on = chosen(await lost.body_first(CHAT, headers=IN_TURN | mark))[0]
+            other = chosen(await kept.body_first(CHAT, headers=IN_TURN))[0]
+            await kept.response_headers(upstream=other)
+            await kept.response_body({"id": "1"})
+            await kept.end()
+            if not mark:
+                await lost.response_headers(upstream=on, content_type="text/event-stream")
+            hangs(services, 1 + (on == replica(2)), 20.5)
+            await until(lambda: not services.fleet.in_flight)
+        await written(services)
+        assert read(tmp_path / "record").left_out == {"failed": 1}

@@ -112,7 +112,7 @@ async def many(services: Services) -> None:
     """As much as a file may hold."""
     assert services.recorder is not None
     for number in range(400):
-        services.recorder.ended(chat(number), Outcome(status=200), replica(1), 2.0, 5.0)
+        services.recorder.ended(chat(number), Outcome(status=200), replica(1), 0.0, 5.0)
     await written(services)
 
 
@@ -183,11 +183,11 @@ async def test_a_router_that_starts_again_goes_on_with_the_record(
     cut(folder)
     again = build(config, CollectorRegistry())
     assert again.recorder is not None
-    again.recorder.ended(chat(10), Outcome(completion_s=1.0), replica(1), 1.0, 5.0)
+    again.recorder.ended(chat(10), Outcome(completion_s=1.0), replica(1), 0.0, 5.0)
     await written(again)
     record = read(folder)
     assert sorted(one.prompt_tokens for one in record.requests) == [10, 77]
-    assert record.unreadable == 1
+    assert record.left_out == {"whose line cannot be read": 1}
 
 
 async def test_files_are_bounded_and_each_can_be_read_without_the_others(
@@ -196,7 +196,7 @@ async def test_files_are_bounded_and_each_can_be_read_without_the_others(
     assert services.recorder is not None
     for _ in range(20):
         for number in range(500):
-            services.recorder.ended(chat(number), Outcome(status=200), replica(1), 2.0, 5.0)
+            services.recorder.ended(chat(number), Outcome(status=200), replica(1), 0.0, 5.0)
         await written(services)
     files = files_in(folder)
     assert len(files) == 4
@@ -234,3 +234,20 @@ async def test_of_a_prompts_keys_only_halves_are_recorded(
     assert len(set(keys.tolist())) == len(keys) > 8
     assert max(*keys.tolist(), asked.whole) < 2**32
     assert len(asked.keys) < 6 * len(keys)
+
+
+async def test_who_left_got_no_whole_answer(
+    services: Services, envoy: EnvoySide, folder: Path
+) -> None:
+    await ask(envoy, CHAT)
+    async with envoy.stream() as stream:
+        await stream.body_first(CHAT)
+        await stream.end()
+    async with envoy.stream() as stream:
+        to = destination(await stream.body_first(CHAT | {"stream": True}))[0]
+        await stream.response_headers(upstream=to, content_type="text/event-stream")
+        await stream.response_body(b"data: {}\n\n", end_of_stream=False)
+        await stream.end()
+    record = await recorded(services, folder, envoy)
+    assert record.left_out == {"failed": 1}
+    assert sorted(one.cut for one in record.requests) == [False, True]
