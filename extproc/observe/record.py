@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from extproc.request.prefix import Keys
+from extproc.request.prefix import Keys, token_keys
 
 FORMAT = 2
 """Of the lines below; another one is not read."""
@@ -110,9 +110,9 @@ def text_of(keys: Keys) -> str:
 
 
 def keys_of(text: str) -> Keys:
-    """Those halves.
+    """Whole keys again: others, but equal where all halves up to there are.
 
     Raises:
         ValueError: it is no such text.
     """
-    return np.frombuffer(b64decode(text, validate=True), "<u4").astype(np.uint64)
+    return token_keys(np.frombuffer(b64decode(text, validate=True), "<u4"), 1, 0)

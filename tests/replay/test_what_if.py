@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from extproc import cli
-from extproc.observe.record import Line, Refused, Request, Start
+from extproc.observe.record import Line, Refused, Request, Start, text_of
 from extproc.replay.recorded import read
 from extproc.replay.scene import scene_of
 from extproc.replay.speeds import step_times
@@ -139,6 +140,15 @@ def test_prompts_that_begin_alike_are_cached(tmp_path: Path, ask: Ask) -> None:
     ]
     answer = ask(write(tmp_path / "alone", alone), status=1)
     assert answer["replay"]["completion_s"]["off"]["p95"] > 0.5
+
+
+def test_halves_of_keys_may_be_alike_where_prompts_are_not(tmp_path: Path, ask: Ask) -> None:
+    first, second = (text_of(np.array(keys, np.uint64) << 32) for keys in ([1, 2, 3], [4, 1]))
+    every = [
+        msgspec.structs.replace(one, keys=(first, second)[number % 2])
+        for number, one in enumerate(requests(4.0, 80.0))
+    ]
+    ask(write(tmp_path / "record", lines([A10, A10], start(), every)), "--traffic", "1.01")
 
 
 def test_a_replica_that_left_gets_nothing_more(tmp_path: Path, ask: Ask) -> None:

@@ -100,7 +100,9 @@ class TestRecorded:
 
     @pytest.fixture
     def config(self, tmp_path: Path) -> Config:
-        return Config.model_validate({"record": {"path": str(tmp_path / "record")}})
+        return Config.model_validate(
+            {"record": {"path": str(tmp_path / "record")}, "serve": {"hung_s": 0.1}}
+        )
 
     @pytest.mark.parametrize("mark", [{}, MARK])
     async def test_as_failed(
