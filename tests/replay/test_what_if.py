@@ -143,7 +143,9 @@ def test_prompts_that_begin_alike_are_cached(tmp_path: Path, ask: Ask) -> None:
 
 
 def test_halves_of_keys_may_be_alike_where_prompts_are_not(tmp_path: Path, ask: Ask) -> None:
-    first, second = (text_of(np.array(keys, np.uint64) << 32) for keys in ([1, 2, 3], [4, 1]))
+    first, second = (
+        text_of(np.array(keys, np.uint64) << np.uint64(32)) for keys in ([1, 2, 3], [4, 1])
+    )
     every = [
         msgspec.structs.replace(one, keys=(first, second)[number % 2])
         for number, one in enumerate(requests(4.0, 80.0))

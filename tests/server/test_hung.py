@@ -116,7 +116,7 @@ class TestRecorded:
             await kept.end()
             if not mark:
                 await lost.response_headers(upstream=on, content_type="text/event-stream")
-            hangs(services, 1 + (on == replica(2)), 20.5)
+            hangs(services, 1 + (on == replica(2)), 0.1)
             await until(lambda: not services.fleet.in_flight)
         await written(services)
         assert read(tmp_path / "record").left_out == {"failed": 1}
