@@ -7,6 +7,7 @@ import stat
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from extproc.observe.decisions import Outcome
 from extproc.observe.record import keys_of
 from extproc.replay.recorded import Recorded, read
 from extproc.server.app import build
-from extproc.server.services import Services
-from tests.fakes import chat, replica
+from extproc.server.services import Services, recorder_of
+from tests.fakes import ManualClock, chat, replica
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 from tests.waiting import until
 
@@ -109,6 +110,13 @@ def full_disk() -> Iterator[None]:
         yield
 
 
+def hanging_disk(folder: Path) -> Path:
+    """To open the file takes until somebody reads."""
+    pipe = folder / "default-50051.jsonl"
+    os.mkfifo(pipe)
+    return pipe
+
+
 async def many(services: Services) -> None:
     """As much as a file may hold."""
     assert services.recorder is not None
@@ -137,10 +145,44 @@ async def test_a_disk_that_hangs_holds_up_nobody(
     services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("extproc.observe.recorder._LAST_S", 0.05)
-    pipe = folder / "default-50051.jsonl"
-    os.mkfifo(pipe)  # to open it takes until somebody reads
+    pipe = hanging_disk(folder)
     await written(services)
     assert b'"kind":"start"' in await asyncio.to_thread(pipe.read_bytes)
+
+
+async def test_what_a_disk_that_hangs_has_yet_to_take_is_bounded(
+    services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.observe.recorder._MOST_KEPT", 3000)
+    assert services.recorder is not None
+    pipe = hanging_disk(folder)
+    for turn in range(100):
+        if turn == 50:
+            writing = asyncio.create_task(services.recorder.run())
+        services.recorder.ended(chat(10), Outcome(status=200), replica(1), 0.0, 5.0)
+        await asyncio.sleep(0)
+    reads = os.open(pipe, os.O_RDWR)
+    writing.cancel()
+    with suppress(asyncio.CancelledError):
+        await writing
+    requests = [one for one in os.read(reads, 1 << 16).splitlines() if b'"kind":"request"' in one]
+    os.close(reads)
+    assert requests
+    assert sum(map(len, requests)) < 4000
+
+
+async def test_replicas_are_told_of_whatever_the_wall_clock_does(
+    services: Services, config: Config, folder: Path
+) -> None:
+    clock, wall = ManualClock(100.0), ManualClock(1e9)
+    recorder = recorder_of(config, services.fleet, clock, wall)
+    there = replace(services, recorder=recorder)
+    for _ in range(3):
+        await written(there)
+        clock.advance(10.0)
+        wall.advance(-3600.0)
+    told = {line for line in text_in(folder).splitlines() if '"kind":"replica"' in line}
+    assert len(told) == 2 * 3
 
 
 async def test_a_request_is_recorded_but_for_its_words(
