@@ -18,9 +18,9 @@ _GATES = {"p50": "median", "p95": "95th percentile"}
 _WARM, _MOST_WARM_S = 0.1, 60.0
 """Share of a record, and seconds, at its beginning and its end of which no figures are made: caches
 are empty then, and requests in flight are not in it."""
-_LEAST_BLOCK_S, _BLOCK = 10.0, 3.0
+_LEAST_BLOCK_S, _BLOCK = 10.0, 10.0
 """Seconds of traffic that are drawn together, and how many times the 95th percentile of completions
-at least: while requests are there, they delay each other."""
+at least: a queue is remembered for longer than a request lasts."""
 FEW_BLOCKS = 10
 """Of fewer no interval is wide enough."""
 _DRAWS = 400
@@ -49,7 +49,7 @@ class Difference:
     after: float
     low: float
     high: float
-    """Between these is the difference, nine times of ten, if other traffic like this comes."""
+    """Between these it is in nine of ten draws from the record."""
 
     @property
     def seconds(self) -> float:

@@ -38,8 +38,8 @@ def answer(one: Answer) -> str:
     if one.blocks < FEW_BLOCKS:
         lines += [
             "",
-            f"in truth it is less sure than that: while requests delay each other, the record has "
-            f"only {one.blocks} stretches to compare, and {FEW_BLOCKS} are few: record for longer",
+            f"it is less sure than that: the bounds are drawn from {one.blocks} stretches of time, "
+            f"and fewer than {FEW_BLOCKS} are too few: record for longer",
         ]
     return "\n".join(lines)
 
