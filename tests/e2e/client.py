@@ -172,8 +172,9 @@ class Client:
 
     async def load(self, name: str) -> int:
         """How many requests a simulated replica has."""
-        async with self._session.get(f"http://{self._stack.address(name)}/load") as response:
-            return int((await response.json())["server_load"])
+        url = f"http://{self._stack.address(name)}/simulate/requests"
+        async with self._session.get(url) as response:
+            return len(await response.json())
 
     async def post(self, url: str, body: dict[str, Any]) -> None:
         """Asks a replica itself, not through Envoy."""
