@@ -17,6 +17,8 @@ class Spans:
         self.port = free_port()
         self.all: list[tuple[str, Span]] = []
         """Each with the name of its service."""
+        self.status = 200
+        """That it answers."""
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=2**26)
@@ -34,7 +36,7 @@ class Spans:
         for one in told.resource_spans:
             service = attributes(one.resource)["service.name"]
             self.all += [(service, span) for scope in one.scope_spans for span in scope.spans]
-        return web.Response(content_type="application/x-protobuf")
+        return web.Response(status=self.status, content_type="application/x-protobuf")
 
     async def of(self, trace: str, count: int) -> dict[str, Span]:
         """So many of a trace, by service and name, once they are there."""

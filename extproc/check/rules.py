@@ -576,7 +576,9 @@ def vanished_replicas_are_hung_up_on(part: Part[Cluster], file: EnvoyFile) -> st
     return (
         f"cluster {part.message.name!r} has no tcp_keepalive: requests on a replica whose machine "
         "vanished last as long as clients wait. Write upstream_connection_options: "
-        "{tcp_keepalive: {keepalive_time: 10, keepalive_interval: 5, keepalive_probes: 3}}"
+        "{tcp_keepalive: {keepalive_time: 10, keepalive_interval: 5, keepalive_probes: 3}}, and "
+        "for those sent to it later upstream_bind_config: "
+        "{socket_options: [{level: 6, name: 18, int_value: 25000}]} (Linux's TCP_USER_TIMEOUT)"
     )
 
 

@@ -108,7 +108,8 @@ class Fleet:
         row = self._join(state) if before is None else self._rows[state.id]
         self.members.by_row[row] = state
         self._learn_lengths(state, before)
-        fresh = state.healthy and not state.unanswered_s
+        of_now = before is None or state.scraped_at != before.scraped_at  # or told again
+        fresh = of_now and state.healthy and not state.unanswered_s
         if fresh:
             self.lone.polled(row, state, asked_at)
         self._reconciliation.set_hardware(row, state, before, self.lone.step(row, state))

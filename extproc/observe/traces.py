@@ -1,7 +1,6 @@
 """OpenTelemetry spans of a request: its decision, and then the request on its replica."""
 
 from collections.abc import Iterable
-from logging import ERROR, getLogger
 from socket import gethostname
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -47,11 +46,12 @@ class Traces:
             ValueError: OpenTelemetry is not installed.
         """
         try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            from extproc.observe.span_exporter import SpanExporter
         except ImportError:
             raise ValueError(
                 "traces.endpoint is set, but OpenTelemetry is not installed: "
@@ -60,10 +60,9 @@ class Traces:
         own = {"service.name": "extproc", "service.instance.id": f"{gethostname()}/{worker}"}
         resource = Resource(own).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint.rstrip("/") + _PATH)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._exporter = SpanExporter(endpoint.rstrip("/") + _PATH)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("extproc")
-        getLogger("opentelemetry").setLevel(ERROR)  # each try to reach a collector is a warning
         self._parent = TraceContextTextMapPropagator().extract
 
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> "Trace | None":
@@ -83,6 +82,10 @@ class Traces:
         flush = Thread(target=self._provider.shutdown, daemon=True)
         flush.start()
         flush.join(_FLUSH_S)
+        if flush.is_alive():
+            # It tries no more, and its thread ends.
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+            flush.join(_FLUSH_S)
 
 
 class Trace:

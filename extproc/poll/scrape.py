@@ -17,6 +17,7 @@ from extproc.poll.metrics_text import EngineFigures, MetricsError, read_metrics
 MAX_BYTES = 4 * 2**20
 """Largest answer that is read; a vLLM's ``/metrics`` page has 60 kB per engine or two."""
 
+_SCRAPED = "/metrics", "/health"
 _LONGEST_REASON = 200
 _LONGEST_CONTEXT = 2**40
 """Tokens; nothing true is longer."""
@@ -35,6 +36,10 @@ class UnreachableError(ScrapeError):
 
 class SilentError(ScrapeError):
     """It takes connections, as its machine does for it, and does not answer."""
+
+
+class VanishedError(UnreachableError, SilentError):
+    """Its machine does not even take, or refuse, connections."""
 
 
 class _Model(BaseModel):
@@ -110,7 +115,7 @@ async def scrape(
     Raises:
         ScrapeError: either failed.
     """
-    paths = ("/metrics", "/health") if health else ("/metrics",)
+    paths = _SCRAPED if health else _SCRAPED[:1]
     asked = [asyncio.ensure_future(_get(session, replica, path)) for path in paths]
     try:
         page, *_ = await asyncio.gather(*asked)
@@ -123,14 +128,25 @@ async def scrape(
 
 
 async def says_anything(session: aiohttp.ClientSession, replica: str) -> bool:
-    """Whether the replica at ``ip:port`` answers, be it with an error, or refuses to."""
+    """Whether the replica at ``ip:port`` begins to answer what a scrape asks for, be it with an
+    error, or refuses to."""
+    asked = [asyncio.ensure_future(_answers(session, replica, path)) for path in _SCRAPED]
     try:
-        await _get(session, replica, "/health")
-    except SilentError:
+        for one in asyncio.as_completed(asked):
+            if await one:
+                return True
         return False
-    except ScrapeError:
-        pass
-    return True
+    finally:
+        for task in asked:
+            task.cancel()
+
+
+async def _answers(session: aiohttp.ClientSession, replica: str, path: str) -> bool:
+    try:
+        async with answer(session, replica, path):
+            return True
+    except ScrapeError as error:
+        return not isinstance(error, SilentError)
 
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
@@ -180,7 +196,7 @@ async def answer(
                 raise ScrapeError(f"{path} answered {response.status}")
             yield response
     except aiohttp.ConnectionTimeoutError:
-        raise UnreachableError("cannot connect: timed out") from None
+        raise VanishedError("cannot connect: timed out") from None
     except TimeoutError:
         raise SilentError(f"{path} did not answer in full in {session.timeout.total:g} s") from None
     except aiohttp.ClientConnectorError as error:

@@ -247,11 +247,12 @@ class Router:
         policies = [(own, self._policies[own])]
         if self._shadow:
             policies += self._beside(policy)
-        (name, chosen_by), *others = self._in_charge(situation, policies, waited)
+        (name, chosen_by), *other = self._in_charge(situation, policies, waited)
         choice = chosen_by.choose(situation, self._random)
         shadow = None
-        for _, other in others:  # one at most
-            first = other.choose(situation, self._shadows_random).first
+        if other:
+            [(_, beside)] = other
+            first = beside.choose(situation, self._shadows_random).first
             shadow = Shadow(policies[1][0], first)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(

@@ -81,7 +81,7 @@ async def run_router(
         logger.info("stopping", extra={"in_flight": sum(one.fleet.in_flight for one in pools)})
         await server.stop(config.serve.drain_s)
         if services.traces is not None:
-            services.traces.close()
+            await asyncio.to_thread(services.traces.close)
     for part in (state, housekeeping, letting_go, ending):
         if part.done() and not part.cancelled():
             part.result()

@@ -148,10 +148,7 @@ class Exchange:
             if self.trace is not None:
                 self.trace.ended("gave_up")
         if self._in_flight is not None:
-            self._in_flight.end()
-            if self.trace is not None:
-                self.trace.answered(self._in_flight.outcome)
-            self._in_flight = None
+            self._end(self._in_flight)
 
     def lose(self, hung: Container[str]) -> bytes | None:
         """Gives the request up if its replica is one of those, and returns what tells Envoy, which
@@ -159,9 +156,14 @@ class Exchange:
         if self._in_flight is None or self._in_flight.served_by not in hung:
             return None
         self._services.metrics.requests.add("lost")
-        self._in_flight.lose()
-        self._in_flight = None
+        self._end(self._in_flight, lost=True)
         return refuse(NoReplica(HUNG))
+
+    def _end(self, one: InFlight, lost: bool = False) -> None:
+        self._in_flight = None
+        one.end(lost)
+        if self.trace is not None:
+            self.trace.answered(one.outcome)
 
     def _refused(self, error: Refusal) -> Iterable[bytes]:
         metrics = self._services.metrics

@@ -123,14 +123,13 @@ class InFlight:
         if self._response_id is not None and (found := self._response_id.feed(message.body)):
             self._services.fleet.responses.saw(found, self._served_by)
 
-    def lose(self) -> None:
-        """It is given up, for its replica hangs."""
-        if self._status is None and not self._unseen:
-            self._status = self.outcome.status = _LOST
-        self.end(lost=True)
-
     def end(self, lost: bool = False) -> None:
-        """The stream is over: the response has ended, or the client or Envoy gave up."""
+        """The stream is over: the response has ended, or the client or Envoy gave up; ``lost``: or
+        the router did, for its replica hangs."""
+        if lost:
+            if self._status is None and not self._unseen:
+                self.outcome.status = _LOST
+            self._status = _LOST  # what was cut off tells nothing of lengths
         services, outcome = self._services, self.outcome
         profile = self._forecast.profile
         if self._chunks is not None:
@@ -167,7 +166,7 @@ class InFlight:
                 self._served_by,
                 seconds,
                 generated.tokens,
-                failed=lost or not (well or unseen),
+                failed=not (well or unseen),
                 cut=self._usage is not None and not self._ended,
             )
         services.queue.let_go(self._served_by)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Container, Mapping
 from math import inf
 from types import MappingProxyType
 
@@ -69,8 +69,8 @@ class ExternalProcessor:
         self._unknown: set[str] = set()
         self._most = services.config.serve.max_streams
         self._open = 0
-        self._exchanges: dict[Exchange, grpc.aio.ServicerContext] = {}
-        """That have begun, and where their replies go."""
+        self._exchanges: dict[Exchange, Callable[[bytes], Awaitable[None]]] = {}
+        """That have begun, and what sends a reply."""
         self._opened_at = -inf
         """When the last stream began."""
         self._full = False
@@ -91,6 +91,13 @@ class ExternalProcessor:
             self._full = False
             logger.info("again fewer requests are in flight than serve.max_streams allows")
         services, exchange, reading = self._asked_for(context), None, None
+        writing = asyncio.Lock()
+
+        async def write(reply: bytes) -> None:
+            """gRPC takes one at a time, and a request may be ended meanwhile."""
+            async with writing:
+                await context.write(reply)
+
         self._open += 1
         self._opened_at = self._services.clock()
         try:
@@ -98,14 +105,14 @@ class ExternalProcessor:
                 message = ProcessingRequest.FromString(raw)
                 if exchange is None:
                     exchange = _protocol(message)(services, message)
-                    self._exchanges[exchange] = context
+                    self._exchanges[exchange] = write
                     if services.traces is not None:
                         exchange.trace = services.traces.begin(context.invocation_metadata() or ())
                 replies = exchange.answer(message)
                 reading = None
                 del raw, message  # see above
                 for reply in replies:
-                    await context.write(reply)
+                    await write(reply)
                 if (waiting := exchange.waiting) is not None:
                     exchange.waiting = None
                     reading = asyncio.ensure_future(context.read())
@@ -115,7 +122,7 @@ class ExternalProcessor:
                     replies = await waiting
                     del waiting  # see above
                     for reply in replies:
-                        await context.write(reply)
+                        await write(reply)
                     del replies
         except DecodeError:
             logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
@@ -133,10 +140,14 @@ class ExternalProcessor:
 
     async def end_lost(self) -> None:
         """Ends the requests on replicas that hang: they would last as long as clients wait."""
-        pools, after = (self._services, *self._pools.values()), self._services.config.serve.hung_s
-        hung = {one for pool in pools for one in pool.fleet.eligibility.hung(after) if after}
-        lost = [(one.lose(hung), context) for one, context in self._exchanges.items() if hung]
-        told = [context.write(answer) for answer, context in lost if answer is not None]
+        if not (after := self._services.config.serve.hung_s):
+            return
+        pools = self._services, *self._pools.values()
+        hung = {one for pool in pools for one in pool.fleet.eligibility.hung(after)}
+        if not hung:
+            return
+        lost = [(_lose(one, hung), write) for one, write in self._exchanges.items()]
+        told = [write(answer) for answer, write in lost if answer is not None]
         if told:
             extra = {"replicas": ", ".join(sorted(hung)), "requests": len(told)}
             logger.error("replicas hang, and what they had in flight is ended", extra=extra)
@@ -188,6 +199,14 @@ def _protocol(first: ProcessingRequest) -> type[Exchange]:
         return BodyFirst
     full_duplex = first.protocol_config.request_body_mode == FULL_DUPLEX_STREAMED
     return Gateway if full_duplex else HeadersFirst
+
+
+def _lose(exchange: Exchange, hung: Container[str]) -> bytes | None:
+    try:
+        return exchange.lose(hung)
+    except Exception:  # this request's alone
+        logger.exception("a request on a replica that hangs could not be ended")
+        return None
 
 
 def _peer(context: grpc.aio.ServicerContext) -> dict[str, str]:

@@ -192,8 +192,9 @@ def test_one_that_answers_nothing_is_left_out_until_it_does() -> None:
 def test_figures_told_once_more_are_no_new_ones() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
-    fleet.put(state(1, A10, clock, running=1, kv_usage=0.5))
-    fleet.put(state(1, A10, clock, running=1, kv_usage=0.5, unanswered_s=0.4))
+    polled = state(1, A10, clock, running=1, kv_usage=0.5)
+    for silent_s in (0.0, 0.4, 0.0):
+        fleet.put(polled.model_copy(update={"unanswered_s": silent_s}))
     assert fleet.overview().foreign.item() == 0.0, "seen by one poll only"
     fleet.put(state(1, A10, clock, running=1, kv_usage=0.5))
     assert fleet.overview().foreign.item() == 1.0

@@ -215,10 +215,13 @@ async def test_a_replica_that_is_gone_owes_no_answer(redis_server: RedisServer) 
         assert state.unanswered_s == 0.0
 
 
-async def test_a_replica_whose_figures_alone_are_late_answers(redis_server: RedisServer) -> None:
+@pytest.mark.parametrize("late", ["/metrics", "/health"])
+async def test_a_replica_that_answers_one_of_two_is_not_silent(
+    redis_server: RedisServer, late: str
+) -> None:
     async with serving() as replica, watching(config(redis_server, replica)) as seen:
         await seen.replica(replica, healthy)
-        replica.answers["/metrics"] = hang
+        replica.answers[late] = hang
         asked = replica.asked.count("/health")
         await replica.asked_for("/health", asked + 3)
         assert not any(state.unanswered_s for state in seen.history)

@@ -1,11 +1,14 @@
 """Scrapes of replicas that answer in every way but the right one."""
 
+import socket
+
 import pytest
 from aiohttp import web
 
 from extproc.demo.processes import free_port
 from extproc.poll.scrape import (
     ScrapeError,
+    SilentError,
     open_session,
     read_models,
     says_anything,
@@ -81,11 +84,18 @@ async def test_an_answer_without_measure_is_cut_off(path: str, answer: Handler) 
 
 
 @pytest.mark.parametrize(
-    ("answer", "anything"), [(text(""), True), (text("", 503), True), (hang, False)]
+    ("metrics", "health", "anything"),
+    [
+        (hang, text(""), True),
+        (hang, text("", 503), True),
+        (hang, drip, True),
+        (text(page()), hang, True),
+        (hang, hang, False),
+    ],
 )
-async def test_whether_it_says_anything(answer: Handler, anything: bool) -> None:
+async def test_whether_it_says_anything(metrics: Handler, health: Handler, anything: bool) -> None:
     async with serving() as replica, open_session(PATIENCE_S if anything else 0.2) as session:
-        replica.answers["/health"] = answer
+        replica.answers |= {"/metrics": metrics, "/health": health}
         assert await says_anything(session, replica.id) is anything
 
 
@@ -94,6 +104,17 @@ async def test_nobody_there() -> None:
         with pytest.raises(ScrapeError, match="cannot connect: connection refused"):
             await scrape(session, f"127.0.0.1:{free_port()}")
         assert await says_anything(session, f"127.0.0.1:{free_port()}"), "a refusal tells, too"
+
+
+async def test_a_machine_that_takes_no_connections_says_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        with socket.create_connection(address):
+            async with open_session(0.4) as session:
+                replica = f"127.0.0.1:{address[1]}"
+                with pytest.raises(SilentError, match="cannot connect: timed out"):
+                    await scrape(session, replica)
+                assert not await says_anything(session, replica)
 
 
 async def test_models_and_adapters() -> None:

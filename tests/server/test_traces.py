@@ -2,14 +2,19 @@
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.trace import SpanContext
 from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
+from extproc.observe.span_exporter import SpanExporter
 from extproc.observe.traces import Traces
 from extproc.server.app import build
 from extproc.server.services import Services
@@ -30,6 +35,10 @@ async def spans() -> AsyncIterator[Spans]:
 
 @pytest.fixture
 def services(services: Services, spans: Spans) -> Services:
+    return traced(services, spans)
+
+
+def traced(services: Services, spans: Spans) -> Services:
     return replace(services, traces=Traces(f"http://127.0.0.1:{spans.port}/", worker=3))
 
 
@@ -126,11 +135,32 @@ async def test_where_envoy_chooses_and_where_it_is_refused(
 
 
 def test_a_collector_that_is_gone_keeps_no_router_from_stopping() -> None:
+    before = {*threading.enumerate()}
     traces = Traces("http://127.0.0.1:1", worker=0)
     trace = traces.begin([("traceparent", SAMPLED)])
     assert trace is not None
     trace.ended("refused")
     traces.close()
+    assert {*threading.enumerate()} <= before, "nor does a thread of it try on"
+
+
+async def test_a_collector_that_is_gone_is_told_of_once_and_so_is_its_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    at_first = ReadableSpan("one", SpanContext(1, 1, is_remote=False))
+    async with Spans() as collector:
+        exporter = SpanExporter(f"http://127.0.0.1:{collector.port}/v1/traces")
+        assert await asyncio.to_thread(exporter.export, [at_first]) is SpanExportResult.SUCCESS
+        collector.status = 401
+        for _ in range(3):
+            assert await asyncio.to_thread(exporter.export, [at_first]) is SpanExportResult.FAILURE
+        (line,) = caplog.records
+        assert "401" in line.getMessage()
+        collector.status = 200
+        for _ in range(2):
+            await asyncio.to_thread(exporter.export, [at_first])
+        exporter.shutdown()  # type: ignore[no-untyped-call]
+    assert [one.getMessage() for one in caplog.records[1:]] == ["spans reach their collector again"]
 
 
 def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
