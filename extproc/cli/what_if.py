@@ -8,7 +8,7 @@ from pathlib import Path
 from extproc.cli.arguments import above_zero
 from extproc.cli.errors import CommandError, UsageError
 from extproc.replay import show
-from extproc.replay.change import Change
+from extproc.replay.change import Change, changed
 from extproc.replay.comparison import too_far
 from extproc.replay.page import page
 from extproc.replay.progress import progress
@@ -47,14 +47,15 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         if args.page:
-            args.page.touch()  # rather now than after minutes
+            args.page.open("a").close()  # rather now than after minutes
         recorded = read(args.record, args.pool)
         scene = scene_of(recorded)
         change = _change(args, scene)
+        other = changed(scene, change)
         replayed = replay(scene, progress("replay"))
         problem = too_far(replayed.fits)
         asked = change != Change() and not problem
-        answer = what_if(scene, change, progress("what if")) if asked else None
+        answer = what_if(scene, other, str(change), progress("what if")) if asked else None
         left_out = dict(recorded.left_out)
         if args.json:
             figures = replayed.to_json() | {"left_out": left_out}
@@ -90,8 +91,10 @@ def _replicas(given: Sequence[str], names: Sequence[str]) -> list[str]:
     """Names, and for a number so many of ``names``, one after the other."""
     found = []
     for one in given:
-        known = one in names or not one.isdecimal()
-        found += [one] if known else [names[n % len(names)] for n in range(int(one))]
+        is_name = one in names or not one.isdecimal()
+        if not is_name and not int(one):
+            raise ValueError(f"{one} replicas more or less are no change")
+        found += [one] if is_name else [names[n % len(names)] for n in range(int(one))]
     return found
 
 

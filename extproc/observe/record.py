@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from extproc.request.prefix import Keys
+from extproc.request.prefix import Keys, token_keys
 
-FORMAT = 1
+FORMAT = 2
 """Of the lines below; another one is not read."""
 PATTERN = "*.jsonl"
 """Names of its files."""
+_HALF = 32
 
 
 class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
@@ -21,7 +22,8 @@ class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
 
 
 class Start(_Line, frozen=True, tag="start"):
-    """A router began to write, or began another file: what it decides by."""
+    """A router began to write, or began another file: what it decides by. All requests that came
+    from then on are in this file or a later one."""
 
     format: int
     pool: str
@@ -59,6 +61,8 @@ class Request(_Line, frozen=True, tag="request"):
     """Since it was sent; None: not seen."""
     complete: bool = False
     """Whether the end of its answer was seen; else the stream was over, and no more is known."""
+    cut: bool = False
+    """Whether its answer was read, and did not end: the client left."""
     failed: bool = False
     output_tokens: float = 0.0
     """Of each sequence, as reported, or else as steps were counted."""
@@ -78,7 +82,7 @@ class Request(_Line, frozen=True, tag="request"):
     completion_target_s: float = inf
     keys: str = ""
     """Of the prompt's beginnings, as :func:`text_of` writes them; these and the next as in
-    :class:`~extproc.request.prefix.Prefix`."""
+    :class:`~extproc.request.prefix.Prefix`, but only the :func:`upper` halves of keys."""
     unit: float = 0.0
     whole: int = 0
     asked: int = 0
@@ -94,15 +98,21 @@ class Refused(_Line, frozen=True, tag="refused"):
 Line = Start | Replica | Request | Refused
 
 
+def upper(key: int) -> int:
+    """What is written of a key. From whole ones what was hashed could be computed, for they are
+    made to be fast; half of one is the same for four thousand million others."""
+    return key >> _HALF
+
+
 def text_of(keys: Keys) -> str:
-    """Keys of a prompt, 8 bytes each."""
-    return b64encode(keys.astype("<u8").tobytes()).decode()
+    """The upper halves of a prompt's keys, 4 bytes each."""
+    return b64encode((keys >> np.uint64(_HALF)).astype("<u4").tobytes()).decode()
 
 
 def keys_of(text: str) -> Keys:
-    """The other way round.
+    """Whole keys again: others, but equal where all halves up to there are.
 
     Raises:
         ValueError: it is no such text.
     """
-    return np.frombuffer(b64decode(text, validate=True), "<u8").astype(np.uint64)
+    return token_keys(np.frombuffer(b64decode(text, validate=True), "<u4"), 1, 0)

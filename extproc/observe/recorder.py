@@ -4,8 +4,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
+from math import inf
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 
 from msgspec.json import Encoder
 
@@ -14,7 +16,7 @@ from extproc.clock import Clock
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.observe.decisions import Outcome
-from extproc.observe.record import FORMAT, Line, Refused, Replica, Request, Start, text_of
+from extproc.observe.record import FORMAT, Line, Refused, Replica, Request, Start, text_of, upper
 from extproc.predict.inputs import FleetView
 from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 FILES = 4
 """The newest and those before; together they have the bytes that are configured."""
 _EVERY_S = 1.0
+_LAST_S = 5.0
+"""Seconds that the last lines may take at the end of a router."""
 _REPLICAS_S = 10.0
 """Seconds between two lines of a replica of which nothing changed but its speed."""
 _MOST_KEPT = 64_000_000
@@ -43,7 +47,9 @@ _LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
 class Recorder:
     """One pool's record; to add a line takes microseconds, and never waits for the disk."""
 
-    def __init__(self, config: Config, folder: Path, fleet: Fleet, wall: Clock) -> None:
+    def __init__(
+        self, config: Config, folder: Path, fleet: Fleet, clock: Clock, wall: Clock
+    ) -> None:
         """A record in the folder, which is made.
 
         Raises:
@@ -51,6 +57,7 @@ class Recorder:
         """
         self._config = config
         self._fleet = fleet
+        self._clock = clock
         self._wall = wall
         self._most = config.record.max_bytes // FILES
         _, port = split_address(config.serve.listen)
@@ -59,14 +66,17 @@ class Recorder:
         self._encode = Encoder().encode
         self._lines: list[bytes] = []
         self._kept = 0
+        """Bytes that are not written yet."""
         self._lost = 0
+        self._since = wall()
+        """All that came since then is in the lines that are kept."""
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
         """The last line of each, to begin a file with; when that was, and whether it was healthy
         and drained."""
         self._lock = Lock()
         self._size = -1
-        """Of the newest file; below zero: it was not written to yet."""
-        self._says = False
+        """Of the newest file; below zero: what it must begin with is not written yet."""
+        self._failing = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -79,6 +89,8 @@ class Recorder:
         replica: str,
         seconds: float,
         counted: float,
+        failed: bool = False,
+        cut: bool = False,
     ) -> None:
         """A request has ended there, ``seconds`` after it was sent.
 
@@ -88,8 +100,10 @@ class Recorder:
             replica: that served it.
             seconds: since it was sent.
             counted: tokens of each of its sequences, by the replica's steps.
+            failed: it got no answer, or an error.
+            cut: its answer was read, and did not end.
         """
-        prefix, aim, status = profile.prefix, profile.objective, outcome.status
+        prefix, aim = profile.prefix, profile.objective
         told = outcome.output_tokens
         each = counted if told is None else told / max(profile.sequences, 1)
         line = Request(
@@ -101,7 +115,8 @@ class Recorder:
             waited_s=round(outcome.waited_s, 6),
             ttft_s=None if outcome.ttft_s is None else round(outcome.ttft_s, 6),
             complete=outcome.completion_s is not None,
-            failed=profile.in_background or (status is not None and status >= 400),
+            failed=failed,
+            cut=cut,
             prompt_tokens=outcome.prompt_tokens or profile.prompt_tokens,
             estimated_tokens=profile.prompt_tokens,
             output_tokens=round(each, 1),
@@ -120,8 +135,8 @@ class Recorder:
             completion_target_s=aim.completion_s,
             keys=text_of(prefix.keys),
             unit=prefix.unit,
-            whole=prefix.whole,
-            asked=prefix.asked,
+            whole=upper(prefix.whole),
+            asked=upper(prefix.asked),
             answered=prefix.answered,
         )
         self._add(line)
@@ -136,11 +151,12 @@ class Recorder:
             while True:
                 for _ in self._look():
                     await asyncio.sleep(0)  # requests come first
-                await asyncio.to_thread(self._write, self._take())
+                await self._written()
                 await asyncio.sleep(_EVERY_S)
         finally:
             deque(self._look(), maxlen=0)
-            self._write(self._take())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._written(), _LAST_S)
 
     def _add(self, line: Line) -> bytes:
         text = self._encode(line) + b"\n"
@@ -151,33 +167,46 @@ class Recorder:
             self._lost += 1
         return text
 
-    def _take(self) -> list[bytes]:
+    async def _written(self) -> None:
+        """Writes by a thread of its own: a router ends without those that hang."""
         if self._lost:
             logger.error("the disk is too slow for the record", extra={"lines_lost": self._lost})
-        lines, self._lines, self._kept, self._lost = self._lines, [], 0, 0
-        return lines
+        lines, self._lines, self._lost = self._lines, [], 0
+        since, self._since = self._since, self._wall()
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def write() -> None:
+            try:
+                self._write(lines, since)
+            finally:
+                with suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(done.set)
+
+        Thread(target=write, daemon=True).start()
+        await done.wait()
+        self._kept -= sum(map(len, lines))
 
     # -- replicas ---------------------------------------------------------------------------
 
     def _look(self) -> Iterator[None]:
         """Tells of replicas of which there is something to tell, one after the other."""
-        now, view = self._wall(), self._fleet.overview()
+        now, view = self._clock(), self._fleet.overview()
         for place, replica in enumerate(view.ids):
             state = self._fleet.members.get(replica)
             if state is None:
                 continue
-            _, at, *condition = self._replicas.get(replica, (b"", 0.0))
+            _, at, *condition = self._replicas.get(replica, (b"", -inf))
             if now - at >= _REPLICAS_S or condition != [state.healthy, state.draining]:
-                line = self._add(_line_of(now, state, view, place))
+                line = self._add(_line_of(self._wall(), state, view, place))
                 self._replicas[replica] = line, now, state.healthy, state.draining
                 yield
         for replica in self._replicas.keys() - set(view.ids):
             del self._replicas[replica]
-            self._add(Replica(at=now, id=replica))
+            self._add(Replica(at=self._wall(), id=replica))
 
     # -- files ------------------------------------------------------------------------------
 
-    def _write(self, lines: list[bytes]) -> None:
+    def _write(self, lines: list[bytes], since: float) -> None:
         """Adds to the newest file, or begins another one that can be read without those before."""
         text = b"".join(lines)
         with self._lock:
@@ -185,24 +214,25 @@ class Recorder:
                 if self._size < 0 or self._size + len(text) > self._most:
                     self._rotate()
                     known = [line for line, *_ in self._replicas.copy().values()]
-                    text = b"".join([b"\n", self._start(), *known, text])
+                    text = b"".join([b"\n", self._start(since), *known, text])
+                self._file(0).touch(0o600)
                 with self._file(0).open("ab") as file:
                     file.write(text)
-                    self._size = file.tell()
-                self._says = False
+                self._size = self._file(0).stat().st_size
+                self._failing = False
             except OSError as error:
-                if not self._says:
+                if not self._failing:
                     logger.error(
                         "the record is not written: make room, or set record.path to a folder that "
                         "the router may write to",
                         extra={"folder": str(self._folder), "error": error.strerror},
                     )
-                self._says = True
+                self._failing, self._size = True, -1
 
     def _rotate(self) -> None:
         newest = self._file(0)
         if not newest.exists() or (self._size < 0 and newest.stat().st_size < self._most):
-            return  # what a process before this one began has room
+            return  # what was begun before, by this process or another, has room
         for number in reversed(range(FILES - 1)):
             if (file := self._file(number)).exists():
                 file.replace(self._file(number + 1))
@@ -211,9 +241,9 @@ class Recorder:
         """The newest is number 0."""
         return self._folder / f"{self._name}{f'.{number}' if number else ''}.jsonl"
 
-    def _start(self) -> bytes:
+    def _start(self, at: float) -> bytes:
         config = self._config.model_dump(mode="json", include=_DECIDES)
-        start = Start(at=self._wall(), format=FORMAT, pool=self._config.pool, config=config)
+        start = Start(at=at, format=FORMAT, pool=self._config.pool, config=config)
         return self._encode(start) + b"\n"
 
 

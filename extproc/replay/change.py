@@ -53,9 +53,9 @@ def changed(scene: Scene, change: Change) -> Scene:
     times = Counter[str]()
     for name in change.more:
         replica = _named(scene, name)
-        times[name] += 1
-        other = f"{replica}+{times[name]}"
-        members[other] = members[replica].called(other, f"{name}+{times[name]}")
+        times[replica] += 1
+        other = f"{replica}+{times[replica]}"
+        members[other] = members[replica].called(other, f"{name}+{times[replica]}")
     for name in change.less:
         members.pop(_named(scene, name), None)
     if not members:

@@ -69,11 +69,9 @@ def _part(title: str, text: str, one: Replayed | Answer, scene: Scene) -> Iterat
 
 def _times(scene: Scene, kind: str, runs: Mapping[str, Played]) -> dict[str, Floats]:
     """Of the requests that figures are made of, the times that every run knows."""
-    among = counted(scene)
+    among = counted(scene, kind)
     every = {name: getattr(run, kind)[among] for name, run in runs.items()}
     known = np.isfinite(list(every.values())).all(axis=0)
-    if kind == "ttft_s":
-        known &= np.array([scene.requests[index].profile.stream for index in among])
     return {name: times[known] for name, times in every.items() if known.any()}
 
 

@@ -29,7 +29,10 @@ _JITTER_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What came of each request of a scene, in its order; not a number where it was not served."""
+    """What came of each request of a scene, in its order; not a number where it was not served.
+
+    Times are since it came, or where it is forced to go where and when it went since it was sent.
+    """
 
     ttft_s: Floats
     completion_s: Floats
@@ -61,9 +64,8 @@ def play(
     for done, served in enumerate(simulation.run(requests)):
         asked = served.traced
         assert isinstance(asked, Asked)
-        waited = asked.waited_s if forced else 0.0
-        ttft[asked.index] = served.ttft + waited
-        completion[asked.index] = served.completion + waited
+        ttft[asked.index] = served.ttft
+        completion[asked.index] = served.completion
         replicas[asked.index] = served.replica
         show(done / len(requests))
     return Played(ttft, completion, replicas)

@@ -1,17 +1,22 @@
 """A record of traffic, read again from the files that routers wrote."""
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from extproc.observe.record import FORMAT, PATTERN, Line, Refused, Replica, Request, Start
 
-_UNREADABLE = 0.01
-"""Share of the lines that may be: those a crash cut short."""
+_UNREADABLE, _FEW_UNREADABLE = 0.01, 10
+"""Share of the lines that may be, or so many: those a crash or a full disk cut short."""
+_NUMBER = re.compile(r"(\.\d+)?\.jsonl$")
+"""What names of one router's files differ in."""
 
 
 @dataclass(slots=True)
@@ -19,15 +24,13 @@ class Recorded:
     """What happened, since the routers last began to decide otherwise than before."""
 
     start: Start
-    """What they decided by."""
+    """What they decided by; ``at``: since when the record is whole."""
     requests: list[Request]
     """Those that were served, in the order they came."""
     replicas: dict[str, list[Replica]]
     """What was known of each, in order of time."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Requests that are not among them, by why."""
-    unreadable: int = 0
-    """Lines."""
 
 
 def read(path: Path, pool: str = "") -> Recorded:
@@ -42,23 +45,26 @@ def read(path: Path, pool: str = "") -> Recorded:
             f"{path} does not exist: name the folder that is record.path of the router"
         )
     files = sorted(path.glob(PATTERN)) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"{path} holds no record: no file there is called {PATTERN}")
-    lines: dict[str, list[Line]] = defaultdict(list)
-    unreadable = 0
+    pools: dict[str, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
+    left_out = Counter[str]()
     for file in files:
         found, wrong = _lines_of(file)
-        unreadable += wrong
+        if wrong:
+            left_out["whose line cannot be read"] += wrong
+        if not found:
+            continue  # the disk was full when it was begun
         starts = [line for line in found if isinstance(line, Start)]
         if not starts:
             raise ValueError(f"{file} is no record: it does not begin as one")
-        lines[starts[0].pool] += found
-    if not pool and len(lines) > 1:
-        raise ValueError(f"{path} holds records of several pools, {', '.join(lines)}: say --pool")
-    of_pool = lines.get(pool or next(iter(lines)))
-    if of_pool is None:
-        raise ValueError(f"{path} holds no record of pool {pool!r}, but of {', '.join(lines)}")
-    return _of(of_pool, unreadable)
+        pools[starts[0].pool][_NUMBER.sub("", file.name)] += found
+    if not pools:
+        raise ValueError(f"{path} holds no record: no line of a router, or no file {PATTERN}")
+    if not pool and len(pools) > 1:
+        raise ValueError(f"{path} holds records of several pools, {', '.join(pools)}: say --pool")
+    routers = pools.get(pool or next(iter(pools)))
+    if routers is None:
+        raise ValueError(f"{path} holds no record of pool {pool!r}, but of {', '.join(pools)}")
+    return _of(list(routers.values()), left_out)
 
 
 def _lines_of(file: Path) -> tuple[list[Line], int]:
@@ -73,7 +79,7 @@ def _lines_of(file: Path) -> tuple[list[Line], int]:
             found.append(msgspec.convert(fields, Line))
         except (msgspec.MsgspecError, UnicodeDecodeError):
             wrong += 1
-    if wrong > max(len(found) * _UNREADABLE, 1):
+    if wrong > max(len(found) * _UNREADABLE, _FEW_UNREADABLE):
         raise ValueError(f"{file} is no record: {wrong} of its lines cannot be read")
     return found, wrong
 
@@ -86,28 +92,30 @@ def _check_format(file: Path, fields: dict[str, Any]) -> None:
         )
 
 
-def _of(lines: Iterable[Line], unreadable: int) -> Recorded:
-    lines = sorted(lines, key=lambda line: line.at)
+def _of(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
+    """The record, from when every router wrote, and all decided as they did in the end."""
+    lines = sorted(chain.from_iterable(routers), key=lambda line: line.at)
     starts = [line for line in lines if isinstance(line, Start)]
-    same = msgspec.structs.replace(starts[-1], at=0.0)
-    others = [one.at for one in starts if msgspec.structs.replace(one, at=0.0) != same]
-    start = next(one for one in starts if not others or one.at > max(others))
-    since = start.at if others else 0.0
+    same = replace(starts[-1], at=0.0)
+    others = [one.at for one in starts if replace(one, at=0.0) != same]
+    alike = next(one.at for one in starts if not others or one.at > max(others))
+    every = max(min(one.at for one in of if isinstance(one, Start)) for of in routers)
+    start = replace(same, at=max(alike, every))
     replicas: dict[str, list[Replica]] = defaultdict(list)
     for line in lines:
         if isinstance(line, Replica):
             replicas[line.id].append(line)
-    known = {name: of for name, of in replicas.items() if any(one.state for one in of)}
-    recorded = Recorded(start, [], known, unreadable=unreadable)
+    told = {name: of for name, of in replicas.items() if any(one.state for one in of)}
+    recorded = Recorded(start, [], told, left_out)
     for line in lines:
-        if line.at < since:
+        if line.at < start.at:
             continue
         if isinstance(line, Refused):
-            recorded.left_out[f"refused ({line.why})"] += 1
+            left_out[f"refused ({line.why})"] += 1
         elif isinstance(line, Request) and line.failed:
-            recorded.left_out["failed"] += 1
-        elif isinstance(line, Request) and line.replica not in known:
-            recorded.left_out["on an unknown replica"] += 1
+            left_out["failed"] += 1
+        elif isinstance(line, Request) and line.replica not in told:
+            left_out["on an unknown replica"] += 1
         elif isinstance(line, Request):
             recorded.requests.append(line)
     if not recorded.requests:

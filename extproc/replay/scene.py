@@ -40,7 +40,7 @@ class Asked:
     replica: str
     waited_s: float
     ttft_s: float
-    """These two since it came; not a number where they were not seen."""
+    """These two since it was sent; not a number where they were not seen."""
     completion_s: float
 
     def hashes(self, block_size: int) -> list[int]:
@@ -121,10 +121,13 @@ def scene_of(recorded: Recorded) -> Scene:
         ValueError: something in it cannot be replayed.
     """
     start = recorded.start
-    began = min(start.at, recorded.requests[0].at)
+    began = start.at
     try:
         # Where drafts are accepted, as many steps as there are: the engine decodes one by one.
-        per_step = {name: lines[-1].tokens_per_step for name, lines in recorded.replicas.items()}
+        per_step = {
+            name: next(line.tokens_per_step for line in reversed(lines) if line.state is not None)
+            for name, lines in recorded.replicas.items()
+        }
         requests = list(_asked(recorded.requests, began, per_step))
         learned = step_times(recorded.replicas, recorded.requests)
         members = {
@@ -157,7 +160,7 @@ def _asked(
             last[line.whole] = index
     for index, line in enumerate(lines):
         unit = units.get(line.model, 1.0)
-        seen = line.complete or line.stream
+        seen = line.complete or (line.stream and not line.cut)
         steps = round(line.output_tokens / per_step[line.replica])
         yield Asked(
             index,
@@ -169,8 +172,8 @@ def _asked(
             unit,
             line.replica,
             line.waited_s,
-            np.nan if line.ttft_s is None else line.waited_s + line.ttft_s,
-            line.waited_s + line.seconds if seen else np.nan,
+            np.nan if line.ttft_s is None else line.ttft_s,
+            line.seconds if seen else np.nan,
         )
 
 

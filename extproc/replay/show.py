@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from extproc.layout import Column, figure, table
-from extproc.replay.comparison import KINDS
+from extproc.replay.comparison import FEW_BLOCKS, KINDS
 from extproc.replay.distribution import FIGURES
 from extproc.replay.what_if import Answer, Replayed
 
-_COLUMNS = (Column("seconds", left=True), *(Column(name) for name in FIGURES))
+_FIGURES = [Column(name) for name in FIGURES]
 
 
 def replayed(one: Replayed) -> str:
@@ -24,15 +24,23 @@ def replayed(one: Replayed) -> str:
         f"{one.requests} requests of {scene.lasts_s / 60:.1f} min on {len(scene.members)} replicas "
         f"({names}), policy {policy}; the median completion is off by {request:.1%}"
     )
-    return "\n".join([head, "", *table(_COLUMNS, rows)])
+    return "\n".join([head, "", *table([Column("seconds since sent", left=True), *_FIGURES], rows)])
 
 
 def answer(one: Answer) -> str:
     """What would be otherwise."""
-    lines = [f"with {one.change}", "", *table(_COLUMNS, list(_differences(one)))]
+    columns = [Column("seconds", left=True), *_FIGURES]
+    lines = [f"with {one.change}", "", *table(columns, list(_differences(one)))]
     if any(one.unserved):
         before, after = one.unserved
-        lines += ["", f"requests that nobody would serve: {before} as it is, {after} changed"]
+        left = f"{before:.1%} as it is, {after:.1%} changed"
+        lines += ["", f"nobody would serve {left} of all requests; the figures are of the others"]
+    if one.blocks < FEW_BLOCKS:
+        lines += [
+            "",
+            f"it is less sure than that: the bounds are drawn from {one.blocks} stretches of time, "
+            f"and fewer than {FEW_BLOCKS} are too few: record for longer",
+        ]
     return "\n".join(lines)
 
 

@@ -60,7 +60,7 @@ class Simulation(ABC):
         self._poll_s = poll_s
         self._poll_at = 0.0
         self._hold = hold
-        self._events = sorted(events, key=itemgetter(0), reverse=True)
+        self._events = sorted(events, key=itemgetter(0))[::-1]
         self._sent = 0
         self._open: dict[int, Served] = {}
         self._owners: dict[int, Served] = {}

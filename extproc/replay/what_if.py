@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from extproc.replay.change import Change, changed
-from extproc.replay.comparison import Difference, Fit, counted, differences, fits, recorded
+from extproc.replay.comparison import Difference, Fit, blocks, counted, differences, fits, recorded
 from extproc.replay.play import Played, play
 from extproc.replay.scene import Scene
 
@@ -45,11 +44,14 @@ class Replayed:
 class Answer:
     """What would be otherwise with a change."""
 
-    change: Change
+    change: str
+    """In words."""
     differences: dict[str, dict[str, Difference]]
     """By kind of time, and figure."""
-    unserved: tuple[int, int]
-    """Requests that nobody would serve, without the change and with it, in the mean of the runs."""
+    blocks: int
+    """Stretches of time that the intervals are drawn from."""
+    unserved: tuple[float, float]
+    """Share of the requests that nobody would serve, without the change and with it."""
     runs: dict[str, Played] = field(default_factory=dict)
     """By what they are called, for pictures."""
 
@@ -59,7 +61,12 @@ class Answer:
             kind: {name: asdict(one) | {"seconds": one.seconds} for name, one in figures.items()}
             for kind, figures in self.differences.items()
         }
-        return {"change": str(self.change), "differences": differing, "unserved": self.unserved}
+        return {
+            "change": self.change,
+            "differences": differing,
+            "blocks": self.blocks,
+            "unserved": self.unserved,
+        }
 
 
 def replay(scene: Scene, show: Show) -> Replayed:
@@ -73,13 +80,9 @@ def replay(scene: Scene, show: Show) -> Replayed:
     return Replayed(scene, len(counted(scene)), fits(scene, played), runs)
 
 
-def what_if(scene: Scene, change: Change, show: Show) -> Answer:
-    """Plays the scene without a change and with it.
-
-    Raises:
-        ValueError: there can be no such change.
-    """
-    each = scene, changed(scene, change)
+def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
+    """Plays the scene without a change and with it."""
+    each = scene, other
     played: list[list[Played]] = [[], []]
     for number, seed in enumerate(SEEDS):
         for place, one in enumerate(each):
@@ -88,12 +91,12 @@ def what_if(scene: Scene, change: Change, show: Show) -> Answer:
                 play(one, seed, show=lambda part, done=done: show((done + part) / 2 / len(SEEDS)))  # type: ignore[misc]
             )
     before, after = played
-    unserved = [
-        round(float(np.mean([np.isnan(one.completion_s).sum() for one in runs]))) for runs in played
-    ]
+    unserved = [float(np.isnan([one.completion_s for one in runs]).mean()) for runs in played]
+    count = blocks(scene, [*before, *after])
     return Answer(
         change,
-        differences(scene, before, after, Random(SEEDS[0])),
+        differences(scene, before, after, count, Random(SEEDS[0])),
+        count,
         (unserved[0], unserved[1]),
         {"as it is": before[0], "changed": after[0]},
     )

@@ -135,7 +135,7 @@ def build(config: Config, registry: CollectorRegistry, worker: int = 0) -> Servi
         queue=Queue(fleet, config.hold, monotonic),
         demand=Demand(monotonic),
         traces=Traces(endpoint, worker) if (endpoint := config.traces.endpoint) else None,
-        recorder=recorder_of(config, fleet, wall),
+        recorder=recorder_of(config, fleet, monotonic, wall),
     )
 
 

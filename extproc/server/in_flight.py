@@ -159,7 +159,16 @@ class InFlight:
                 self._forecast, self._served_by, generated, outcome.ttft_s, baseline
             )
         if services.recorder:
-            services.recorder.ended(profile, outcome, self._served_by, seconds, generated.tokens)
+            unseen = self._unseen and self._status is None and not profile.in_background
+            services.recorder.ended(
+                profile,
+                outcome,
+                self._served_by,
+                seconds,
+                generated.tokens,
+                failed=not (well or unseen),
+                cut=self._usage is not None and not self._ended,
+            )
         services.queue.let_go(self._served_by)
 
     def _served(self, upstream: str) -> None:

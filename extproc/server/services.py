@@ -64,17 +64,17 @@ class Services:
             router=router,
             queue=queue,
             demand=Demand(self.clock),
-            recorder=recorder_of(config, fleet, self.wall),
+            recorder=recorder_of(config, fleet, self.clock, self.wall),
             watch=Watch(),
             accuracy=Accuracy(),
         )
 
 
-def recorder_of(config: Config, fleet: Fleet, wall: Clock) -> Recorder | None:
+def recorder_of(config: Config, fleet: Fleet, clock: Clock, wall: Clock) -> Recorder | None:
     """What records the traffic of a pool, if that is asked for.
 
     Raises:
         OSError: there can be no record.
     """
     folder = config.record.path
-    return None if folder is None else Recorder(config, folder, fleet, wall)
+    return None if folder is None else Recorder(config, folder, fleet, clock, wall)

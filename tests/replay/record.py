@@ -37,10 +37,10 @@ def replica(number: int, profile: str = A10, at: float = BEGAN, **state: object)
 def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[Request]:
     """``shared``: of the units of a prompt, the first that all have."""
     random, at = Random(1), BEGAN
-    beginning = [random.getrandbits(60) for _ in range(shared)]
+    beginning = [random.getrandbits(64) for _ in range(shared)]
     while (at := at + random.expovariate(rate)) < BEGAN + seconds:
         prompt = random.randrange(64 * shared + 100, 64 * shared + 1500)
-        keys = [*beginning, *(random.getrandbits(60) for _ in range(prompt // 64 - shared))]
+        keys = [*beginning, *(random.getrandbits(64) for _ in range(prompt // 64 - shared))]
         yield Request(
             at=at,
             endpoint="/v1/chat/completions",

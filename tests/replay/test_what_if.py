@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from extproc import cli
-from extproc.observe.record import Line, Refused, Request
+from extproc.observe.record import Line, Refused, Request, Start, text_of
 from extproc.replay.recorded import read
+from extproc.replay.scene import scene_of
 from extproc.replay.speeds import step_times
 from tests.replay.record import A10, BEGAN, address, lines, replica, requests, start, write
 
@@ -64,6 +66,42 @@ def test_times_that_were_not_so_are_refused(
     assert "it tells nothing of what would happen" in told.err
 
 
+def test_waiting_at_the_router_hides_no_wrong_replay(
+    busy: Sequence[Line], tmp_path: Path, ask: Ask
+) -> None:
+    waited = [
+        msgspec.structs.replace(
+            one, at=one.at - 60.0, waited_s=60.0, seconds=1.5 * one.seconds, ttft_s=None
+        )
+        if isinstance(one, Request)
+        else msgspec.structs.replace(one, at=one.at - 60.0)
+        for one in busy
+    ]
+    ask(write(tmp_path / "record", waited), status=1)
+
+
+def test_a_median_that_was_not_so_is_refused(
+    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = [one for one in busy if isinstance(one, Request)]
+    most = sorted(one.seconds for one in served)[int(0.8 * len(served))]
+    wrong = [
+        msgspec.structs.replace(one, seconds=0.6 * one.seconds)
+        if isinstance(one, Request) and one.seconds < most
+        else one
+        for one in busy
+    ]
+    assert cli.main(["what-if", str(write(tmp_path / "record", wrong))]) == 1
+    assert "median" in capsys.readouterr().err
+
+
+def test_what_changes_nothing_differs_by_nothing(
+    busy: Sequence[Line], tmp_path: Path, ask: Ask
+) -> None:
+    answer = ask(write(tmp_path / "record", busy), "--policy", "lmetric")
+    assert difference(answer, "p95") == (0.0, 0.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("options", "sooner"),
     [
@@ -74,7 +112,7 @@ def test_times_that_were_not_so_are_refused(
         (["--less", "1"], False),
         (["--traffic", "1.3"], False),
         (["--policy", "random"], False),
-        (["--less", "a", "--more", "b", "--more", "b"], True),
+        (["--less", "a", "--more", "b", "--more", address(2)], True),
     ],
     ids=str,
 )
@@ -104,6 +142,17 @@ def test_prompts_that_begin_alike_are_cached(tmp_path: Path, ask: Ask) -> None:
     assert answer["replay"]["completion_s"]["off"]["p95"] > 0.5
 
 
+def test_halves_of_keys_may_be_alike_where_prompts_are_not(tmp_path: Path, ask: Ask) -> None:
+    first, second = (
+        text_of(np.array(keys, np.uint64) << np.uint64(32)) for keys in ([1, 2, 3], [4, 1])
+    )
+    every = [
+        msgspec.structs.replace(one, keys=(first, second)[number % 2])
+        for number, one in enumerate(requests(4.0, 80.0))
+    ]
+    ask(write(tmp_path / "record", lines([A10, A10], start(), every)), "--traffic", "1.01")
+
+
 def test_a_replica_that_left_gets_nothing_more(tmp_path: Path, ask: Ask) -> None:
     gone = msgspec.structs.replace(replica(2, at=BEGAN + 40.0), state=None)
     asked = list(requests(2.5, 120.0))
@@ -125,6 +174,56 @@ def test_several_routers_and_files_are_one_record(
     assert abs(ask(tmp_path / "record")["replay"]["completion_s"]["off"]["p95"]) < 0.02
 
 
+def test_a_record_begins_when_every_router_writes(
+    busy: Sequence[Line], tmp_path: Path, ask: Ask
+) -> None:
+    fleet = [one for one in busy if not isinstance(one, Start | Request)]
+    served = [one for one in busy if isinstance(one, Request)]
+    late = [msgspec.structs.replace(start(), at=BEGAN + after) for after in (20.0, 40.0)]
+    folder = write(tmp_path / "record", [start(), *fleet, *served[::2]])
+    write(folder, [late[0], *fleet, *served[1::4]], "default-9.1")
+    write(folder, [late[1], *fleet, *served[3::4]], "default-9")
+    requests = read(folder).requests
+    assert requests == [one for one in served if one.at >= BEGAN + 20.0]
+
+
+def test_what_was_sent_before_the_record_begins_is_not_in_it(
+    busy: Sequence[Line], tmp_path: Path
+) -> None:
+    before = msgspec.structs.replace(next(requests(1.0, 60.0)), at=BEGAN - 3.0)
+    scene = scene_of(read(write(tmp_path / "record", [before, *busy])))
+    assert scene.requests[0].at == pytest.approx(next(requests(4.0, 80.0)).at - BEGAN)
+
+
+def test_drafts_of_a_replica_that_left_count_as_before(tmp_path: Path) -> None:
+    drafts = msgspec.structs.replace(replica(1), tokens_per_step=2.0)
+    left = msgspec.structs.replace(replica(1, at=BEGAN + 99.0), state=None)
+    asked = next(requests(1.0, 60.0))
+    scene = scene_of(read(write(tmp_path / "record", [start(), drafts, asked, left])))
+    assert scene.requests[0].output_tokens == round(asked.output_tokens / 2.0)
+
+
+def test_figures_are_not_made_of_answers_that_were_cut(
+    busy: Sequence[Line], tmp_path: Path, ask: Ask
+) -> None:
+    cut = [
+        msgspec.structs.replace(one, seconds=0.01, cut=True, complete=False)
+        if isinstance(one, Request) and number % 3 == 0
+        else one
+        for number, one in enumerate(busy)
+    ]
+    whole, part = (ask(write(tmp_path / name, of)) for name, of in (("whole", busy), ("cut", cut)))
+    assert part["requests"] < 0.7 * whole["requests"]
+    assert abs(part["replay"]["completion_s"]["off"]["p95"]) < 0.02
+
+
+def test_few_stretches_of_time_are_told(
+    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli.main(["what-if", str(write(tmp_path / "record", busy)), "--more", "a"])
+    assert "record for longer" in capsys.readouterr().out
+
+
 def test_what_was_decided_otherwise_before_is_left_out(
     busy: Sequence[Line], tmp_path: Path
 ) -> None:
@@ -141,7 +240,8 @@ def test_a_line_that_was_cut_short_is_passed_over(busy: Sequence[Line], tmp_path
     file.write_bytes(file.read_bytes()[:-30])
     served = sum(isinstance(one, Request) for one in busy)
     record = read(folder)
-    assert (len(record.requests), record.unreadable) == (served - 1, 1)
+    assert len(record.requests) == served - 1
+    assert record.left_out == {"whose line cannot be read": 1}
 
 
 def test_a_page_has_pictures_and_needs_nothing_else(
@@ -168,6 +268,9 @@ def test_requests_that_were_refused_are_told_of(
     [
         (["--less", "z"], "the record has no replica 'z', but a, b"),
         (["--less", "2"], "no replica is left"),
+        (["--more", "0"], "0 replicas more or less are no change"),
+        (["--less", "00"], "00 replicas more or less are no change"),
+        (["--page", "."], "Is a directory"),
         (["--replica", "a=h1000"], "no hardware profile is named 'h1000'"),
         (["--pool", "other"], "holds no record of pool 'other', but of default"),
     ],
@@ -181,16 +284,19 @@ def test_what_cannot_be_is_told(
     said: str,
 ) -> None:
     assert cli.main(["what-if", str(write(tmp_path / "record", busy)), *options]) == 2
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert said in told.err
+    assert not told.out  # before anything is played
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"kind":"start","at":1,"format":0}', "has format 0, and this version reads 1"),
-        ('{"kind":"request"', "is no record"),
-        ("not one\nat all\nnot", "is no record: 3 of its lines cannot be read"),
-        ("", "is no record"),
+        ('{"kind":"start","at":1,"format":0}', "has format 0, and this version reads 2"),
+        ('{"kind":"request"', "holds no record"),
+        ("not a line\n" * 11, "is no record: 11 of its lines cannot be read"),
+        ('{"kind":"refused","at":1,"why":"full"}', "is no record: it does not begin as one"),
+        ("", "holds no record"),
     ],
 )
 def test_what_is_no_record_is_told(

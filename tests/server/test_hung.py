@@ -3,17 +3,20 @@
 import asyncio
 from collections.abc import AsyncIterator, Container
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
 
 from extproc.config import Config
+from extproc.replay.recorded import read
 from extproc.route.router import Router
 from extproc.server.exchange import Exchange
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, chosen
+from tests.server.test_record import written
 from tests.server.test_traces import SAMPLED, sent, spans, traced
 from tests.server.test_unseen import MARK
 from tests.spans import Spans, attributes
@@ -120,6 +123,33 @@ class TestNever:
             await server._processor.end_lost()
             assert services.fleet.in_flight_on(on) == 1
             await stream.end()
+
+
+class TestRecorded:
+    """Nobody knows how long it would have taken."""
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Config:
+        return Config.model_validate(
+            {"record": {"path": str(tmp_path / "record")}, "serve": {"hung_s": 0.1}}
+        )
+
+    @pytest.mark.parametrize("mark", [{}, MARK])
+    async def test_as_failed(
+        self, envoy: EnvoySide, services: Services, tmp_path: Path, mark: dict[str, str]
+    ) -> None:
+        async with envoy.stream() as lost, envoy.stream() as kept:
+            on = chosen(await lost.body_first(CHAT, headers=IN_TURN | mark))[0]
+            other = chosen(await kept.body_first(CHAT, headers=IN_TURN))[0]
+            await kept.response_headers(upstream=other)
+            await kept.response_body({"id": "1"})
+            await kept.end()
+            if not mark:
+                await lost.response_headers(upstream=on, content_type="text/event-stream")
+            hangs(services, 1 + (on == replica(2)), 0.1)
+            await until(lambda: not services.fleet.in_flight)
+        await written(services)
+        assert read(tmp_path / "record").left_out == {"failed": 1}
 
 
 class TestAnAnswerThatIsNotRead:
