@@ -68,7 +68,8 @@ class _Cache:
         self.room = max(int(capacity / self.unit), 1)
 
     def depth(self, key: int) -> int:
-        since = self.entered - self.recent[key]
+        # One that is not there: two prompts may share a later key, and not those before.
+        since = self.entered - self.recent.get(key, self.entered)
         return min(since * _DEPTHS // self.room, _DEPTHS - 1)
 
 

@@ -104,6 +104,17 @@ def believed(prefixes: Prefixes, text: str) -> float:
     return float(held.cached[0] / held.expected[0])
 
 
+def test_prompts_that_share_a_later_key_by_chance_or_will_are_harmless(prefixes: Prefixes) -> None:
+    prefixes.enter(0, prompt("abcd"), ROOM)
+    prefixes.reported(0, 4 * UNIT, 0, 4 * UNIT, 0.0)  # depth matters now
+    one, another = prompt("abcd"), prompt("vwxyz")
+    another.keys[2] = one.keys[2]
+    prefixes.enter(0, another, ROOM)
+    another.keys[0] = one.keys[0]
+    another.keys[3] = 1
+    assert prefixes.held(another, ROWS).expected[0] >= UNIT
+
+
 def test_who_reports_less_than_expected_is_believed_less(prefixes: Prefixes) -> None:
     prefixes.enter(0, prompt("abcd" * 10), ROOM)
     assert believed(prefixes, "abcd" * 10) == 1
