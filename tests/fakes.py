@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.profile import Endpoint, RequestProfile
@@ -25,9 +26,9 @@ class ManualClock:
         self.time += seconds
 
 
-def fleet_of(clock: ManualClock, *profiles: str) -> Fleet:
+def fleet_of(clock: ManualClock, *profiles: str, names: ModelNames | None = None) -> Fleet:
     """Idle replicas ``10.0.0.1:8000``, ``10.0.0.2:8000``, … with these hardware profiles."""
-    fleet = Fleet(OutputLengths(), clock)
+    fleet = Fleet(OutputLengths(), clock, names=names)
     for number, profile in enumerate(profiles, start=1):
         fleet.put(state(number, profile, clock))
     return fleet

@@ -22,6 +22,7 @@ from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import seed_of
 from extproc.request.profile import RequestProfile
+from extproc.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,10 @@ _DECIDES = {
     "poll": {"interval_s"},
 }
 """Keys of the configuration that a replay needs."""
+_NOT_WRITTEN = (
+    "the record is not written: make room, or set record.path to a folder that the router may "
+    "write to"
+)
 _LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
 
 
@@ -76,7 +81,7 @@ class Recorder:
         self._lock = Lock()
         self._size = -1
         """Of the newest file; below zero: what it must begin with is not written yet."""
-        self._failing = False
+        self._trouble = Trouble(logger, _NOT_WRITTEN, level=logging.ERROR, folder=str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -219,15 +224,10 @@ class Recorder:
                 with self._file(0).open("ab") as file:
                     file.write(text)
                 self._size = self._file(0).stat().st_size
-                self._failing = False
+                self._trouble.works()
             except OSError as error:
-                if not self._failing:
-                    logger.error(
-                        "the record is not written: make room, or set record.path to a folder that "
-                        "the router may write to",
-                        extra={"folder": str(self._folder), "error": error.strerror},
-                    )
-                self._failing, self._size = True, -1
+                self._trouble.failed(error.strerror)
+                self._size = -1
 
     def _rotate(self) -> None:
         newest = self._file(0)

@@ -84,7 +84,7 @@ class Traces:
         flush.join(_FLUSH_S)
         if flush.is_alive():
             # It tries no more, and its thread ends.
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # in the SDK
             flush.join(_FLUSH_S)
 
 

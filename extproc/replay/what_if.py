@@ -1,6 +1,6 @@
 """What would be otherwise: what happened is played first, then what would without and with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from random import Random
 from typing import Any
@@ -82,21 +82,22 @@ def replay(scene: Scene, show: Show) -> Replayed:
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
     """Plays the scene without a change and with it."""
-    each = scene, other
-    played: list[list[Played]] = [[], []]
-    for number, seed in enumerate(SEEDS):
-        for place, one in enumerate(each):
-            done = 2 * number + place
-            played[place].append(
-                play(one, seed, show=lambda part, done=done: show((done + part) / 2 / len(SEEDS)))  # type: ignore[misc]
-            )
-    before, after = played
-    unserved = [float(np.isnan([one.completion_s for one in runs]).mean()) for runs in played]
-    count = blocks(scene, [*before, *after])
+    runs = [(one, seed) for seed in SEEDS for one in (scene, other)]
+
+    def shown(number: int) -> Show:
+        return lambda part: show((number + part) / len(runs))
+
+    played = [play(one, seed, show=shown(number)) for number, (one, seed) in enumerate(runs)]
+    before, after = played[::2], played[1::2]
+    count = blocks(scene, played)
     return Answer(
         change,
         differences(scene, before, after, count, Random(SEEDS[0])),
         count,
-        (unserved[0], unserved[1]),
+        (_unserved(before), _unserved(after)),
         {"as it is": before[0], "changed": after[0]},
     )
+
+
+def _unserved(runs: Sequence[Played]) -> float:
+    return float(np.isnan([one.completion_s for one in runs]).mean())

@@ -142,8 +142,8 @@ class ExternalProcessor:
         """Ends the requests on replicas that hang: they would last as long as clients wait."""
         if not (after := self._services.config.serve.hung_s):
             return
-        pools = self._services, *self._pools.values()
-        hung = {one for pool in pools for one in pool.fleet.eligibility.hung(after)}
+        fleets = (pool.fleet for pool in self._pools.values())
+        hung = {one for fleet in fleets for one in fleet.eligibility.hung(after)}
         if not hung:
             return
         lost = [(_lose(one, hung), write) for one, write in self._exchanges.items()]

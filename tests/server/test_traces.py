@@ -159,7 +159,7 @@ async def test_a_collector_that_is_gone_is_told_of_once_and_so_is_its_return(
         collector.status = 200
         for _ in range(2):
             await asyncio.to_thread(exporter.export, [at_first])
-        exporter.shutdown()  # type: ignore[no-untyped-call]
+        exporter.shutdown()  # type: ignore[no-untyped-call]  # in the SDK
     assert [one.getMessage() for one in caplog.records[1:]] == ["spans reach their collector again"]
 
 

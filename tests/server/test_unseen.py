@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 
 from extproc.config import Config
-from extproc.fleet.fleet import Fleet
-from extproc.predict.lengths import OutputLengths
 from extproc.route.router import Router
 from extproc.server.services import Services
-from tests.fakes import ManualClock, replica, state
+from tests.fakes import ManualClock, fleet_of, replica
 from tests.server.envoy_side import CHAT, EnvoySide, chosen
 
 MARK = {"x-extproc-unseen": "1"}
@@ -28,9 +26,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def services(services: Services, clock: ManualClock) -> Services:
-    fleet = Fleet(OutputLengths(), clock, names=services.fleet.members.names)
-    for number in (1, 2):
-        fleet.put(state(number, "llama-8b-a10", clock))
+    fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
     fleet.known.set()
     return replace(services, router=Router(fleet, "completion", services.random))
 

@@ -11,14 +11,12 @@ import pytest
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
-from extproc.fleet.fleet import Fleet
 from extproc.hold.queue import Queue
-from extproc.predict.lengths import OutputLengths
 from extproc.route.router import Router
 from extproc.server.app import let_go
 from extproc.server.room import MOST_HELD
 from extproc.server.services import Services
-from tests.fakes import ManualClock, chat, replica, state
+from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, Stream, chosen, destination
 from tests.server.test_gateway import DUPLEX, chunk_of, set_health, status_of
 from tests.server.test_names import body_of
@@ -62,9 +60,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def services(services: Services, clock: ManualClock) -> Services:
-    fleet = Fleet(OutputLengths(), clock, names=services.fleet.members.names)
-    for number in (1, 2):
-        fleet.put(state(number, "llama-8b-a10", clock))
+    fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
     fleet.known.set()
     return replace(
         services,

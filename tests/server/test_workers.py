@@ -10,6 +10,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -159,6 +160,9 @@ class Mortal(Worker):
         self.starts += 1
         return ""
 
+    def started(self, times: int) -> bool:
+        return self.starts == times
+
 
 async def test_one_that_dies_again_and_again_is_started_each_time_later(logged: Logged) -> None:
     clock, worker = ManualClock(), Mortal()
@@ -167,7 +171,7 @@ async def test_one_that_dies_again_and_again_is_started_each_time_later(logged: 
     for times, lived in enumerate((0.0, 5.0, 10.0), start=1):
         clock.advance(lived)
         worker.ends.put_nowait("ended by SIGKILL")
-        await until(lambda times=times: worker.starts == times)  # type: ignore[misc]
+        await until(partial(worker.started, times))
     running.cancel()
     waits = [
         float(str(line["again_in_s"]))
