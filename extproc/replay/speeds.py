@@ -136,7 +136,7 @@ def _fitted(profile: str, stretches: Sequence[_Stretch]) -> StepModel | None:
     for _ in range(_ROUNDS):
         descend(equations, [_PRIOR] * 4, [ratio] * 4, solution)
     c0, prefill, batch, kv = (unit * part for unit, part in zip(units, solution, strict=True))
-    return StepModel(c0, prefill, batch, kv, start.c_att * solution[1])
+    return StepModel(c0, prefill, batch, kv)
 
 
 def _at(
