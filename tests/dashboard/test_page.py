@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from extproc.clock import Clock, monotonic
+from extproc.clock import Clock
 from extproc.config import AdminSettings
 from extproc.dashboard.routes import page_routes
 from extproc.demo.stack import SimulatedReplica
@@ -29,11 +29,6 @@ pytestmark = [
     pytest.mark.skipif(BINARY is None, reason="there is no chromium on PATH to look with"),
 ]
 EVIL = "<img src=x onerror=document.title='hacked'>"
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return monotonic
 
 
 @pytest.fixture
