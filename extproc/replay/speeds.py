@@ -179,8 +179,7 @@ def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretc
     """Least squares, none below zero, at the speed that the record has on the whole. Errors are
     divided by the geometric mean of actual and expected time, as in
     :class:`~extproc.predict.firsthand.Firsthand`."""
-    start = profile_or_default(profile).step
-    units = np.array(coefficients(start))
+    units = np.array(coefficients(profile_or_default(profile).step))
     stretches = [*streams, *counted]
     moments = [one.at for one in stretches]
     rows = relative([one.work for one in stretches], units.tolist())
@@ -198,8 +197,7 @@ def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretc
         ratio = took / sum(every)
         for _ in range(_ROUNDS):
             descend(equations, [_PRIOR] * 4, [ratio] * 4, solution)
-    c0, prefill, batch, kv = (units * solution).tolist()
-    return StepModel(c0, prefill, batch, kv, start.c_att * solution[1])
+    return StepModel(*(units * solution).tolist())
 
 
 def _slower(
