@@ -3,11 +3,14 @@
 import argparse
 import json
 from collections.abc import Mapping
-from math import inf, nan
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from extproc.cli.arguments import above_zero, number, whole
+
+count = whole(1)
 
 
 def command(module: str, doc: str | None, **more: Any) -> argparse.ArgumentParser:
@@ -20,10 +23,10 @@ def command(module: str, doc: str | None, **more: Any) -> argparse.ArgumentParse
 def add_part(parser: argparse.ArgumentParser, start: str, requests: bool = True) -> None:
     """Which part of a trace; ``start`` is the option that leaves out its beginning."""
     add = parser.add_argument
-    add("--speed", type=positive, default=1.0, metavar="X", help="times as fast as the trace")
+    add("--speed", type=above_zero, default=1.0, metavar="X", help="times as fast as the trace")
     out = "leave out what arrives in the first S seconds; time counts from there"
-    add(start, dest="skip", type=time, default=0.0, metavar="S", help=out)
-    add("--duration", type=positive, default=inf, metavar="S", help="only the first S seconds")
+    add(start, dest="skip", type=number, default=0.0, metavar="S", help=out)
+    add("--duration", type=above_zero, default=inf, metavar="S", help="only the first S seconds")
     if requests:
         add("--requests", type=count, metavar="N", help="only the first N")
 
@@ -56,50 +59,9 @@ def paths(text: str) -> list[Path]:
     return [Path(part) for part in text.split(",")]
 
 
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    number = _float(text)
-    require(0 < number < inf, text, "a finite number above 0")
-    return number
-
-
-def time(text: str) -> float:
-    """A finite number of at least 0."""
-    number = _float(text)
-    require(0 <= number < inf, text, "a finite number of at least 0")
-    return number
-
-
-def share(text: str) -> float:
-    """A number from 0 to 1."""
-    number = _float(text)
-    require(0 <= number <= 1, text, "a number from 0 to 1")
-    return number
-
-
-def count(text: str) -> int:
-    """A whole number of at least 1."""
-    require(_counts(text), text, "a whole number of at least 1")
-    return int(text)
-
-
 def counts(text: str) -> list[int]:
     """Whole numbers of at least 1 with commas between."""
-    parts = text.split(",")
-    require(all(map(_counts, parts)), text, "whole numbers of at least 1 with commas between")
-    return [int(part) for part in parts]
-
-
-def switch(text: str) -> bool:
-    """``on`` or ``off``."""
-    require(text in ("on", "off"), text, "on or off")
-    return text == "on"
-
-
-def number(text: str) -> int:
-    """A whole number of at least 0."""
-    require(text.isdecimal(), text, "a whole number of at least 0")
-    return int(text)
+    return [*map(count, text.split(","))]
 
 
 def among(text: str, known: list[str]) -> list[str]:
@@ -108,20 +70,3 @@ def among(text: str, known: list[str]) -> list[str]:
         if part not in known:
             raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
     return text.split(",")
-
-
-def require(sensible: bool, text: str, what: str) -> None:
-    """Raises ArgumentTypeError unless a value is sensible."""
-    if not sensible:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
-
-
-def _counts(text: str) -> bool:
-    return text.isdecimal() and int(text) >= 1
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return nan

@@ -179,7 +179,6 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "c_prefill": c_prefill,
         "c_batch": c_batch,
         "c_kv": c_kv,
-        "c_att": c_att,
         "frontend": _floats(model.frontend for model in models),
         "decode_step": c0 + c_batch * running + c_kv * kv_used,
         "tokens_per_step": _floats(one.tokens_per_step if one else 1 for one in speculations),

@@ -35,6 +35,7 @@ from benchmarks.attached import Attached
 from benchmarks.pages import decisions, get_json
 from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.address import split_address
+from extproc.cli.arguments import above_zero, probability, whole
 from extproc.demo.processes import ProcessError
 from extproc.demo.samples import Kind, Lengths, Sample, samples
 from extproc.demo.stack import Stack
@@ -222,13 +223,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--options", type=split, action="append", default=[], metavar="TEXT", help=further)
     add("--requests", type=arguments.count, default=300, metavar="N")
     before = "requests sent before, not counted"
-    add("--warm-up", type=arguments.number, default=60, metavar="N", help=before)
+    add("--warm-up", type=whole(0), default=60, metavar="N", help=before)
     each_s = "requests a second [1]"
-    add("--rate", type=arguments.positive, default=1.0, metavar="X", help=each_s)
+    add("--rate", type=above_zero, default=1.0, metavar="X", help=each_s)
     tokens = f"tokens of an answer [{_OUTPUT_MEDIAN}]"
     add("--output-median", type=arguments.count, default=_OUTPUT_MEDIAN, metavar="N", help=tokens)
     known = f"of requests that generate exactly their bound [{_KNOWN_SHARE}]"
-    add("--known-share", type=arguments.share, default=_KNOWN_SHARE, metavar="X", help=known)
+    add("--known-share", type=probability, default=_KNOWN_SHARE, metavar="X", help=known)
     add("--policy", type=_policies, default=["completion"], metavar="a,b,c")
     add("--profile", choices=PROFILES, default=DEFAULT_PROFILE, metavar="NAME")
     add("--seed", type=int, default=0)

@@ -21,6 +21,7 @@ from benchmarks.about import about
 from benchmarks.discrete import KNOWN, Simulation
 from benchmarks.oracle import WEIGHTS
 from benchmarks.summary import Phase, Run, distance, header, requests_of, row, summary
+from extproc.cli.arguments import above_zero, number, probability
 from extproc.replay.progress import progress
 from extproc.replay.served import Served
 from extproc.request.objective import Objective
@@ -70,7 +71,7 @@ def _compare(
         "profile_error": args.profile_error,
         "routers": args.routers,
         "share_lag": args.share_lag,
-        "hold": args.hold,
+        "hold": args.hold == "on",
         "urgent": args.urgent,
         "tenants": args.tenants,
         "target": Objective("target", ttft_s=args.ttft_target, completion_s=args.completion_target),
@@ -154,19 +155,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     dealt = "requests are dealt at random"
     add("--routers", type=arguments.count, default=1, metavar="N", help=dealt)
     lag = "seconds that digests take to the other routers (default: they never arrive)"
-    add("--share-lag", type=arguments.time, metavar="S", help=lag)
+    add("--share-lag", type=number, metavar="S", help=lag)
     between = "between two scrapes of a replica [0.05 for queue_kv and least_kv, else 0.2]"
-    add("--poll-interval", type=arguments.positive, metavar="S", help=between)
+    add("--poll-interval", type=above_zero, metavar="S", help=between)
     waits = "whether requests wait at the router while no replica can carry them [off]"
-    add("--hold", type=arguments.switch, default=False, metavar="on|off", help=waits)
+    add("--hold", choices=("on", "off"), default="off", help=waits)
     first = "share of the requests that go first where they wait [0]"
-    add("--urgent", type=arguments.share, default=0.0, metavar="SHARE", help=first)
+    add("--urgent", type=probability, default=0.0, metavar="SHARE", help=first)
     by = "seconds until the first token that requests aim for [none]"
-    add("--ttft-target", type=arguments.positive, default=inf, metavar="S", help=by)
+    add("--ttft-target", type=above_zero, default=inf, metavar="S", help=by)
     until = "and until the last"
-    add("--completion-target", type=arguments.positive, default=inf, metavar="S", help=until)
+    add("--completion-target", type=above_zero, default=inf, metavar="S", help=until)
     aiming = "share of the requests that do [1]"
-    add("--target-share", type=arguments.share, default=1.0, metavar="SHARE", help=aiming)
+    add("--target-share", type=probability, default=1.0, metavar="SHARE", help=aiming)
     counted = "count those that meet them, but decide as if nobody aimed for anything"
     add("--ignore-targets", action="store_true", help=counted)
     deal = "so many requests of each tenant for so many of the others [one tenant]"
@@ -174,11 +175,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     told = "what the router is told that production would not know"
     add("--know", type=_known, default=[], metavar=",".join(KNOWN), help=told)
     wrong = "the profile the router starts from is X times as slow as the truth"
-    add("--profile-error", type=arguments.positive, default=1.0, metavar="X", help=wrong)
+    add("--profile-error", type=above_zero, default=1.0, metavar="X", help=wrong)
     since = "figures are of requests that arrive from this second on"
-    add("--from", dest="start", type=arguments.time, default=0.0, metavar="S", help=since)
+    add("--from", dest="start", type=number, default=0.0, metavar="S", help=since)
     until = "and before this one"
-    add("--until", dest="end", type=arguments.positive, default=inf, metavar="S", help=until)
+    add("--until", dest="end", type=above_zero, default=inf, metavar="S", help=until)
     add("--seed", type=int, default=0)
     add("--no-oracle", dest="oracle", action="store_false", help="leave the oracle out: faster")
     arguments.add_outputs(parser)

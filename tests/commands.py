@@ -1,10 +1,19 @@
 """A command in this process, beside a server that it asks."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
+from extproc.config import AdminSettings
+from extproc.observe.admin import serve_admin
+from extproc.server.admin import admin_routes
+from extproc.server.services import Services
+from tests.certificates import Authority
 
 
 async def printed(
@@ -17,3 +26,22 @@ async def printed(
     assert silent == ""
     assert "\x1b" not in lines
     return lines.splitlines()
+
+
+@asynccontextmanager
+async def secured(
+    services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Path]:
+    """A router's admin address with TLS and a token, and the settings for it in the environment;
+    yields a file that holds another token."""
+    cert, key = Authority(folder / "authority").sign("router")
+    token, other = folder / "token", folder / "other"
+    token.write_text("an-example")
+    other.write_text("another")
+    access = AdminSettings(tls_cert=cert, tls_key=key, token_file=token)
+    routes = admin_routes(services)
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes, (), access) as address:
+        for name in ("tls_cert", "tls_key", "token_file"):
+            monkeypatch.setenv(f"EXTPROC_ADMIN__{name.upper()}", str(getattr(access, name)))
+        monkeypatch.setenv("EXTPROC_SERVE__ADMIN", address)
+        yield other

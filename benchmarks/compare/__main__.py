@@ -36,6 +36,7 @@ from benchmarks.compare.pickers import Picker
 from benchmarks.compare.play import play
 from benchmarks.compare.router import Router
 from benchmarks.report import figures
+from extproc.cli.arguments import number, probability
 from extproc.demo.processes import ProcessError
 from extproc.route.policies import POLICIES
 
@@ -252,11 +253,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--programs", type=Path, metavar="DIR", help=programs)
     behind = "fair: llm-d behind this project's envoy/endpoint_picker.yaml [its makers' file]"
     add("--envoy", choices=("own", "fair"), default="own", help=behind)
-    add("--stream-share", type=arguments.share, default=0.5, metavar="F", help="[0.5]")
+    add("--stream-share", type=probability, default=0.5, metavar="F", help="[0.5]")
     add("--seed", type=int, default=0)
     fault = f"what happens in each turn: {', '.join(FAULTS)}"
     add("--fault", choices=FAULTS, metavar="PART-WAY", help=fault)
-    add("--at", type=arguments.time, metavar="S", help="when it does [half of --duration]")
+    add("--at", type=number, metavar="S", help="when it does [half of --duration]")
     add("--quick", action="store_true", help="two minutes: without peers, once, for 6 s")
     arguments.add_outputs(parser)
     args = parser.parse_args(argv)

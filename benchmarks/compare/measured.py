@@ -58,7 +58,7 @@ OUTCOME = _by_name(
     Part(
         "cold-mixed",
         f"{_MIXED} --speed 4 --duration 10",
-        "Conversations, two H100 and two A10; no router is told which are fast",
+        "Conversations, two H100 and two A10; only Envoy's weights know which are fast",
     ),
     Part("cold-equal", f"{_EQUAL} --speed 3.5 --duration 10", "Conversations, four A100"),
     Part(

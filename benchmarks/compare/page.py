@@ -24,7 +24,7 @@ _OURS, _THIS = "router:completion", "this router"
 _PANELS = {
     "Unequal GPUs: completion, p99": (OUTCOME["cold-mixed"], "Completion, p99"),
     "Equal GPUs: completion, p99": (OUTCOME["cold-equal"], "Completion, p99"),
-    "Overload: completion, mean": (OUTCOME["overload"], "Completion, mean"),
+    "Overload: completion, p99": (OUTCOME["overload"], "Completion, p99"),
 }
 """Of the picture: of which part which figure."""
 
@@ -159,7 +159,8 @@ def _origin(*of: Mapping[str, Any]) -> Iterator[str]:
     about = of[0]["about"]
     used = {name: version for one in of for name, version in one["about"]["versions"].items()}
     versions = ", ".join(map(" ".join, used.items()))
-    yield f"\n{about['date'][:10]}, commit {about['commit']}; {about['machine']}; {versions}:\n"
+    commits = ", ".join(dict.fromkeys(one["about"]["commit"] for one in of))
+    yield f"\n{about['date'][:10]}, commit {commits}; {about['machine']}; {versions}:\n"
     yield "\n".join(["```", *(one["about"]["command"] for one in of), "```\n"])
 
 

@@ -27,6 +27,7 @@ from benchmarks.fit.record import Plan, record
 from benchmarks.fit.recording import Recording
 from benchmarks.fit.replay import Fitted, fit
 from benchmarks.vllm import described
+from extproc.cli.arguments import above_zero
 from extproc.demo.processes import ProcessError
 from extproc.layout import Column, table
 from extproc.poll.scrape import ScrapeError
@@ -70,7 +71,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--trace", type=Path, default=_TRACE, metavar="FILE")
     add("--requests", type=arguments.count, default=300, metavar="N", help="of each run [300]")
     speeds, runs = [0.325, 0.4, 0.526], "of the trace, a run each [0.325 0.4 0.526]"
-    add("--speed", type=arguments.positive, nargs="+", default=speeds, metavar="X", help=runs)
+    add("--speed", type=above_zero, nargs="+", default=speeds, metavar="X", help=runs)
     add(
         "--shrink",
         type=arguments.count,

@@ -28,6 +28,7 @@ from benchmarks.limits import allow_many_connections
 from benchmarks.load.plan import OBJECTIVE_HEADER, URGENT, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import PATHS, TargetError, ask
+from extproc.cli.arguments import above_zero, probability
 from extproc.clock import monotonic
 from extproc.demo.traffic import POLICY_HEADER, Client
 from extproc.replay.progress import progress
@@ -124,10 +125,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--trace", type=arguments.paths, required=True, metavar="FILE[,FILE]")
     arguments.add_part(parser, "--from")
     share = "share of the requests that are streamed, 0 to 1 [1]"
-    add("--stream-share", type=arguments.share, default=1.0, metavar="F", help=share)
+    add("--stream-share", type=probability, default=1.0, metavar="F", help=share)
     add("--policy-header", metavar="P", help="ask the router for this policy")
     urgent = f"share of the requests that have the header {OBJECTIVE_HEADER}: {URGENT} [0]"
-    add("--urgent", type=arguments.share, default=0.0, metavar="SHARE", help=urgent)
+    add("--urgent", type=probability, default=0.0, metavar="SHARE", help=urgent)
     add("--model", metavar="NAME", help="where the server has several")
     both = list(PATHS)
     add("--endpoint", type=_endpoints, default=both, metavar=",".join(both), help="one or both")
@@ -139,7 +140,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--known-lengths", action="store_true", help=known)
     whole = "for a whole answer [300]"
-    add("--timeout", type=arguments.positive, default=300.0, metavar="S", help=whole)
+    add("--timeout", type=above_zero, default=300.0, metavar="S", help=whole)
     drawn = "of the prompts' words, and which are streamed and which are chats [0]"
     add("--seed", type=int, default=0, help=drawn)
     arguments.add_outputs(parser)
@@ -152,7 +153,8 @@ def _url(text: str) -> str:
         sensible = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is none
         sensible = False
-    arguments.require(sensible, text, "a URL such as http://127.0.0.1:8080")
+    if not sensible:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://127.0.0.1:8080")
     return text.rstrip("/").removesuffix("/v1")
 
 

@@ -12,15 +12,18 @@ import yaml
 
 from benchmarks.envoy_file import drop_ext_proc, manager
 from benchmarks.overhead.client import Report
-from benchmarks.overhead.states import POOL, addresses
 from benchmarks.pages import get_text
 from benchmarks.processes import cpu_s, memory_kb
+from benchmarks.states import addresses
 from extproc.demo.envoy_config import TEMPLATE, render
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Check, Process, answers, envoy_command, listening, start_redis
 
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _PORTS = ("envoy", "envoy-admin", "router", "router-admin", "redis", "upstream")
+_POOL = "overhead"
+_INTERVAL_S = 0.2
+"""Between two states of a replica, as pollers are configured by default."""
 _READY_S = 60.0
 
 
@@ -143,8 +146,8 @@ async def running(
             with _on(cores.others):
                 await stack.enter_async_context(await start_redis(directory, ports["redis"]))
                 url = f"redis://127.0.0.1:{ports['redis']}/0"
-                rest = url, str(setup.replicas), str(ports["upstream"])
-                await start("states", _python("benchmarks.overhead.states", *rest), None)
+                rest = url, _POOL, str(setup.replicas), str(ports["upstream"]), str(_INTERVAL_S)
+                await start("states", _python("benchmarks.states", *rest), None)
             config = directory / "extproc.yaml"
             config.write_text(_configuration(url, ports))
             with _on(cores.router):
@@ -206,7 +209,7 @@ def _configuration(redis_url: str, ports: dict[str, int]) -> str:
         "listen": f"127.0.0.1:{ports['router']}",
         "admin": f"127.0.0.1:{ports['router-admin']}",
     }
-    return yaml.safe_dump({"pool": POOL, "redis": {"url": redis_url}, "serve": serve})
+    return yaml.safe_dump({"pool": _POOL, "redis": {"url": redis_url}, "serve": serve})
 
 
 # -- readiness ------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from extproc.demo.processes import Process, free_port, start_redis
 from extproc.store.connection import connect
 
 _POOL = "scale"
+_PORT = 8000
+"""Of the replicas, which do not exist."""
 _POLL_S = 0.5
 _HEADINGS = (
     "replicas routers interval requests/s | router cores age p50 p99 s late p99 ms "
@@ -49,12 +51,13 @@ async def measure(
         server = await stack.enter_async_context(await start_redis(directory, port))
         redis = await stack.enter_async_context(connect(url, _POOL))
         empty = (await redis.info("memory"))["used_memory"]
-        writer = await _start("writer", [*common, str(interval_s)], directory)
+        words = [*common, str(_PORT), str(interval_s)]
+        writer = await _start("benchmarks.states", words, directory)
         await stack.enter_async_context(writer)
         following = []
         for number in range(routers):
             words = [*common, str(rate / routers), str(seconds)]
-            following.append(await _start("router", words, directory, number))
+            following.append(await _start("benchmarks.scale.router", words, directory, number))
             stack.push_async_callback(following[-1].kill)
         await _connected(redis, routers, following)
         cpu, before = (cpu_s(server.pid), cpu_s(writer.pid)), await redis.info("stats")
@@ -85,11 +88,11 @@ async def measure(
     }
 
 
-async def _start(part: str, words: Sequence[str], directory: Path, number: int = 0) -> Process:
-    argv = [sys.executable, "-m", f"benchmarks.scale.{part}", *words]
-    log = directory / f"{part}-{number}.log"
+async def _start(module: str, words: Sequence[str], directory: Path, number: int = 0) -> Process:
+    argv = [sys.executable, "-m", module, *words]
+    log = directory / f"{module}-{number}.log"
     log.unlink(missing_ok=True)
-    return await Process.start(part, argv, log=log)
+    return await Process.start(module, argv, log=log)
 
 
 async def _connected(redis: Redis, routers: int, following: Sequence[Process]) -> None:

@@ -15,7 +15,7 @@ import uvloop
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
-from benchmarks.scale.writer import MODEL
+from benchmarks.states import MODEL
 from extproc.config import Config, RedisSettings
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.server.app import build, follow_state

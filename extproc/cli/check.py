@@ -23,6 +23,7 @@ from extproc.config import (
 from extproc.envoy.finding import Finding, Level
 from extproc.layout import printable
 from extproc.observe.token import read_token
+from extproc.observe.traces import Traces
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.store.connection import address, connect
 from extproc.tls import certificates
@@ -59,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
         ]
         if config.admin.token_file is not None:
             read_token(config.admin.token_file)
+        if config.traces.endpoint is not None:
+            Traces(config.traces.endpoint, worker=0).close()
     except TokenizerError as error:
         raise UsageError(f"request.tokenizers: {error}") from None
     except ValueError as error:

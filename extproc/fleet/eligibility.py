@@ -263,10 +263,7 @@ class Eligibility:
         idle = (view.requests == 0).nonzero()[0].tolist()
         idle = [place for place in idle if self._replicas[view.ids[place]].new]
         if idle:
-            for column in (
-                *(view.decode_step, view.c0, view.c_prefill),
-                *(view.c_batch, view.c_kv, view.c_att),
-            ):
+            for column in (view.decode_step, view.c0, view.c_prefill, view.c_batch, view.c_kv):
                 column[idle] = np.minimum(column[idle], np.median(column))
 
     def can_serve(self, model: str, among: frozenset[str] | None = None) -> bool:

@@ -211,8 +211,8 @@ class Fleet:
         [adapter] = self._adapters_on([replica], profile.model) or ("",)
         self.blocks.sent(replica, profile.prefix, adapter)
         self.sent.add(replica, profile.prefix)
-        self.lone.sent(row, ticket.number, profile, self.members.by_row[row])
-        self.adapters.sent(row, ticket.number, adapter, now)
+        self.lone.sent(row, ticket, profile, self.members.by_row[row])
+        self.adapters.sent(row, ticket, adapter, now)
         return ticket
 
     def move(self, ticket: Ticket, replica: str, prefix: Prefix = NO_PREFIX) -> None:
@@ -223,10 +223,10 @@ class Fleet:
         row, now = self._rows.get(replica), self._clock()
         if row is not None:
             self._progress.advance(now)
-            self.lone.moved(self._ledger.replica(ticket), ticket.number, row)
+            self.lone.moved(self._ledger.replica(ticket), ticket, row)
             cached = self._prefixes.held(prefix, np.array([row])).cached.item()
             self._ledger.move(ticket, row, cached)
-            self.adapters.moved(ticket.number, row, now)
+            self.adapters.moved(ticket, row, now)
             self._remember(row, prefix)
             self.sent.add(replica, prefix)
 
@@ -262,13 +262,13 @@ class Fleet:
         row = self._ledger.release(ticket, prefilled)
         if row is None:
             return None
-        self.adapters.ended(ticket.number, now)
+        self.adapters.ended(ticket, now)
         self.eligibility.ended(self.members.by_row[row].id)
-        return self.lone.left(row, ticket.number)
+        return self.lone.left(row, ticket)
 
     def teaches(self, ticket: Ticket) -> bool:
         """Whether it is alone on a replica whose speed is not known yet."""
-        return self.lone.teaches(self._ledger.replica(ticket), ticket.number)
+        return self.lone.teaches(self._ledger.replica(ticket), ticket)
 
     def decoded(self, replica: str, predicted: float, actual: float) -> None:
         """A request there took ``actual`` seconds from its first token to its last, and

@@ -1,8 +1,7 @@
 """This router's requests in flight: taken in when sent, let go when their stream ends."""
 
-from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple, cast
+from typing import NamedTuple, NewType, cast
 
 import numpy as np
 
@@ -16,11 +15,8 @@ _LATE_S = 2.0
 """Seconds without a poll after which the steps of a replica are no count of its own any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A request's place in the ledger, from dispatch to release."""
-
-    number: int
+Ticket = NewType("Ticket", int)
+"""A request's place in the ledger, from dispatch to release."""
 
 
 class Generated(NamedTuple):
@@ -59,7 +55,8 @@ class Ledger:
         new = profile.prompt_tokens - cached
         prompt_end, turn = self._enqueue(replica, new, profile.parts, profile.priority)
         self._tickets += 1
-        row = self._row[self._tickets] = self._requests.append(
+        ticket = Ticket(self._tickets)
+        row = self._row[ticket] = self._requests.append(
             weight=profile.sequences,
             context=each,
             remaining=max(lengths.expected(kind, bound), least),
@@ -74,12 +71,12 @@ class Ledger:
             bound=bound,
             least_output=least,
             replica=replica,
-            ticket=self._tickets,
+            ticket=ticket,
             lengths=begin,
             cut=cut,
         )
         count(self._replicas, self._requests, row, 1)
-        return Ticket(self._tickets)
+        return ticket
 
     def behind(self, priority: float) -> tuple[Floats, Floats]:
         """Prompt tokens, and requests, that wait on each replica and let one of that priority go
@@ -96,7 +93,7 @@ class Ledger:
         Raises:
             KeyError: it was released.
         """
-        return self._requests.replica.item(self._row[ticket.number])
+        return self._requests.replica.item(self._row[ticket])
 
     def heard_lately(self, replica: int, now: float) -> bool:
         """Whether a poll told of a replica in the last seconds."""
@@ -105,7 +102,7 @@ class Ledger:
     def generated(self, ticket: Ticket, now: float) -> Generated:
         """What each of a request's sequences has, by the steps that its replica counts; nothing
         where these were not heard of lately: they are only predicted then."""
-        requests, replicas, row = self._requests, self._replicas, self._row[ticket.number]
+        requests, replicas, row = self._requests, self._replicas, self._row[ticket]
         on, before = requests.replica.item(row), requests.steps_before.item(row)
         if before == inf or not self.heard_lately(on, now):
             return Generated(0.0, 0.0)
@@ -116,7 +113,7 @@ class Ledger:
     def move(self, ticket: Ticket, replica: int, cached: float) -> None:
         """The request is on another replica than it was sent to, which has ``cached`` tokens of its
         prompt."""
-        requests, row = self._requests, self._row[ticket.number]
+        requests, row = self._requests, self._row[ticket]
         if requests.replica[row] == replica:
             return
         self._dequeue(row)
@@ -134,12 +131,12 @@ class Ledger:
 
     def first_token(self, ticket: Ticket) -> None:
         """Its prompt is prefilled, and so are all that were queued before it."""
-        self._prefilled(self._row[ticket.number])
+        self._prefilled(self._row[ticket])
         self._progress.changed()
 
     def release(self, ticket: Ticket, prefilled: bool) -> int | None:
         """Lets a request go and returns its replica; a second time does nothing."""
-        row = self._row.pop(ticket.number, None)
+        row = self._row.pop(ticket, None)
         if row is None:
             return None
         if prefilled:

@@ -90,6 +90,8 @@ class _Belief:
     def __init__(self) -> None:
         self._sums = np.zeros((2, 0, _DEPTHS))
         """Reported and expected tokens, by row and depth."""
+        self.share = np.zeros((0, _DEPTHS))
+        """Of what is expected, what is there."""
         self.doubted = np.zeros(0, np.bool_)
         """By row: whether less was found than expected at any depth, so that depth matters."""
 
@@ -98,9 +100,10 @@ class _Belief:
         missing = row + 1 - self._sums.shape[1]
         if missing > 0:
             self._sums = np.pad(self._sums, ((0, 0), (0, missing), (0, 0)))
+            self.share = np.pad(self.share, ((0, missing), (0, 0)))
             self.doubted = np.pad(self.doubted, (0, missing))
         self._sums[:, row] = _PRIOR_TOKENS
-        self.doubted[row] = False
+        self.share[row], self.doubted[row] = 1.0, False
 
     def observe(self, row: int, expected: Floats, reported: float) -> None:
         """The replica in that row found ``reported`` tokens, where so many of each depth were
@@ -112,13 +115,8 @@ class _Belief:
         share = min(reported / total, _MOST)
         self._sums[:, row] = self._sums[:, row] * keep + (expected * share, expected)
         reported, expected = self._sums[:, row]
+        self.share[row] = np.minimum(reported / expected, 1.0)
         self.doubted[row] = bool((reported < expected * _SURE).any())
-
-    def share(self, rows: Indices, depths: Indices) -> Floats:
-        """Of what is expected at these depths on the replicas in these rows, what is there."""
-        reported, expected = self._sums[:, rows, depths]
-        share: Floats = np.minimum(reported / expected, 1.0)
-        return share
 
 
 class Prefixes:
@@ -192,7 +190,7 @@ class Prefixes:
             self._sound(depths, there, rows, prefix.asked)
         blocks = self._blocks[rows]
         expected = expected // blocks * blocks
-        return Held(expected, depths, expected * self._belief.share(rows, depths))
+        return Held(expected, depths, expected * self._belief.share[rows, depths])
 
     def tokens(self, row: int) -> float:
         """What the replica in that row should hold, in all."""

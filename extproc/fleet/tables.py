@@ -15,8 +15,8 @@ _FIRST_CAPACITY = 16
 _LENGTHS_REMEMBERED = 64
 
 
-COSTS = ("c0", "c_prefill", "c_batch", "c_kv", "c_att", "frontend")
-"""Coefficients of the step-time model."""
+COSTS = ("c0", "c_prefill", "c_batch", "c_kv", "frontend")
+"""Coefficients of the step-time model that the router knows."""
 
 
 class Table:

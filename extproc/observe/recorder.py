@@ -15,6 +15,7 @@ from extproc.address import split_address
 from extproc.clock import Clock
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
+from extproc.fleet.tables import COSTS
 from extproc.observe.decisions import Outcome
 from extproc.observe.record import FORMAT, Line, Refused, Replica, Request, Start, text_of, upper
 from extproc.predict.inputs import FleetView
@@ -248,8 +249,7 @@ class Recorder:
 
 
 def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> Replica:
-    costs = (view.c0, view.c_prefill, view.c_batch, view.c_kv, view.c_att, view.frontend)
-    step = StepModel(*(column.item(place) for column in costs))
+    step = StepModel(**{name: getattr(view, name).item(place) for name in COSTS})
     known = state.model_copy(update={"learned": step})
     return Replica(
         at=now,

@@ -64,7 +64,6 @@ class Calibration:
             start: its step times.
             known: what was learned before a restart; it is forgotten as if it had just been seen.
         """
-        self._start = start
         # Coefficients are counted in units of the start, so that all are near one.
         self._unit = coefficients(start)
         begin = self._unit if known is None else coefficients(known)
@@ -88,9 +87,7 @@ class Calibration:
     def model(self) -> StepModel:
         """The step-time model as learned so far."""
         c0, prefill, batch, kv = map(mul, self._solution, self._unit)
-        # Attention leaves no trace in the counters: it is taken to differ as the prefill does.
-        attention = self._start.c_att * self._solution[1]
-        return StepModel(c0, prefill, batch, kv, attention).slowed(self._scale)
+        return StepModel(c0, prefill, batch, kv).slowed(self._scale)
 
     def poll(self, counts: EngineCounts, typical: float = 1.0) -> None:
         """Learns from one more poll.

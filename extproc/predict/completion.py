@@ -159,8 +159,7 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
-    seconds = _prefill_steps(view, queue, steps) + view.frontend
-    return seconds + view.c_att * (new * (prompt - new / 2))
+    return _prefill_steps(view, queue, steps) + view.frontend
 
 
 def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:

@@ -110,7 +110,7 @@ class Firsthand:
             weights[-1], centers[-1] = _CERTAIN, most
             descend(self._equations, weights, centers, self._solution)
         c0, prefill, batch, kv, frontend = map(mul, self._solution, self._units)
-        return StepModel(c0, prefill, batch, kv, known.c_att, frontend)
+        return StepModel(c0, prefill, batch, kv, frontend=frontend)
 
     def _beyond(self, told: float) -> float:
         """By how much, as a logarithm, counters tell of a speed that no mix of work explains."""

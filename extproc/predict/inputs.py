@@ -91,7 +91,6 @@ class Columns:
     c_prefill: Floats
     c_batch: Floats
     c_kv: Floats
-    c_att: Floats
     frontend: Floats
 
 

@@ -22,7 +22,8 @@ class StepModel:
     c_kv: float
     """Seconds per KV token held by the sequences in the step."""
     c_att: float = 0.0
-    """Seconds per (prefill token × token of its context)."""
+    """Seconds per (prefill token × token of its context): of the simulator's engines alone, for it
+    leaves no trace in the counters that a router learns from."""
     frontend: float = 0.0
     """Seconds of each request that no step takes: HTTP, tokens, the way to the engine and back."""
 

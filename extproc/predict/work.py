@@ -28,7 +28,7 @@ def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: i
     own, out = max(profile.sequences, 1), prediction.output_tokens
     prompt, later = float(profile.prompt_tokens), max(out - 1.0, 0.0)
     new = prompt - prediction.cached.item(at)
-    prefill = new * view.c_prefill.item(at) + view.c_att.item(at) * new * (prompt - new / 2)
+    prefill = new * view.c_prefill.item(at)
     step = view.c0.item(at)
     if not later:
         return prefill + step * new / view.token_budget.item(at)

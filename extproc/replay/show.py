@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from extproc.layout import Column, figure, table
-from extproc.replay.comparison import FEW_BLOCKS, KINDS
+from extproc.replay.comparison import KINDS
 from extproc.replay.distribution import FIGURES
 from extproc.replay.what_if import Answer, Replayed
 
@@ -35,11 +35,11 @@ def answer(one: Answer) -> str:
         before, after = one.unserved
         left = f"{before:.1%} as it is, {after:.1%} changed"
         lines += ["", f"nobody would serve {left} of all requests; the figures are of the others"]
-    if one.blocks < FEW_BLOCKS:
+    if one.short:
         lines += [
             "",
-            f"it is less sure than that: the bounds are drawn from {one.blocks} stretches of time, "
-            f"and fewer than {FEW_BLOCKS} are too few: record for longer",
+            "it is less sure than that: a third of the record is not ten times as long as the 95th "
+            "percentile of completions: record for longer",
         ]
     return "\n".join(lines)
 

@@ -2,12 +2,14 @@
 
 What a router learned while it ran is made for its next decision: it follows the last seconds, and
 of what a step's time consists it is often wrong by tens of percent, which matters as soon as the
-load is another. The record has the same counters over all of its time, in stretches of ten seconds,
-and knows of every request when it was there.
+load is another. The record has the replicas' counters over all of its time, in stretches of ten
+seconds. And of a stream whose first token was seen it knows the time from there to its end, in
+which there was a step for each token. Where every ten seconds are alike, counters do not tell
+steps from prompts; streams do, for some had company and others had none.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,13 +27,20 @@ _STRETCH_S = 9.0
 prefill ends, which blurs shorter ones."""
 _LEAST_S = 0.5
 """Seconds of work in one, at least."""
-_MOMENTS = 100
-"""At which it is looked at who was there."""
 _PRIOR = 1e-3
 """Weight of the profile beside ten seconds of work: it keeps what these do not tell apart."""
-_ROUNDS = 50
+_COUNTED = 0.1
+"""Weight of what counters tell beside as many seconds of a stream: these are what is replayed."""
+_FITS, _ROUNDS = 8, 50
+_ODD, _EXACT = 4.0, 1e-6
+"""A stretch whose time departs from what is expected of it, as a logarithm, twice as far as is
+usual in the record counts half (Cauchy's weights): others were late with what the engine did, or it
+was preempted. Times that agree to a thousandth are no further apart."""
+_LEAST_EXPECTED = 1e-3
+"""Of the time that work took."""
 _SMOOTHED_S = 60.0
 """Seconds before and after a moment whose work tells the speed then."""
+_AT_ONCE_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +55,23 @@ def step_times(
 ) -> dict[str, list[StepModel]]:
     """By replica, the step times at each of its lines that tells of it.
 
-    Of what they consist is the same for all that run on the same hardware, and at all times; how
-    long they are on the whole is each one's own, and may change.
+    Of what they consist is the same at all times; how long they are on the whole may change.
     """
-    states = {replica: _states(of) for replica, of in lines.items()}
-    there = _there(requests)
-    stretches = {replica: list(_stretches(of, there[replica])) for replica, of in states.items()}
-    alike: dict[str, list[_Stretch]] = defaultdict(list)
-    for replica, of in states.items():
-        alike[of[-1].profile] += stretches[replica]
-    models = {profile: _fitted(profile, found) for profile, found in alike.items()}
+    served = defaultdict[str, list[Request]](list)
+    for one in requests:
+        served[one.replica].append(one)
     found = {}
-    for replica, of in states.items():
-        if (model := models[of[-1].profile]) is None:  # no work was seen: as it was believed
-            found[replica] = [one.learned or profile_or_default(one.profile).step for one in of]
-        else:
-            mine = stretches[replica] or alike[of[-1].profile]
-            frontend = float(np.mean([one.learned.frontend for one in of if one.learned] or 0.0))
-            found[replica] = [_at(one.scraped_at, model, mine, frontend) for one in of]
+    for replica, of in lines.items():
+        states = _states(of)
+        streams, counted = _stretches(states, served[replica]) if replica in served else ([], [])
+        if streams or counted:
+            model = _fitted(states[-1].profile, streams, counted)
+            frontend = float(np.mean([one.learned.frontend for one in states if one.learned] or 0))
+            model = replace(model, frontend=frontend)
+            slower = _slower([one.scraped_at for one in states], counted, coefficients(model))
+            found[replica] = [model.slowed(factor) for factor in slower.tolist()]
+        else:  # no work was seen: as it was believed
+            found[replica] = [one.learned or profile_or_default(one.profile).step for one in states]
     return found
 
 
@@ -73,30 +81,90 @@ def _states(lines: Sequence[Replica]) -> list[ReplicaState]:
     return [ReplicaState.model_validate({"scraped_at": at} | state) for at, state in told]
 
 
-def _there(requests: Sequence[Request]) -> Mapping[str, Floats]:
-    """By replica, of each request: when it was sent, when it had ended, its prompt, its answer."""
-    rows = defaultdict(list)
-    for one in requests:
-        sent = one.at + one.waited_s
-        tokens = one.output_tokens * max(one.sequences, 1)
-        rows[one.replica].append((sent, sent + one.seconds, one.prompt_tokens, tokens))
-    none = np.zeros((0, 4))
-    return defaultdict(lambda: none, {replica: np.array(of) for replica, of in rows.items()})
+def _stretches(
+    states: Sequence[ReplicaState], requests: Sequence[Request]
+) -> tuple[list[_Stretch], list[_Stretch]]:
+    """What streams tell of a replica, and what its counters do."""
+    rows = [
+        (
+            one.at + one.waited_s,
+            one.ttft_s or 0.0,
+            one.seconds,
+            one.prompt_tokens,
+            one.output_tokens,
+            max(one.sequences, 1),
+            one.ttft_s is not None and one.stream and not one.cut and one.output_tokens > 1,
+        )
+        for one in requests
+    ]
+    sent, ttft, seconds, prompt, output, sequences, seen = np.array(rows, float).T
+    first, ended = sent + ttft, sent + seconds
+    last = states[-1]
+    prompt_computed = prompt * (1.0 - last.cached_tokens / (last.prompt_tokens or 1.0))
+    steps = output * (1.0 - last.accepted_tokens / (last.generated_tokens or 1.0))
+    prefilled = _Total(sent, first, prompt_computed)
+    generated = _Total(first, ended, steps * sequences)
+    kv = _Total(sent, ended, (prompt + output / 2.0) * sequences * seconds)
+    busy = _Total(*_together(sent, ended))
 
+    def stretch(start: float, end: float, steps: float, *tokens: float) -> _Stretch:
+        took = busy(start, end)
+        terms = (steps, *tokens, steps * kv(start, end) / (took or 1.0))
+        return _Stretch((start + end) / 2.0, Work(took, terms))
 
-def _stretches(states: Sequence[ReplicaState], there: Floats) -> Iterator[_Stretch]:
-    before = states[0]
+    scraped = [one.scraped_at for one in states]
+    preemptions = [one.preemptions for one in states]
+
+    def preempted(*span: float) -> bool:
+        """Whether any request was, as far as lines tell."""
+        return bool(np.ptp(np.interp(span, scraped, preemptions)))
+
+    streams = [
+        stretch(start, end, count, prefilled(start, end), generated(start, end))
+        for start, end, count in np.array([first, ended, steps - 1.0]).T[seen > 0.0].tolist()
+        if end > start and not preempted(start, end)
+    ]
+    counted, before = [], states[0]
     for state in states[1:]:
         if state.scraped_at - before.scraped_at < _STRETCH_S:
             continue
-        steps = state.steps - before.steps
-        if steps > 0 and state.healthy and before.healthy:
-            busy, kv_tokens = _busy(before.scraped_at, state.scraped_at, there)
-            if busy >= _LEAST_S:
-                generated, prefilled = (of(state) - of(before) for of in (_generated, _prefilled))
-                terms = steps, prefilled, generated, steps * kv_tokens
-                yield _Stretch((before.scraped_at + state.scraped_at) / 2, Work(busy, terms))
+        told = (of(state) - of(before) for of in (_steps, _prefilled, _generated))
+        one = stretch(before.scraped_at, state.scraped_at, *told)
+        worked = one.work.terms[0] > 0.0 and one.work.seconds >= _LEAST_S
+        if worked and state.healthy and before.healthy:
+            counted.append(replace(one, work=one.work.times(_COUNTED)))
         before = state
+    return streams, counted
+
+
+class _Total:
+    """What came until any moment of many that each come evenly, from a beginning to an end."""
+
+    def __init__(self, starts: Floats, ends: Floats, amounts: Floats) -> None:
+        ends = np.maximum(ends, starts + _AT_ONCE_S)
+        rates = amounts / (ends - starts)
+        times, changes = np.append(starts, ends), np.append(rates, -rates)
+        order = times.argsort()
+        self._times, rates = times[order], changes[order].cumsum()
+        self._until = np.append(0.0, (rates[:-1] * np.diff(self._times)).cumsum())
+
+    def __call__(self, start: float, end: float) -> float:
+        """How much came between two moments."""
+        before, after = np.interp((start, end), self._times, self._until)
+        return float(after - before)
+
+
+def _together(starts: Floats, ends: Floats) -> tuple[Floats, Floats, Floats]:
+    """The seconds in which any of them was there: pieces that do not overlap."""
+    order = starts.argsort()
+    reached = np.maximum.accumulate(ends[order])
+    begun = np.maximum(starts[order], np.append(starts.min(), reached[:-1]))
+    pieces = np.maximum(reached - begun, 0.0)
+    return begun, begun + pieces, pieces
+
+
+def _steps(state: ReplicaState) -> float:
+    return state.steps
 
 
 def _generated(state: ReplicaState) -> float:
@@ -107,44 +175,40 @@ def _prefilled(state: ReplicaState) -> float:
     return state.prompt_tokens - state.cached_tokens
 
 
-def _busy(start: float, end: float, there: Floats) -> tuple[float, float]:
-    """Seconds in which requests were there, and the KV tokens these had, in the mean."""
-    sent, ended, prompt, output = there[(there[:, 0] < end) & (there[:, 1] > start)].T
-    moments = np.linspace(start, end, _MOMENTS)[:, None]
-    here = (sent <= moments) & (moments < ended)
-    part = np.clip((moments - sent) / np.maximum(ended - sent, 1e-6), 0.0, 1.0)
-    tokens = ((prompt + output * part) * here).sum(axis=1)
-    busy = here.any(axis=1)
-    share = float(busy.mean())
-    return share * (end - start), float(tokens[busy].mean()) if share else 0.0
+def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretch]) -> StepModel:
+    """Least squares, none below zero, at the speed that the record has on the whole. Errors are
+    divided by the geometric mean of actual and expected time, as in
+    :class:`~extproc.predict.firsthand.Firsthand`."""
+    units = np.array(coefficients(profile_or_default(profile).step))
+    stretches = [*streams, *counted]
+    moments = [one.at for one in stretches]
+    rows = relative([one.work for one in stretches], units.tolist())
+    seconds = np.array([[one.work.seconds] for one in stretches]) / _STRETCH_S
+    solution = [float(seconds.sum() / (rows[:, :4] * seconds).sum())] * 4
+    for _ in range(_FITS):
+        seen = rows.copy()
+        seen[:, :4] *= _slower(moments, counted, units * solution)[:, None]
+        expected = np.maximum(seen[:, :4] @ solution, _LEAST_EXPECTED)[:, None]
+        apart = np.log(expected) ** 2
+        odd = apart / (_ODD * np.median(apart) + _EXACT)
+        weights = seconds / expected / (1.0 + odd)
+        equations = (seen[:, :4] * weights).T @ seen
+        *every, took = equations.sum(axis=0).tolist()
+        ratio = took / sum(every)
+        for _ in range(_ROUNDS):
+            descend(equations, [_PRIOR] * 4, [ratio] * 4, solution)
+    return StepModel(*(units * solution).tolist())
 
 
-def _fitted(profile: str, stretches: Sequence[_Stretch]) -> StepModel | None:
-    """Least squares on relative errors, none below zero, as in
-    :class:`~extproc.predict.calibration.Calibration`; None where there is nothing to fit."""
-    if not stretches:
-        return None
-    start = profile_or_default(profile).step
-    units = coefficients(start)
-    works = [one.work for one in stretches]
-    rows = relative(works, units)
-    weights = np.array([[one.seconds] for one in works]) / _STRETCH_S
-    equations = (rows[:, :4] * weights).T @ rows
-    *seen, took = equations.sum(axis=0).tolist()
-    ratio = took / sum(seen)
-    solution = [ratio] * 4
-    for _ in range(_ROUNDS):
-        descend(equations, [_PRIOR] * 4, [ratio] * 4, solution)
-    c0, prefill, batch, kv = (unit * part for unit, part in zip(units, solution, strict=True))
-    return StepModel(c0, prefill, batch, kv, start.c_att * solution[1])
-
-
-def _at(
-    moment: float, model: StepModel, stretches: Sequence[_Stretch], frontend: float
-) -> StepModel:
-    distance = np.array([abs(one.at - moment) for one in stretches])
-    near = (distance <= max(_SMOOTHED_S, distance.min())).nonzero()[0]
-    works = [stretches[place].work for place in near]
-    terms = np.array([one.terms for one in works]).sum(axis=0)
-    factor = sum(one.seconds for one in works) / float(terms @ coefficients(model))
-    return replace(model.slowed(factor), frontend=frontend)
+def _slower(
+    moments: Sequence[float], counted: Sequence[_Stretch], costs: Sequence[float] | Floats
+) -> Floats:
+    """How many times as long as over the whole record work took about these moments."""
+    if not counted:
+        return np.ones(len(moments))
+    took = np.array([one.work.seconds for one in counted])
+    expected = np.array([one.work.terms for one in counted]) @ np.array(costs)
+    distance = np.abs(np.subtract.outer(moments, [one.at for one in counted]))
+    near = distance <= np.maximum(distance.min(axis=1, keepdims=True), _SMOOTHED_S)
+    slower: Floats = (near @ took) / (near @ expected) * (expected.sum() / took.sum())
+    return slower

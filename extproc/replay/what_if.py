@@ -2,12 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from random import Random
 from typing import Any
 
 import numpy as np
 
-from extproc.replay.comparison import Difference, Fit, blocks, counted, differences, fits, recorded
+from extproc.replay.comparison import (
+    Difference,
+    Fit,
+    counted,
+    differences,
+    fits,
+    recorded,
+    too_short,
+)
 from extproc.replay.play import Played, play
 from extproc.replay.scene import Scene
 
@@ -48,8 +55,8 @@ class Answer:
     """In words."""
     differences: dict[str, dict[str, Difference]]
     """By kind of time, and figure."""
-    blocks: int
-    """Stretches of time that the intervals are drawn from."""
+    short: bool
+    """The record is, for intervals to be sure."""
     unserved: tuple[float, float]
     """Share of the requests that nobody would serve, without the change and with it."""
     runs: dict[str, Played] = field(default_factory=dict)
@@ -64,7 +71,7 @@ class Answer:
         return {
             "change": self.change,
             "differences": differing,
-            "blocks": self.blocks,
+            "short": self.short,
             "unserved": self.unserved,
         }
 
@@ -89,11 +96,10 @@ def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
 
     played = [play(one, seed, show=shown(number)) for number, (one, seed) in enumerate(runs)]
     before, after = played[::2], played[1::2]
-    count = blocks(scene, played)
     return Answer(
         change,
-        differences(scene, before, after, count, Random(SEEDS[0])),
-        count,
+        differences(scene, before, after),
+        too_short(scene, played),
         (_unserved(before), _unserved(after)),
         {"as it is": before[0], "changed": after[0]},
     )

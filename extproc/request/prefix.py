@@ -20,8 +20,8 @@ MOST_BYTES = _MOST_UNITS * UNIT_BYTES
 """Of a prompt, the first so many are told apart: 262,000 tokens."""
 
 _WORDS = UNIT_BYTES // 8
-_HALF = np.uint64(32)
-_MIX = np.uint64(0xD6E8FEB86659FD93)  # odd constants without structure: any will do
+_HALF = np.array(32, np.uint64)  # arrays: numpy takes twice as long for a scalar
+_MIX = np.array(0xD6E8FEB86659FD93, np.uint64)  # odd constants without structure: any will do
 _FACTORS = np.random.Generator(np.random.PCG64(0)).integers(0, 2**63, _WORDS, np.uint64) * 2 + 1
 _FACTOR = 0x9E3779B97F4A7C15
 _POWERS = np.full(_MOST_UNITS, _FACTOR, np.uint64).cumprod()
@@ -95,9 +95,9 @@ def unit_keys(data: bytes, seed: int) -> Keys:
     words = np.frombuffer(data, "<u8", units * _WORDS).reshape(units, _WORDS)
     folded = words >> _HALF
     folded ^= words
-    sums = folded @ _FACTORS
+    sums = folded.dot(_FACTORS)
     sums += _MIX  # so that a unit of zeros is something, too
-    keys: Keys = (_mixed(sums) * _POWERS[:units]).cumsum()
+    keys: Keys = np.add.accumulate(_mixed(sums) * _POWERS[:units])
     keys += np.uint64(seed)
     return _mixed(keys)
 

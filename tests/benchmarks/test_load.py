@@ -228,8 +228,8 @@ def test_a_run_of_which_some_failed(
 ) -> None:
     trace = tmp_path / "trace.jsonl"
     line = {"timestamp": 0, "input_length": 50, "output_length": 5, "max_tokens": 16}
-    trace.write_text(json.dumps(line) + "\n" + json.dumps(line | {"output_length": 9_000}))
-    given = ["--url", replica, "--trace", str(trace), "--known-lengths", "--timeout", "2"]
+    trace.write_text(json.dumps(line) + "\n" + json.dumps(line | {"output_length": 30_000}))
+    given = ["--url", replica, "--trace", str(trace), "--known-lengths", "--timeout", "10"]
     assert main(given) == 1
     output = capsys.readouterr().out
     assert "1 of 2 requests answered" in output

@@ -190,7 +190,7 @@ async def test_an_envoy_that_runs_is_judged_as_its_file_is(
     async with kind(tmp_path, PAIR) as stack:
         asked = stack.config_file, "--envoy-admin", stack.envoy_admin
         lines = await check(*asked)
-        assert all("message_timeout is 4 s" in one for one in bad(lines))  # tests are patient
+        assert all("message_timeout is 10 s" in one for one in bad(lines))  # tests are patient
         ok = [line for line in lines if line.startswith("ok ")]
         assert any("Requests go where the router says" in line for line in ok)
         await stack.process("router").kill()

@@ -146,6 +146,16 @@ def test_what_no_command_could_do_is_wrongly_asked(
     assert reason in line
 
 
+@pytest.mark.parametrize("command", ["check", "serve --state memory --replicas [127.0.0.1:1]"])
+def test_traces_that_cannot_be_sent_are_told_of_before_anything_runs(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    assert main([*command.split(), "--traces.endpoint", "http://collector:4318"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("OpenTelemetry is not installed: pip install 'extproc[traces]'")
+
+
 def test_the_old_name_of_the_simulated_replica_works(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--max-model-len", "9000", "--kv-tokens", "8000"]
     assert main(["simulate", *argv]) == main(["replica", *argv]) == 2

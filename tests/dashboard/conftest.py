@@ -4,7 +4,7 @@ from random import Random
 import pytest
 from prometheus_client import CollectorRegistry
 
-from extproc.clock import Clock
+from extproc.clock import Clock, monotonic
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.hold.queue import Queue
@@ -18,8 +18,8 @@ H100 = "llama-8b-h100"
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(1000.0)
+def clock() -> Clock:
+    return monotonic
 
 
 @pytest.fixture

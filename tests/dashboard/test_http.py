@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc import dashboard
 from extproc.address import split_address
-from extproc.clock import Clock, monotonic
+from extproc.clock import Clock
 from extproc.config import AdminSettings
 from extproc.dashboard import routes, stream
 from extproc.dashboard.routes import page_routes
@@ -39,11 +39,6 @@ FILES = {"/": "text/html"} | {
     for file in Path(dashboard.__file__).parent.glob("page/*.*s*")
     if file.suffix in KINDS
 }
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return monotonic
 
 
 @pytest.fixture

@@ -58,6 +58,11 @@ def wait(services: Services, tenant: str, priority: int = 0) -> None:
     services.queue.enter(Waiting(decision, now, decide, lambda _: None))
 
 
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
 def fill(services: Services, clock: ManualClock) -> None:
     """Requests that leave no room, and decode."""
     for number in range(1, 5):

@@ -14,8 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from pydantic_core import from_json, to_json
 
-from extproc.clock import Clock, monotonic
-from extproc.config import AdminSettings
+from extproc.clock import Clock
 from extproc.dashboard.snapshot import snapshot
 from extproc.dashboard.terminal import screen
 from extproc.demo.processes import free_port
@@ -24,19 +23,13 @@ from extproc.server.admin import admin_routes
 from extproc.server.app import apply
 from extproc.server.services import Services
 from extproc.store.replicas import Snapshot
-from tests.certificates import Authority
-from tests.commands import printed
+from tests.commands import printed, secured
 from tests.dashboard.conftest import poll
 from tests.fakes import chat, replica
 from tests.large import thousand
 from tests.waiting import PATIENCE_S
 
 Top = Callable[..., Awaitable[list[str]]]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return monotonic
 
 
 @pytest.fixture
@@ -95,18 +88,8 @@ async def test_a_thousand_replicas_are_shown(services: Services, router: str, to
 async def test_token_and_tls_are_those_of_the_admin_address(
     services: Services, top: Top, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cert, key = Authority(tmp_path / "authority").sign("router")
-    token = tmp_path / "token"
-    token.write_text("an-example")
-    access = AdminSettings(tls_cert=cert, tls_key=key, token_file=token)
-    routes = admin_routes(services)
-    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes, (), access) as address:
-        for name in ("tls_cert", "tls_key", "token_file"):
-            monkeypatch.setenv(f"EXTPROC_ADMIN__{name.upper()}", str(getattr(access, name)))
-        monkeypatch.setenv("EXTPROC_SERVE__ADMIN", address)
+    async with secured(services, tmp_path, monkeypatch) as other:
         assert rows(await top()) == ["r1", "r2", "r3", "r4"]
-        other = tmp_path / "other"
-        other.write_text("another")
         monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(other))
         (error,) = await top(status=1)
         assert error.endswith("asks for another token (admin.token_file)")

@@ -52,7 +52,7 @@ async def journal(stack: Stack) -> AsyncIterator[Journal]:
 async def test_with_the_router_killed_envoy_serves_and_routing_resumes_with_it(
     stack: Stack, journal: Journal
 ) -> None:
-    sending = asyncio.create_task(send_all(stack.url, chats(20, rate=10), "killed"))
+    sending = asyncio.create_task(send_all(stack.url, chats(60, rate=10), "killed"))
     while not journal.entries:
         await journal.refresh()
     await stack.kill("router")

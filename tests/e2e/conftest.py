@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
 
-SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 5.0}}
+SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 30.0}}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

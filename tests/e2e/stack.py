@@ -16,16 +16,20 @@ ENVOY = Path(__file__).parents[2] / "envoy"
 class Stack(stack.Stack):
     """Its Envoy waits for the router as long as a busy machine may take, which is not tested."""
 
+    patience_s = 10
+
     def _write_configurations(self) -> None:
         super()._write_configurations()
         file = self.directory / "envoy.yaml"
-        file.write_text(patient(file.read_text(encoding="utf-8")), encoding="utf-8")
+        text = patient(file.read_text(encoding="utf-8"), self.patience_s)
+        file.write_text(text, encoding="utf-8")
 
 
-def patient(envoy_file: str) -> str:
-    """The same, with four seconds for a message to the router and its health, and half a minute
+def patient(envoy_file: str, seconds: int = Stack.patience_s) -> str:
+    """The same, with so many seconds for a message to the router and its health, and half a minute
     for a connection: of many that come at once, the kernel drops some and has them try again."""
-    text = re.sub(r"(\bmessage_timeout: )[\d.]+s|( timeout: )0\.5s", r"\1\g<2>4s", envoy_file)
+    shorter = r"(\bmessage_timeout: )[\d.]+s|( timeout: )0\.5s"
+    text = re.sub(shorter, rf"\1\g<2>{seconds}s", envoy_file)
     return re.sub(r"(\bconnect_timeout: )[\d.]+s", r"\g<1>30s", text)
 
 

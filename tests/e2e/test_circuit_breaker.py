@@ -29,7 +29,7 @@ class Narrow(Stack):
 async def test_no_replica_is_left_out_for_it(tmp_path: Path) -> None:
     async with Narrow(tmp_path, REPLICAS) as stack, aiohttp.ClientSession() as session:
         client = Client(stack, session)
-        long = asyncio.create_task(client.chat(tokens=2000))
+        long = asyncio.create_task(client.chat(tokens=20_000))
         await client.has_in_flight(1)
         refused = [await client.chat(tokens=1) for _ in range(5)]
         assert [answer.status for answer in refused] == [503] * 5

@@ -22,6 +22,8 @@ STEPS = "vllm:iteration_tokens_total_count"
 OUTLIER = "outlier_detection.ejections"
 FAST = PROFILES["llama-8b-h100"].step
 IN_TURN = {"x-extproc-policy": "round_robin"}
+AT_ONCE = 16
+"""Requests at most of steady traffic: a machine too busy for the rate gets fewer, not a jam."""
 
 
 @asynccontextmanager
@@ -29,13 +31,17 @@ async def traffic(client: Client, per_second: float = 20) -> AsyncIterator[list[
     """Requests one after another at a steady rate, all answered when the block has ended."""
     answers: list[Answer] = []
     tasks: set[asyncio.Task[None]] = set()
-    ended = asyncio.Event()
+    ended, room = asyncio.Event(), asyncio.Semaphore(AT_ONCE)
 
     async def one() -> None:
-        answers.append(await client.chat(tokens=5))
+        try:
+            answers.append(await client.chat(tokens=5))
+        finally:
+            room.release()
 
     async def send() -> None:
         while not ended.is_set():
+            await room.acquire()
             tasks.add(asyncio.create_task(one()))
             await asyncio.sleep(1 / per_second)
 
@@ -210,13 +216,15 @@ async def test_a_replica_that_fails_fast_costs_no_request_and_does_not_look_fast
 
 
 async def test_sigterm_lets_open_streams_end(client: Client, stack: Stack) -> None:
-    long = asyncio.create_task(client.chat(tokens=150, stream=True))
-    await client.has_in_flight(1)
-    await stack.stop("router")
+    long = asyncio.create_task(client.chat(tokens=1000, stream=True))
+    busy, router = await client.busy(), stack.process("router")
+    router.signal(signal.SIGTERM)
+    await client.simulate(busy, slow=0.1)
     answer = await long
     assert answer.status == 200
     assert answer.body.rstrip().endswith(b"data: [DONE]")
-    assert stack.process("router").returncode == 0
+    assert await router.wait() == 0
+    await client.simulate(busy, slow=1.0)
     await stack.start("router")
     await routed_again(client)
 

@@ -42,12 +42,12 @@ async def opened(client: Client, name: str) -> aiohttp.ClientResponse:
 async def test_responses_streams_that_have_opened_leave_their_prompts_in_the_backlog(
     client: Client,
 ) -> None:
-    responses = await asyncio.gather(*[opened(client, f"prompt {number}") for number in range(4)])
+    responses = await asyncio.gather(*[opened(client, f"prompt {number}") for number in range(8)])
     responses.append(await opened(client, "the next"))
     (decision,) = await client.decisions("the next")
     for response in responses:
         response.close()
-    assert decision["candidates"][0]["backlog_tokens"] > 3 * PROMPT_TOKENS
+    assert decision["candidates"][0]["backlog_tokens"] > 5 * PROMPT_TOKENS  # one takes 8 s
     await client.ledger_empty()
 
 

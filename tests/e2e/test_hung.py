@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
 """The first is chosen while nothing speaks against it."""
 SETTINGS = {"serve": {"hung_s": 2.0, "chunks_per_s": 1e6}}
-LONG = 600
+LONG = 3000
 """Tokens of an answer that ``one`` has begun and not ended when it is stopped."""
 
 
@@ -46,11 +46,11 @@ async def stopped(stack: Stack, client: Client) -> AsyncIterator[None]:
     await until(back)
 
 
-async def on_one(client: Client, requests: int) -> None:
+async def come(client: Client, name: str, requests: int) -> None:
     """Returns when so many are in flight there."""
 
     async def there() -> bool:
-        return bool((await client.replica("one"))["in_flight"] == requests)
+        return bool((await client.replica(name))["in_flight"] == requests)
 
     await until(there)
 
@@ -76,7 +76,7 @@ async def test_what_comes_later_goes_elsewhere_and_what_it_had_is_ended(
         session.post(stack.url + CHAT, json=body, headers=long) as stream,
     ):
         await stream.content.readany()
-        await on_one(client, 2)
+        await come(client, "one", 2)
         async with stopped(stack, client):
             await avoided(client)
             later = [await client.chat(tokens=2) for _ in range(10)]
@@ -93,6 +93,18 @@ async def test_what_comes_later_goes_elsewhere_and_what_it_had_is_ended(
     assert (await client.chat(tokens=2)).decision["replica_name"] == "one"
 
 
+async def test_one_that_was_only_late_loses_nothing(client: Client, stack: Stack) -> None:
+    before = await client.metric('extproc_requests_total{result="lost"}')
+    request = asyncio.create_task(client.chat(tokens=LONG))
+    await come(client, "one", 1)
+    async with stopped(stack, client):
+        await avoided(client)
+    await client.simulate("one", slow=0.05)
+    answer = await request
+    assert (answer.status, answer.decision["replica_name"]) == (200, "one")
+    assert await client.metric('extproc_requests_total{result="lost"}') == before
+
+
 async def test_a_client_that_tries_again_is_answered_by_another(
     client: Client, stack: Stack
 ) -> None:
@@ -101,22 +113,13 @@ async def test_a_client_that_tries_again_is_answered_by_another(
             openai.chat.completions.with_raw_response.create(
                 model=MODEL,
                 messages=[{"role": "user", "content": "the sea"}],
-                extra_headers={"x-simulate-output-tokens": "200"},
+                extra_headers={"x-simulate-output-tokens": str(LONG)},
             )
         )
-        await on_one(client, 1)
+        await come(client, "one", 1)
         async with stopped(stack, client):
+            await come(client, "two", 1)
+            await client.simulate("two", slow=0.01)
             answer = await asked
     assert (answer.status_code, answer.retries_taken) == (200, 1)
     assert answer.headers["x-served-by"] == stack.address("two")
-
-
-async def test_one_that_was_only_late_loses_nothing(client: Client, stack: Stack) -> None:
-    before = await client.metric('extproc_requests_total{result="lost"}')
-    request = asyncio.create_task(client.chat(tokens=LONG))
-    await on_one(client, 1)
-    async with stopped(stack, client):
-        await avoided(client)
-    answer = await request
-    assert (answer.status, answer.decision["replica_name"]) == (200, "one")
-    assert await client.metric('extproc_requests_total{result="lost"}') == before

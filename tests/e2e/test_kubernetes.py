@@ -82,6 +82,7 @@ async def test_a_pod_that_is_deleted_ends_its_streams_and_gets_nothing_new(
     tokens = 1000
     streaming = asyncio.create_task(client.chat(tokens=tokens, headers=IN_TURN, stream=True))
     busy = await client.busy()
+    await client.simulate(busy, slow=20.0)  # what is there does not end by itself
 
     async def draining() -> bool:
         return bool((await client.replica(busy))["draining"])
@@ -92,6 +93,7 @@ async def test_a_pod_that_is_deleted_ends_its_streams_and_gets_nothing_new(
         await until(draining)
         assert not streaming.done()
         later = await more(answers, 20)
+        await client.simulate(busy, slow=0.1)
         answer = await streaming
         cluster.api.delete(busy)
         await cluster.stop(busy)

@@ -20,13 +20,23 @@ async def replicas(stack: Stack, *arguments: str) -> int:
 
 
 async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> None:
-    long = asyncio.create_task(client.chat(tokens=150, headers={"x-extproc-policy": "round_robin"}))
+    long = asyncio.create_task(client.chat(tokens=500, headers={"x-extproc-policy": "round_robin"}))
     busy = await client.busy()
+    await client.simulate(busy, slow=20.0)  # what is there does not end by itself
+
+    async def draining() -> bool:
+        return bool((await client.replica(busy))["draining"])
+
     async with traffic(client) as answers:
         await more(answers, 5)
-        assert await replicas(stack, "drain", busy, "--wait", "60") == 0
+        drained = asyncio.create_task(replicas(stack, "drain", busy, "--wait", "60"))
+        await until(draining)
+        assert not long.done()
+        await client.simulate(busy, slow=0.1)
+        assert await drained == 0
         assert (await client.replica(busy))["running"] == 0
-        drained = await more(answers, 10)
+        await client.simulate(busy, slow=1.0)
+        later = await more(answers, 10)
         labels = f'reason="draining",replica="{stack.address(busy)}"'
         left_out = partial(client.metric, f"extproc_replica_left_out{{{labels}}}")
         await until(left_out)
@@ -44,7 +54,7 @@ async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> 
     await until(nothing_against_it)
     assert (await long).status == 200
     assert {answer.status for answer in answers} == {200}
-    for answer in drained:
+    for answer in later:
         assert answer.decision["replica_name"] != busy
         assert {"replica": stack.address(busy), "name": busy, "why": "draining"} in (
             answer.decision["excluded"]

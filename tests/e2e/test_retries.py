@@ -202,6 +202,10 @@ async def test_a_request_whose_replica_refuses_connections(system: Watched) -> N
 
 
 async def test_a_request_whose_replica_dies_under_it(system: Watched) -> None:
+    poller = system.stack.process("poller")
+    poller.signal(signal.SIGSTOP)  # or it might tell first
+    await system.client.simulate("one", hang=True)  # it does not answer before it dies
+
     async def sent() -> Answer:
         request = asyncio.create_task(system.client.chat(tokens=OUTLASTING))
 
@@ -215,6 +219,7 @@ async def test_a_request_whose_replica_dies_under_it(system: Watched) -> None:
     try:
         answer = await system.counts_once(sent)
     finally:
+        poller.signal(signal.SIGCONT)
         await system.stack.start("one")
     assert system.way(answer) == ("one", "two")
     await system.forgiven()

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from extproc.demo.stack import SimulatedReplica
 from tests.certificates import Authority
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack, manager_of
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -81,9 +83,11 @@ async def test_headers_of_90_kb_reach_router_and_replica(client: Client, stack: 
 
 async def test_beyond_the_limit_of_streams_no_request_fails(client: Client, stack: Secured) -> None:
     before = await client.metric(ROUTED)
-    answers = await asyncio.gather(*(client.chat(tokens=150) for _ in range(20)))
-    assert {answer.status for answer in answers} == {200}
-    assert await client.metric(OVERLOAD) > 0
+    asked = asyncio.gather(*(client.chat(tokens=2000) for _ in range(20)))
+    await until(partial(client.metric, OVERLOAD))
+    for one in REPLICAS:
+        await client.simulate(one.name, slow=0.05)
+    assert {answer.status for answer in await asked} == {200}
     assert await client.metric(ROUTED) > before
     await stack.wait_routing()  # it is as healthy as before
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
-from extproc.config import AdminSettings, Config
+from extproc.config import Config
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import free_port
 from extproc.observe.admin import serve_admin
@@ -23,8 +23,7 @@ from extproc.route.router import Decision, Router
 from extproc.server.admin import admin_routes
 from extproc.server.app import build
 from extproc.server.services import Services
-from tests.certificates import Authority
-from tests.commands import printed
+from tests.commands import printed, secured
 from tests.fakes import ManualClock, chat, embedding, replica, state
 
 ID = "0f3c2e9a-6f1d-4c0e-9d0a-3a5b7c9d1e2f"
@@ -376,18 +375,8 @@ async def test_a_router_with_tls_and_a_token(
     services: Services, explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decide(services, chat(10))
-    cert, key = Authority(tmp_path / "authority").sign("router")
-    token = tmp_path / "token"
-    token.write_text("an-example")
-    access = AdminSettings(tls_cert=cert, tls_key=key, token_file=token)
-    routes = admin_routes(services)
-    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes, (), access) as address:
-        for name in ("tls_cert", "tls_key", "token_file"):
-            monkeypatch.setenv(f"EXTPROC_ADMIN__{name.upper()}", str(getattr(access, name)))
-        monkeypatch.setenv("EXTPROC_SERVE__ADMIN", address)
+    async with secured(services, tmp_path, monkeypatch) as other:
         assert (await explain(ID))[0] == f"request   {ID}"
-        other = tmp_path / "other"
-        other.write_text("another")
         monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(other))
         (error,) = await explain(ID, status=1)
         assert error.endswith("asks for another token (admin.token_file)")
@@ -395,6 +384,6 @@ async def test_a_router_with_tls_and_a_token(
         (error,) = await explain(ID, status=1)
         assert f"admin.token_file: {other}: No such file" in error
         monkeypatch.setenv("EXTPROC_ADMIN__TLS_CERT", str(other))
-        monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(token))
+        monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(tmp_path / "token"))
         (error,) = await explain(ID, status=1)
         assert f"{other}: No such file" in error

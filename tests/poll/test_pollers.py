@@ -169,8 +169,12 @@ def min_steps(states: dict[str, ReplicaState]) -> float:
 
 
 async def test_redis_comes_back_empty_and_everyone_has_what_it_had(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
+    redis_server: RedisServer,
+    redis_client: Redis,
+    logged: Logged,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("extproc.store.leases.LIFE_S", 60.0)  # so long each claims its own
     async with several(4) as replicas:
         first, second = (config(redis_server, *replicas) for _ in range(2))
         async with watching(first) as seen, polling(second):

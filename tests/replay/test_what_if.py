@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from extproc import cli
-from extproc.observe.record import Line, Refused, Request, Start, text_of
+from extproc.observe.record import Line, Refused, Replica, Request, Start, text_of
 from extproc.replay.recorded import read
 from extproc.replay.scene import scene_of
 from extproc.replay.speeds import step_times
@@ -51,12 +51,43 @@ def test_what_happened_is_replayed(busy: Sequence[Line], tmp_path: Path, ask: As
     assert "differences" not in answer
 
 
+def test_streams_tell_how_fast_replicas_are_whose_profile_is_wrong(
+    busy: Sequence[Line], tmp_path: Path, ask: Ask
+) -> None:
+    wrong = [
+        msgspec.structs.replace(one, state=(one.state or {}) | {"profile": "llama-8b-h100"})
+        if isinstance(one, Replica)
+        else one
+        for one in busy
+    ]
+    fit = ask(write(tmp_path / "record", wrong))["replay"]["completion_s"]
+    assert max(map(abs, fit["off"].values())) < 0.05
+    assert fit["request"] < 0.05
+
+
+def test_requests_that_were_not_so_are_refused(
+    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though all together they took as long."""
+    served = [one for one in busy if isinstance(one, Request)]
+    seconds = [one.seconds for one in served]
+    swapped = [
+        msgspec.structs.replace(one, seconds=other, ttft_s=None)
+        for one, other in zip(served, seconds[10:] + seconds[:10], strict=True)
+    ]
+    known = [one for one in busy if not isinstance(one, Request)]
+    assert cli.main(["what-if", str(write(tmp_path / "record", [*known, *swapped]))]) == 1
+    assert "at half of the requests" in capsys.readouterr().err
+
+
 def test_times_that_were_not_so_are_refused(
     busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     longer = [
-        msgspec.structs.replace(one, seconds=1.5 * one.seconds) if isinstance(one, Request) else one
-        for one in busy
+        msgspec.structs.replace(one, seconds=3.0 * one.seconds)
+        if isinstance(one, Request) and number % 2
+        else one
+        for number, one in enumerate(busy)
     ]
     folder = write(tmp_path / "record", longer)
     assert cli.main(["what-if", str(folder), "--more", "a"]) == 1
@@ -125,7 +156,10 @@ def test_a_change_is_for_better_or_worse(
 
 
 def test_what_waits_at_the_router_is_not_preempted(tmp_path: Path, ask: Ask) -> None:
-    asked = [msgspec.structs.replace(one, output_tokens=900.0) for one in requests(1.5, 90.0)]
+    asked = [
+        msgspec.structs.replace(one, output_tokens=900.0, stream=False)
+        for one in requests(1.5, 90.0)
+    ]
     folder = write(tmp_path / "record", lines([A10, A10], start(), asked))
     assert difference(ask(folder, "--hold", "on"), "mean")[1] < 0.0
 
@@ -133,7 +167,8 @@ def test_what_waits_at_the_router_is_not_preempted(tmp_path: Path, ask: Ask) -> 
 def test_prompts_that_begin_alike_are_cached(tmp_path: Path, ask: Ask) -> None:
     """Prompts of some 3,500 tokens, 2,600 of which all have in common, would take twice the time
     there is."""
-    every = lines([A10], start(), list(requests(2.0, 60.0, shared=40)))
+    asked = (msgspec.structs.replace(one, stream=False) for one in requests(2.0, 60.0, shared=40))
+    every = lines([A10], start(), list(asked))
     assert ask(write(tmp_path / "record", every))["replay"]["completion_s"]["recorded"]["p95"] < 30
     alone = [
         msgspec.structs.replace(one, keys="") if isinstance(one, Request) else one for one in every
@@ -209,6 +244,8 @@ def test_figures_are_not_made_of_answers_that_were_cut(
     cut = [
         msgspec.structs.replace(one, seconds=0.01, cut=True, complete=False)
         if isinstance(one, Request) and number % 3 == 0
+        else msgspec.structs.replace(one, ttft_s=None)
+        if isinstance(one, Request)
         else one
         for number, one in enumerate(busy)
     ]

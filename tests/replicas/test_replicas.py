@@ -135,6 +135,8 @@ async def test_drain_waits_until_nothing_is_left(redis_server: RedisServer, run:
         first, last = (await waiting).splitlines()
         assert first == f"{one.id} is draining: 2 running and 1 waiting"
         assert last.startswith(f"{one.id} is empty after ")
+        await run("drain", two.id)
+        await seen.replica(two, lambda state: state.draining)
         assert await run("drain", two.id, "--wait", "0.3", status=1) == (
             f"extproc replicas: {two.id} has 2 running and 1 waiting after 0.3 s; "
             "it goes on draining\n"
@@ -153,6 +155,8 @@ async def test_waiting_for_a_replica_that_died_says_so(redis_server: RedisServer
     dead = Replica()
     async with watching(config(redis_server, dead)) as seen:
         await seen.until(lambda states: dead.id in states)
+        await run("drain", dead.id)
+        await seen.replica(dead, lambda state: state.draining)
         error = await run("drain", dead.id, "--wait", "0.2", status=1)
     assert "does not answer (cannot connect: connection refused)" in error
 

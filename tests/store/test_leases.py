@@ -10,9 +10,10 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.replica_state import ReplicaState
+from extproc.store import leases
 from extproc.store.connection import connect, outage
 from extproc.store.keys import Keys
-from extproc.store.leases import LIFE_S, Held, Leases, living
+from extproc.store.leases import Held, Leases, living
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
@@ -22,6 +23,13 @@ pytestmark = pytest.mark.process
 
 POOL = "test"
 TEN = [f"10.0.0.{number}:8000" for number in range(10)]
+LIFE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def long_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No lease ends because this machine is busy."""
+    monkeypatch.setattr(leases, "LIFE_S", LIFE_S)
 
 
 def poller(redis: Redis, name: str, clock: ManualClock | None = None) -> Leases:
@@ -51,12 +59,12 @@ async def test_a_lease_is_renewed_by_its_owner_alone(redis_client: Redis) -> Non
     a = poller(redis_client, "a")
     await a.tend(TEN)
     lost, kept = Keys(POOL).lease + TEN[0], Keys(POOL).lease + TEN[1]
-    await redis_client.set(lost, "b", px=500)
-    await redis_client.pexpire(kept, 500)
+    await redis_client.set(lost, "b", px=30_000)
+    await redis_client.pexpire(kept, 30_000)
     held = await a.tend(TEN)
     assert held == Held(frozenset(TEN[1:]))
     assert await redis_client.get(lost) == b"b"
-    assert await redis_client.pttl(lost) <= 500 < await redis_client.pttl(kept)
+    assert await redis_client.pttl(lost) <= 30_000 < await redis_client.pttl(kept)
     await a.release()
     assert await owners(redis_client) == ["b"] + [None] * 9
     assert await redis_client.keys() == [lost.encode()]
@@ -88,9 +96,14 @@ async def test_a_lease_passes_over_without_a_moment_in_between(redis_client: Red
     assert len((await a.tend(TEN)).replicas) == 5
 
 
-async def test_a_dead_pollers_leases_are_taken(redis_client: Redis) -> None:
+async def test_a_dead_pollers_leases_are_taken(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
     await rounds(a, b)
+    with monkeypatch.context() as soon:
+        soon.setattr(leases, "LIFE_S", 0.1)
+        await a.tend(TEN)
     async with asyncio.timeout(PATIENCE_S):
         while (await b.tend(TEN)).replicas != set(TEN):  # a never comes again
             pass

@@ -1,6 +1,6 @@
 """Stands for the pollers: writes the states of many replicas, each as often as it would be scraped.
 
-Run by :mod:`benchmarks.scale`; every state is new, as those of busy replicas are.
+A process of its own; every state is new, as those of busy replicas are.
 """
 
 import asyncio
@@ -24,18 +24,17 @@ _EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)
 """Of vLLM's histogram of output lengths, those with an answer in between."""
 
 
-def address(number: int) -> str:
-    """``ip:port`` of a replica that does not exist."""
-    return f"10.{number // 65536}.{number // 256 % 256}.{number % 256}:8000"
+def addresses(replicas: int, port: int) -> list[str]:
+    """Loopback addresses, on all of which one server can listen."""
+    return [f"127.0.{1 + number // 250}.{1 + number % 250}:{port}" for number in range(replicas)]
 
 
-def state(number: int, at: float, random: Random) -> ReplicaState:
+def state(address: str, at: float, random: Random) -> ReplicaState:
     """What a scrape of a busy replica would see; ``at``: seconds since it started."""
     running = random.randint(4, 20)
     steps, answers = _STEPS_A_SECOND * at, int(_ANSWERS_A_SECOND * at)
     return ReplicaState(
-        id=address(number),
-        name=f"replica-{number}",
+        id=address,
         profile=PROFILE,
         learned=StepModel(0.0065, 38e-6, 20e-6, 0.047e-6),
         models=(MODEL,),
@@ -55,9 +54,9 @@ def state(number: int, at: float, random: Random) -> ReplicaState:
     )
 
 
-async def write(url: str, pool: str, replicas: int, interval_s: float) -> None:
+async def write(url: str, pool: str, replicas: int, port: int, interval_s: float) -> None:
     """Write until cancelled: each replica once an interval, evenly spread."""
-    random = Random(1)
+    random, names = Random(1), addresses(replicas, port)
     started = time.monotonic()
     written = 0
     async with connect(url, pool) as redis:
@@ -67,10 +66,11 @@ async def write(url: str, pool: str, replicas: int, interval_s: float) -> None:
             due = int(at / interval_s * replicas) - written
             for first in range(0, due, replicas):
                 batch = range(written + first, written + min(first + replicas, due))
-                await writer.put([state(one % replicas, at + 1.0, random) for one in batch])
+                await writer.put([state(names[one % replicas], at + 1.0, random) for one in batch])
             written += due
             await asyncio.sleep(_TICK_S)
 
 
 if __name__ == "__main__":
-    asyncio.run(write(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])))
+    _, url, pool, replicas, port, interval_s = sys.argv
+    asyncio.run(write(url, pool, int(replicas), int(port), float(interval_s)))
