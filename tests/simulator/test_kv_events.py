@@ -49,6 +49,14 @@ class Told:
                 return numbers
 
 
+async def connect(socket: Any, port: int) -> None:
+    """Returns when the other side has answered."""
+    with socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED) as connected:
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        await connected.recv_multipart()
+        socket.disable_monitor()
+
+
 @pytest.fixture
 async def told() -> AsyncIterator[Told]:
     ports = (free_port(), free_port())
@@ -57,10 +65,10 @@ async def told() -> AsyncIterator[Told]:
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heard:
         heard.subscribe(b"")
         heard.rcvtimeo = round(PATIENCE_S * 1000)
-        with heard.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED) as connected:
-            heard.connect(f"tcp://127.0.0.1:{ports[0]}")
-            await connected.recv_multipart()
-            heard.disable_monitor()
+        await connect(heard, ports[0])
+        with context.socket(zmq.SUB) as second:
+            # The publisher reads in turn: once it has met this one, it knows what the first wants.
+            await connect(second, ports[0])
         with context.socket(zmq.DEALER) as asked:
             asked.rcvtimeo = round(PATIENCE_S * 1000)
             asked.connect(f"tcp://127.0.0.1:{ports[1]}")
