@@ -102,11 +102,10 @@ def too_far(fit: dict[str, Fit]) -> str:
     if abs(off[where]) <= _MOST_OFF:
         return ""
     return (
-        f"the replay of what happened is {off[where]:+.0%} off {where}, "
-        f"and beyond {_MOST_OFF:.0%} it tells nothing of what would happen. Are the "
-        "records of all routers in the folder? Is it longer than some minutes, and did nothing but "
-        "these routers send to the replicas, "
-        "each of which has a machine of its own?"
+        f"the replay of what happened is {off[where]:+.0%} off {where}, and beyond "
+        f"{_MOST_OFF:.0%} it tells nothing of what would happen. Are the records of all routers in "
+        "the folder? Is it longer than some minutes, and did nothing but these routers send to the "
+        "replicas, each of which has a machine of its own?"
     )
 
 

@@ -11,6 +11,7 @@ steps from prompts; streams do, for some had company and others had none.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import sub
 
 import numpy as np
 
@@ -41,6 +42,7 @@ _LEAST_EXPECTED = 1e-3
 _SMOOTHED_S = 60.0
 """Seconds before and after a moment whose work tells the speed then."""
 _AT_ONCE_S = 1e-6
+"""What came at once came in that many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ def step_times(
             model = _fitted(states[-1].profile, streams, counted)
             frontend = float(np.mean([one.learned.frontend for one in states if one.learned] or 0))
             model = replace(model, frontend=frontend)
-            slower = _slower([one.scraped_at for one in states], counted, coefficients(model))
+            costs = np.array(coefficients(model))
+            slower = _slower(_near([one.scraped_at for one in states], counted), counted, costs)
             found[replica] = [model.slowed(factor) for factor in slower.tolist()]
         else:  # no work was seen: as it was believed
             found[replica] = [one.learned or profile_or_default(one.profile).step for one in states]
@@ -128,7 +131,7 @@ def _stretches(
     for state in states[1:]:
         if state.scraped_at - before.scraped_at < _STRETCH_S:
             continue
-        told = (of(state) - of(before) for of in (_steps, _prefilled, _generated))
+        told = map(sub, _counts(state), _counts(before))
         one = stretch(before.scraped_at, state.scraped_at, *told)
         worked = one.work.terms[0] > 0.0 and one.work.seconds >= _LEAST_S
         if worked and state.healthy and before.healthy:
@@ -163,16 +166,10 @@ def _together(starts: Floats, ends: Floats) -> tuple[Floats, Floats, Floats]:
     return begun, begun + pieces, pieces
 
 
-def _steps(state: ReplicaState) -> float:
-    return state.steps
-
-
-def _generated(state: ReplicaState) -> float:
-    return state.generated_tokens - state.accepted_tokens
-
-
-def _prefilled(state: ReplicaState) -> float:
-    return state.prompt_tokens - state.cached_tokens
+def _counts(state: ReplicaState) -> tuple[float, float, float]:
+    """Steps, prompt tokens prefilled, tokens generated."""
+    prefilled = state.prompt_tokens - state.cached_tokens
+    return state.steps, prefilled, state.generated_tokens - state.accepted_tokens
 
 
 def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretch]) -> StepModel:
@@ -181,13 +178,13 @@ def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretc
     :class:`~extproc.predict.firsthand.Firsthand`."""
     units = np.array(coefficients(profile_or_default(profile).step))
     stretches = [*streams, *counted]
-    moments = [one.at for one in stretches]
+    near = _near([one.at for one in stretches], counted)
     rows = relative([one.work for one in stretches], units.tolist())
     seconds = np.array([[one.work.seconds] for one in stretches]) / _STRETCH_S
     solution = [float(seconds.sum() / (rows[:, :4] * seconds).sum())] * 4
     for _ in range(_FITS):
         seen = rows.copy()
-        seen[:, :4] *= _slower(moments, counted, units * solution)[:, None]
+        seen[:, :4] *= _slower(near, counted, units * solution)[:, None]
         expected = np.maximum(seen[:, :4] @ solution, _LEAST_EXPECTED)[:, None]
         apart = np.log(expected) ** 2
         odd = apart / (_ODD * np.median(apart) + _EXACT)
@@ -200,15 +197,20 @@ def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretc
     return StepModel(*(units * solution).tolist())
 
 
-def _slower(
-    moments: Sequence[float], counted: Sequence[_Stretch], costs: Sequence[float] | Floats
-) -> Floats:
-    """How many times as long as over the whole record work took about these moments."""
+def _near(moments: Sequence[float], counted: Sequence[_Stretch]) -> Floats:
+    """Which stretches tell of the speed at which moments: 1 or 0, a row for each moment."""
     if not counted:
-        return np.ones(len(moments))
-    took = np.array([one.work.seconds for one in counted])
-    expected = np.array([one.work.terms for one in counted]) @ np.array(costs)
+        return np.zeros((len(moments), 0))
     distance = np.abs(np.subtract.outer(moments, [one.at for one in counted]))
-    near = distance <= np.maximum(distance.min(axis=1, keepdims=True), _SMOOTHED_S)
+    near: Floats = np.where(distance <= np.maximum(distance.min(1)[:, None], _SMOOTHED_S), 1.0, 0.0)
+    return near
+
+
+def _slower(near: Floats, counted: Sequence[_Stretch], costs: Floats) -> Floats:
+    """How many times as long as over the whole record work took about each moment."""
+    if not counted:
+        return np.ones(len(near))
+    took = np.array([one.work.seconds for one in counted])
+    expected = np.array([one.work.terms for one in counted]) @ costs
     slower: Floats = (near @ took) / (near @ expected) * (expected.sum() / took.sum())
     return slower
