@@ -23,11 +23,6 @@ _RESERVE = 0.035
 class Waiting:
     """A request that waits."""
 
-    __slots__ = (
-        *("candidates", "cost", "deadline", "decide", "decided_at", "go", "model"),
-        *("passed_over", "priority", "profile", "replica", "since", "tenant", "tokens", "why"),
-    )
-
     def __init__(
         self,
         decision: Decision,

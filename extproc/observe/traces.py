@@ -95,8 +95,6 @@ class Trace:
     no replica compute has none: a span that does not end is not sent.
     """
 
-    __slots__ = ("_parent", "_request", "_route", "_tracer")
-
     def __init__(self, tracer: "Tracer", parent: "Context", route: "Span") -> None:
         self._tracer = tracer
         self._parent = parent

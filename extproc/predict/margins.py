@@ -15,8 +15,6 @@ class Margin:
     each that does not a ninth as far down.
     """
 
-    __slots__ = ("_log",)
-
     def __init__(self) -> None:
         self._log = 0.0
 

@@ -69,8 +69,6 @@ class AnswerNamer:
     none. The key cannot occur inside generated text, since JSON escapes the quotes there.
     """
 
-    __slots__ = ("_kept", "_pairs")
-
     def __init__(self, served: str, asked: str) -> None:
         """Takes the name in the response, and the one to put there."""
         keys = (b'"model":', b'"model": ')

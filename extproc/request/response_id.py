@@ -10,8 +10,6 @@ _WITHIN = 4_096
 class ResponseIdReader:
     """Reads the id from the beginning of a body, in chunks however split."""
 
-    __slots__ = ("_head",)
-
     def __init__(self) -> None:
         self._head: bytes | None = b""
         """None: it was found, or is not there."""

@@ -88,11 +88,6 @@ class Exchange:
     in any order; each is answered as it is, and one that is unknown with a continue.
     """
 
-    __slots__ = (
-        *("_answer", "_held", "_held_bytes", "_in_flight", "_response_body_mode", "_services"),
-        *("_subset", "_unseen", "trace", "waiting"),
-    )
-
     has_fallback = True
     """Whether Envoy has a choice of its own where the router makes none."""
     is_timed = True
@@ -547,8 +542,6 @@ class BodyFirst(Exchange):
 
     What has no body, such as a GET, is told of with its response, if at all.
     """
-
-    __slots__ = ()
 
     def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
         if self._in_flight is not None:

@@ -22,8 +22,6 @@ class Gateway(Exchange):
     is made when the one before it has been taken.
     """
 
-    __slots__ = ("_held_back", "_taken", "_waiting")
-
     has_fallback = False
     is_timed = False
 

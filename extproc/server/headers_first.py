@@ -16,8 +16,6 @@ class HeadersFirst(Exchange):
     for what is decided without a body. The body need not come, nor Envoy tell of the response: the
     reply to the headers says so."""
 
-    __slots__ = ("_body_mode", "_waiting")
-
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         """As any exchange."""
         super().__init__(services, first)

@@ -23,23 +23,6 @@ class InFlight:
     Of a response that Envoy does not tell of, only the end is seen.
     """
 
-    __slots__ = (
-        "_chunks",
-        "_ended",
-        "_first_token",
-        "_forecast",
-        "_foreseen",
-        "_response_id",
-        "_sent_at",
-        "_served_by",
-        "_services",
-        "_status",
-        "_ticket",
-        "_unseen",
-        "_usage",
-        "outcome",
-    )
-
     def __init__(
         self,
         services: Services,
