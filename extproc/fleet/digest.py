@@ -1,6 +1,5 @@
 """What a router has in flight, as it tells the others: one value, and its encoding."""
 
-from dataclasses import dataclass
 from enum import IntEnum
 from math import isfinite
 
@@ -9,10 +8,8 @@ import numpy as np
 
 from extproc.predict.inputs import Floats, Indices
 
-FIGURES = (
-    *("requests", "queued", "joining", "backlog", "decoding", "kv"),
-    *("decoded", "expected", "parts"),
-)
+FIGURES = 9
+REQUESTS, QUEUED, JOINING, BACKLOG, DECODING, KV, DECODED, EXPECTED, PARTS = range(FIGURES)
 """Of each replica: requests; of these, without a token yet; sequences of those; their prompt tokens
 not prefilled; sequences decoding; KV tokens of these; seconds that requests decoded of late, and
 that they were predicted to; sequences as the engine counts them."""
@@ -28,9 +25,8 @@ WHOLE_EVERY_S = 0.5
 """Seconds between two whole digests: what was lost is repaired, and a router without requests is
 known to be alive."""
 
-_VERSION = 3
+_VERSION = 4
 _FLOAT = np.dtype("<f4")
-_COUNT = np.dtype("u1")
 
 
 class Kind(IntEnum):
@@ -44,8 +40,7 @@ class Kind(IntEnum):
     """The router stops, and has nothing anywhere."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Digest:
+class Digest(msgspec.Struct, eq=False, array_like=True, tag=_VERSION):
     """What one router has in flight on replicas, at one moment.
 
     The last one wins, replica by replica, and one that was lost is repaired by the next whole one.
@@ -60,51 +55,31 @@ class Digest:
     replicas: tuple[str, ...]
     """``ip:port``."""
     figures: Floats
-    """A row for each of :data:`FIGURES`, a column a replica."""
-    on: Indices
-    """Which of ``replicas`` holds the sequences; in rising order."""
+    """A row for each of the :data:`FIGURES`, a column a replica."""
+    bars: bytes
+    """Of each replica's histogram of remaining lengths, how many."""
     sequences: Floats
-    """Histogram of remaining lengths: a row for each of the figures :data:`PER_SEQUENCE`."""
+    """All histograms: a row for each of the figures :data:`PER_SEQUENCE`, a column a bar."""
+
+    def __post_init__(self) -> None:
+        self.figures = self.figures.reshape(FIGURES, len(self.replicas))
+        self.sequences = self.sequences.reshape(PER_SEQUENCE, sum(self.bars))
+        if len(self.bars) != len(self.replicas):
+            raise ValueError("parts that do not fit together")
+
+    @property
+    def on(self) -> Indices:
+        """Which of ``replicas`` each bar is of."""
+        return np.repeat(np.arange(len(self.bars)), np.frombuffer(self.bars, np.uint8))
 
     def encode(self) -> bytes:
         """MessagePack: some 50 bytes and, a replica, 38 and its name, and 12 for each bar of its
         histogram."""
-        bars = np.bincount(self.on, minlength=len(self.replicas))
-        return msgspec.msgpack.encode(
-            _Encoded(
-                self.router,
-                self.number,
-                self.sent_at,
-                self.kind,
-                self.replicas,
-                self.figures.astype(_FLOAT).tobytes(),
-                bars.astype(_COUNT).tobytes(),
-                self.sequences.astype(_FLOAT).tobytes(),
-            )
-        )
+        return _ENCODER.encode(self)
 
 
-NOTHING = (
-    np.zeros((len(FIGURES), 0)),
-    np.zeros(0, dtype=np.intp),
-    np.zeros((PER_SEQUENCE, 0)),
-)
-"""Figures, and which replicas hold which sequences, of a digest that names none."""
-
-
-class _Encoded(msgspec.Struct, array_like=True, tag=_VERSION):
-    router: str
-    number: int
-    sent_at: float
-    kind: Kind
-    replicas: tuple[str, ...]
-    figures: bytes
-    bars: bytes
-    """Of each replica's histogram, how many."""
-    sequences: bytes
-
-
-_DECODER = msgspec.msgpack.Decoder(_Encoded)
+NOTHING = np.zeros((FIGURES, 0)), b"", np.zeros((PER_SEQUENCE, 0))
+"""Figures, bars and sequences of a digest that names no replica."""
 
 
 def decode(data: bytes) -> Digest:
@@ -114,24 +89,24 @@ def decode(data: bytes) -> Digest:
         ValueError: it is none, or of a version that this one does not know.
     """
     try:
-        one = _DECODER.decode(data)
+        digest = _DECODER.decode(data)
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a digest of a version that is known: {error}") from None
-    bars = np.frombuffer(one.bars, _COUNT)
-    figures = _figures(one.figures, len(FIGURES), len(one.replicas))
-    sequences = _figures(one.sequences, PER_SEQUENCE, int(bars.sum()))
-    if not isfinite(one.sent_at):
+    if not isfinite(digest.sent_at):
         raise ValueError("a digest with figures that are none")
-    if len(bars) != len(one.replicas):
-        raise ValueError("a digest whose parts do not fit together")
-    on = np.repeat(np.arange(len(bars)), bars)
-    return Digest(
-        one.router, one.number, one.sent_at, one.kind, one.replicas, figures, on, sequences
-    )
+    return digest
 
 
-def _figures(data: bytes, rows: int, columns: int) -> Floats:
+def _packed(figures: Floats) -> bytes:
+    return figures.astype(_FLOAT).tobytes()
+
+
+def _unpacked(_: type, data: bytes) -> Floats:
     figures = np.frombuffer(data, _FLOAT).astype(np.float64)
-    if not (np.isfinite(figures) & (figures >= 0.0)).all():
-        raise ValueError("a digest with figures that are none")
-    return figures.reshape(rows, columns)
+    if not ((figures >= 0.0) & (figures < np.inf)).all():
+        raise ValueError("figures that are none")
+    return figures
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_packed)
+_DECODER = msgspec.msgpack.Decoder(Digest, dec_hook=_unpacked)

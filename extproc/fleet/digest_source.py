@@ -99,15 +99,15 @@ class DigestSource:
 
     def _digest(self, kind: Kind, rows: Indices, now: float) -> Digest:
         self._number += 1
-        figures, on, sequences = NOTHING
+        figures, bars, sequences = NOTHING
         if len(rows):
             self._progress.advance(now)
             self._progress.refresh()
             self._progress.look_ahead()
             figures = self._figures(now)[:, rows]
-            on, sequences = self._histogram(rows)
+            bars, sequences = self._histogram(rows)
         ids = tuple(self._states[row].id for row in rows)
-        return Digest(self._router, self._number, self._wall(), kind, ids, figures, on, sequences)
+        return Digest(self._router, self._number, self._wall(), kind, ids, figures, bars, sequences)
 
     def _figures(self, now: float) -> Floats:
         replicas, requests = self._replicas, self._requests
@@ -130,8 +130,9 @@ class DigestSource:
             ]
         )
 
-    def _histogram(self, rows: Indices) -> tuple[Indices, Floats]:
-        """Remaining lengths of the sequences on these replicas: which of them, and the bars."""
+    def _histogram(self, rows: Indices) -> tuple[bytes, Floats]:
+        """Remaining lengths of the sequences on these replicas: how many bars each has, and
+        these."""
         requests = self._requests
         place = np.full(len(self._replicas), -1, dtype=np.intp)
         place[rows] = np.arange(len(rows))
@@ -150,4 +151,4 @@ class DigestSource:
                 np.bincount(bar, weight * remaining, len(bars)) / together,
             ]
         )
-        return bars // _BARS, sequences
+        return np.bincount(bars // _BARS, minlength=len(rows)).astype(np.uint8).tobytes(), sequences

@@ -9,8 +9,16 @@ from numpy.typing import NDArray
 
 from extproc.clock import Clock
 from extproc.fleet.digest import (
+    BACKLOG,
+    DECODED,
+    DECODING,
+    EXPECTED,
     FIGURES,
+    JOINING,
+    KV,
+    PARTS,
     PER_SEQUENCE,
+    REQUESTS,
     WHOLE_EVERY_S,
     Digest,
     Kind,
@@ -22,18 +30,6 @@ STALE_S = 0.1
 """Seconds: of simulated routers that share later than this, those that share nothing do better."""
 DEAD_S = 1.5
 """Seconds of silence after which a router is gone, and its load with it: three whole digests."""
-
-(
-    _REQUESTS,
-    _QUEUED,
-    _JOINING,
-    _BACKLOG,
-    _DECODING,
-    _KV,
-    _DECODED,
-    _EXPECTED,
-    _PARTS,
-) = range(len(FIGURES))
 
 
 @dataclass(slots=True)
@@ -64,7 +60,7 @@ class Peers:
         self._clock = clock
         self._wall = wall
         self._peers: dict[str, _Peer] = {}
-        self._load = np.zeros((len(FIGURES), 0, 0))
+        self._load = np.zeros((FIGURES, 0, 0))
         self._lag = 0.0
         self._cut_off_since = inf
         self._dead_at = inf
@@ -174,12 +170,12 @@ class Peers:
         if not load.size:
             return
         if isinstance(part, np.ndarray):
-            gone = load[: _BACKLOG + 1] * part
-            gone[_REQUESTS] = 0.0
-            load[: _BACKLOG + 1] -= gone
-            load[_DECODING] += gone[_JOINING]
-            load[_KV] += gone[_BACKLOG]
-        load[_KV] += load[_DECODING] * tokens
+            gone = load[: BACKLOG + 1] * part
+            gone[REQUESTS] = 0.0
+            load[: BACKLOG + 1] -= gone
+            load[DECODING] += gone[JOINING]
+            load[KV] += gone[BACKLOG]
+        load[KV] += load[DECODING] * tokens
         self._add_up()
 
     def beside(self, on: Indices, figures: Floats) -> tuple[Indices, Floats]:
@@ -196,7 +192,7 @@ class Peers:
     @property
     def decoded(self) -> Floats:
         """Seconds of decoding, actual and predicted, a column a replica."""
-        return self._replicas.peers[[_DECODED, _EXPECTED]]
+        return self._replicas.peers[[DECODED, EXPECTED]]
 
     def clear(self, row: int) -> None:
         """Another replica has that row of the table from now on, or the table has grown."""
@@ -209,7 +205,7 @@ class Peers:
     def _join(self, name: str) -> _Peer:
         place = len(self._peers)
         self._load = np.concatenate(
-            [self._load, np.zeros((len(FIGURES), 1, len(self._replicas)))], axis=1
+            [self._load, np.zeros((FIGURES, 1, len(self._replicas)))], axis=1
         )
         peer = self._peers[name] = _Peer(place, 0, 0.0, False)
         if place == 0:
@@ -240,7 +236,7 @@ class Peers:
             about[:] = True
         load[:, about] = 0.0
         load[:, rows[known]] = digest.figures[:, known]
-        peer.busy = bool(load[_REQUESTS].any())
+        peer.busy = bool(load[REQUESTS].any())
         self._keep((self._owner != peer.place) | ~about[self._on])
         on = rows[digest.on]
         here = (on >= 0).nonzero()[0]
@@ -256,9 +252,9 @@ class Peers:
     def _lengthen_steps(self, before: Floats, peer: _Peer) -> None:
         """Where prompts were added, the step in progress is as long as they make it."""
         replicas, load = self._replicas, self._load
-        longer = (load[_BACKLOG, peer.place] > before[_BACKLOG] + 1.0).nonzero()[0]
+        longer = (load[BACKLOG, peer.place] > before[BACKLOG] + 1.0).nonzero()[0]
         own = replicas.enqueued[longer] - replicas.prefilled[longer]
-        backlog = own + load[_BACKLOG][:, longer].sum(axis=0)
+        backlog = own + load[BACKLOG][:, longer].sum(axis=0)
         replicas.chunk[longer] = np.clip(backlog, 1.0, replicas.token_budget[longer])
 
     def _add_up(self) -> None:
@@ -267,7 +263,7 @@ class Peers:
     def _explain(self, load: Floats) -> None:
         """What polls saw beyond the router's own requests was this, or some of it."""
         replicas = self._replicas
-        sequences = load[_PARTS]
+        sequences = load[PARTS]
         replicas.foreign[:] = np.maximum(replicas.foreign - sequences, 0.0)
         replicas.beyond[:] = np.maximum(replicas.beyond - sequences, 0.0)
-        replicas.kv_beyond -= np.where(replicas.sampled_at < inf, load[_KV], 0.0)
+        replicas.kv_beyond -= np.where(replicas.sampled_at < inf, load[KV], 0.0)

@@ -129,7 +129,7 @@ class Replicas(Columns, Table):
     @property
     def peers(self) -> Floats:
         """The columns of other routers, as the rows of one array."""
-        return self._floats[-len(FIGURES) :, : self._length]
+        return self._floats[-FIGURES:, : self._length]
 
 
 class Requests(Table):

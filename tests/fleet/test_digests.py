@@ -1,9 +1,8 @@
 """What routers tell each other, and what each makes of it."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from extproc.fleet.digest import EVERY_S, NOTHING, Digest, Kind, decode
 from extproc.fleet.fleet import Fleet

@@ -310,5 +310,5 @@ def test_a_late_page_makes_no_load_of_others_of_what_has_ended_since() -> None:
 def _other_router(requests: int, number: int = 1) -> Digest:
     load = [requests, 0, 0, 0, requests, requests * 500, 0, 0, requests]
     figures = np.array([load], dtype=float).T
-    on, sequences = np.zeros(1, dtype=np.intp), np.array([[requests], [500.0], [50.0]])
-    return Digest("other", number, 0.0, Kind.WHOLE, (replica(1),), figures, on, sequences)
+    sequences = np.array([[requests], [500.0], [50.0]])
+    return Digest("other", number, 0.0, Kind.WHOLE, (replica(1),), figures, b"\1", sequences)
