@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from math import inf
+from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -15,7 +16,7 @@ from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Candidates, Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.holders import Holders
-from extproc.fleet.ledger import Generated, Ledger, Ticket
+from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.lone_requests import Baseline, LoneRequests
 from extproc.fleet.members import Members, ModelNames
 from extproc.fleet.peers import Peers
@@ -35,6 +36,19 @@ from extproc.request.profile import RequestProfile
 _IN_VIEW = len(Columns.__annotations__)
 _UNBOUNDED = 131_072.0
 """Tokens that a sequence which only polls saw may generate."""
+
+
+class Ended(NamedTuple):
+    """What the fleet knows of a request that is over."""
+
+    tokens: float
+    """Of each of its sequences, by the steps that its replica counts; 0 where these were not heard
+    of lately."""
+    seconds: float
+    """Since the first of them."""
+    alone: Baseline | None
+    """What was counted of its replica before it, where it may have been alone there; for
+    :meth:`~extproc.fleet.lone_requests.LoneRequests.served`."""
 
 
 class Fleet:
@@ -235,36 +249,23 @@ class Fleet:
         self._progress.advance(self._clock())
         self._ledger.first_token(ticket)
 
-    def generated(self, ticket: Ticket) -> Generated:
-        """What each of its sequences has by now, by the steps that its replica counts; nothing
-        where these were not heard of lately.
+    def release(self, ticket: Ticket, prefilled: bool = True) -> Ended:
+        """Takes it out of the ledger.
+
+        Args:
+            ticket: what :meth:`dispatch` returned.
+            prefilled: its prompt is known to be prefilled, and so are those queued before it.
 
         Raises:
             KeyError: it was released.
         """
         now = self._clock()
         self._progress.advance(now)
-        return self._ledger.generated(ticket, now)
-
-    def release(self, ticket: Ticket, prefilled: bool = True) -> Baseline | None:
-        """Takes it out of the ledger; a second release of the same ticket does nothing.
-
-        Args:
-            ticket: what :meth:`dispatch` returned.
-            prefilled: its prompt is known to be prefilled, and so are those queued before it.
-
-        Returns:
-            What was counted of its replica before it, where it may have been alone there; for
-            :meth:`~extproc.fleet.lone_requests.LoneRequests.served`.
-        """
-        now = self._clock()
-        self._progress.advance(now)
+        generated = self._ledger.generated(ticket, now)
         row = self._ledger.release(ticket, prefilled)
-        if row is None:
-            return None
         self.adapters.ended(ticket, now)
         self.eligibility.ended(self.members.by_row[row].id)
-        return self.lone.left(row, ticket)
+        return Ended(*generated, self.lone.left(row, ticket))
 
     def teaches(self, ticket: Ticket) -> bool:
         """Whether it is alone on a replica whose speed is not known yet."""

@@ -1,7 +1,7 @@
 """This router's requests in flight: taken in when sent, let go when their stream ends."""
 
 from math import inf
-from typing import NamedTuple, NewType, cast
+from typing import NewType, cast
 
 import numpy as np
 
@@ -17,14 +17,6 @@ _LATE_S = 2.0
 
 Ticket = NewType("Ticket", int)
 """A request's place in the ledger, from dispatch to release."""
-
-
-class Generated(NamedTuple):
-    """What each sequence of a request has generated."""
-
-    tokens: float
-    seconds: float
-    """Since the first of them."""
 
 
 class Ledger:
@@ -99,16 +91,17 @@ class Ledger:
         """Whether a poll told of a replica in the last seconds."""
         return 0.0 <= now - self._replicas.sampled_at.item(replica) <= _LATE_S
 
-    def generated(self, ticket: Ticket, now: float) -> Generated:
-        """What each of a request's sequences has, by the steps that its replica counts; nothing
-        where these were not heard of lately: they are only predicted then."""
+    def generated(self, ticket: Ticket, now: float) -> tuple[float, float]:
+        """Tokens that each of a request's sequences has, by the steps that its replica counts, and
+        seconds since the first of them; nothing where steps were not heard of lately: they are only
+        predicted then."""
         requests, replicas, row = self._requests, self._replicas, self._row[ticket]
         on, before = requests.replica.item(row), requests.steps_before.item(row)
         if before == inf or not self.heard_lately(on, now):
-            return Generated(0.0, 0.0)
+            return 0.0, 0.0
         tokens = (replicas.steps.item(on) - before) * replicas.tokens_per_step.item(on)
         seconds = max(now - requests.began_at.item(row), 0.0)
-        return Generated(min(max(tokens, 0.0), requests.bound.item(row)), seconds)
+        return min(max(tokens, 0.0), requests.bound.item(row)), seconds
 
     def move(self, ticket: Ticket, replica: int, cached: float) -> None:
         """The request is on another replica than it was sent to, which has ``cached`` tokens of its
@@ -134,11 +127,9 @@ class Ledger:
         self._prefilled(self._row[ticket])
         self._progress.changed()
 
-    def release(self, ticket: Ticket, prefilled: bool) -> int | None:
-        """Lets a request go and returns its replica; a second time does nothing."""
-        row = self._row.pop(ticket, None)
-        if row is None:
-            return None
+    def release(self, ticket: Ticket, prefilled: bool) -> int:
+        """Lets a request go and returns its replica."""
+        row = self._row.pop(ticket)
         if prefilled:
             self._prefilled(row)
         else:

@@ -9,9 +9,8 @@ from random import Random
 from extproc.clock import Clock
 from extproc.config import HoldSettings
 from extproc.fleet.digest import EVERY_S, Digest, decode
-from extproc.fleet.fleet import Fleet
-from extproc.fleet.ledger import Generated, Ticket
-from extproc.fleet.lone_requests import Baseline
+from extproc.fleet.fleet import Ended, Fleet
+from extproc.fleet.ledger import Ticket
 from extproc.hold.queue import Queue
 from extproc.replay.clock import VirtualClock
 from extproc.replay.served import Served
@@ -41,9 +40,8 @@ class Node:
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
         self.queue = Queue(fleet, hold, clock)
-        self._ended: tuple[int, Generated, Baseline | None] = 0, Generated(0.0, 0.0), None
-        """The last one that did, its tokens by the ledger, and what was before it if it was
-        alone."""
+        self._ended: tuple[int, Ended] = 0, Ended(0.0, 0.0, None)
+        """The last one that did, and what the fleet knows of it."""
 
     def sent(self, number: int, decision: Decision) -> bool:
         """A request was sent; returns whether its answer is read, if that is streamed."""
@@ -68,12 +66,11 @@ class Node:
             expected = served.decision.prediction.output_tokens
             self._reader.came(served.sequence.output_tokens, expected)
         ticket = self._tickets.pop(served.number)
-        generated = self.fleet.generated(ticket)
-        self._ended = served.number, generated, self.fleet.release(ticket, prefilled)
+        self._ended = served.number, self.fleet.release(ticket, prefilled)
 
     def learn(self, served: Served) -> None:
         """It has just ended."""
-        number, generated, baseline = self._ended
+        number, ended = self._ended
         assert number == served.number
         forecast, replica = served.decision.forecast(), served.replica
         if served.watched:
@@ -82,9 +79,9 @@ class Node:
             took = served.completion - waited
             if replica == forecast.replica:
                 self.router.margins.completion.observe(forecast.predicted_completion, took)
-            self.router.learn(forecast, replica, tokens, took, seen, baseline)
+            self.router.learn(forecast, replica, tokens, took, seen, ended.alone)
         else:
-            self.router.learn_counted(forecast, replica, generated, None, baseline)
+            self.router.learn_counted(forecast, replica, ended, None)
 
     def answered(self, replica: str, well: bool) -> None:
         """Response headers came from a replica, or none and an error."""

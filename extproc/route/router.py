@@ -6,8 +6,7 @@ from random import Random
 
 import numpy as np
 
-from extproc.fleet.fleet import Fleet
-from extproc.fleet.ledger import Generated
+from extproc.fleet.fleet import Ended, Fleet
 from extproc.fleet.lone_requests import Baseline, Served
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
@@ -369,12 +368,7 @@ class Router:
             self._learn_pace(forecast, replica, tokens, max(seconds - ttft, 0.0))
 
     def learn_counted(
-        self,
-        forecast: Forecast,
-        replica: str,
-        generated: Generated,
-        ttft: float | None,
-        baseline: Baseline | None,
+        self, forecast: Forecast, replica: str, ended: Ended, ttft: float | None
     ) -> None:
         """A request ended whose answer was not read, or told no usage: replicas count their steps,
         so the ledger knows what it had when its stream closed.
@@ -385,20 +379,19 @@ class Router:
         Args:
             forecast: as for :meth:`learn`.
             replica: as for :meth:`learn`.
-            generated: from :meth:`~extproc.fleet.fleet.Fleet.generated`, before the release.
+            ended: from :meth:`~extproc.fleet.fleet.Fleet.release`.
             ttft: as for :meth:`learn`.
-            baseline: as for :meth:`learn`.
         """
-        profile, tokens = forecast.profile, generated.tokens
+        profile, tokens = forecast.profile, ended.tokens
         if replica == forecast.replica and profile.sequences == 1 and tokens >= 1.0:
             bound = profile.output_bound
             cut = bound is not None and tokens >= bound - max(_STEPS, _SHARE * bound)
             self.fleet.lengths.observe(profile, bound if bound is not None and cut else tokens)
         self._learn_first_token(forecast, replica, ttft)
         # When the first token came is only known from the counters: a long wait blurs it.
-        wait, seconds = forecast.predicted_ttft, generated.seconds
+        wait, seconds = forecast.predicted_ttft, ended.seconds
         began = ttft is not None or wait <= _SMALL * (wait + seconds)
-        if began and (baseline is None or not _teaches_alone(forecast)):
+        if began and (ended.alone is None or not _teaches_alone(forecast)):
             self._learn_pace(forecast, replica, tokens, seconds)
 
     def _learn_first_token(self, forecast: Forecast, replica: str, ttft: float | None) -> None:

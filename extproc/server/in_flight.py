@@ -122,8 +122,7 @@ class InFlight:
         # where the response's chunks were read is the last one known.
         complete = well and self._ended
         prefilled = self._first_token is not None or (complete and not profile.stream)
-        generated = services.fleet.generated(self._ticket)
-        baseline = services.fleet.release(self._ticket, prefilled)
+        ended = services.fleet.release(self._ticket, prefilled)
         seconds = services.clock() - self._sent_at
         if self._status is None and not self._unseen:
             services.metrics.requests.add("unanswered")
@@ -135,12 +134,10 @@ class InFlight:
         if complete:
             self._account(seconds, usage)
         if usage is not None:
-            self._learn(usage, seconds, baseline)
+            self._learn(usage, seconds, ended.alone)
         elif well and (complete or self._usage is None):
             # Not read; or read to its end, which told no usage.
-            services.router.learn_counted(
-                self._forecast, self._served_by, generated, outcome.ttft_s, baseline
-            )
+            services.router.learn_counted(self._forecast, self._served_by, ended, outcome.ttft_s)
         if services.recorder:
             unseen = self._unseen and self._status is None and not profile.in_background
             services.recorder.ended(
@@ -148,7 +145,7 @@ class InFlight:
                 outcome,
                 self._served_by,
                 seconds,
-                generated.tokens,
+                ended.tokens,
                 failed=not (well or unseen),
                 cut=self._usage is not None and not self._ended,
             )

@@ -31,7 +31,7 @@ class Idle:
         ttft = TRUTH.step_time(prompt - cached, 0, 0)
         seconds = ttft + 19 * TRUTH.step_time(0, 1, prompt + 10)
         self.clock.advance(seconds)
-        before = self.fleet.release(ticket)
+        before = self.fleet.release(ticket).alone
         if before is not None:
             self.fleet.lone.served(replica(1), before, Served(prompt, 20, seconds, ttft))
         self.served += 1 + beside
@@ -102,8 +102,8 @@ def test_one_that_another_was_moved_to_is_not_alone() -> None:
     fleet = fleet_of(clock, A100, A100)
     first, second = (fleet.dispatch(replica(number), chat(100, 20)) for number in (1, 2))
     fleet.move(second, replica(1))
-    assert fleet.release(first) is None
-    assert fleet.release(second) is None
+    assert fleet.release(first).alone is None
+    assert fleet.release(second).alone is None
 
 
 def test_a_stream_is_worth_reading_while_it_is_alone_on_a_replica_of_unknown_speed() -> None:
@@ -125,7 +125,7 @@ def test_nothing_is_learned_from_a_process_that_is_another_one_since() -> None:
     believed = idle.step()
     ticket = idle.fleet.dispatch(replica(1), chat(1000, 20))
     idle.clock.advance(60.0)
-    before = idle.fleet.release(ticket)
+    before = idle.fleet.release(ticket).alone
     assert before is not None
     idle.fleet.lone.served(replica(1), before, Served(1000, 20, 60.0, 30.0))
     idle.counted, idle.served = dict.fromkeys(idle.counted, 0.0), 0
@@ -155,7 +155,7 @@ class Taught:
         ttft = self._truth.frontend + self._truth.step_time(prompt, 0, 0)
         seconds = ttft + (tokens - 1) * self._truth.step_time(0, 1, prompt + tokens / 2)
         self._clock.advance(seconds)
-        before = self.fleet.release(ticket)
+        before = self.fleet.release(ticket).alone
         assert before is not None
         self.fleet.lone.served(replica(1), before, Served(prompt, tokens, seconds, ttft))
         self._first_tokens += 1

@@ -21,7 +21,6 @@ def test_a_dispatch_counts_at_once_and_its_release_takes_it_back() -> None:
     assert view.backlog.tolist() == [1000, 0]
 
     fleet.release(ticket)
-    fleet.release(ticket)
     view = fleet.view(MODEL)
     assert view.requests.tolist() == [0, 0]
     assert view.backlog.tolist() == [0, 0]
@@ -165,13 +164,14 @@ def test_a_request_has_a_token_for_each_step_since_its_first() -> None:
     """The replica runs three times slower than its profile says."""
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
-    long, short = (fleet.dispatch(replica(1), chat(100, bound)) for bound in (400, 15))
-    assert fleet.generated(long).tokens == 0.0
+    bounds = 100, 400, 15
+    new, long, short = (fleet.dispatch(replica(1), chat(100, bound)) for bound in bounds)
+    assert fleet.release(new, prefilled=False).tokens == 0.0
     for tick in range(1, 21):
         clock.advance(0.2)
         fleet.put(state(1, A10, clock, running=2, steps=2.0 * tick, kv_usage=0.01))
-    assert fleet.generated(long).tokens == pytest.approx(2.0 * 20, abs=2)
-    assert fleet.generated(short).tokens == 15.0
+    assert fleet.release(long).tokens == pytest.approx(2.0 * 20, abs=2)
+    assert fleet.release(short).tokens == 15.0
 
 
 def test_a_restarted_replica_counts_its_steps_anew() -> None:

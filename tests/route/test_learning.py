@@ -36,12 +36,11 @@ class System:
             self._steps += STEPS
             polled = state(1, A10, self.clock, running=2, steps=self._steps, kv_usage=0.01)
             self.fleet.put(polled)
-        generated = self.fleet.generated(ticket)
-        baseline = self.fleet.release(ticket, prefilled=False)
+        ended = self.fleet.release(ticket, prefilled=False)
         forecast = decision.forecast()
         if ttft is not None:
             forecast = replace(forecast, predicted_ttft=ttft)
-        self.router.learn_counted(forecast, replica(1), generated, None, baseline)
+        self.router.learn_counted(forecast, replica(1), ended, None)
 
     def expected(self, profile: RequestProfile) -> float:
         return self.fleet.lengths.expected(self.fleet.lengths.row(profile), 60_000.0)
@@ -113,8 +112,7 @@ def test_a_request_that_was_alone_and_not_read_tells_nothing_of_decode_times() -
     assert decision is not None
     ticket = fleet.dispatch(replica(1), chat(100))
     clock.advance(10.0)
-    generated = fleet.generated(ticket)
-    baseline = fleet.release(ticket)
-    assert baseline is not None
-    router.learn_counted(decision.forecast(), replica(1), generated, None, baseline)
+    ended = fleet.release(ticket)
+    assert ended.alone is not None
+    router.learn_counted(decision.forecast(), replica(1), ended, None)
     assert fleet.view(MODEL).stretch.item() == 1.0
