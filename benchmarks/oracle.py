@@ -87,7 +87,9 @@ class Oracle:
         """How much longer requests decode for those that come after them."""
         decision = served.decision
         if served.replica == decision.replica:
-            predicted = decision.decode_time_per_token * (served.sequence.output_tokens - 1)
+            predicted = decision.forecast().decode_time_per_token * (
+                served.sequence.output_tokens - 1
+            )
             actual = max(served.completion - decision.predicted_ttft, 0.0)
             self._corrections.observe(self._rows[served.replica], predicted, actual, self._clock())
 

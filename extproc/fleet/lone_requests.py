@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from extproc.clock import Clock
 from extproc.fleet.tables import Replicas
-from extproc.predict.firsthand import Firsthand, work_of
+from extproc.predict.firsthand import Firsthand, Served, work_of
 from extproc.predict.hardware import profile_or_default
 from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
@@ -23,19 +23,6 @@ class Baseline:
     """As of the last poll."""
     sent: float
     """Sequences sent by the router, in all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A request that ended; one sequence at most."""
-
-    prompt_tokens: float
-    tokens: float
-    """Generated; 0: its prompt was all there was to do."""
-    seconds: float
-    """From its dispatch to its end."""
-    ttft: float | None
-    """Seconds to its first token; None where that was not seen."""
 
 
 class LoneRequests:
@@ -118,22 +105,15 @@ class LoneRequests:
         return row in self._now and self._now[row][0] == ticket
 
     def _learn(self, row: int, state: ReplicaState, before: Baseline, served: Served) -> None:
-        firsts = state.first_tokens - before.state.first_tokens
+        replicas, firsts = self._replicas, state.first_tokens - before.state.first_tokens
         prompts = state.prompt_tokens - before.state.prompt_tokens
         cached = state.cached_tokens - before.state.cached_tokens
-        if not 0.0 <= firsts <= self._replicas.sent[row] - before.sent or cached < 0.0:
+        if not 0.0 <= firsts <= replicas.sent[row] - before.sent or cached < 0.0:
             return  # somebody else's were served, too, or by another process
         share = cached / prompts if prompts > 0.0 else 0.0
         computed = max(served.prompt_tokens * (1.0 - share), 1.0)
-        works = work_of(
-            served.prompt_tokens,
-            computed,
-            served.tokens,
-            self._replicas.token_budget.item(row),
-            self._replicas.tokens_per_step.item(row),
-            served.seconds,
-            served.ttft,
-        )
+        budget, per_step = replicas.token_budget.item(row), replicas.tokens_per_step.item(row)
+        works = work_of(served, computed, budget, per_step)
         if works:
             seen, now = self._seen.get(row), self._clock()
             if seen is None:

@@ -1,6 +1,7 @@
 """Learns the step times of a replica from requests that it served alone."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, exp, log
 from operator import mul
 
@@ -126,31 +127,35 @@ class Firsthand:
         self._weight *= part
 
 
-def work_of(
-    prompt: float,
-    computed: float,
-    tokens: float,
-    budget: float,
-    tokens_per_step: float,
-    seconds: float,
-    ttft: float | None,
-) -> list[Work]:
-    """What a replica did for a request that it served alone, and as a fifth term how often it took
-    what a request takes outside the engine's steps.
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A request that a replica served alone; one sequence at most."""
+
+    prompt_tokens: float
+    tokens: float
+    """Generated; 0: its prompt was all there was to do."""
+    seconds: float
+    """From its dispatch to its end."""
+    ttft: float | None
+    """Seconds to its first token; None where that was not seen."""
+
+
+def work_of(served: Served, computed: float, budget: float, tokens_per_step: float) -> list[Work]:
+    """What the replica did for it, and as a fifth term how often it took what a request takes
+    outside the engine's steps.
 
     Args:
-        prompt: tokens.
-        computed: of these, the ones that were prefilled.
-        tokens: generated; 0: it was prefilled and no more.
+        served: the request; its first token and the rest are told apart where both were seen.
+        computed: prompt tokens that were prefilled.
         budget: prompt tokens of a step, at most.
         tokens_per_step: that a sequence gets.
-        seconds: from its dispatch to its end.
-        ttft: seconds to its first token; None where that was not seen.
     """
-    later = max(tokens - 1.0, 0.0)
+    seconds, ttft = served.seconds, served.ttft
+    later = max(served.tokens - 1.0, 0.0)
     first = Work(ttft or seconds, (ceil(computed / budget), computed, 0.0, 0.0, 1.0))
     steps = later / tokens_per_step
-    rest = Work(seconds - (ttft or 0.0), (steps, 0.0, steps, steps * (prompt + later / 2), 0.0))
+    kv = steps * (served.prompt_tokens + later / 2)
+    rest = Work(seconds - (ttft or 0.0), (steps, 0.0, steps, kv, 0.0))
     if not later:
         return [first]
     if ttft is None:

@@ -7,9 +7,10 @@ from random import Random
 import numpy as np
 
 from extproc.fleet.fleet import Ended, Fleet
-from extproc.fleet.lone_requests import Baseline, Served
+from extproc.fleet.lone_requests import Baseline
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
+from extproc.predict.firsthand import Served
 from extproc.predict.inputs import FleetView, least, most
 from extproc.predict.margins import Margins
 from extproc.request.prefix import NO_PREFIX
@@ -46,13 +47,16 @@ class Forecast:
     """``ip:port``."""
     predicted_ttft: float
     predicted_completion: float
+    """Both as in :class:`Decision`."""
     decode_time_per_token: float
+    """Seconds, before the correction of its decode time."""
     expected_hits: float
     hits_depth: int
     """Both as in :class:`~extproc.fleet.prefixes.Held`."""
     adapter_load: float
+    """Seconds to load its LoRA adapter, where it need not wait for others before."""
     adapter_wait: float
-    """These, and the times above, as in :class:`Decision`."""
+    """Seconds until there is a place in the batch for it."""
     adapter_overrun: float
     """As in :class:`~extproc.predict.adapter.AdapterTimes`."""
     stretch: float
@@ -128,28 +132,6 @@ class Decision:
         """Seconds to the last token on the replica chosen."""
         return self.prediction.completion.item(self.choice.first)
 
-    @property
-    def adapter_wait(self) -> float:
-        """Seconds of that until there is a place in the batch for its LoRA adapter."""
-        adapter = self.situation.adapter
-        return 0.0 if adapter is None else adapter.wait.item(self.choice.first)
-
-    @property
-    def adapter_load(self) -> float:
-        """Seconds of that to load its LoRA adapter, where it need not wait for others before."""
-        adapter = self.situation.adapter
-        if adapter is None or self.adapter_wait:
-            return 0.0
-        return adapter.load.item(self.choice.first)
-
-    @property
-    def decode_time_per_token(self) -> float:
-        """Seconds a token on the replica chosen, before the correction of its decode time."""
-        later = max(self.prediction.output_tokens - 1.0, 1.0)
-        first = self.choice.first
-        decode = self.prediction.decode.item(first)
-        return decode / self.situation.view.stretch.item(first) / later
-
     def forget_token_ids(self) -> None:
         """Those of a long prompt take 100 kB, and a decision is kept for long."""
         prefix = self.profile.prefix
@@ -159,19 +141,22 @@ class Decision:
 
     def forecast(self) -> Forecast:
         """What has to be remembered of it until the request ends."""
-        first, situation = self.choice.first, self.situation
+        first, situation, adapter = self.choice.first, self.situation, self.situation.adapter
+        wait = 0.0 if adapter is None else adapter.wait.item(first)
+        stretch = situation.view.stretch.item(first)
+        later = max(self.prediction.output_tokens - 1.0, 1.0)
         return Forecast(
             situation.profile,
-            situation.view.ids[first],
-            situation.prediction.ttft.item(first),
-            situation.prediction.completion.item(first),
-            self.decode_time_per_token,
+            self.replica,
+            self.predicted_ttft,
+            self.predicted_completion,
+            self.prediction.decode.item(first) / stretch / later,
             situation.held.expected.item(first),
             situation.held.depths.item(first),
-            self.adapter_load,
-            self.adapter_wait,
-            1.0 if situation.adapter is None else situation.adapter.overrun,
-            situation.view.stretch.item(first),
+            0.0 if adapter is None or wait else adapter.load.item(first),
+            wait,
+            1.0 if adapter is None else adapter.overrun,
+            stretch,
         )
 
 

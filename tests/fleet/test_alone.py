@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.lone_requests import Served
+from extproc.predict.firsthand import Served
 from extproc.predict.hardware import PROFILES
 from extproc.predict.step import StepModel
 from extproc.route.router import Router

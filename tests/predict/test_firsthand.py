@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 
-from extproc.predict.firsthand import Firsthand, work_of
+from extproc.predict.firsthand import Firsthand, Served, work_of
 from extproc.predict.hardware import PROFILES
 from extproc.predict.step import StepModel
 
@@ -26,7 +26,7 @@ def serve(
         ttft = truth.frontend + truth.step_time(prompt, 0, 0)
         decode = sum(truth.step_time(0, 1, prompt + token) for token in range(1, tokens))
         told = None if random.random() < whole else ttft
-        seen.observe(work_of(prompt, prompt, tokens, 2048, 1.0, ttft + decode, told), now)
+        seen.observe(work_of(Served(prompt, tokens, ttft + decode, told), prompt, 2048, 1.0), now)
     return now
 
 

@@ -80,7 +80,7 @@ def test_the_first_token_comes_later_by_the_load_of_an_adapter_that_is_not_loade
     plain, first = system.decide(MODEL), system.decide("a")
     assert first.predicted_ttft == pytest.approx(plain.predicted_ttft + LOAD_S)
     assert first.predicted_completion == pytest.approx(plain.predicted_completion + LOAD_S)
-    assert (plain.adapter_load, first.adapter_load) == (0.0, LOAD_S)
+    assert (plain.forecast().adapter_load, first.forecast().adapter_load) == (0.0, LOAD_S)
     system.serve("a", 1)
     assert system.decide("a").predicted_ttft == pytest.approx(plain.predicted_ttft)
 
@@ -200,7 +200,7 @@ def test_how_long_a_load_takes_is_learned_from_first_tokens() -> None:
         for model in ("a", "b"):
             decision = system.decide(model)
             ticket = system.fleet.dispatch(decision.replica, decision.profile)
-            ttft = decision.predicted_ttft - decision.adapter_load + 0.7
+            ttft = decision.predicted_ttft - decision.forecast().adapter_load + 0.7
             system.clock.advance(ttft + 1.0)
             system.fleet.release(ticket)
             system.router.learn(decision.forecast(), decision.replica, 50, ttft + 1.0, ttft)
@@ -211,13 +211,13 @@ def test_how_much_longer_places_are_held_by_those_that_come_after_is_learned() -
     system = System(1, max_loras=1)
     system.send("a", 1, 300)
     decision = system.decide("b")
-    wait = decision.adapter_wait
+    wait = decision.forecast().adapter_wait
     for _ in range(4):
         ttft = decision.predicted_ttft + 2 * wait
         system.router.learn(decision.forecast(), decision.replica, 50, ttft + 1.0, ttft)
         decision = system.decide("b")
-        assert decision.adapter_wait <= 10 * wait
-    assert decision.adapter_wait > 2.5 * wait
+        assert decision.forecast().adapter_wait <= 10 * wait
+    assert decision.forecast().adapter_wait > 2.5 * wait
     assert system.decide(MODEL).predicted_ttft < 1.0
 
 

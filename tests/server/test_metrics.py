@@ -68,7 +68,8 @@ async def test_a_stream_that_is_read_tells_its_times_and_how_they_were_predicted
         await stream.end()
     (record,) = services.log.of_request("one")
     decision = record.decision
-    tpot = decision.decode_time_per_token  # nothing was learned yet that would stretch it
+    # Nothing was learned yet that would stretch it.
+    tpot = decision.forecast().decode_time_per_token
     for name, actual, predicted in (
         ("ttft", 0.5, decision.predicted_ttft),
         ("tpot", 0.5, tpot),
