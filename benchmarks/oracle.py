@@ -10,7 +10,7 @@ import numpy as np
 from extproc.fleet.prefixes import Held
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
-from extproc.predict.inputs import FleetView, Floats, Sequences
+from extproc.predict.inputs import Candidates, FleetView, Floats, Sequences
 from extproc.replay.clock import VirtualClock
 from extproc.replay.machine import Machine
 from extproc.replay.served import Served
@@ -187,7 +187,8 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "stretch": stretch,
         "by_priority": np.zeros(len(machines)),
     }
-    return FleetView(np.arange(len(machines)), names, names, columns.items())
+    candidates = Candidates(np.arange(len(machines)), names, names)
+    return FleetView(candidates, columns.items())
 
 
 def _held(exact: Items[_Exact]) -> Held:

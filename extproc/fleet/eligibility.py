@@ -12,7 +12,7 @@ import numpy as np
 from extproc.clock import Clock
 from extproc.fleet.members import ModelNames
 from extproc.fleet.silence import Silence
-from extproc.predict.inputs import Excluded, FleetView, Floats, Indices
+from extproc.predict.inputs import Candidates, Excluded, FleetView, Floats
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
 _HELD_UP_S = 0.2
@@ -35,22 +35,6 @@ enough to bear it where it is ten times slower than its profile says."""
 _MODELS_REMEMBERED = 64
 _FAILING = "it failed several requests in a row"
 _HELD_UP = f"it takes connections, and has answered none for {_HELD_UP_S:g} s"
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """The replicas that may serve a model; they change seldom."""
-
-    rows: Indices
-    ids: list[str]
-    names: list[str]
-    excluded: tuple[Excluded, ...]
-    all: frozenset[str] = frozenset()
-    """The same ids, to look one up."""
-    unknown: bool = False
-    """Whether all members, healthy or not, told all they serve, and none this model."""
-    only_some: bool = False
-    """Whether some members serve the model, healthy or not, and others do not."""
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from extproc.fleet import sent
 from extproc.fleet.adapters import Adapters
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
-from extproc.fleet.eligibility import Candidates, Eligibility
+from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
 from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
@@ -27,7 +27,7 @@ from extproc.fleet.sent import SentPrompts
 from extproc.fleet.tables import SEEN, Replicas, Requests
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
-from extproc.predict.inputs import Columns, FleetView, Sequences, most
+from extproc.predict.inputs import Candidates, Columns, FleetView, Sequences, most
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
@@ -411,15 +411,7 @@ class Fleet:
     def _view(self, candidates: Candidates, adapters: Sequence[str] = ()) -> FleetView:
         rows, table = candidates.rows, self._replicas
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
-        view = FleetView(
-            rows,
-            candidates.ids,
-            candidates.names,
-            columns,
-            candidates.excluded,
-            adapters,
-            candidates.all,
-        )
+        view = FleetView(candidates, columns, adapters)
         view.taken = view.kv_used + view.joining + view.foreign_backlog
         if self.peers.counted:
             view.requests += table.peers_requests[rows]

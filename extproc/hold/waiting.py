@@ -62,7 +62,7 @@ class Waiting:
         first = decision.choice.first
         later = pressure.item(first) - prediction.kv_pressure.item(first)
         reserve = (1.0 - full + later) * view.kv_capacity.item(first)
-        self.candidates = view.candidates
+        self.candidates = view.candidates.all
         self.passed_over = with_room - {decision.replica}
         """Candidates that had room, and were worse than one that had none."""
         self.replica = decision.replica

@@ -48,6 +48,26 @@ class Excluded:
     """In a few words, for people."""
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The replicas that may serve a model; they change seldom."""
+
+    rows: Indices
+    """Where they stand in the fleet's table."""
+    ids: list[str]
+    """``ip:port`` of each."""
+    names: list[str]
+    """What the configuration calls them."""
+    excluded: tuple[Excluded, ...] = ()
+    """Replicas of the pool that could not serve it now."""
+    all: frozenset[str] = frozenset()
+    """The same ids, to look one up."""
+    unknown: bool = False
+    """Whether all members, healthy or not, told all they serve, and none this model."""
+    only_some: bool = False
+    """Whether some members serve the model, healthy or not, and others do not."""
+
+
 class Columns:
     """What is known of each replica: the columns of the fleet's table that a view has, too."""
 
@@ -108,32 +128,19 @@ class FleetView(Columns):
 
     def __init__(
         self,
-        rows: Indices,
-        ids: list[str],
-        names: list[str],
+        candidates: Candidates,
         columns: Iterable[tuple[str, Floats]],
-        excluded: tuple[Excluded, ...] = (),
         adapters: Sequence[str] = (),
-        candidates: frozenset[str] = frozenset(),
     ) -> None:
-        """A view.
+        """A view of these, with columns and their names.
 
-        Args:
-            rows: where they stand in the fleet's table.
-            ids: ``ip:port`` of each.
-            names: what the configuration calls them.
-            columns: and their names.
-            excluded: replicas of the pool that could not serve it now.
-            adapters: the LoRA adapter that each is asked for, empty for a model that is none; no
-                entries where the model is an adapter nowhere.
-            candidates: the ids, to look one up; many views share them.
+        ``adapters``: the LoRA adapter that each is asked for, empty for a model that is none; no
+        entries where the model is an adapter nowhere.
         """
-        self.rows = rows
-        self.ids = ids
-        self.names = names
-        self.excluded = excluded
-        self.adapters = adapters
         self.candidates = candidates
+        self.rows, self.ids, self.names = candidates.rows, candidates.ids, candidates.names
+        self.excluded = candidates.excluded
+        self.adapters = adapters
         self.__dict__.update(columns)
 
     @property
