@@ -34,10 +34,9 @@ class Usage:
     prompt_tokens: int | None
     """None: the response did not say."""
     completion_tokens: int
+    """Streamed events where the response did not say: a replica may send several tokens in one."""
     cached_tokens: int | None = None
     """Of the prompt's, those that the replica found in its prefix cache."""
-    estimated: bool = False
-    """Completion tokens were counted as streamed events: a replica may send several in one."""
 
 
 class UsageReader:
@@ -92,7 +91,7 @@ class UsageReader:
         """The usage seen so far; None: neither a figure nor a streamed event."""
         events = self._generated_events()
         if not self._completion and events:
-            return Usage(self._prompt, events, self._cached, estimated=True)
+            return Usage(self._prompt, events, self._cached)
         if self._prompt is None and self._completion is None:
             return None
         return Usage(self._prompt, self._completion or 0, self._cached)

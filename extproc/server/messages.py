@@ -11,6 +11,7 @@ from functools import cache
 from google.protobuf.struct_pb2 import Value
 
 from extproc.server.proto.ext_proc_pb2 import (
+    HeaderMutation,
     HeadersResponse,
     HeaderValue,
     HttpHeaders,
@@ -155,17 +156,20 @@ def _sending(
         reply.mode_override.request_body_mode = NONE
         reply.mode_override.response_trailer_mode = _SEND
     common = getattr(reply, phase).response
-    option = common.header_mutation.set_headers.add()
-    option.header.key = DESTINATION
-    option.append_action = _OVERWRITE_OR_ADD
+    header = _set_header(common.header_mutation, DESTINATION)
     common.header_mutation.remove_headers.extend((SUBSET, SERVED))
     if priority is not None:
-        said = common.header_mutation.set_headers.add()
-        said.header.key, said.header.raw_value = PRIORITY, b"%d" % priority
-        said.append_action = _OVERWRITE_OR_ADD
+        _set_header(common.header_mutation, PRIORITY, b"%d" % priority)
     common.clear_route_cache = clear_route_cache
     metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
-    return reply, option.header, metadata.fields[DESTINATION]
+    return reply, header, metadata.fields[DESTINATION]
+
+
+def _set_header(mutation: HeaderMutation, name: str, value: bytes = b"") -> HeaderValue:
+    option = mutation.set_headers.add()
+    option.header.key, option.header.raw_value = name, value
+    option.append_action = _OVERWRITE_OR_ADD
+    return option.header
 
 
 def with_metadata(reply: bytes, told: Mapping[str, str | float]) -> bytes:
@@ -188,10 +192,7 @@ def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
     common = changed.request_body.response
     common.body_mutation.body = body
     if length is not None:
-        option = common.header_mutation.set_headers.add()
-        option.header.key = "content-length"
-        option.header.raw_value = str(length).encode()
-        option.append_action = _OVERWRITE_OR_ADD
+        _set_header(common.header_mutation, "content-length", b"%d" % length)
     return changed.SerializeToString()
 
 
@@ -222,14 +223,9 @@ def answer(status: int, body: bytes, retry_after: int = 0) -> bytes:
     reply = ProcessingResponse()
     reply.immediate_response.status.code = status
     reply.immediate_response.body = body
-    headers = {"content-type": "application/json"}
+    _set_header(reply.immediate_response.headers, "content-type", b"application/json")
     if retry_after:
-        headers["retry-after"] = str(retry_after)
-    for name, value in headers.items():
-        option = reply.immediate_response.headers.set_headers.add()
-        option.header.key = name
-        option.header.raw_value = value.encode()
-        option.append_action = _OVERWRITE_OR_ADD
+        _set_header(reply.immediate_response.headers, "retry-after", b"%d" % retry_after)
     return reply.SerializeToString()
 
 

@@ -191,12 +191,12 @@ def test_generated_text_cannot_fake_usage(text: str) -> None:
     ids=["chat", "chat broken off", "completions", "CRLF"],
 )
 def test_streamed_events_are_counted_where_usage_is_missing(body: bytes, tokens: int) -> None:
-    assert read([body]) == Usage(None, tokens, estimated=True)
+    assert read([body]) == Usage(None, tokens)
 
 
 def test_messages_stream_broken_off_keeps_its_prompt() -> None:
     begun = RESPONSES["messages stream"].partition(b"event: message_delta")[0]
-    assert read([begun]) == Usage(12, 3, 8, estimated=True)
+    assert read([begun]) == Usage(12, 3, 8)
 
 
 def test_embeddings_decode_nothing() -> None:
