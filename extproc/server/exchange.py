@@ -1,16 +1,7 @@
 """One HTTP request, from its first message to the end of its response.
 
-Its way through the code::
-
-    server/service.py     a gRPC stream opens: one request, in one of three protocols
-    server/exchange.py    what Envoy tells of it, phase by phase, and what is answered
-    request/inspect.py    its body: model, prompt tokens, output bound, prefix
-    route/router.py       a prediction for every replica, a policy's choice
-    hold/queue.py         it waits, where no replica could carry it to its end
-    fleet/fleet.py        the replica's ledger, until the stream closes
-    server/messages.py    the choice, as Envoy takes it
-
-The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway.py``.
+Its way through the code is in ``docs/architecture.md``. There are three protocols:
+:class:`BodyFirst` (below), ``headers_first.py`` and ``gateway.py``.
 """
 
 import asyncio
@@ -104,8 +95,8 @@ class Exchange:
         self._in_flight: InFlight | None = None
         self._held: Waiting | None = None
         """Where it waits for a replica."""
-        self._held_bytes = 0
-        """Of its body, meanwhile."""
+        self._room = 0
+        """Bytes of the room for bodies that are held."""
         self.waiting: asyncio.Future[Iterable[bytes]] | None = None
         """The replies that are still to come, where it does."""
         self._answer: AnswerNamer | None = None
@@ -134,14 +125,11 @@ class Exchange:
 
     def close(self) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up."""
+        self._leave_room()
         if self._held is not None:
             self._services.queue.gave_up(self._held, self.is_timed)
-            self._services.metrics.requests.add("gave_up")
-            if self._services.recorder:
-                self._services.recorder.refused("gave_up")
-            self._waits_no_more()
-            if self.trace is not None:
-                self.trace.ended("gave_up")
+            self._held = None
+            self._ends_here("gave_up")
         if self._in_flight is not None:
             self._end(self._in_flight)
 
@@ -161,14 +149,18 @@ class Exchange:
             self.trace.answered(one.outcome)
 
     def _refused(self, error: Refusal) -> Iterable[bytes]:
-        metrics = self._services.metrics
-        metrics.requests.add("refused")
-        metrics.refused.add(error.code or error.kind)
-        if self.trace is not None:
-            self.trace.ended("refused", error.code or error.kind)
-        if self._services.recorder:
-            self._services.recorder.refused(error.code or error.kind)
+        reason = error.code or error.kind
+        self._services.metrics.refused.add(reason)
+        self._ends_here("refused", reason)
         return [refuse(error)]
+
+    def _ends_here(self, result: str, error: str = "") -> None:
+        """It goes to no replica."""
+        self._services.metrics.requests.add(result)
+        if self._services.recorder:
+            self._services.recorder.refused(error or result)
+        if self.trace is not None:
+            self.trace.ended(result, error)
 
     # -- the request ------------------------------------------------------------------------
 
@@ -303,8 +295,7 @@ class Exchange:
             self._let_envoy_choose(profile)
         else:
             services.demand.came(decision)
-            if self._has_to_wait(decision) and services.room.take(size):
-                self._held_bytes = size
+            if self._has_to_wait(decision) and self._take_room(size):
                 return self._wait(asked, decision, decide, sent)
         self._book(asked, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
@@ -410,8 +401,19 @@ class Exchange:
             return self._refused(error)
 
     def _waits_no_more(self) -> None:
-        self._services.room.give_back(self._held_bytes)
-        self._held, self._held_bytes = None, 0
+        self._held = None
+        if self.is_timed:  # a gateway's body has its room until it was returned
+            self._leave_room()
+
+    def _take_room(self, size: int) -> bool:
+        if not self._services.room.take(size):
+            return False
+        self._room += size
+        return True
+
+    def _leave_room(self) -> None:
+        self._services.room.give_back(self._room)
+        self._room = 0
 
     def _known(self, profile: RequestProfile) -> None:
         """Nothing, where any replica may know the model.

@@ -31,13 +31,6 @@ class Gateway(Exchange):
         self._waiting: Asked | None = None
         self._held_back = bytearray()
         """What came of the body while the headers wait for it."""
-        self._taken = 0
-        """Bytes of the room for bodies."""
-
-    def close(self) -> None:
-        """As any exchange; what it held is given back."""
-        self._leave_room()
-        super().close()
 
     def _on_request_headers(self, message: HttpHeaders) -> Iterable[bytes]:
         headers = messages.headers_of(message, self._headers)
@@ -101,13 +94,3 @@ class Gateway(Exchange):
                 yield messages.pass_chunk("request_body", body[start:end], ended)
         finally:
             self._leave_room()
-
-    def _take_room(self, size: int) -> bool:
-        if not self._services.room.take(size):
-            return False
-        self._taken += size
-        return True
-
-    def _leave_room(self) -> None:
-        self._services.room.give_back(self._taken)
-        self._taken = 0
