@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 from extproc.clock import Clock
 from extproc.fleet.digest import (
     BACKLOG,
-    DECODED,
     DECODING,
-    EXPECTED,
     FIGURES,
     JOINING,
     KV,
@@ -192,7 +190,7 @@ class Peers:
     @property
     def decoded(self) -> Floats:
         """Seconds of decoding, actual and predicted, a column a replica."""
-        return self._replicas.peers[[DECODED, EXPECTED]]
+        return np.array([self._replicas.peers_decoded, self._replicas.peers_expected])
 
     def clear(self, row: int) -> None:
         """Another replica has that row of the table from now on, or the table has grown."""

@@ -130,7 +130,7 @@ class Progress:
             requests.alive[passed], requests.until[passed] = self._lengths.reached(
                 requests.lengths[passed], requests.generated[passed]
             )
-        requests.remaining[rows] = self._lengths.remaining_at(
+        requests.remaining[rows] = self._lengths.remaining(
             requests.alive[rows],
             requests.cut[rows],
             generated,

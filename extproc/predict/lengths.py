@@ -6,7 +6,6 @@ from functools import lru_cache
 from math import inf
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from extproc.predict.inputs import Floats, Indices
 from extproc.request.profile import RequestProfile
@@ -157,25 +156,11 @@ class OutputLengths:
         total = tokens(begin) - tokens(cut) + bound * count(cut)
         return min(max(total / count(begin), 1.0), max(bound, 0.0))
 
-    def p90(self, row: int, bound: float, progress: float = 0.0) -> float:
-        """Tokens still to come that nine of ten sequences after ``progress`` do not exceed."""
+    def p90(self, row: int, bound: float) -> float:
+        """Tokens that nine of ten sequences do not exceed."""
         count = self._count[row]
-        alive = bisect_right(_LENGTHS_LIST, progress) if progress else 0
-        beyond = _SUMS - int(count[::-1].searchsorted(0.1 * count.item(alive), "right"))
-        return max(min(_LENGTHS_LIST[max(beyond - 1, 0)], bound) - progress, 0.0)
-
-    def remaining(self, rows: ArrayLike, progress: ArrayLike, bound: ArrayLike) -> Floats:
-        """Tokens still to come, given those generated and the bound; at least 1 below the bound.
-
-        Arguments broadcast. Beyond every length seen, half the progress is expected to follow.
-        """
-        row, done, most = np.broadcast_arrays(rows, progress, bound)
-        begin = row.ravel() * _SUMS
-        done, most = np.minimum(done, most, dtype=np.float64).ravel(), most.ravel()
-        alive, _ = self.reached(begin, done)
-        cut = begin + _LENGTHS.searchsorted(most)
-        left = self.remaining_at(alive, cut, done, most, np.zeros(len(most)))
-        return left.reshape(row.shape)[()]
+        beyond = _SUMS - int(count[::-1].searchsorted(0.1 * count.item(0), "right"))
+        return max(min(_LENGTHS_LIST[max(beyond - 1, 0)], bound), 0.0)
 
     def place(self, row: int, bound: float) -> tuple[int, int]:
         """Where a histogram's sums begin, and where they reach the bound."""
@@ -186,10 +171,11 @@ class OutputLengths:
         longer = _LENGTHS.searchsorted(progress, "right")
         return begin + longer, _NEXT[longer]
 
-    def remaining_at(
+    def remaining(
         self, alive: Indices, cut: Indices, progress: Floats, bound: Floats, least: Floats
     ) -> Floats:
-        """:meth:`remaining` of many sequences, fast: what changes seldom is found before.
+        """Tokens still to come of each sequence, given those generated and the bound; at least 1
+        below the bound. Beyond every length seen, half the progress is expected to follow.
 
         Args:
             alive: from :meth:`reached`.
