@@ -119,7 +119,7 @@ def replay(requests: Items[Request], step: StepModel, limits: Limits) -> list[Re
     A step that begins before a request has passed the front end begins without it.
     """
     budget = limits.token_budget, limits.max_num_seqs
-    profile = HardwareProfile("recorded", step, limits.kv_tokens, *budget, source="a recording")
+    profile = HardwareProfile("recorded", step, limits.kv_tokens, *budget)
     engine = Engine(profile, limits.block_size)
     sequences = [
         Sequence(number, request.prompt_tokens, request.output_tokens)

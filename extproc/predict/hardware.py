@@ -18,8 +18,6 @@ class HardwareProfile:
     """vLLM's ``max_num_batched_tokens``: tokens scheduled in one step at most."""
     max_num_seqs: int
     """vLLM's limit on sequences running at once."""
-    source: str
-    """Where the figures come from."""
 
 
 def _profile(
@@ -30,31 +28,28 @@ def _profile(
     kv_us: float,
     kv_tokens: int,
     limits: tuple[int, int],
-    source: str,
 ) -> HardwareProfile:
     step = StepModel(c0_ms / 1e3, prefill_us / 1e6, batch_us / 1e6, kv_us / 1e6)
-    return HardwareProfile(name, step, kv_tokens, *limits, source)
+    return HardwareProfile(name, step, kv_tokens, *limits)
 
 
 # Token budget and sequences that vLLM's API server takes by default (`get_batch_defaults` of 0.32's
 # `EngineArgs`): large ones where a card has 70 GiB or more and is no A100.
 _LARGE, _OTHER = (8192, 1024), (2048, 256)
 
-_ROOFLINE = "roofline of the card with usual efficiency"
-_VIDUR = "linear operators of the Vidur simulator's published profiles, fitted"
-_BLIS = "whole-engine fit published with the BLIS simulator"
-
 _LISTED = (
-    _profile("llama-8b-h100", 6.5, 38, 20, 0.047, 400_000, _LARGE, _ROOFLINE),
-    _profile("llama-8b-a10", 29, 260, 50, 0.26, 42_000, _OTHER, _ROOFLINE),
-    _profile("llama-3-8b-a100", 11, 66, 29, 0.086, 400_000, _OTHER, _VIDUR),
-    _profile("llama-2-7b-a100", 11, 64, 29, 0.34, 100_000, _OTHER, _VIDUR),
-    _profile("llama-2-7b-h100", 7, 20, 11, 0.21, 100_000, _LARGE, _VIDUR),
-    _profile(
-        "llama-3-70b-4xa100", 26, 158, 70, 0.054, 300_000, _OTHER, f"{_VIDUR}, without all-reduce"
-    ),
-    _profile("qwen2.5-7b-h100", 7.1, 19.5, 25, 0.03, 800_000, _LARGE, _BLIS),
-    _profile("llama-3.3-70b-4xh100", 12.6, 76, 67, 0.033, 500_000, _LARGE, _BLIS),
+    # Roofline of the card with usual efficiency:
+    _profile("llama-8b-h100", 6.5, 38, 20, 0.047, 400_000, _LARGE),
+    _profile("llama-8b-a10", 29, 260, 50, 0.26, 42_000, _OTHER),
+    # Linear operators of the Vidur simulator's published profiles, fitted; the last one without
+    # all-reduce:
+    _profile("llama-3-8b-a100", 11, 66, 29, 0.086, 400_000, _OTHER),
+    _profile("llama-2-7b-a100", 11, 64, 29, 0.34, 100_000, _OTHER),
+    _profile("llama-2-7b-h100", 7, 20, 11, 0.21, 100_000, _LARGE),
+    _profile("llama-3-70b-4xa100", 26, 158, 70, 0.054, 300_000, _OTHER),
+    # Whole-engine fit published with the BLIS simulator:
+    _profile("qwen2.5-7b-h100", 7.1, 19.5, 25, 0.03, 800_000, _LARGE),
+    _profile("llama-3.3-70b-4xh100", 12.6, 76, 67, 0.033, 500_000, _LARGE),
 )
 
 PROFILES: dict[str, HardwareProfile] = {profile.name: profile for profile in _LISTED}

@@ -359,13 +359,8 @@ class Router:
         so the ledger knows what it had when its stream closed.
 
         The count of several sequences is the longest one's, and after a retry it began late: such
-        teach no lengths.
-
-        Args:
-            forecast: as for :meth:`learn`.
-            replica: as for :meth:`learn`.
-            ended: from :meth:`~extproc.fleet.fleet.Fleet.release`.
-            ttft: as for :meth:`learn`.
+        teach no lengths. ``ended`` is from :meth:`~extproc.fleet.fleet.Fleet.release`, all else as
+        for :meth:`learn`.
         """
         profile, tokens = forecast.profile, ended.tokens
         if replica == forecast.replica and profile.sequences == 1 and tokens >= 1.0:

@@ -26,7 +26,6 @@ class Gateway(Exchange):
     is_timed = False
 
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
-        """As any exchange."""
         super().__init__(services, first)
         self._waiting: Asked | None = None
         self._held_back = bytearray()

@@ -17,7 +17,6 @@ class HeadersFirst(Exchange):
     reply to the headers says so."""
 
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
-        """As any exchange."""
         super().__init__(services, first)
         told = first.HasField("protocol_config")
         config = first.protocol_config

@@ -11,7 +11,7 @@ from extproc.simulator.speculation import Speculation
 from extproc.simulator.steps import Outcome
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, 1e-8)
-PROFILE = HardwareProfile("test", STEP, 1600, 256, 16, "made up")
+PROFILE = HardwareProfile("test", STEP, 1600, 256, 16)
 
 
 def run(engine: Engine) -> list[Outcome]:

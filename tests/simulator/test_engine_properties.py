@@ -14,7 +14,7 @@ from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import FinishReason, Sequence
 from extproc.simulator.speculation import Speculation
 
-PROFILE = HardwareProfile("test", StepModel(0.013, 1e-4, 1e-3, 1e-5, 1e-8), 160, 24, 6, "made up")
+PROFILE = HardwareProfile("test", StepModel(0.013, 1e-4, 1e-3, 1e-5, 1e-8), 160, 24, 6)
 BLOCK = 4
 
 
