@@ -1,6 +1,5 @@
 """One decision: the fleet as it is, a prediction for every candidate, a policy's choice."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -194,7 +193,7 @@ class Router:
         self._default = policy
         self._random = random
         self._policies: dict[str, Policy] = {name: make() for name, make in POLICIES.items()}
-        self._shadow: list[tuple[str, Policy]] = [(shadow, POLICIES[shadow]())] if shadow else []
+        self._shadow = (shadow, POLICIES[shadow]()) if shadow else None
         """With turns and draws of its own: what is chosen is the same with it and without."""
         self._shadows_random = Random(0)
 
@@ -227,17 +226,9 @@ class Router:
         if adapter is not None:
             add_adapter(prediction, adapter)
         situation = Situation(profile, view, held, prediction, sequences, adapter)
-        own = policy if policy in POLICIES else self._default
-        policies = [(own, self._policies[own])]
-        if self._shadow:
-            policies += self._beside(policy)
-        (name, chosen_by), *other = self._in_charge(situation, policies, waited)
+        name = policy if policy in POLICIES else self._default
+        name, chosen_by = self._in_charge(situation, name, self._policies[name], waited)
         choice = chosen_by.choose(situation, self._random)
-        shadow = None
-        if other:
-            [(_, beside)] = other
-            first = beside.choose(situation, self._shadows_random).first
-            shadow = Shadow(policies[1][0], first)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(
             name,
@@ -249,7 +240,7 @@ class Router:
             self._retry(situation, choice, model),
             fleet.peers.news_age,
             fleet.peers.stale,
-            shadow,
+            self._beside(situation, policy, waited),
         )
 
     def late(self, decision: Decision, waited: float) -> float:
@@ -295,27 +286,30 @@ class Router:
         return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
 
     def _in_charge(
-        self, situation: Situation, policies: Sequence[tuple[str, Policy]], waited: float
-    ) -> Sequence[tuple[str, Policy]]:
-        """What chooses for the request in place of each of these policies, or with its help."""
+        self, situation: Situation, name: str, policy: Policy, waited: float
+    ) -> tuple[str, Policy]:
+        """What chooses for the request in place of this policy, or with its help."""
         profile = situation.profile
         if profile.previous_response:
             holder = self.fleet.holder(profile.previous_response)
             if holder in situation.view.ids:
-                return [(Holder.NAME, Holder(holder))] * len(policies)
+                return Holder.NAME, Holder(holder)
         if (objective := profile.objective).has_target:
             late = lateness(objective, situation.prediction, self.margins, waited)
-            policies = [(Target.NAME, Target(late, policy)) for _, policy in policies]
+            name, policy = Target.NAME, Target(late, policy)
         home = self.fleet.sessions.holder(profile.session) if profile.session else None
         if home is not None:
-            most_s = self._session_cost_s
-            policies = [(Session.NAME, Session(home, most_s, policy)) for _, policy in policies]
-        return policies
+            name, policy = Session.NAME, Session(home, self._session_cost_s, policy)
+        return name, policy
 
-    def _beside(self, asked: str) -> list[tuple[str, Policy]]:
-        """The other policy, for some of the requests that would change with ``route.policy``."""
-        some = asked not in POLICIES and self._shadows_random.random() < _SHADOWED
-        return self._shadow if some else []
+    def _beside(self, situation: Situation, asked: str, waited: float) -> Shadow | None:
+        """What the other policy would choose, for some of the requests that would change with
+        ``route.policy``."""
+        if not self._shadow or asked in POLICIES or self._shadows_random.random() >= _SHADOWED:
+            return None
+        name, policy = self._shadow
+        _, policy = self._in_charge(situation, name, policy, waited)
+        return Shadow(name, policy.choose(situation, self._shadows_random).first)
 
     def learn(
         self,

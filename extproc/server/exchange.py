@@ -270,14 +270,9 @@ class Exchange:
         self, asked: Asked, profile: RequestProfile, started: float, size: int, sent: Sent
     ) -> Iterable[bytes]:
         """Chooses a replica, and books the request there or has it wait: not where there is no room
-        for its body, which the replica chosen may get with another name.
+        for its body of ``size`` bytes, which the replica chosen may get with another name.
 
-        Args:
-            asked: what its headers say.
-            profile: what its body says.
-            started: when it was begun to be looked at; seconds.
-            size: bytes of the body.
-            sent: makes the replies.
+        ``started``: when it was begun to be looked at; ``sent`` makes the replies.
 
         Raises:
             Refusal: it is not to be served.

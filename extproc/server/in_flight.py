@@ -34,13 +34,7 @@ class InFlight:
     ) -> None:
         """Takes its place on the replica chosen.
 
-        Args:
-            services: of its pool.
-            decision: where it goes.
-            request_id: for the decision's record.
-            unseen: Envoy was asked not to tell of the response.
-            waited: seconds that it waited at the router.
-            waited_for: why.
+        ``unseen``: Envoy was asked not to tell of the response; ``waited``: seconds at the router.
         """
         self._services = services
         self._unseen = unseen
