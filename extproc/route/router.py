@@ -179,13 +179,7 @@ class Router:
             session_cost_s: seconds by which a request may be finished later for staying with its
                 session.
             shadow: name of a policy that is asked, too, without effect; None: none is.
-
-        Raises:
-            ValueError: no policy has that name.
         """
-        for name in (policy, shadow or policy):
-            if name not in POLICIES:
-                raise ValueError(f"no policy is named {name!r}; there are: {', '.join(POLICIES)}")
         self.fleet = fleet
         self.margins = Margins()
         """Of its own predictions."""

@@ -49,7 +49,7 @@ async def run_router(
 
     Raises:
         OSError: an address cannot be listened on.
-        ValueError: the configuration names a policy or a tokenizer that does not exist, or no
+        ValueError: the configuration names a tokenizer that does not exist, or no
             replicas where it is the router that polls them; or traces, where OpenTelemetry is
             not installed.
     """

@@ -70,8 +70,3 @@ def test_a_target_and_a_session_count_for_it_too() -> None:
     soon = Objective("soon", completion_s=5.0)
     met = [router.decide(replace(chat(100, 200), objective=soon)) for _ in range(40)]
     assert len({one.shadow for one in met if one and one.policy == "target" and one.shadow}) == 1
-
-
-def test_a_policy_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="no policy is named 'fastest'"):
-        Router(fleet_of(ManualClock()), "completion", random.Random(0), shadow="fastest")
