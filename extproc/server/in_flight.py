@@ -53,12 +53,10 @@ class InFlight:
         if waited:
             self.outcome.waited_s, self.outcome.waited_for = waited, waited_for
             services.metrics.waited_seconds.observe(waited)
-        self._status: int | None = None
         self._usage: UsageReader | None = None
         self._chunks: int | None = None
         """That came so far, where they are counted."""
         self._response_id = ResponseIdReader() if decision.profile.stored else None
-        self._first_token: float | None = None
         self._ended = False
         services.metrics.requests.add("routed")
         services.metrics.decisions.add(decision.policy, decision.replica)
@@ -74,7 +72,7 @@ class InFlight:
         message = request.response_headers
         headers = messages.headers_of(message, _RESPONSE_HEADERS)
         status = headers.get(":status", "")
-        self._status = int(status) if status.isdecimal() else None
+        self.outcome.status = int(status) if status.isdecimal() else None
         self._ended = message.end_of_stream
         self.outcome.overloaded = _OVERLOADED in headers
         self._served(messages.served_by(request))
@@ -94,8 +92,9 @@ class InFlight:
         if self._chunks is not None:
             self._chunks += 1
         self._usage.feed(message.body)
-        if self._first_token is None and self._usage.generating and self._forecast.profile.stream:
-            self._first_token = self._services.clock()
+        first = self.outcome.ttft_s is None and self._usage.generating
+        if first and self._forecast.profile.stream:
+            self.outcome.ttft_s = self._services.clock() - self._sent_at
             self._services.fleet.first_token(self._ticket)
         if self._response_id is not None and (found := self._response_id.feed(message.body)):
             self._services.fleet.responses.saw(found, self._served_by)
@@ -103,25 +102,24 @@ class InFlight:
     def end(self, lost: bool = False) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up; ``lost``: or
         the router did, for its replica hangs."""
-        if lost:
-            if self._status is None and not self._unseen:
-                self.outcome.status = _LOST
-            self._status = _LOST  # what was cut off tells nothing of lengths
         services, outcome = self._services, self.outcome
+        status, unseen = outcome.status, self._unseen
+        if lost and status is None and not unseen:
+            outcome.status = _LOST
         profile = self._forecast.profile
         if self._chunks is not None:
             services.reader.came(self._chunks, self._foreseen)
-        well = self._status is not None and self._status < 400 and not profile.in_background
+        # What was cut off tells nothing of lengths.
+        well = not lost and status is not None and status < 400 and not profile.in_background
         # Envoy closes the stream alike when a response has ended and when a client hangs up; only
         # where the response's chunks were read is the last one known.
         complete = well and self._ended
-        prefilled = self._first_token is not None or (complete and not profile.stream)
+        prefilled = outcome.ttft_s is not None or (complete and not profile.stream)
         ended = services.fleet.release(self._ticket, prefilled)
         seconds = services.clock() - self._sent_at
-        if self._status is None and not self._unseen:
+        unanswered = status is None and not lost
+        if unanswered and not unseen:
             services.metrics.requests.add("unanswered")
-        if self._first_token is not None:
-            outcome.ttft_s = self._first_token - self._sent_at
         if complete:
             outcome.completion_s = seconds
         usage = self._usage.usage() if self._usage is not None and complete else None
@@ -133,14 +131,13 @@ class InFlight:
             # Not read; or read to its end, which told no usage.
             services.router.learn_counted(self._forecast, self._served_by, ended, outcome.ttft_s)
         if services.recorder:
-            unseen = self._unseen and self._status is None and not profile.in_background
             services.recorder.ended(
                 profile,
                 outcome,
                 self._served_by,
                 seconds,
                 ended.tokens,
-                failed=not (well or unseen),
+                failed=not (well or (unanswered and unseen and not profile.in_background)),
                 cut=self._usage is not None and not self._ended,
             )
         services.queue.let_go(self._served_by)
@@ -156,11 +153,11 @@ class InFlight:
             services.fleet.sessions.saw(self._forecast.profile.session, upstream)
             self._served_by = upstream
         self.outcome.served_by = self._served_by
-        self.outcome.status = self._status
-        services.metrics.responses.add(f"{(self._status or 0) // 100}xx")
+        status = self.outcome.status or 0
+        services.metrics.responses.add(f"{status // 100}xx")
         if self.outcome.overloaded:
             return
-        if self._status is not None and self._status >= 500:
+        if status >= 500:
             self._failed()
         else:
             services.fleet.eligibility.answered(self._served_by)
@@ -172,7 +169,7 @@ class InFlight:
     def _worth_reading(self, content_type: str) -> bool:
         """Every whole response, for it is one message, those whose id is needed, and as many
         streams as the router has chunks for."""
-        if self._status != 200:
+        if self.outcome.status != 200:
             return False
         if self._response_id is not None or not content_type.startswith("text/event-stream"):
             return True
