@@ -86,10 +86,6 @@ class Order:
         costs = self._costs.items()
         return sum(cost for (name, other), cost in costs if name == model and other >= priority)
 
-    def charge(self, one: Waiting, cost: float) -> None:
-        """It goes, and its tenant has got that much more."""
-        self.shares.sent(one.tenant, cost)
-
     def __iter__(self) -> Iterator[Waiting]:
         """In order, as if each went; it may, or leave, before the next."""
         for priority in sorted(self._lines, reverse=True):

@@ -195,7 +195,8 @@ class Queue:
             return False
         self._leave(one)
         if error is None:
-            self._order.charge(one, one.cost if decision is None else cost(decision))
+            seconds = one.cost if decision is None else cost(decision)
+            self._order.shares.sent(one.tenant, seconds)
         waited = now - one.since
         self._waited = max(self._waited, waited)
         self._usual_wait += (waited - self._usual_wait) / _USUAL

@@ -17,12 +17,8 @@ class Typical:
     def __init__(self) -> None:
         self._ratios: dict[str, float] = {}
         self._reports = 0
-        self._value = 1.0
-
-    @property
-    def value(self) -> float:
+        self.value = 1.0
         """The median; 1 before any replica was measured."""
-        return self._value
 
     def report(self, replica: str, ratio: float | None) -> None:
         """What a replica was measured to be; None: not yet."""
@@ -33,4 +29,4 @@ class Typical:
         self._reports += 1
         if self._reports >= len(self._ratios):  # once a round is soon enough
             self._reports = 0
-            self._value = median(self._ratios.values()) if self._ratios else 1.0
+            self.value = median(self._ratios.values()) if self._ratios else 1.0

@@ -39,7 +39,8 @@ class InFlight:
         self._services = services
         self._unseen = unseen
         self._sent_at = services.clock()
-        self._served_by = decision.replica
+        self.served_by = decision.replica
+        """The replica that it is on, as far as is known: ``ip:port``."""
         self._ticket = services.fleet.dispatch(
             decision.replica, decision.profile, decision.cached, told=not unseen
         )
@@ -62,11 +63,6 @@ class InFlight:
         services.metrics.decisions.add(decision.policy, decision.replica)
         services.metrics.tell_shadow(decision)
 
-    @property
-    def served_by(self) -> str:
-        """The replica that it is on, as far as is known: ``ip:port``."""
-        return self._served_by
-
     def answered(self, request: ProcessingRequest) -> bool:
         """The response's headers came; returns whether its body is to be read, too."""
         message = request.response_headers
@@ -84,7 +80,7 @@ class InFlight:
     def chunk(self, message: HttpBody) -> None:
         """Some of the response's body came."""
         self._ended = message.end_of_stream
-        self._services.fleet.eligibility.answers(self._served_by)
+        self._services.fleet.eligibility.answers(self.served_by)
         if self._usage is None:
             return
         if not message.body:
@@ -97,7 +93,7 @@ class InFlight:
             self.outcome.ttft_s = self._services.clock() - self._sent_at
             self._services.fleet.first_token(self._ticket)
         if self._response_id is not None and (found := self._response_id.feed(message.body)):
-            self._services.fleet.responses.saw(found, self._served_by)
+            self._services.fleet.responses.saw(found, self.served_by)
 
     def end(self, lost: bool = False) -> None:
         """The stream is over: the response has ended, or the client or Envoy gave up; ``lost``: or
@@ -129,30 +125,30 @@ class InFlight:
             self._learn(usage, seconds, ended.alone)
         elif well and (complete or self._usage is None):
             # Not read; or read to its end, which told no usage.
-            services.router.learn_counted(self._forecast, self._served_by, ended, outcome.ttft_s)
+            services.router.learn_counted(self._forecast, self.served_by, ended, outcome.ttft_s)
         if services.recorder:
             services.recorder.ended(
                 profile,
                 outcome,
-                self._served_by,
+                self.served_by,
                 seconds,
                 ended.tokens,
                 failed=not (well or (unanswered and unseen and not profile.in_background)),
                 cut=self._usage is not None and not self._ended,
             )
-        services.queue.let_go(self._served_by)
+        services.queue.let_go(self.served_by)
 
     def _served(self, upstream: str) -> None:
         """Which replica it was in the end, and whether it failed."""
         services = self._services
         # An address that is no member's, a tunnel's or a sidecar's, tells nothing.
-        if upstream != self._served_by and upstream in services.fleet.members:
+        if upstream != self.served_by and upstream in services.fleet.members:
             # Envoy passed the choice over or tried it in vain.
             self._failed()
             services.fleet.move(self._ticket, upstream, self._forecast.profile.prefix)
             services.fleet.sessions.saw(self._forecast.profile.session, upstream)
-            self._served_by = upstream
-        self.outcome.served_by = self._served_by
+            self.served_by = upstream
+        self.outcome.served_by = self.served_by
         status = self.outcome.status or 0
         services.metrics.responses.add(f"{status // 100}xx")
         if self.outcome.overloaded:
@@ -160,11 +156,11 @@ class InFlight:
         if status >= 500:
             self._failed()
         else:
-            services.fleet.eligibility.answered(self._served_by)
+            services.fleet.eligibility.answered(self.served_by)
 
     def _failed(self) -> None:
-        self._services.fleet.eligibility.failed(self._served_by)
-        self._services.metrics.failures.add(self._served_by)
+        self._services.fleet.eligibility.failed(self.served_by)
+        self._services.metrics.failures.add(self.served_by)
 
     def _worth_reading(self, content_type: str) -> bool:
         """Every whole response, for it is one message, those whose id is needed, and as many
@@ -192,7 +188,7 @@ class InFlight:
         outcome.output_tokens = usage.completion_tokens
         outcome.cached_tokens = usage.cached_tokens
         forecast, cached = self._forecast, usage.cached_tokens
-        if cached is not None and self._served_by == forecast.replica and profile.sequences == 1:
+        if cached is not None and self.served_by == forecast.replica and profile.sequences == 1:
             expected, depth = forecast.expected_hits, forecast.hits_depth
             prompt = usage.prompt_tokens or profile.prompt_tokens
             services.fleet.reported(forecast.replica, expected, depth, prompt, cached)
@@ -205,7 +201,7 @@ class InFlight:
             each = usage.completion_tokens / max(profile.sequences, 1)
             services.router.learn(
                 self._forecast,
-                self._served_by,
+                self.served_by,
                 each,
                 seconds,
                 outcome.ttft_s,
@@ -218,7 +214,7 @@ class InFlight:
         profile, replica = forecast.profile, forecast.replica
         predicted, hits = forecast.predicted_completion, forecast.expected_hits
         cached = None if usage is None else usage.cached_tokens
-        as_chosen = replica == self._served_by
+        as_chosen = replica == self.served_by
         by = profile.model, profile.objective.name
         metrics.completion.observe(actual, predicted if as_chosen else None, *by)
         if (ttft := self.outcome.ttft_s) is not None:
