@@ -26,7 +26,7 @@ def thousand() -> tuple[ReplicaState, ...]:
 async def hold_nobody_up(work: Callable[[], Awaitable[object]]) -> None:
     """The event loop does a little of the work in each turn. What takes long once of several times
     is not the work: some of what others do on a busy machine is counted as this thread's."""
-    pieces = []
+    pieces: list[float] = []
     while not pieces or pieces[-1] >= A_FEW_MS:
         assert len(pieces) < _TIMES, f"it takes {pieces} s"
         async with _longest_piece() as longest:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import urllib.request
-from functools import partial
 from typing import Any
 
 import pytest
@@ -39,15 +38,13 @@ async def large(services: Services) -> Services:
 async def get(services: Services, path: str) -> Any:
     """Asked from another thread, whose work is none of the router's."""
 
-    def fetch(address: str) -> Any:
-        with urllib.request.urlopen(f"http://{address}{path}") as response:
-            return response.read()
+    def fetch(url: str) -> bytes:
+        with urllib.request.urlopen(url) as response:
+            return bytes(response.read())
 
-    routes = admin_routes(services)
-    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
-        fetching = partial(asyncio.to_thread, fetch, address)
-        await hold_nobody_up(fetching)
-        return json.loads(await fetching())
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services)) as address:
+        await hold_nobody_up(lambda: asyncio.to_thread(fetch, f"http://{address}{path}"))
+        return json.loads(await asyncio.to_thread(fetch, f"http://{address}{path}"))
 
 
 async def test_a_large_fleets_decisions_do_not_hold_requests_up(large: Services) -> None:
