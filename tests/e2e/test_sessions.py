@@ -109,8 +109,7 @@ async def test_to_stay_costs_so_much_and_no_more(client: Client) -> None:
     """Each of these prompts takes a replica 0.1 s: after a handful another one is better."""
     named = {"x-session-id": "busy"}
     await stays(client, named)
-    for one in REPLICAS:
-        await client.simulate(one.name, slow=20.0)  # none ends while others come
+    await client.slow(20.0)  # none ends while others come
     prompts = [[{"role": "user", "content": f"{number}: " * 6_000}] for number in range(30)]
     asked = [
         asyncio.create_task(client.chat(headers=named, tokens=2, messages=prompt))
@@ -121,8 +120,7 @@ async def test_to_stay_costs_so_much_and_no_more(client: Client) -> None:
         return sum([await client.load(one.name) for one in REPLICAS]) == len(prompts)
 
     await until(all_came)
-    for one in REPLICAS:
-        await client.simulate(one.name, slow=1.0)
+    await client.slow(1.0)
     answers = await asyncio.gather(*asked)
     assert len({server_of(answer) for answer in answers}) > 1
     await client.ledger_empty()
