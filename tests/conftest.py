@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 
 from extproc.demo.processes import Process, free_port, start_redis
@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE_S
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # How long an example takes is up to who else runs on this machine.
-settings.register_profile("tests", deadline=None)
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
 

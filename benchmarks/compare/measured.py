@@ -53,7 +53,7 @@ def _by_name(*parts: Part) -> dict[str, Part]:
 _MIXED, _EQUAL, _A10 = (
     f"--fleet benchmarks/fleets/live-{name}.yaml" for name in ("mixed", "equal", "a10")
 )
-_AGENTS = "--trace benchmarks/traces/agents.jsonl.gz --speed 1.2 --from 150 --duration 15"
+_AGENTS = "--trace benchmarks/traces/agents.jsonl.gz --speed 1.2 --from 150 --duration 60"
 OUTCOME = _by_name(
     Part(
         "cold-mixed",

@@ -20,7 +20,7 @@ from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, trouble
 from benchmarks.compare.play import part, work
 from benchmarks.compare.validity import Look, between, hits, ticks, validity
-from extproc.demo.processes import ProcessError
+from extproc.demo.processes import ProcessError, free_port
 
 FLEETS = Path("benchmarks/fleets")
 FLEET = """
@@ -330,18 +330,16 @@ def test_what_went_wrong_is_the_exit_status(
     assert compare.main(["--contenders", "envoy:random,envoy", "--repeats", "1"]) == 0
 
 
-def before_nobody(policy: str, directory: Path, port: int) -> AbstractAsyncContextManager[Front]:
+def before_nobody(policy: str, directory: Path) -> AbstractAsyncContextManager[Front]:
     """Envoy alone, whose replica is not there."""
     simulated = Fleet(fleet.read(FLEETS / "live-equal.yaml"))
-    servers = {"gone": f"127.0.0.1:{port}"}
+    servers = {"gone": f"127.0.0.1:{free_port()}"}
     return EnvoyAlone(policy).running(simulated, servers, directory, 0)
 
 
 @pytest.mark.process
-async def test_an_envoy_that_cannot_reach_a_replica_is_no_fair_contender(
-    tmp_path: Path, unused_tcp_port: int
-) -> None:
-    async with before_nobody("least_request", tmp_path, unused_tcp_port) as front:
+async def test_an_envoy_that_cannot_reach_a_replica_is_no_fair_contender(tmp_path: Path) -> None:
+    async with before_nobody("least_request", tmp_path) as front:
         assert await front.complaints([]) == []
         async with aiohttp.ClientSession() as session, session.get(f"{front.url}/health") as answer:
             assert answer.status == 503
@@ -349,10 +347,8 @@ async def test_an_envoy_that_cannot_reach_a_replica_is_no_fair_contender(
 
 
 @pytest.mark.process
-async def test_an_envoy_that_does_not_say_what_it_did_is_complained_of(
-    tmp_path: Path, unused_tcp_port: int
-) -> None:
-    async with before_nobody("round_robin", tmp_path, unused_tcp_port) as front:
+async def test_an_envoy_that_does_not_say_what_it_did_is_complained_of(tmp_path: Path) -> None:
+    async with before_nobody("round_robin", tmp_path) as front:
         pass
     (complaint,) = await front.complaints([])
     assert "Envoy does not say what it did" in complaint

@@ -24,18 +24,26 @@ from extproc.predict.hardware import hardware_profile
 
 Json = dict[str, Any]
 
-AT_S = 1.5
-TIMEOUT_S = 4.0
+AT_S = 1.55
+"""Between two arrivals."""
+TIMEOUT_S = 6.0
 """Of the clients, where something hangs that they wait for."""
 FLEET = """
 replicas:
 - {name: a, profile: llama-8b-h100, count: 2}
 """
-TRACE = [
-    {"timestamp": 100 * number, "input_length": 60, "output_length": 100 + 10 * (number % 5)}
-    for number in range(30)
-]
-"""Ten requests a second for three seconds; each is answered in about a second."""
+SHORT, LONG = 100, 300
+"""Tokens of answers that take about a second, and of those of which none has ended at ``AT_S``."""
+REQUESTS = 30
+
+
+def trace(tokens: int) -> str:
+    """Ten requests a second for three seconds; at least so many tokens are answered."""
+    lines = (
+        {"timestamp": 100 * number, "input_length": 60, "output_length": tokens + 10 * (number % 5)}
+        for number in range(REQUESTS)
+    )
+    return "\n".join(map(json.dumps, lines))
 
 
 def request(sent: float, took: float, failed: bool = False, struck: bool = False) -> Json:
@@ -159,7 +167,7 @@ class Turn:
         self.at_s = run["fault"]["at_s"]
         assert AT_S <= self.at_s < AT_S + 2
         self.later = {one for one in self.ids() if self.sent_s(one) > self.at_s}
-        assert 0 < len(self.later) < len(TRACE)
+        assert 0 < len(self.later) < REQUESTS
         assert not [one for one in run["complaints"] if "router's answer" not in one]
 
     def ids(self, **of: Any) -> set[str]:
@@ -176,9 +184,9 @@ class Turn:
         return {one["request_id"] for one in self.run["requests"]} - self.ids(error=None)
 
 
-async def played(fault: str, contender: Contender, directory: Path) -> Turn:
+async def played(fault: str, contender: Contender, directory: Path, tokens: int = SHORT) -> Turn:
     """A turn of two replicas, ``a-0`` and ``a-1``."""
-    (directory / "trace.jsonl").write_text("\n".join(map(json.dumps, TRACE)))
+    (directory / "trace.jsonl").write_text(trace(tokens))
     (directory / "fleet.yaml").write_text(FLEET)
     args = Namespace(
         trace=[directory / "trace.jsonl"],
@@ -197,7 +205,7 @@ async def played(fault: str, contender: Contender, directory: Path) -> Turn:
 
 @pytest.mark.process
 async def test_those_in_flight_on_a_killed_replica_fail_and_no_others(tmp_path: Path) -> None:
-    turn = await played("replica-killed", compare.contender("envoy:round_robin"), tmp_path)
+    turn = await played("replica-killed", compare.contender("envoy:round_robin"), tmp_path, LONG)
     struck = turn.ids(struck=True)
     assert struck
     assert turn.failed == turn.ids(error="broken stream") == struck
@@ -212,7 +220,7 @@ async def test_what_a_hung_replica_holds_ends_with_the_clients_patience(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.compare.faults.TIMEOUT_S", TIMEOUT_S)
-    turn = await played("replica-hung", compare.contender("envoy:round_robin"), tmp_path)
+    turn = await played("replica-hung", compare.contender("envoy:round_robin"), tmp_path, LONG)
     assert turn.failed == turn.ids(error="timeout")
     # Half of what came later went there, for Envoy alone does not see that it hangs.
     later = turn.failed & turn.later

@@ -20,6 +20,7 @@ from benchmarks.load.prompts import Counting
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import Target
 from benchmarks.trace import TracedRequest
+from extproc.demo.processes import free_port
 from extproc.demo.traffic import Answer, Client
 from tests.benchmarks.conftest import complaint_of
 
@@ -153,8 +154,8 @@ def test_a_time_in_which_nothing_arrives(
     assert "from 10 s on" in complaint(capsys, "--trace", trace, "--from", "10")
 
 
-def test_nobody_answers(capsys: pytest.CaptureFixture[str], unused_tcp_port: int) -> None:
-    url = f"http://127.0.0.1:{unused_tcp_port}"
+def test_nobody_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
     line = complaint(capsys, "--url", url)
     assert line.startswith(f"load: {url} cannot be reached: ")
 

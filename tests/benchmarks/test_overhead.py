@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestServer
 from benchmarks.overhead import __main__ as overhead
 from benchmarks.overhead import streams
 from benchmarks.overhead.client import Load, request
+from extproc.demo.processes import free_port
 
 
 async def serve(statuses: list[int]) -> TestServer:
@@ -79,8 +80,8 @@ async def test_the_client_takes_answers_in_chunks(size: int) -> None:
     assert (report.answered, report.failed) == (5, 0)
 
 
-async def test_a_port_that_nobody_listens_on_fails_every_request(unused_tcp_port: int) -> None:
-    report = await Load(unused_tcp_port, request()).at_rate(500.0, 3, Random(0))
+async def test_a_port_that_nobody_listens_on_fails_every_request() -> None:
+    report = await Load(free_port(), request()).at_rate(500.0, 3, Random(0))
     assert (report.answered, report.failed) == (0, 3)
 
 

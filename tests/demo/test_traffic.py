@@ -167,8 +167,8 @@ async def test_what_was_said_in_place_of_an_answer_is_kept() -> None:
     assert sent.account == 'status 503: {"error": {"message": "full"}}'
 
 
-async def test_nobody_listens(unused_tcp_port: int) -> None:
-    sent = await send(f"http://127.0.0.1:{unused_tcp_port}", requests(3))
+async def test_nobody_listens() -> None:
+    sent = await send(f"http://127.0.0.1:{free_port()}", requests(3))
     assert [one.problem for one in sent] == ["connect"] * 3
 
 

@@ -152,6 +152,11 @@ class Client:
         """Makes a simulated replica slow, hung or failing."""
         await self.post(f"http://{self._stack.address(name)}/simulate", door)
 
+    async def slow(self, times: float) -> None:
+        """Every simulated replica takes so many times as long as usual."""
+        for one in self._stack.replicas:
+            await self.simulate(one.name, slow=times)
+
     async def envoy_counts(self, pattern: str) -> int:
         """Envoy's figures whose names match, added up."""
         async with self._session.get(f"{self._stack.envoy_admin}/stats?filter={pattern}") as page:

@@ -34,7 +34,7 @@ async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> 
         assert not long.done()
         await client.simulate(busy, slow=0.1)
         assert await drained == 0
-        assert (await client.replica(busy))["running"] == 0
+        assert await client.load(busy) == 0
         await client.simulate(busy, slow=1.0)
         later = await more(answers, 10)
         labels = f'reason="draining",replica="{stack.address(busy)}"'

@@ -104,8 +104,7 @@ async def test_a_conversation_leaves_when_waiting_costs_more(client: Client) -> 
         for _ in range(60)
     ]
     await client.has_in_flight(len(asked))
-    for one in REPLICAS[:3]:
-        await client.simulate(one.name, slow=0.05)
+    await client.slow(0.05)
     answers = await asyncio.gather(*asked)
     assert {one.status for one in answers} == {200}
     assert len({one.decision["replica"] for one in answers}) > 1

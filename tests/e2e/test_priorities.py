@@ -95,13 +95,11 @@ async def test_urgent_requests_go_first_where_priorities_count(client: Client) -
         await until(lambda: at_replicas(client, len(tasks)))
 
     tasks: list[asyncio.Task[None]] = []
-    for one in REPLICAS:
-        await client.simulate(one.name, slow=100.0)
+    await client.slow(100.0)
     await come(len(REPLICAS), "busy")
     await come(12, "batch", priority=-1000)
     await come(4, "urgent", priority=1000)
-    for one in REPLICAS:
-        await client.simulate(one.name, slow=1.0)
+    await client.slow(1.0)
     await asyncio.gather(*tasks)
     served: dict[str, list[str]] = {name: [] for name in POLICIES}
     for name in ended:

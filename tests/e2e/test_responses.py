@@ -5,11 +5,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
+from tests.server.envoy_side import EnvoySide, destination
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -49,17 +51,26 @@ def server_of(answer: Answer) -> str:
 
 
 async def known(client: Client, answer: Answer) -> None:
-    """Returns when every router knows who holds it; the one that did not see it is told."""
+    """Returns when every router knows who holds it, for the one that did not see it is told; and
+    whichever Envoy asks, what is about it goes there."""
+    stack, path = client._stack, f"{RESPONSES}/{id_of(answer)}"
+
+    async def held_by(router: str) -> str:
+        async with (
+            grpc.aio.insecure_channel(stack.address(router)) as channel,
+            EnvoySide(channel).stream() as stream,
+        ):
+            reply = await stream.request_headers(path, "GET", end_of_stream=True)
+            return ",".join(destination(reply))
 
     async def held() -> bool:
-        for _ in range(TIMES):
-            asked = await client.request("GET", f"{RESPONSES}/{id_of(answer)}")
-            if (asked.status, server_of(asked)) != (200, server_of(answer)):
-                return False
-            assert asked.decisions == []
-        return True
+        return {await held_by(router) for router in stack.routers} == {server_of(answer)}
 
     await until(held)
+    for _ in range(TIMES):
+        asked = await client.request("GET", path)
+        assert (asked.status, server_of(asked)) == (200, server_of(answer))
+        assert asked.decisions == []
 
 
 @pytest.mark.parametrize("streamed", [False, True])

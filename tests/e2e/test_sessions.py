@@ -54,38 +54,43 @@ async def short(client: Client, headers: dict[str, str]) -> Answer:
     return await client.chat(headers=headers, max_tokens=8)
 
 
+async def routed(client: Client) -> list[float]:
+    """How many requests each router has routed."""
+    stack = client._stack
+    return [await client.routed(stack.admin(router)) for router in stack.routers]
+
+
 async def stays(client: Client, headers: dict[str, str]) -> str:
-    """Returns where the session stays, once every router has been told."""
+    """Returns where the session stays, once every router has been told, and was asked."""
     served: list[str] = []
 
     async def so() -> bool:
+        before = await routed(client)
         served[:] = [server_of(await short(client, headers)) for _ in range(TIMES)]
-        return len(set(served)) == 1
+        asked = all(now > then for now, then in zip(await routed(client), before, strict=True))
+        return asked and len(set(served)) == 1
 
     await until(so)
     return served[0]
 
 
 @pytest.mark.parametrize("named", [{"x-session-id": "a"}, {"cookie": "x=y; sid=b"}])
-async def test_a_session_stays_where_it_is(
-    client: Client, stack: Stack, named: dict[str, str]
-) -> None:
-    admins = [stack.admin(router) for router in stack.routers]
-    before = [await client.routed(admin) for admin in admins]
+async def test_a_session_stays_where_it_is(client: Client, named: dict[str, str]) -> None:
     home = await stays(client, named)
+    before = await routed(client)
     again = [await short(client, named) for _ in range(TURNS)]
-    after = [await client.routed(admin) for admin in admins]
     assert {server_of(answer) for answer in again} == {home}
-    assert all(now > then for now, then in zip(after, before, strict=True))
+    assert all(now > then for now, then in zip(await routed(client), before, strict=True))
 
 
 async def test_sessions_and_requests_without_one_are_spread(client: Client) -> None:
-    answers = await asyncio.gather(
-        *(client.chat() for _ in range(16)),
-        *(client.chat(headers={"x-session-id": f"new-{number}"}) for number in range(16)),
-    )
-    assert len({server_of(answer) for answer in answers[:16]}) == len(REPLICAS)
-    assert len({server_of(answer) for answer in answers[16:]}) == len(REPLICAS)
+    """Of sixteen one of the two routers gets eight, and with them each replica has its turn."""
+    without = [client.chat() for _ in range(16)]
+    answers = await asyncio.gather(*without)
+    assert len({server_of(answer) for answer in answers}) == len(REPLICAS)
+    new = [client.chat(headers={"x-session-id": f"new-{number}"}) for number in range(16)]
+    answers = await asyncio.gather(*new)
+    assert len({server_of(answer) for answer in answers}) == len(REPLICAS)
 
 
 async def test_a_router_that_starts_again_knows_where_sessions_are(
@@ -104,8 +109,7 @@ async def test_to_stay_costs_so_much_and_no_more(client: Client) -> None:
     """Each of these prompts takes a replica 0.1 s: after a handful another one is better."""
     named = {"x-session-id": "busy"}
     await stays(client, named)
-    for one in REPLICAS:
-        await client.simulate(one.name, slow=20.0)  # none ends while others come
+    await client.slow(20.0)  # none ends while others come
     prompts = [[{"role": "user", "content": f"{number}: " * 6_000}] for number in range(30)]
     asked = [
         asyncio.create_task(client.chat(headers=named, tokens=2, messages=prompt))
@@ -116,8 +120,7 @@ async def test_to_stay_costs_so_much_and_no_more(client: Client) -> None:
         return sum([await client.load(one.name) for one in REPLICAS]) == len(prompts)
 
     await until(all_came)
-    for one in REPLICAS:
-        await client.simulate(one.name, slow=1.0)
+    await client.slow(1.0)
     answers = await asyncio.gather(*asked)
     assert len({server_of(answer) for answer in answers}) > 1
     await client.ledger_empty()

@@ -5,12 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from extproc.clock import monotonic
+from extproc.demo.processes import Process
+from extproc.server.service import LAME_DUCK_S
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack
 from tests.e2e.test_failures import more, traffic
+from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+
+
+TIMES = 10
 
 
 def system(directory: Path) -> Stack:
@@ -22,15 +29,34 @@ async def without_router(client: Client) -> int:
     return await client.envoy_counts("ext_proc.failure_mode_allowed")
 
 
+async def left_out_after(client: Client, stopped: Process) -> float:
+    """Seconds until Envoy leaves the one of the two out that is told to stop."""
+    began = monotonic()
+    stopped.signal(signal.SIGTERM)
+
+    async def one_left() -> bool:
+        return await client.envoy_counts("^cluster.router.health_check.healthy$") == 1
+
+    await until(one_left)
+    return monotonic() - began
+
+
 async def test_a_router_that_stops_routes_until_envoy_has_left_it_out(
     client: Client, stack: Stack
 ) -> None:
+    """Once more where the machine was so busy that Envoy noticed later than it does."""
     async with traffic(client, per_second=60) as answers:
-        await more(answers, 20)
-        before = await without_router(client)
-        router = stack.process("router-2")
-        router.signal(signal.SIGTERM)
-        assert await router.wait() == 0
-        await more(answers, 60)
-        assert await without_router(client) == before
+        for _ in range(TIMES):
+            await more(answers, 20)
+            before, router = await without_router(client), stack.process("router-2")
+            noticed_s = await left_out_after(client, router)
+            assert await router.wait() == 0
+            await more(answers, 60)
+            without = await without_router(client) - before
+            if noticed_s < LAME_DUCK_S:
+                break
+            await stack.start("router-2")
+            await stack.wait_routing()
+    assert noticed_s < LAME_DUCK_S
+    assert without == 0
     assert {answer.status for answer in answers} == {200}

@@ -133,12 +133,12 @@ async def crowd(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[C
 
     await until(full)
     if slow > 1.0:
-        await speed(client, slow)
+        await client.slow(slow)
     await came.joined_by(more)
     assert await waiting(client) > 0
     yield came
     if slow > 1.0:
-        await speed(client, 1.0)
+        await client.slow(1.0)
     assert set(await asyncio.gather(*came.asked)) == {200}
 
 
@@ -149,12 +149,6 @@ async def streams_open(client: Client, count: int) -> None:
         return await client.metric("extproc_open_streams") == count
 
     await until(so)
-
-
-async def speed(client: Client, slow: float) -> None:
-    """How many times as long as usual the replicas take."""
-    for one in REPLICAS:
-        await client.simulate(one.name, slow=slow)
 
 
 @behind(BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX)

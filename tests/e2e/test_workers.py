@@ -29,12 +29,12 @@ async def shares(stack: Stack, client: Client) -> list[float]:
 
 async def test_each_worker_gets_a_fair_share(stack: Stack, client: Client) -> None:
     before = await shares(stack, client)
-    async with traffic(client, per_second=40) as answers:
-        await more(answers, 200)
+    async with traffic(client, per_second=60) as answers:
+        await more(answers, 500)
     got = [now - then for now, then in zip(await shares(stack, client), before, strict=True)]
     assert {answer.status for answer in answers} == {200}
     assert sum(got) == len(answers)
-    assert min(got) > 0.15 * len(answers)  # 0.25 each, give or take five standard deviations
+    assert min(got) > 0.15 * len(answers)  # by chance less in one of seven million cases
 
 
 async def test_a_worker_killed_under_load_costs_no_request_and_is_used_again(

@@ -127,9 +127,16 @@ async def new_replica(stack: Stack) -> AsyncIterator[None]:
 
 async def test_a_replica_joins_takes_traffic_drains_and_leaves(envoy: Envoy) -> None:
     stack, client = envoy.stack, envoy.client
+
+    async def known(how: str) -> bool:
+        """Whether the router was told, too."""
+        replicas = (await client.fleet())["replicas"]
+        return any(one[how] for one in replicas if one["name"] == "new")
+
     async with new_replica(stack), traffic(client) as answers:
         await envoy.replicas("add", stack.address("new"), "--name", "new")
         await envoy.has(one="HEALTHY", two="HEALTHY", new="HEALTHY")
+        await until(lambda: known("healthy"))
         served = await asyncio.gather(*(client.chat(tokens=3, headers=ANY) for _ in range(6)))
         assert "new" in {envoy.served_by(answer) for answer in served}
 
@@ -143,6 +150,7 @@ async def test_a_replica_joins_takes_traffic_drains_and_leaves(envoy: Envoy) -> 
         await until(busy)
         await envoy.replicas("drain", "new")
         await envoy.has(one="HEALTHY", two="HEALTHY", new="DRAINING")
+        await until(lambda: known("draining"))
         sent = await envoy.sent_to("new")
         await more(answers, 10)
         await stack.kill("router")  # now Envoy chooses

@@ -27,13 +27,15 @@ from yarl import URL
 from extproc.address import split_address
 from extproc.demo.envoy_config import render
 from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
-from tests.e2e.stack import ext_proc_of, manager_of
+from tests.e2e.stack import manager_of, patient
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 DESTINATION = "x-gateway-destination-endpoint"
+ENOUGH = 40
+"""By chance Envoy takes the same of two so often in one of 500,000,000,000 cases."""
 
 
 async def validate(config: Path) -> str:
@@ -214,7 +216,6 @@ async def envoy(
         replica_addresses=replicas,
     )
     tree = yaml.safe_load(config)
-    ext_proc_of(tree)["message_timeout"] = "30s"  # a busy machine is not what is tested
     change(tree)
     async with running(directory, yaml.safe_dump(tree), admin):
         yield f"http://127.0.0.1:{port}"
@@ -236,7 +237,7 @@ async def running(
     directory: Path, bootstrap: str, admin: int, options: Sequence[str] = ()
 ) -> AsyncIterator[None]:
     config = directory / "envoy.yaml"
-    config.write_text(bootstrap, encoding="utf-8")
+    config.write_text(patient(bootstrap), encoding="utf-8")  # what is slow is not tested
     argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
     async with await Process.start(
         "envoy",
@@ -485,7 +486,7 @@ async def test_a_client_cannot_choose_where_the_router_does_not(
         if "fragment" in case
         else envoy(tmp_path, [port if case == "no choice" else refusing], [a, b, dead]) as url,
     ):
-        forged = [await post(url, {DESTINATION: a}) for _ in range(20)]
+        forged = [await post(url, {DESTINATION: a}) for _ in range(ENOUGH)]
     assert {answer["name"] for answer in forged} == {"a", "b"}
     assert {answer["header"] for answer in forged} == {None}
 

@@ -168,9 +168,12 @@ def runs(requests: int, state: ReplicaState) -> bool:
     return state.running == requests
 
 
-async def test_a_replica_whose_answers_are_late_stays_in(redis_server: RedisServer) -> None:
+async def test_a_replica_whose_answers_are_late_stays_in(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving() as replica:
         settings = config(redis_server, replica)
+        monkeypatch.setattr("extproc.config._TIMEOUTS", 30)  # none is too late on a busy machine
         async with watching(settings) as seen:
             await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
             for running in (7, 8):  # one after the other, and each counts when it comes
@@ -217,8 +220,9 @@ async def test_a_replica_that_is_gone_owes_no_answer(redis_server: RedisServer) 
 
 @pytest.mark.parametrize("late", ["/metrics", "/health"])
 async def test_a_replica_that_answers_one_of_two_is_not_silent(
-    redis_server: RedisServer, late: str
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
+    monkeypatch.setattr("extproc.poll.pulse._STEP_S", 0.5)  # longer than a busy machine takes
     async with serving() as replica, watching(config(redis_server, replica)) as seen:
         await seen.replica(replica, healthy)
         replica.answers[late] = hang

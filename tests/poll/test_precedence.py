@@ -13,6 +13,7 @@ from extproc.poll.scrape import ScrapeError, open_session
 from extproc.simulator.replica import Replica, ReplicaSettings
 from extproc.simulator.server import start
 from tests.poll.replica import Handler, serving, text
+from tests.waiting import PATIENCE_S, until
 
 COMPLETIONS = "/v1/completions"
 
@@ -34,14 +35,27 @@ async def test_it_is_seen_in_what_the_replica_does(policy: str) -> None:
 
 
 async def test_where_the_order_is_by_chance_nothing_is_found() -> None:
-    draws = Random(1)
+    """Of two that wait one has its first token when the other has had it, and the client left."""
+    draws, turns = Random(1), dict[int, asyncio.Event]()
 
     async def answer(request: web.Request) -> web.StreamResponse:
-        await request.read()
-        await asyncio.sleep(draws.random() / 100)
-        return web.Response(text="data: {}")
+        priority, other = (await request.json())["priority"], None
+        if priority:
+            turn = turns[priority] = asyncio.Event()
+            if len(turns) == 2:
+                turns[draws.choice((-1, 1))].set()
+            await turn.wait()
+            other = turns.pop(-priority, None)
+            turns.clear()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"data: {}")
+        await until(lambda: request.transport is None)
+        if other is not None:
+            other.set()
+        return response
 
-    async with serving() as replica, open_session(5) as session:
+    async with serving() as replica, open_session(PATIENCE_S) as session:
         replica.answers[COMPLETIONS] = answer
         for _ in range(5):
             assert not await goes_by_priority(session, replica.id, "tiny")

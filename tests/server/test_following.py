@@ -17,7 +17,7 @@ from extproc.store.connection import connect
 from extproc.store.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, state
-from tests.large import A_FEW_MS, longest_piece, thousand
+from tests.large import hold_nobody_up, thousand
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -73,10 +73,9 @@ async def test_a_large_fleet_does_not_hold_requests_up_as_it_comes(
     replicas = thousand()
     async with connect(redis_server.url, "default") as redis:
         await StateWriter(redis, "default", LIFE_S).put(replicas)
-    async with longest_piece() as longest, following(redis_server) as fleet:
 
-        async def all_known() -> bool:
-            return len(fleet.members) == len(replicas)
+    async def follow() -> None:
+        async with following(redis_server) as fleet:
+            await until(lambda: len(fleet.members) == len(replicas))
 
-        await until(all_known)
-    assert longest[0] < A_FEW_MS
+    await hold_nobody_up(follow)

@@ -77,8 +77,8 @@ async def test_one_whose_answer_comes_is_not_ended(envoy: EnvoySide, services: S
     async with envoy.stream() as first, envoy.stream() as second:
         on = chosen(await first.body_first(CHAT, headers=IN_TURN))[0]
         assert chosen(await second.body_first(CHAT, headers=IN_TURN))[0] != on
-        hangs(services, 1 + (on == replica(2)), 20.5)
         await first.response_headers(upstream=on)
+        hangs(services, 1 + (on == replica(2)), 20.5)
         for _ in range(3):
             await first.response_body({"id": "1"}, end_of_stream=False)
         assert not services.fleet.eligibility.hung(20.0)

@@ -168,7 +168,7 @@ async def stalling(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
 
 
 async def test_the_requests_of_an_envoy_that_vanished_are_over(services: Services) -> None:
-    server = GrpcServer(services, keepalive_s=0.2)
+    server = GrpcServer(services, keepalive_s=2.0)
     port = await server.start("127.0.0.1:0")
     async with (
         stalling(port) as (way, stalled),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from random import Random
 from typing import Any
@@ -114,6 +114,13 @@ def supervised() -> Iterator[tuple[Supervisor, int]]:
             process.kill()
 
 
+def taken(port: int) -> socket.socket:
+    """A server on a port, as soon as who has it has ended."""
+    while True:
+        with suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+
+
 def metrics(admin: int) -> list[str]:
     with urllib.request.urlopen(f"http://127.0.0.1:{admin}/metrics", timeout=PATIENCE_S) as page:
         return list(page.read().decode().splitlines())
@@ -134,10 +141,12 @@ def test_workers_serve_under_numbers_of_their_own() -> None:
 def test_a_worker_that_dies_is_started_again_though_its_port_was_taken_meanwhile() -> None:
     with supervised() as (supervisor, admin):
         other = worker_pid(supervisor.process.pid, 0)
+        supervisor.process.send_signal(signal.SIGSTOP)  # or the next one might be sooner there
         os.kill(worker_pid(supervisor.process.pid, 1), signal.SIGKILL)
-        line = supervisor.line("a worker ended and is started again")
-        assert (line["worker"], line["reason"]) == (1, "ended by SIGKILL")
-        with socket.create_server(("127.0.0.1", admin + 1)):
+        with taken(admin + 1):
+            supervisor.process.send_signal(signal.SIGCONT)
+            line = supervisor.line("a worker ended and is started again")
+            assert (line["worker"], line["reason"]) == (1, "ended by SIGKILL")
             line = supervisor.line("a worker ended and is started again")
             assert f"cannot listen on 127.0.0.1:{admin + 1}" in line["reason"]
         supervisor.line("router ready")

@@ -64,7 +64,7 @@ class Watched:
         file.write_text(
             f'port {self.sentinel_port}\nbind {HOST}\nrequirepass "{self.PASSWORD}"\n'
             f"dir {self._directory}\nsentinel monitor {name} {HOST} {port} 1\n"
-            f"sentinel down-after-milliseconds {name} 300\n"
+            f"sentinel down-after-milliseconds {name} 3000\n"
             f"sentinel failover-timeout {name} 2000\n"
             f"user {self.USER} on >{self.PASSWORD} +sentinel|get-master-addr-by-name +@connection\n"
         )

@@ -29,7 +29,7 @@ from tests.store.servers import (
     start,
     watched,
 )
-from tests.store.test_store import A, B, Next, reading, until
+from tests.store.test_store import A, B, Next, reading
 from tests.waiting import until as eventually
 
 pytestmark = pytest.mark.process
@@ -123,7 +123,7 @@ async def test_fail_over_by_a_sentinel_is_followed(servers: Watched) -> None:
     async with publishing(url) as publisher, reading(url, POOL) as following:
         assert await following() == Snapshot(())
         publisher.put(A)
-        await until(following, Put(A))
+        await until_known(following, A)
         await servers.servers[0].kill()
         publisher.put(B)
         await until_known(following, B)
@@ -171,7 +171,7 @@ async def test_a_cluster_and_its_fail_over(tmp_path: Path) -> None:
         async with publishing(url) as publisher, reading(url, POOL) as following:
             assert await following() == Snapshot(())
             publisher.put(A)
-            await until(following, Put(A))
+            await until_known(following, A)
             await nodes.nodes[0].kill()
             publisher.put(A.model_copy(update={"running": 77}))
             await until_known(following, A.model_copy(update={"running": 77}))

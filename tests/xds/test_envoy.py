@@ -23,7 +23,7 @@ from extproc.xds.server import XdsServer
 from tests.certificates import Authority
 from tests.conftest import Logged
 from tests.e2e.test_security import documented
-from tests.envoy_config.test_envoy import post, replica, validate
+from tests.envoy_config.test_envoy import ENOUGH, post, replica, validate
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -207,10 +207,10 @@ async def test_replicas_join_and_leave_and_health_follows(tmp_path: Path) -> Non
             serve(catalog, whole(port), *members)
             wanted = {a: "HEALTHY", b: "DRAINING", c: "HEALTHY"}
             await until(lambda: has(envoy, wanted))
-            assert {(await post(envoy.url))["name"] for _ in range(20)} == {"a", "c"}
+            assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"a", "c"}
             serve(catalog, whole(port), Member(a, HealthStatus.UNHEALTHY), members[2])
             await until(lambda: has(envoy, {a: "UNHEALTHY", c: "HEALTHY"}))
-            assert {(await post(envoy.url))["name"] for _ in range(20)} == {"c"}
+            assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"c"}
 
 
 async def has(envoy: Envoy, members: dict[str, str]) -> bool:
