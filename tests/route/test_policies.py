@@ -155,11 +155,6 @@ class TestAStoredResponse:
         assert fleet.holder("resp_1") is None
 
 
-def test_an_unknown_policy_is_named_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="'least_requests'; there are: completion, least_request,"):
-        Router(fleet_of(ManualClock()), "least_requests", random.Random(0))
-
-
 def test_without_a_healthy_replica_there_is_no_decision() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
