@@ -186,6 +186,10 @@ class TlsFiles(CertificateFiles):
         return self
 
 
+_MOST_CHUNKS = 1e6
+"""A second: more than there are."""
+
+
 class ServeSettings(TlsFiles):
     """The ext_proc server."""
 
@@ -206,9 +210,12 @@ class ServeSettings(TlsFiles):
     second_choice: bool = True
     """Name a second replica after the first, for retries: a list, as only Envoy's override_host
     policy takes it."""
-    chunks_per_s: float = Field(default=50.0, ge=0, le=1e6)
+    chunks_per_s: float = Field(default=50.0, ge=0, le=_MOST_CHUNKS)
     """Chunks of streamed responses that the router reads a second, on average, for token timing and
     usage; those of responses that replicas store (Responses API) it reads beside them, all."""
+    stream_sample: float | None = Field(default=None, ge=0, le=1)
+    """Deprecated: the share of streamed responses that were read. 0 is taken for ``chunks_per_s``
+    0, and 1 for reading all; any other has no effect."""
     hung_s: float = Field(default=20.0, ge=0)
     """A replica that answers nothing for so long, neither polls nor requests, hangs: what it has in
     flight is ended, by 503 where no answer has begun. 0: never."""
@@ -219,6 +226,13 @@ class ServeSettings(TlsFiles):
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
 
     _addresses = field_validator("listen", "admin")(_host_and_port)
+
+    @property
+    def chunk_budget(self) -> float:
+        """``chunks_per_s``, or what ``stream_sample`` means."""
+        if self.stream_sample == 0.0:
+            return 0.0
+        return _MOST_CHUNKS if self.stream_sample == 1.0 else self.chunks_per_s
 
     @field_validator("workers")
     @classmethod

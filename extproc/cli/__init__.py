@@ -26,11 +26,17 @@ _COMMANDS = {
     "simulate": "Runs a simulated vLLM replica.",
     "demo": "Runs Envoy, Redis, four simulated replicas, poller and router.",
 }
+_RENAMED = {"replica": "simulate"}
+"""Old name, which still works → new name."""
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and (new := _RENAMED.get(words[0])):
+        print(f"extproc {words[0]} is now 'extproc {new}': the old name will go", file=sys.stderr)
+        words[0] = new
     parser = Parser(
         prog="extproc",
         usage="%(prog)s COMMAND [OPTION]...",
@@ -42,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for name, summary in _COMMANDS.items():
         commands.add_parser(name, help=summary, description=summary)
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     try:
         return int(args.run(args))
     except CommandError as error:

@@ -39,7 +39,7 @@ _MOST_KEPT = 64_000_000
 _DECIDES = {
     "route": {"policy", "session_cost_s", "models"},
     "hold": {"longest_s", "most"},
-    "serve": {"chunks_per_s"},
+    "serve": {"chunks_per_s", "stream_sample"},
     "poll": {"interval_s"},
 }
 """Keys of the configuration that a replay needs."""

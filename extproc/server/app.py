@@ -115,6 +115,11 @@ def build(config: Config, registry: CollectorRegistry, worker: int = 0) -> Servi
     Raises:
         ValueError: as :func:`run_router`.
     """
+    if config.serve.stream_sample is not None:
+        logger.warning(
+            "serve.stream_sample is deprecated: set serve.chunks_per_s instead",
+            extra={"chunks_per_s": config.serve.chunk_budget},
+        )
     generator = Random(config.route.seed)
     fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
     return Services(
@@ -126,7 +131,7 @@ def build(config: Config, registry: CollectorRegistry, worker: int = 0) -> Servi
         clock=monotonic,
         wall=wall,
         random=generator,
-        reader=Reader(config.serve.chunks_per_s),
+        reader=Reader(config.serve.chunk_budget),
         queue=Queue(fleet, config.hold, monotonic),
         demand=Demand(monotonic),
         traces=Traces(endpoint, worker) if (endpoint := config.traces.endpoint) else None,

@@ -62,6 +62,13 @@ def test_text_that_looks_like_a_number_stays_text() -> None:
     assert load({}, {"EXTPROC_POOL": "123"}).pool == "123"
 
 
+@pytest.mark.parametrize(("share", "budget"), [("0", 0.0), ("1", 1e6), ("0.3", 50.0)])
+def test_the_share_of_streams_that_were_read_is_a_budget_of_chunks(
+    share: str, budget: float
+) -> None:
+    assert load({"serve.stream_sample": share}, {}).serve.chunk_budget == budget
+
+
 def test_an_empty_variable_counts_as_unset() -> None:
     assert load({}, {"EXTPROC_ROUTE__SEED": ""}).route.seed is None
 
