@@ -30,7 +30,7 @@ bench: venv
 	  --json bench/equal.json --report bench/equal $(ARGS); equal=$$?; \
 	exit $$((mixed > equal ? mixed : equal))
 
-# The figures of docs/compare.md and the README's picture: some 40 minutes on two cores. What is in
+# The figures of docs/compare.md and the README's picture: some 50 minutes on two cores. What is in
 # bench/page already is not measured again: remove it to measure everything anew.
 compare-page: venv
 	@$(BIN)/python -m benchmarks.compare.page --measure bench/page $(ARGS)

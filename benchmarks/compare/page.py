@@ -3,11 +3,12 @@
     python -m benchmarks.compare.page
 
 With ``--measure DIR`` all of it is measured anew before, with as many contenders as are installed:
-some 40 minutes on two idle cores. What DIR has already is not measured again, so that one that was
+some 50 minutes on two idle cores. What DIR has already is not measured again, so that one that was
 interrupted goes on.
 """
 
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,15 @@ _PANELS = {
     "Overload: completion, p99": (OUTCOME["overload"], "Completion, p99"),
 }
 """Of the picture: of which part which figure."""
+_COSTS = {
+    "p50_ms": "p50, ms",
+    "p95_ms": "p95",
+    "p99_ms": "p99",
+    "requests_per_s": "requests/s",
+    "cpu_us": "CPU of a request, µs",
+    "stream_kb": "memory, kB",
+    "failed": "failed",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,19 +129,15 @@ def _doubt(name: str, of: Mapping[str, Any]) -> str:
 
 
 def _cost() -> Iterator[str]:
-    of = COST.kept
-    alone, times = of["setups"][0], ("p50_ms", "p95_ms", "p99_ms")
+    of, rounds = COST.kept, defaultdict[str, list[Mapping[str, float]]](list)
+    for one in of["setups"]:
+        rounds[one["name"]].append(one)
     rows = [
-        [
-            one["name"],
-            *(f"{one[key]:.2f} (+{one[key] - alone[key]:.2f})" for key in times),
-            *(f"{one[key]:,.0f}" for key in ("requests_per_s", "cpu_us", "stream_kb", "failed")),
-        ]
-        for one in of["setups"]
+        [name, *(median_and_range(Spread.of(one[key] for one in each)) for key in _COSTS)]
+        for name, each in rounds.items()
     ]
     yield "### What it adds to a request, and what a request costs\n"
-    head = ("p50, ms", "p95", "p99", "requests/s", "CPU of a request, µs", "memory, kB", "failed")
-    yield from _table(head, rows)
+    yield from _table(list(_COSTS.values()), rows)
     yield from _origin(of)
 
 

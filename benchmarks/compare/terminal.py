@@ -101,5 +101,7 @@ def _times(ratio: float | None) -> str:
     return "–" if ratio is None else f"{ratio:.2f}"
 
 
-def _short(seconds: float) -> str:
-    return f"{seconds:.3f}" if seconds < 1 else f"{seconds:.2f}"
+def _short(figure: float) -> str:
+    if figure >= 100 or not figure:
+        return f"{figure:,.0f}"
+    return f"{figure:.3f}" if figure < 1 else f"{figure:.2f}"

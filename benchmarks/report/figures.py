@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -56,6 +56,12 @@ class Spread:
     least: float
     most: float
     turns: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Self:
+        """Of one turn or more."""
+        listed = list(values)
+        return cls(float(np.median(listed)), min(listed), max(listed), len(listed))
 
 
 @dataclass(frozen=True)
@@ -140,7 +146,7 @@ def contenders(results: Results) -> list[Contender]:
 def spread(contender: Contender, metric: Metric) -> Spread | None:
     """Over all turns, in doubt or not; None where no turn has the figure."""
     values = contender.figures[metric.name].values()
-    return _spread(values) if values else None
+    return Spread.of(values) if values else None
 
 
 def beside_best(contender: Contender, others: Iterable[Contender], metric: Metric) -> Beside | None:
@@ -152,10 +158,10 @@ def beside_best(contender: Contender, others: Iterable[Contender], metric: Metri
         return None
     ratios = [own[turn] / value for turn, (value, _) in best.items()]
     return Beside(
-        mine=_spread([own[turn] for turn in best]),
-        best=_spread([value for value, _ in best.values()]),
+        mine=Spread.of([own[turn] for turn in best]),
+        best=Spread.of([value for value, _ in best.values()]),
         names=tuple(name for name, _ in Counter(name for _, name in best.values()).most_common()),
-        ratio=_spread(ratios),
+        ratio=Spread.of(ratios),
         less=sum(ratio < 1 for ratio in ratios),
         more=sum(ratio > 1 for ratio in ratios),
     )
@@ -196,11 +202,6 @@ def to_json(of: Mapping[str, Any]) -> dict[str, Any]:
 def _least(of: Iterable[tuple[str, Mapping[int, float]]], turn: int) -> tuple[float, str] | None:
     """The lowest value above 0 in a turn, and whose it is."""
     return min(((at[turn], name) for name, at in of if at.get(turn, 0) > 0), default=None)
-
-
-def _spread(values: Iterable[float]) -> Spread:
-    listed = list(values)
-    return Spread(float(np.median(listed)), min(listed), max(listed), len(listed))
 
 
 def _json(of: Spread | Beside | None) -> dict[str, Any] | None:
