@@ -59,6 +59,7 @@ OUTCOME = _by_name(
         "cold-mixed",
         f"{_MIXED} --speed 4 --duration 10",
         "Conversations, two H100 and two A10; only Envoy's weights know which are fast",
+        (*_BY_LOAD, "envoy:least_request_weighted"),
     ),
     Part("cold-equal", f"{_EQUAL} --speed 3.5 --duration 10", "Conversations, four A100"),
     Part(
