@@ -87,9 +87,8 @@ class Oracle:
         """How much longer requests decode for those that come after them."""
         decision = served.decision
         if served.replica == decision.replica:
-            predicted = decision.forecast().decode_time_per_token * (
-                served.sequence.output_tokens - 1
-            )
+            pace = decision.forecast().decode_time_per_token
+            predicted = pace * (served.sequence.output_tokens - 1)
             actual = max(served.completion - decision.predicted_ttft, 0.0)
             self._corrections.observe(self._rows[served.replica], predicted, actual, self._clock())
 

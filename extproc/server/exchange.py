@@ -1,7 +1,16 @@
 """One HTTP request, from its first message to the end of its response.
 
-Its way through the code is in ``docs/architecture.md``. There are three protocols:
-:class:`BodyFirst` (below), ``headers_first.py`` and ``gateway.py``.
+Its way through the code::
+
+    server/service.py     a gRPC stream opens: one request, in one of three protocols
+    server/exchange.py    what Envoy tells of it, phase by phase, and what is answered
+    request/inspect.py    its body: model, prompt tokens, output bound, prefix
+    route/router.py       a prediction for every replica, a policy's choice
+    hold/queue.py         it waits, where no replica could carry it to its end
+    fleet/fleet.py        the replica's ledger, until the stream closes
+    server/messages.py    the choice, as Envoy takes it
+
+The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway.py``.
 """
 
 import asyncio

@@ -148,6 +148,10 @@ class Client:
         """How many requests a router, or one of its workers, has routed."""
         return await self.metric_of(admin, 'extproc_requests_total{result="routed"}')
 
+    async def routed_by_each(self) -> list[float]:
+        """The same of each router."""
+        return [await self.routed(self._stack.admin(router)) for router in self._stack.routers]
+
     async def simulate(self, name: str, **door: Any) -> None:
         """Makes a simulated replica slow, hung or failing."""
         await self.post(f"http://{self._stack.address(name)}/simulate", door)

@@ -74,18 +74,15 @@ async def known(client: Client, answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_conversation_goes_on_where_it_is_held(
-    client: Client, stack: Stack, streamed: bool
-) -> None:
-    admins = [stack.admin(router) for router in stack.routers]
-    before = [await client.routed(admin) for admin in admins]
+async def test_a_conversation_goes_on_where_it_is_held(client: Client, streamed: bool) -> None:
+    before = await client.routed_by_each()
     last = await respond(client, stream=streamed)
     holder = server_of(last)
     for _ in range(TURNS):
         await known(client, last)
         last = await respond(client, stream=streamed, previous_response_id=id_of(last))
         assert (last.status, server_of(last)) == (200, holder)
-    after = [await client.routed(admin) for admin in admins]
+    after = await client.routed_by_each()
     assert all(now > then for now, then in zip(after, before, strict=True))
 
 

@@ -54,20 +54,15 @@ async def short(client: Client, headers: dict[str, str]) -> Answer:
     return await client.chat(headers=headers, max_tokens=8)
 
 
-async def routed(client: Client) -> list[float]:
-    """How many requests each router has routed."""
-    stack = client._stack
-    return [await client.routed(stack.admin(router)) for router in stack.routers]
-
-
 async def stays(client: Client, headers: dict[str, str]) -> str:
     """Returns where the session stays, once every router has been told, and was asked."""
     served: list[str] = []
 
     async def so() -> bool:
-        before = await routed(client)
+        before = await client.routed_by_each()
         served[:] = [server_of(await short(client, headers)) for _ in range(TIMES)]
-        asked = all(now > then for now, then in zip(await routed(client), before, strict=True))
+        after = await client.routed_by_each()
+        asked = all(now > then for now, then in zip(after, before, strict=True))
         return asked and len(set(served)) == 1
 
     await until(so)
@@ -77,10 +72,11 @@ async def stays(client: Client, headers: dict[str, str]) -> str:
 @pytest.mark.parametrize("named", [{"x-session-id": "a"}, {"cookie": "x=y; sid=b"}])
 async def test_a_session_stays_where_it_is(client: Client, named: dict[str, str]) -> None:
     home = await stays(client, named)
-    before = await routed(client)
+    before = await client.routed_by_each()
     again = [await short(client, named) for _ in range(TURNS)]
+    after = await client.routed_by_each()
     assert {server_of(answer) for answer in again} == {home}
-    assert all(now > then for now, then in zip(await routed(client), before, strict=True))
+    assert all(now > then for now, then in zip(after, before, strict=True))
 
 
 async def test_sessions_and_requests_without_one_are_spread(client: Client) -> None:
