@@ -8,6 +8,7 @@ from extproc.fleet.tables import Replicas
 from extproc.predict.firsthand import Firsthand, Served, work_of
 from extproc.predict.hardware import profile_or_default
 from extproc.predict.step import StepModel
+from extproc.predict.windows import SECONDS, WARMING_UP
 from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 
@@ -41,6 +42,8 @@ class LoneRequests:
         """By row: the only request there, and what was before it."""
         self._ended: dict[int, list[tuple[float, Baseline, Served]]] = {}
         self._seen: dict[int, Firsthand] = {}
+        self._shared: dict[int, tuple[float, float]] = {}
+        """By row: since when polls have seen several requests at once there, and until when."""
 
     def sent(self, row: int, ticket: int, profile: RequestProfile, state: ReplicaState) -> None:
         """A request was sent to the replica in that row; the ledger has it.
@@ -83,6 +86,7 @@ class LoneRequests:
 
     def polled(self, row: int, state: ReplicaState, asked_at: float) -> None:
         """A poll came that was asked for at ``asked_at``."""
+        self._see_shared(row, state.running, asked_at)
         if ended := self._ended.get(row):
             told = [one for one in ended if one[0] <= asked_at]
             self._ended[row] = ended[len(told) :]
@@ -97,12 +101,22 @@ class LoneRequests:
 
     def clear(self, row: int) -> None:
         """Another replica has that row from now on."""
-        for kept in (self._now, self._ended, self._seen):
+        for kept in (self._now, self._ended, self._seen, self._shared):
             kept.pop(row, None)
 
     def _is_alone(self, row: int, ticket: int) -> bool:
         """Whether nothing else was sent there since it was."""
         return row in self._now and self._now[row][0] == ticket
+
+    def _see_shared(self, row: int, running: int, now: float) -> None:
+        """Of a second without a pause the counters tell, and from then on more and more."""
+        if running < 2:
+            self._shared.pop(row, None)
+            return
+        since, until = self._shared.get(row, (now, now))
+        self._shared[row] = since, now
+        if now - since > SECONDS[0] and (seen := self._seen.get(row)):
+            seen.counted(now - until, self._clock())
 
     def _learn(self, row: int, state: ReplicaState, before: Baseline, served: Served) -> None:
         replicas, firsts = self._replicas, state.first_tokens - before.state.first_tokens
@@ -110,6 +124,8 @@ class LoneRequests:
         cached = state.cached_tokens - before.state.cached_tokens
         if not 0.0 <= firsts <= replicas.sent[row] - before.sent or cached < 0.0:
             return  # somebody else's were served, too, or by another process
+        if before.state.steps < WARMING_UP and state.steps:
+            return
         share = cached / prompts if prompts > 0.0 else 0.0
         computed = max(served.prompt_tokens * (1.0 - share), 1.0)
         budget, per_step = replicas.token_budget.item(row), replicas.tokens_per_step.item(row)

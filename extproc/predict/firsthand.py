@@ -62,6 +62,8 @@ class Firsthand:
         self._solution = [1.0, 1.0, 1.0, 1.0, 0.0]
         self._weight = 0.0
         """Of what was seen, in windows of the longest kind."""
+        self._counted = 0.0
+        """The same of what counters saw of it, with several requests at once."""
         self._requests = 0
         self._told: float | None = None
         """How slow the replica was said to be the last time."""
@@ -80,6 +82,12 @@ class Firsthand:
         expected = np.clip(rows[:, :-1] @ np.array(self._solution), 1 / _MOST, _MOST)
         weights = seconds / expected[:, None] / SECONDS[-1]
         self._equations += (rows[:, :-1] * weights).T @ rows
+
+    def counted(self, seconds: float, now: float) -> None:
+        """It worked for several requests at once for so long, without a pause: that is what
+        counters tell best, and these requests not at all."""
+        self._fade(now)
+        self._counted += seconds / SECONDS[-1]
 
     def sure(self, now: float) -> bool:
         """Whether enough was seen."""
@@ -102,9 +110,9 @@ class Firsthand:
         if self._weight < _LITTLE:
             self._requests = 0
             return known
-        weight = _KNOWN if self._requests >= _FEW else _DOUBTED
+        weight = self._counted + (_KNOWN if self._requests >= _FEW else _DOUBTED)
         weights = [weight / max(center, _LEAST) ** 2 for center in centers[:-1]]
-        weights.append(weight * _FRONTEND)
+        weights.append((weight - self._counted) * _FRONTEND)
         descend(self._equations, weights, centers, self._solution)
         most = _MOST_FRONTEND_S / _FRONTEND_S
         if self._solution[-1] > most:
@@ -125,6 +133,7 @@ class Firsthand:
     def _keep(self, part: float) -> None:
         self._equations *= part
         self._weight *= part
+        self._counted *= part
 
 
 @dataclass(frozen=True, slots=True)

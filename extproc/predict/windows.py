@@ -11,6 +11,8 @@ SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 exact."""
 _SHORTEST, _LONGEST = 0.8, 1.3
 """A window may be shorter or longer than it should by this factor."""
+WARMING_UP = 10.0
+"""Steps of an engine's life that tell nothing: it compiles kernels for them."""
 _FALLEN = 0.9
 """Computed tokens below this fraction of what they were: a counter showed nonsense. (They may dip a
 little where cached tokens are counted before the prompt they belong to.)"""
@@ -120,7 +122,8 @@ class Windows:
 def _paused(last: EngineCounts, counts: EngineCounts) -> bool:
     """Whether the engine restarted, was idle, or may have been in between, or a counter fell."""
     return (
-        counts.steps < last.steps
+        last.steps < WARMING_UP
+        or counts.steps < last.steps
         or counts.generated_tokens < last.generated_tokens
         or counts.computed_tokens < last.computed_tokens * _FALLEN
         or counts.in_flight == 0

@@ -97,6 +97,24 @@ def test_what_was_seen_gives_way_when_the_counters_measure_something_else() -> N
     assert idle.step() == pytest.approx((20.0, 20.0), rel=0.05)
 
 
+def test_the_first_requests_of_a_server_that_warms_up_tell_nothing() -> None:
+    """Seen on a GPU: kernels are compiled while the first ones wait, for seconds."""
+    idle = Idle()
+    believed = idle.step()
+    for _ in range(5):
+        ticket = idle.fleet.dispatch(replica(1), chat(40, 1))
+        idle.clock.advance(2.0)
+        before = idle.fleet.release(ticket).alone
+        assert before is not None
+        idle.fleet.lone.served(replica(1), before, Served(40, 1, 2.0, 2.0))
+        idle.counted["first_tokens"] += 1
+        idle.counted["prompt_tokens"] += 40
+        idle.fleet.put(
+            state(1, A100, idle.clock, **idle.counted, steps=idle.counted["first_tokens"])
+        )
+    assert idle.step() == pytest.approx(believed)
+
+
 def test_one_that_another_was_moved_to_is_not_alone() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A100, A100)
@@ -149,11 +167,12 @@ class Taught:
         self.fleet: Fleet = fleet_of(self._clock)
         self._polled()
 
-    def serve(self, prompt: int, tokens: int) -> None:
+    def serve(self, prompt: int, tokens: int, slower: float = 1.0) -> None:
         """A request whose response is read, and a poll."""
         ticket = self.fleet.dispatch(replica(1), chat(prompt, tokens))
         ttft = self._truth.frontend + self._truth.step_time(prompt, 0, 0)
         seconds = ttft + (tokens - 1) * self._truth.step_time(0, 1, prompt + tokens / 2)
+        ttft, seconds = slower * ttft, slower * seconds
         self._clock.advance(seconds)
         before = self.fleet.release(ticket).alone
         assert before is not None
@@ -167,11 +186,18 @@ class Taught:
         self._clock.advance(seconds)
         self._polled()
 
-    def _polled(self) -> None:
+    def work(self, seconds: float) -> None:
+        """It has several requests at once."""
+        for _ in range(round(seconds / 0.2)):
+            self._clock.advance(0.2)
+            self._polled(running=8)
+
+    def _polled(self, running: int = 0) -> None:
         polled = state(
             1,
             A100,
             self._clock,
+            running=running,
             measured=True,
             first_tokens=self._first_tokens,
             prompt_tokens=self._prompt_tokens,
@@ -189,6 +215,18 @@ def test_lone_requests_tell_prompts_from_steps_where_counters_do_not() -> None:
     assert costs.c_prefill[0] == pytest.approx(DEAR_PROMPTS.c_prefill, rel=0.15)
     # Of a single sequence's part nothing is seen: it stays as it was.
     assert costs.c_batch[0] == pytest.approx(TAUGHT.c_batch, rel=0.3)
+
+
+def test_counters_of_a_replica_at_work_prevail_over_lone_requests() -> None:
+    """Those were slow by an accident, and there are no others that could say so."""
+    server = Taught(TAUGHT)
+    for slower in (1.0,) * 5 + (20.0,) * 3:
+        server.serve(100, 20, slower)
+    assert server.fleet.view(MODEL).c0[0] > 3.0 * TAUGHT.c0
+    server.work(5.0)
+    costs = server.fleet.view(MODEL)
+    assert costs.c0[0] == pytest.approx(TAUGHT.c0, rel=0.2)
+    assert costs.c_prefill[0] == pytest.approx(TAUGHT.c_prefill, rel=0.1)
 
 
 def test_the_way_to_the_engine_is_in_the_first_token_and_not_in_those_that_follow() -> None:

@@ -137,6 +137,16 @@ def test_neither_does_a_hang_that_polls_noticed() -> None:
     assert_like(calibration.model, A10)
 
 
+def test_nor_do_the_first_steps_of_an_engine_that_warms_up() -> None:
+    """It compiles its kernels while the first requests wait."""
+    calibration = Calibration(A10)
+    for number in range(30):
+        steps = number // 5
+        calibration.poll(EngineCounts(0.2 * number, steps, 40.0 * steps, steps, 1, 40.0))
+    assert calibration.model == A10
+    assert calibration.ratio is None
+
+
 def test_pauses_between_two_polls_do_not_either() -> None:
     """One request at a time, of 5 steps in 150 ms, every 200 ms; each poll finds one running."""
     calibration = Calibration(A10)
