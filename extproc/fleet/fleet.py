@@ -27,6 +27,7 @@ from extproc.fleet.sent import SentPrompts
 from extproc.fleet.tables import SEEN, Replicas, Requests
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
+from extproc.predict.first_token import FirstTokens
 from extproc.predict.inputs import Candidates, Columns, FleetView, Sequences, most
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
@@ -91,6 +92,7 @@ class Fleet:
         self.peers = Peers(self.router, replicas, rows, clock, wall)
         self._prefixes = Prefixes()
         self._corrections = Corrections(clock())
+        self.first_tokens = FirstTokens()
         self._progress = Progress(replicas, requests, self.peers, lengths, clock())
         self._ledger = Ledger(replicas, requests, self._progress, lengths)
         self._reconciliation = Reconciliation(replicas, requests)
@@ -126,7 +128,12 @@ class Fleet:
         fresh = of_now and state.healthy and not state.unanswered_s
         if fresh:
             self.lone.polled(row, state, asked_at)
+        known = self._replicas.usual_step.item(row)
         self._reconciliation.set_hardware(row, state, before, self.lone.step(row, state))
+        self._corrections.slowed(row, self._slower(row, known))
+        self._replicas.unseen[row] = self.first_tokens.of_request(
+            self._replicas.decode_step.item(row)
+        )
         if not fresh:
             return
         if state.steps < self._replicas.polled_steps[row]:
@@ -273,9 +280,17 @@ class Fleet:
 
     def decoded(self, replica: str, predicted: float, actual: float) -> None:
         """A request there took ``actual`` seconds from its first token to its last, and
-        ``predicted`` ones by a prediction that was not corrected."""
+        ``predicted`` ones by what is known of its step times now, and not corrected."""
         if (row := self._rows.get(replica)) is not None:
             self._corrections.observe(row, predicted, actual, self._clock())
+
+    def slower(self, replica: str, step: float) -> float:
+        """How many times as long as ``step`` a usual step takes there, by what is known now."""
+        row = self._rows.get(replica)
+        return 1.0 if row is None else self._slower(row, step)
+
+    def _slower(self, row: int, step: float) -> float:
+        return self._replicas.usual_step.item(row) / step if step else 1.0
 
     def reported(
         self, replica: str, expected: float, depth: int, prompt: float, tokens: float
@@ -413,6 +428,7 @@ class Fleet:
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
         view = FleetView(candidates, columns, adapters)
         view.taken = view.kv_used + view.joining + view.foreign_backlog
+        view.unseen_token = self.first_tokens.of_token
         if self.peers.counted:
             view.requests += table.peers_requests[rows]
             view.queued += table.peers_queued[rows]

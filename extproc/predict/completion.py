@@ -73,7 +73,7 @@ def predict(
     sequences i with context k_i and expected remainder r_i, m_i = min(r_i, o)::
 
         T_first   = rest of step + admission + (W + u)·c_prefill
-                    + ceil((W + u)/budget)·step(0, B, K) + frontend
+                    + ceil((W + u)/budget)·step(0, B, K) + frontend + unseen
         T_decode  = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
         cost      = B·u·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
         avoidable = (u − least u of all candidates)·c_prefill·(B + 1)
@@ -159,7 +159,14 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
-    return _prefill_steps(view, queue, steps) + view.frontend
+    return _prefill_steps(view, queue, steps) + view.frontend + unseen(view, prompt)
+
+
+def unseen(view: FleetView, prompt: float) -> Floats:
+    """Seconds before a first token that no step shows
+    (:class:`~extproc.predict.first_token.FirstTokens`)."""
+    seconds: Floats = view.unseen + view.unseen_token * prompt
+    return seconds
 
 
 def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:

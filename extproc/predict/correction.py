@@ -47,6 +47,12 @@ class Corrections:
         self._sums[:, row] += min(actual, _MOST * predicted), predicted
         self._told_at = -inf
 
+    def slowed(self, row: int, factor: float) -> None:
+        """Its steps are known to take ``factor`` times as long as was thought until now: what was
+        seen is compared with what would have been predicted by that, lest it counts twice."""
+        self._sums[1, row] *= factor
+        self._told_at = -inf
+
     def sums(self, now: float) -> Floats:
         """Seconds of decoding as of late, actual and predicted, a column a replica."""
         self._fade(now)

@@ -106,6 +106,10 @@ class Columns:
     """That a sequence gets: more than one where vLLM decodes speculatively."""
     stretch: Floats
     """Actual ÷ predicted decode time, as of late."""
+    usual_step: Floats
+    """Seconds of a decode step with a usual batch: its speed in one figure."""
+    unseen: Floats
+    """Seconds before a first token that no step shows."""
     c0: Floats
     """This and the following: :class:`~extproc.predict.step.StepModel`."""
     c_prefill: Floats
@@ -123,6 +127,8 @@ class FleetView(Columns):
     """Prompt tokens sent and not yet prefilled."""
     taken: Floats
     """KV tokens in use, and those that the backlog will use."""
+    unseen_token: float = 0.0
+    """The same for each token of the prompt."""
     behind: Floats | float = 0.0
     """Prompt tokens beside the backlog, of requests that let this one go before them."""
 

@@ -8,7 +8,7 @@ import numpy as np
 from extproc.fleet.fleet import Ended, Fleet
 from extproc.fleet.lone_requests import Baseline
 from extproc.predict.adapter import add_adapter
-from extproc.predict.completion import Prediction, predict
+from extproc.predict.completion import Prediction, predict, unseen
 from extproc.predict.firsthand import Served
 from extproc.predict.inputs import FleetView, least, most
 from extproc.predict.margins import Margins
@@ -60,6 +60,12 @@ class Forecast:
     """As in :class:`~extproc.predict.adapter.AdapterTimes`."""
     stretch: float
     """Correction of its decode time, in the completion."""
+    usual_step: float
+    """As in :class:`~extproc.predict.inputs.Columns`."""
+    step: float
+    """Seconds of a step with what decoded then."""
+    unseen: float
+    """Seconds of the first token's that no step shows."""
 
 
 @dataclass(slots=True)
@@ -156,6 +162,9 @@ class Decision:
             wait,
             1.0 if adapter is None else adapter.overrun,
             stretch,
+            situation.view.usual_step.item(first),
+            situation.view.decode_step.item(first),
+            unseen(situation.view, situation.profile.prompt_tokens).item(first),
         )
 
 
@@ -372,12 +381,17 @@ class Router:
             self.fleet.adapters.took(replica, load + later)
         if wait:
             self.fleet.adapters.waited(forecast.adapter_overrun * (1.0 + later / wait))
+        if not (load or wait):
+            steps_s = forecast.predicted_ttft - forecast.unseen
+            prompt = forecast.profile.prompt_tokens
+            self.fleet.first_tokens.observe(forecast.step, prompt, steps_s, ttft)
 
     def _learn_pace(self, forecast: Forecast, replica: str, tokens: float, seconds: float) -> None:
         """``seconds`` from the first of its tokens to the last."""
         if replica == forecast.replica and tokens > 1:
             predicted = forecast.decode_time_per_token * (tokens - 1)
-            self.fleet.decoded(replica, predicted, seconds)
+            slower = self.fleet.slower(replica, forecast.usual_step)
+            self.fleet.decoded(replica, predicted * slower, seconds)
             self.margins.tpot.observe(predicted * forecast.stretch, seconds)
 
     def _output(self, profile: RequestProfile, view: FleetView) -> tuple[float, float]:

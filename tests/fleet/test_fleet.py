@@ -8,6 +8,7 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
+from extproc.predict.hardware import PROFILES
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -573,6 +574,21 @@ def test_a_replica_that_took_long_is_tried_again() -> None:
     clock.advance(180.0)
     fleet.put(state(1, A10, clock))
     assert fleet.view(MODEL).stretch[0] < 1.1
+
+
+def test_step_times_that_are_put_right_are_not_corrected_twice() -> None:
+    """Requests took a fifth of what the profile said, and then the counters say so, too."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    before = fleet.view(MODEL).usual_step.item(0)
+    for _ in range(20):
+        fleet.decoded(replica(1), 10.0, 2.0)
+    fleet.put(state(1, A10, clock))
+    assert fleet.view(MODEL).stretch[0] == 0.5
+    fast = PROFILES[A10].step.slowed(0.2)
+    fleet.put(state(1, A10, clock).model_copy(update={"learned": fast}))
+    assert fleet.slower(replica(1), before) == pytest.approx(0.2)
+    assert fleet.view(MODEL).stretch[0] == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_replica_that_came_back_is_learned_from() -> None:
