@@ -28,7 +28,14 @@ from extproc.fleet.tables import SEEN, Replicas, Requests
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
 from extproc.predict.first_token import FirstTokens
-from extproc.predict.inputs import Candidates, Columns, FleetView, Sequences, most
+from extproc.predict.inputs import (
+    Candidates,
+    Columns,
+    FleetView,
+    Sequences,
+    most,
+    usual_step,
+)
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, Prefix
@@ -128,7 +135,7 @@ class Fleet:
         fresh = of_now and state.healthy and not state.unanswered_s
         if fresh:
             self.lone.polled(row, state, asked_at)
-        known = self._replicas.usual_step.item(row)
+        known = usual_step(self._replicas, row)
         self._reconciliation.set_hardware(row, state, before, self.lone.step(row, state))
         self._corrections.slowed(row, self._slower(row, known))
         self._replicas.unseen[row] = self.first_tokens.of_request(
@@ -290,7 +297,7 @@ class Fleet:
         return 1.0 if row is None else self._slower(row, step)
 
     def _slower(self, row: int, step: float) -> float:
-        return self._replicas.usual_step.item(row) / step if step else 1.0
+        return usual_step(self._replicas, row) / step if step else 1.0
 
     def reported(
         self, replica: str, expected: float, depth: int, prompt: float, tokens: float

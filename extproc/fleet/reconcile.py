@@ -12,8 +12,6 @@ from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
 _SHORTEST_STEP = 1e-4
 """Seconds: no engine steps faster, whatever was learned of one that was always busy."""
-_USUAL_BATCH = 16.0, 16 * 1500.0
-"""Sequences and KV tokens of a step that tells the speed in one figure."""
 _LATE = 0.3
 """Seconds of a scrape after which too much has ended since to tell what of it was others'."""
 _MOST_PER_STEP = 8.0
@@ -54,7 +52,6 @@ class Reconciliation:
         for name in COSTS:
             getattr(replicas, name)[row] = getattr(step, name)
         replicas.c0[row] = max(step.c0, _SHORTEST_STEP)
-        replicas.usual_step[row] = max(step.step_time(0.0, *_USUAL_BATCH), _SHORTEST_STEP)
         if not replicas.decode_step[row]:  # it has just joined, and nothing decodes
             replicas.decode_step[row] = replicas.c0[row]
         # A profile's limits are those of one engine; a prompt is on one of them.

@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
+_USUAL_BATCH = 16.0, 16 * 1500.0
+"""Sequences and KV tokens."""
+
 # The classes below are made anew for every decision, and are not frozen for that reason alone: it
 # would make each take ten times as long. Nobody changes them.
 
@@ -106,8 +109,6 @@ class Columns:
     """That a sequence gets: more than one where vLLM decodes speculatively."""
     stretch: Floats
     """Actual ÷ predicted decode time, as of late."""
-    usual_step: Floats
-    """Seconds of a decode step with a usual batch: its speed in one figure."""
     unseen: Floats
     """Seconds before a first token that no step shows."""
     c0: Floats
@@ -116,6 +117,14 @@ class Columns:
     c_batch: Floats
     c_kv: Floats
     frontend: Floats
+
+
+def usual_step(costs: Columns, at: int) -> float:
+    """Seconds of a decode step with a usual batch, by what is known there: its speed in one figure;
+    0 where nothing is known yet."""
+    sequences, kv_tokens = _USUAL_BATCH
+    loaded = costs.c_batch.item(at) * sequences + costs.c_kv.item(at) * kv_tokens
+    return costs.c0.item(at) + loaded
 
 
 class FleetView(Columns):

@@ -10,7 +10,7 @@ from extproc.fleet.lone_requests import Baseline
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict, unseen
 from extproc.predict.firsthand import Served
-from extproc.predict.inputs import FleetView, least, most
+from extproc.predict.inputs import FleetView, least, most, usual_step
 from extproc.predict.margins import Margins
 from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
@@ -61,7 +61,7 @@ class Forecast:
     stretch: float
     """Correction of its decode time, in the completion."""
     usual_step: float
-    """As in :class:`~extproc.predict.inputs.Columns`."""
+    """Of the replica, as in :func:`~extproc.predict.inputs.usual_step`."""
     step: float
     """Seconds of a step with what decoded then."""
     unseen: float
@@ -162,7 +162,7 @@ class Decision:
             wait,
             1.0 if adapter is None else adapter.overrun,
             stretch,
-            situation.view.usual_step.item(first),
+            usual_step(situation.view, first),
             situation.view.decode_step.item(first),
             unseen(situation.view, situation.profile.prompt_tokens).item(first),
         )

@@ -9,6 +9,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
 from extproc.predict.hardware import PROFILES
+from extproc.predict.inputs import usual_step
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -580,7 +581,7 @@ def test_step_times_that_are_put_right_are_not_corrected_twice() -> None:
     """Requests took a fifth of what the profile said, and then the counters say so, too."""
     clock = ManualClock()
     fleet = fleet_of(clock, A10)
-    before = fleet.view(MODEL).usual_step.item(0)
+    before = usual_step(fleet.view(MODEL), 0)
     for _ in range(20):
         fleet.decoded(replica(1), 10.0, 2.0)
     fleet.put(state(1, A10, clock))
