@@ -4,6 +4,7 @@ from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 
+from extproc import named_file
 from extproc.watched_file import Watched
 
 
@@ -33,10 +34,7 @@ def read_token(path: Path) -> str:
     Raises:
         ValueError: it holds none, or cannot be read.
     """
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(f"admin.token_file: {path}: {error.strerror}") from None
+    token = named_file.read("admin.token_file", path).decode().strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ValueError(f"admin.token_file: {path} holds no token: one line of ASCII")
     return token
