@@ -95,14 +95,16 @@ def _path(form: str, path: str) -> tuple[str, int]:
         if not path:
             raise ValueError("the path of Redis's socket is missing: unix:///run/redis.sock")
         return path, 0
-    service, _, database = path[1:].rpartition("/") if form == "sentinel" else ("", "", path[1:])
-    if form == "sentinel" and not database.isdecimal():
-        service, database = path[1:].rstrip("/"), ""
-    if form == "sentinel" and not service:
-        raise ValueError(
-            "the name of the service that the Sentinels watch is missing: "
-            "redis+sentinel://host:port,host:port/service"
-        )
+    service, database = "", path[1:]
+    if form == "sentinel":
+        service, _, database = path[1:].rpartition("/")
+        if not database.isdecimal():
+            service, database = path[1:].rstrip("/"), ""
+        if not service:
+            raise ValueError(
+                "the name of the service that the Sentinels watch is missing: "
+                "redis+sentinel://host:port,host:port/service"
+            )
     if database and not database.isdecimal():
         raise ValueError("the database of Redis is a number: redis://host:port/0")
     if form == "cluster" and int(database or 0):
