@@ -52,6 +52,8 @@ _Address = Annotated[str, _that(split_address)]
 _ReplicaAddress = Annotated[str, AfterValidator(_bare), _that(split_address)]
 _ProfileName = Annotated[str, _that(hardware_profile)]
 _RedisUrl = Annotated[str, _that(parse)]
+_Port = Annotated[int, Field(ge=1, le=65535)]
+_HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 def _of_kubernetes(name: str) -> str:
@@ -102,9 +104,9 @@ class ReplicaSource(Section):
     """Hardware profile its prediction starts from."""
     name: str = ""
     """What people call it; the address by default."""
-    kv_events_port: int | None = Field(default=None, ge=1, le=65535)
+    kv_events_port: _Port | None = None
     """Port on which vLLM publishes KV events: what its prefix cache holds is then known."""
-    kv_events_replay_port: int | None = Field(default=None, ge=1, le=65535)
+    kv_events_replay_port: _Port | None = None
     """Port on which it replays those that were missed."""
 
     @property
@@ -279,7 +281,7 @@ class RouteSettings(Section):
     max_ttft_s: float | None = Field(default=None, gt=0)
     """A request whose first token would come later than this, by prediction and on every replica,
     is refused with 429; null: none is."""
-    session_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    session_header: _HeaderName | None = None
     """Request header whose value names a session: its requests stay with one replica."""
     session_cookie: str | None = Field(default=None, pattern=r"^[!#$%&'*+.^`|~\w-]+$")
     """Cookie that does so, where the header is not there."""
@@ -373,7 +375,7 @@ class HoldSettings(Section):
     """Requests that wait at a time; further ones are refused with 429."""
     objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
     """Name → priority, targets, and whose requests have it."""
-    objective_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    objective_header: _HeaderName | None = None
     """Request header that names the objective; one that is not named here, and none, has priority
     0."""
     allow_inference_headers: bool = False

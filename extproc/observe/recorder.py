@@ -176,7 +176,7 @@ class Recorder:
         return text
 
     async def _written(self) -> None:
-        """Writes what there is; a router ends without a disk that hangs."""
+        """Writes in a thread of its own: a router ends without one that hangs."""
         if self._lost:
             logger.error("the disk is too slow for the record", extra={"lines_lost": self._lost})
         lines, self._lines, self._lost = self._lines, [], 0
