@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from random import Random
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 from uuid import uuid4
@@ -316,16 +317,16 @@ async def _stream(
     response = web.StreamResponse(
         headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
     )
-    await response.prepare(request)
-    await response.write(reply.prelude())
-    pending = reply.opening(len(generation.answers))
-    async for batch in generation.stream():
-        pending += b"".join([reply.token(*token) for token in batch])
-        if generation.complete:
-            pending += reply.closing(generation.outputs(), generation.usage(), include_usage)
-        await response.write(pending)
-        pending = b""
-    await response.write_eof()
+    with suppress(ConnectionError):  # the client is gone
+        await response.prepare(request)
+        await response.write(reply.prelude())
+        pending = reply.opening(len(generation.answers))
+        async for batch in generation.stream():
+            pending += b"".join([reply.token(*token) for token in batch])
+            if generation.complete:
+                pending += reply.closing(generation.outputs(), generation.usage(), include_usage)
+            await response.write(pending)
+            pending = b""
     return response
 
 
