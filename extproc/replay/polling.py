@@ -46,7 +46,8 @@ class Watch:
         self._typical = typical
         self._backoff = Backoff(interval, _LONGEST_PAUSE, random)
         self._due = 0.0
-        self._gives_up_at: float | None = None
+        self._waits = False
+        """For an answer that does not come."""
         self._tokens_counted = 0.0
         self._lengths: tuple[tuple[float, float], ...] = ()
         self._state = told
@@ -55,10 +56,10 @@ class Watch:
         """The state to publish; None where no scrape ends now."""
         if now < self._due:
             return None
-        if self._machine.hung and self._gives_up_at is None:
-            self._due = self._gives_up_at = now + _TIMEOUT
+        self._waits = self._machine.hung and not self._waits
+        if self._waits:
+            self._due = now + _TIMEOUT
             return None
-        self._gives_up_at = None
         self._state = self._scrape(now) if self._machine.works else self._fail(now)
         return self._state
 

@@ -84,6 +84,12 @@ class Served:
         return self.decision.profile
 
     @property
+    def prefill_seen(self) -> bool:
+        """Whether the router knows that its prompt was computed."""
+        first_seen = self.profile.stream and self.first_token is not None
+        return self.watched and (first_seen or self.finished is not None)
+
+    @property
     def ttft(self) -> float:
         """Seconds from its arrival to its first token."""
         assert self.first_token is not None
