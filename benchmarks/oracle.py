@@ -60,7 +60,7 @@ class Oracle(Routers):
         self._corrections.clear(len(machines) - 1)
         self._stretch = np.ones(len(machines))
 
-    def decide(self, arrival: Arrival, among: frozenset[str] | None = None) -> Decision | None:
+    def decide(self, arrival: Arrival) -> Decision | None:
         """Where the request goes; its bound must be what it will generate."""
         profile, prefix = arrival.profile, arrival.sequences()[0].hashes
         output = profile.output_bound or 0

@@ -20,7 +20,6 @@ from extproc.replay.routers import Node, Routers
 from extproc.replay.scene import Asked, Member, Scene, Turn
 from extproc.replay.served import Arrival, Traced
 from extproc.replay.simulation import Simulation
-from extproc.route.router import Decision
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
 
@@ -104,8 +103,9 @@ class _Replay(Simulation):
 
     def _arrival(self, number: int, traced: Traced) -> Arrival:
         assert isinstance(traced, Asked)
-        profile = traced.profile
-        return Arrival(number, traced, profile, profile.objective, partial(self._sequences, traced))
+        profile, sequences = traced.profile, partial(self._sequences, traced)
+        among = frozenset({traced.replica}) if self._forced else None
+        return Arrival(number, traced, profile, profile.objective, sequences, among)
 
     def _sequences(self, asked: Asked) -> list[Sequence]:
         block_size = next(iter(self.machines.values())).engine.pool.block_size
@@ -117,12 +117,6 @@ class _Replay(Simulation):
             )
             for _ in range(asked.profile.parts)
         ]
-
-    def _decide(self, arrival: Arrival) -> Decision | None:
-        asked = arrival.traced
-        assert isinstance(asked, Asked)
-        among = frozenset({asked.replica}) if self._forced else None
-        return self._routers.decide(arrival, among)
 
     def _turn(self, machine: Machine, watch: Watch, turn: Turn) -> None:
         machine.runs_at(turn.step)

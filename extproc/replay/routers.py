@@ -112,10 +112,10 @@ class Routers:
         self._owner: dict[int, Node] = {}
         self._under_way: deque[tuple[float, Digest | None, str, bytes]] = deque()
 
-    def decide(self, arrival: Arrival, among: frozenset[str] | None = None) -> Decision | None:
-        """The decision of a router drawn at random; ``among``: the only replicas to choose from."""
+    def decide(self, arrival: Arrival) -> Decision | None:
+        """The decision of a router drawn at random; None where no replica can be used."""
         owner = self._owner[arrival.number] = self._random.choice(self.nodes)
-        return owner.router.decide(arrival.profile, among=among)
+        return owner.router.decide(arrival.profile, among=arrival.among)
 
     def owner(self, arrival: Arrival) -> Node:
         """The router that a request came to."""

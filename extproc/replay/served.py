@@ -38,6 +38,8 @@ class Arrival:
     """What it aims for, whether the router knows or not."""
     sequences: Callable[[], list[Sequence]]
     """What an engine makes of it, anew for each that gets it; at least one."""
+    among: frozenset[str] | None = None
+    """The only replicas that it may be sent to; None: any."""
 
 
 @dataclass(slots=True)

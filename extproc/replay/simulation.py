@@ -88,14 +88,11 @@ class Simulation(ABC):
     def _arrive(self, traced: Traced) -> None:
         self._sent += 1
         arrival = self._arrival(self._sent, traced)
-        decision = self._decide(arrival)
+        decision = self._routers.decide(arrival)
         if decision and self._hold and self._routers.owner(arrival).queue.keeps(decision):
             self._wait(arrival, decision)
         else:
             self._begin(arrival, decision)
-
-    def _decide(self, arrival: Arrival) -> Decision | None:
-        return self._routers.decide(arrival)
 
     def _wait(self, arrival: Arrival, decision: Decision) -> None:
         def go(outcome: Decision | Exception | None) -> None:
