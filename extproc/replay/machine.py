@@ -19,10 +19,7 @@ class Machine:
     """
 
     def __init__(
-        self,
-        name: str,
-        profile: HardwareProfile,
-        make: Callable[[HardwareProfile], Engine] = Engine,
+        self, name: str, profile: HardwareProfile, make: Callable[[HardwareProfile], Engine]
     ) -> None:
         """``make``: its engine, anew whenever its process begins."""
         self.name = name
