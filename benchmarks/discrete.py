@@ -26,6 +26,7 @@ from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.prefix import Prefix
 from extproc.request.profile import Endpoint, RequestProfile
 from extproc.simulator.blocks import trace_hashes
+from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
 
 KNOWN = ("lengths", "coefficients")
@@ -88,19 +89,19 @@ class Simulation(simulation.Simulation):
         poll_s = self.poll_interval or poll_interval(self.policy)
         self.nodes: list[Node] = []
         watches: list[Watch] = []
-        deciding: Routers | Oracle
+        routers: Routers
         if self.policy == "oracle":
             self.know = frozenset(KNOWN)
-            deciding = Oracle(machines, self.weight, self.clock, self.seed)
+            routers = Oracle(machines, self.weight, self.clock, self.seed)
         else:
             self.nodes = [self._node(number) for number in range(self.routers)]
             typical, dealt = Typical(), Random(self.seed)
             watches = [self._watch(one, typical, poll_s) for one in machines.values()]
-            deciding = Routers(self.nodes, self.share_lag, self.clock, dealt)
+            routers = Routers(self.nodes, self.share_lag, self.clock, dealt)
         self.speeds = Speeds()
         """What was learned of replicas whose speed changed."""
         events = [(one.at, partial(self._happen, one)) for one in self.fleet_file.events]
-        super().__init__(machines, watches, deciding, self.clock, poll_s, self.hold, events)
+        super().__init__(machines, watches, routers, self.clock, poll_s, self.hold, events)
 
     @property
     def fleet(self) -> Fleet:
@@ -171,9 +172,12 @@ class Simulation(simulation.Simulation):
 
     def _machine(self, name: str) -> Machine:
         group = self.fleet_file.group(name)
-        speculation = group.speculation(Random(f"{self.seed} {name}"))
-        by_priority = group.scheduling_policy == "priority"
-        return Machine(name, self.fleet_file.members[name], speculation, by_priority)
+        engine = partial(
+            Engine,
+            speculation=group.speculation(Random(f"{self.seed} {name}")),
+            by_priority=group.scheduling_policy == "priority",
+        )
+        return Machine(name, self.fleet_file.members[name], engine)
 
     def _node(self, number: int) -> Node:
         random = Random(self.seed + 1000 * number)
@@ -191,7 +195,7 @@ class Simulation(simulation.Simulation):
             profile=machine.profile.name,
             models=(MODEL,),
             takes_priority=True,
-            by_priority=machine.by_priority,
+            by_priority=machine.engine.by_priority,
             max_model_len=min(_MAX_MODEL_LEN, capacity),
             kv_tokens=capacity,
         )

@@ -44,10 +44,7 @@ class ReplicaGroup(_Part):
     @field_validator("profile", "believed")
     @classmethod
     def _exists(cls, name: str | None) -> str | None:
-        try:
-            return name and hardware_profile(name).name
-        except KeyError as error:
-            raise ValueError(error.args[0]) from None
+        return name and hardware_profile(name).name
 
     @model_validator(mode="after")
     def _drafts_fit(self) -> Self:

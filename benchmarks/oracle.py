@@ -13,7 +13,8 @@ from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Candidates, FleetView, Floats, Sequences
 from extproc.replay.clock import VirtualClock
 from extproc.replay.machine import Machine
-from extproc.replay.served import Served
+from extproc.replay.routers import News, Routers
+from extproc.replay.served import Arrival, Served
 from extproc.request.profile import RequestProfile
 from extproc.route.policy import Choice, Situation, lowest
 from extproc.route.router import Decision
@@ -44,23 +45,24 @@ class Weighed:
         return f"finishes in {situation.prediction.completion[choice.first]:.2f} s"
 
 
-class Oracle:
-    """Sees every engine as it is at the moment of the decision, and every length."""
+class Oracle(Routers):
+    """In place of routers: sees every engine as it is at the moment of the decision, and every
+    length."""
 
     def __init__(
         self, machines: Mapping[str, Machine], weight: float, clock: VirtualClock, seed: int
     ) -> None:
+        super().__init__([], None, clock, Random(seed))
         self._machines = machines
         self._policy = Weighed(weight)
-        self._clock = clock
-        self._random = Random(seed)
         self._corrections = Corrections(clock())
         self._rows = {name: row for row, name in enumerate(machines)}
         self._corrections.clear(len(machines) - 1)
         self._stretch = np.ones(len(machines))
 
-    def decide(self, number: int, profile: RequestProfile, prefix: Items[int]) -> Decision | None:
+    def decide(self, arrival: Arrival) -> Decision | None:
         """Where the request goes; its bound must be what it will generate."""
+        profile, prefix = arrival.profile, arrival.sequences()[0].hashes
         output = profile.output_bound or 0
         tokens = profile.prompt_tokens + output - 1
         machines = [
@@ -83,10 +85,13 @@ class Oracle:
         choice = self._policy.choose(situation, self._random)
         return Decision("oracle", situation, choice, self._policy, output, retry=choice.second)
 
-    def learn(self, served: Served) -> None:
+    def tell(self, served: Served, news: News) -> None:
+        """Nothing that it does not see."""
+
+    def ended(self, served: Served) -> None:
         """How much longer requests decode for those that come after them."""
         decision = served.decision
-        if served.replica == decision.replica:
+        if served.finished is not None and served.replica == decision.replica:
             pace = decision.forecast().decode_time_per_token
             predicted = pace * (served.sequence.output_tokens - 1)
             actual = max(served.completion - decision.predicted_ttft, 0.0)

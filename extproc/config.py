@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -33,26 +34,26 @@ class Section(BaseModel):
     )
 
 
-def _known_profile(name: str) -> str:
-    try:
-        hardware_profile(name)
-    except KeyError as error:
-        raise ValueError(error.args[0]) from None
-    return name
+def _that(check: Callable[[str], object]) -> AfterValidator:
+    """Text as it stands, where it can be read; ``check`` raises ValueError where it cannot."""
+
+    def checked(text: str) -> str:
+        check(text)
+        return text
+
+    return AfterValidator(checked)
 
 
-def _host_and_port(address: str) -> str:
-    split_address(address)
-    return address
+def _bare(url: str) -> str:
+    return url.strip().removeprefix("http://").removesuffix("/")
 
 
-def _of_a_replica(address: str) -> str:
-    return _host_and_port(address.strip().removeprefix("http://").removesuffix("/"))
-
-
-def _of_redis(url: str) -> str:
-    parse(url)
-    return url
+_Address = Annotated[str, _that(split_address)]
+_ReplicaAddress = Annotated[str, AfterValidator(_bare), _that(split_address)]
+_ProfileName = Annotated[str, _that(hardware_profile)]
+_RedisUrl = Annotated[str, _that(parse)]
+_Port = Annotated[int, Field(ge=1, le=65535)]
+_HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 def _of_kubernetes(name: str) -> str:
@@ -93,23 +94,20 @@ class ReplicaSource(Section):
     """One or more replicas: an address, a DNS name that resolves to many, or the pods of a Service
     of Kubernetes."""
 
-    url: str = ""
+    url: _ReplicaAddress = ""
     """``host:port`` or ``http://host:port`` of one replica."""
-    dns: str = ""
+    dns: _ReplicaAddress = ""
     """``name:port``: every address the name resolves to is a replica; resolved again and again."""
     kubernetes: KubernetesService | None = None
     """Every pod of this Service is a replica; watched."""
-    profile: str = DEFAULT_PROFILE
+    profile: _ProfileName = DEFAULT_PROFILE
     """Hardware profile its prediction starts from."""
     name: str = ""
     """What people call it; the address by default."""
-    kv_events_port: int | None = Field(default=None, ge=1, le=65535)
+    kv_events_port: _Port | None = None
     """Port on which vLLM publishes KV events: what its prefix cache holds is then known."""
-    kv_events_replay_port: int | None = Field(default=None, ge=1, le=65535)
+    kv_events_replay_port: _Port | None = None
     """Port on which it replays those that were missed."""
-
-    _profile_exists = field_validator("profile")(_known_profile)
-    _addresses = field_validator("url", "dns")(_of_a_replica)
 
     @property
     def where(self) -> str:
@@ -147,10 +145,8 @@ class ReplicaSource(Section):
 class RedisSettings(Section):
     """Where replica state is shared."""
 
-    url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
+    url: _RedisUrl = Field(default="redis://127.0.0.1:6379/0", repr=False)
     """``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://`` or ``redis+cluster://``."""
-
-    _is_one = field_validator("url")(_of_redis)
 
 
 class CertificateFiles(Section):
@@ -193,9 +189,9 @@ _MOST_CHUNKS = 1e6
 class ServeSettings(TlsFiles):
     """The ext_proc server."""
 
-    listen: str = "127.0.0.1:50051"
+    listen: _Address = "127.0.0.1:50051"
     """gRPC address Envoy connects to."""
-    admin: str = "127.0.0.1:9090"
+    admin: _Address = "127.0.0.1:9090"
     """HTTP address of the page, /metrics, /decisions, /fleet and health."""
     workers: int = Field(default=1, ge=1)
     """Router processes; number k, from 0, takes the ports of ``listen`` and ``admin`` plus k."""
@@ -224,8 +220,6 @@ class ServeSettings(TlsFiles):
     response headers."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
-
-    _addresses = field_validator("listen", "admin")(_host_and_port)
 
     @property
     def chunk_budget(self) -> float:
@@ -287,7 +281,7 @@ class RouteSettings(Section):
     max_ttft_s: float | None = Field(default=None, gt=0)
     """A request whose first token would come later than this, by prediction and on every replica,
     is refused with 429; null: none is."""
-    session_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    session_header: _HeaderName | None = None
     """Request header whose value names a session: its requests stay with one replica."""
     session_cookie: str | None = Field(default=None, pattern=r"^[!#$%&'*+.^`|~\w-]+$")
     """Cookie that does so, where the header is not there."""
@@ -381,7 +375,7 @@ class HoldSettings(Section):
     """Requests that wait at a time; further ones are refused with 429."""
     objectives: dict[str, ObjectiveSettings] = Field(default_factory=dict)
     """Name → priority, targets, and whose requests have it."""
-    objective_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]+$")
+    objective_header: _HeaderName | None = None
     """Request header that names the objective; one that is not named here, and none, has priority
     0."""
     allow_inference_headers: bool = False
@@ -453,10 +447,8 @@ class PollSettings(Section):
     """Life of a replica's state in Redis without a scrape; longer than any wait between two."""
     resolve_s: float = Field(default=2.0, gt=0)
     """DNS names and the replicas file are looked at again this often."""
-    admin: str = "127.0.0.1:9089"
+    admin: _Address = "127.0.0.1:9089"
     """HTTP address of the poller's /metrics and health."""
-
-    _address = field_validator("admin")(_host_and_port)
 
     @field_validator("timeout_s")
     @classmethod
@@ -507,12 +499,10 @@ class RecordSettings(Section):
 class XdsSettings(TlsFiles):
     """The control plane for Envoy."""
 
-    listen: str = "127.0.0.1:18000"
+    listen: _Address = "127.0.0.1:18000"
     """gRPC address that Envoy takes its configuration from."""
     envoy_file: Path | None = None
     """Bootstrap whose listeners, routes and clusters are served too; watched. None: only EDS."""
-
-    _address = field_validator("listen")(_host_and_port)
 
 
 class AdminSettings(CertificateFiles):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
+from extproc import named_file
 from extproc.address import split_address
 from extproc.nearest import nearest
 
@@ -94,14 +95,16 @@ def _path(form: str, path: str) -> tuple[str, int]:
         if not path:
             raise ValueError("the path of Redis's socket is missing: unix:///run/redis.sock")
         return path, 0
-    service, _, database = path[1:].rpartition("/") if form == "sentinel" else ("", "", path[1:])
-    if form == "sentinel" and not database.isdecimal():
-        service, database = path[1:].rstrip("/"), ""
-    if form == "sentinel" and not service:
-        raise ValueError(
-            "the name of the service that the Sentinels watch is missing: "
-            "redis+sentinel://host:port,host:port/service"
-        )
+    service, database = "", path[1:]
+    if form == "sentinel":
+        service, _, database = path[1:].rpartition("/")
+        if not database.isdecimal():
+            service, database = path[1:].rstrip("/"), ""
+        if not service:
+            raise ValueError(
+                "the name of the service that the Sentinels watch is missing: "
+                "redis+sentinel://host:port,host:port/service"
+            )
     if database and not database.isdecimal():
         raise ValueError("the database of Redis is a number: redis://host:port/0")
     if form == "cluster" and int(database or 0):
@@ -142,32 +145,21 @@ def _requirement(text: str) -> str:
 
 def _check_files(options: Options) -> None:
     """Looks whether the files of TLS can be used, while somebody is there to be told."""
-    for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"):
-        if name in options:
-            _check_readable(name, Path(options[name]))
     authority, certificate, key = map(options.get, ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
+    if authority is not None:
+        named_file.read_certificates("ssl_ca_certs", Path(authority))
+    for name in ("ssl_certfile", "ssl_keyfile"):
+        if name in options:
+            named_file.read(name, Path(options[name]))
     if key and not certificate:
         raise ValueError("ssl_keyfile is given without ssl_certfile, the certificate of that key")
-    context = ssl.create_default_context()
-    try:
-        if authority:
-            context.load_verify_locations(authority)
-    except ssl.SSLError:
-        raise ValueError(f"ssl_ca_certs: {authority} holds no certificate (PEM)") from None
     try:
         if certificate:  # with a password, though a wrong one: else it would ask on the terminal
-            context.load_cert_chain(certificate, key, password="")
+            ssl.create_default_context().load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         files = f"{certificate} and {key or certificate}"
         reason = error.reason or "a key with a password cannot be used"
         raise ValueError(f"ssl_certfile and ssl_keyfile: {files}: {reason}") from None
-
-
-def _check_readable(name: str, path: Path) -> None:
-    try:
-        path.open("rb").close()
-    except OSError as error:
-        raise ValueError(f"{name}: {path}: {error.strerror}") from None
 
 
 _OPTIONS: dict[str, Callable[[str], object]] = {

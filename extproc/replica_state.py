@@ -15,7 +15,7 @@ class ReplicaState(BaseModel):
     Counters grow from the start of the replica's process and fall back to zero when it restarts.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     id: str
     """``ip:port``, as Envoy knows the member."""

@@ -1,4 +1,4 @@
-"""An Envoy file as the rules see it."""
+"""An Envoy file as the rules see it, and the router beside it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -22,6 +22,7 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 )
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 
+from extproc.config import Config
 from extproc.envoy.choice import (
     by_header,
     follows_header,
@@ -49,6 +50,11 @@ class EnvoyFile(Parts):
 
     What it says holds for a file that meets the schema, without errors among its ``findings``.
     """
+
+    def __init__(self, tree: object, config: Config | None = None) -> None:
+        """``config``: of the router that this Envoy asks; None: all by default."""
+        super().__init__(tree)
+        self.config = config or Config()
 
     @property
     def has_all_clusters(self) -> bool:

@@ -4,7 +4,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalP
 
 from extproc.check.envoy_file import EnvoyFile, is_of_envoy_gateway
 from extproc.check.rules import RULES
-from extproc.check.serving import rules_for
+from extproc.check.serving import ROUTER_RULES
 from extproc.config import Config
 from extproc.envoy.finding import Finding, Level, worst_first
 
@@ -23,12 +23,11 @@ _OF_ENVOY_GATEWAY = (
     "these are resources of Envoy Gateway, which makes Envoy's configuration of them, and they are "
     "not judged here: check what it makes (egctl config envoy-proxy all)"
 )
-_DEFAULT = Config()
 
 
-def check_envoy(tree: object, config: Config = _DEFAULT) -> list[Finding]:
+def check_envoy(tree: object, config: Config | None = None) -> list[Finding]:
     """What there is to say about what :func:`extproc.yaml_file.read_yaml` reads, worst first."""
-    file = EnvoyFile(tree)
+    file = EnvoyFile(tree, config)
     found = [*file.findings]
     if not file and is_of_envoy_gateway(tree):
         found.append(Finding("is_envoy", Level.WARNING, "", _OF_ENVOY_GATEWAY))
@@ -40,6 +39,6 @@ def check_envoy(tree: object, config: Config = _DEFAULT) -> list[Finding]:
         found.append(Finding("has_ext_proc", Level.ERROR, "", _NO_FILTER))
     elif not any(problem.level is Level.ERROR for problem in found):
         # The rules judge a file that Envoy would take.
-        rules = [*RULES, *rules_for(config)]
-        found += [finding for rule in rules for finding in rule.apply(file)]
+        for rule in (*RULES, *ROUTER_RULES):
+            found += rule.apply(file)
     return worst_first(found)

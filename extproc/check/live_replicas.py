@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import aiohttp
 
+from extproc.address import with_name
 from extproc.clock import monotonic
 from extproc.config import Config
 from extproc.envoy.finding import Finding, Level
@@ -48,7 +49,7 @@ async def check_replicas(
     found: list[Finding] = []
     models: set[str] = set()
     for (id_, name), (said, served) in zip(replicas.items(), answers, strict=True):
-        where = f"replica {id_}" if name in ("", id_) else f"replica {name} ({id_})"
+        where = f"replica {with_name(id_, name)}"
         found += [Finding("replica", level, where, text) for level, text in said]
         models |= served
     return found, models

@@ -77,12 +77,14 @@ class Rule:
 RULES: list[Rule] = []
 
 
-def _rule(
-    level: Level, subjects: Callable[[EnvoyFile], list[Part[T]]]
+def rule(
+    level: Level, subjects: Callable[[EnvoyFile], list[Part[T]]], rules: list[Rule] = RULES
 ) -> Callable[[Judge[T]], Judge[T]]:
+    """Makes a rule of a function, whose docstring begins with what holds where it finds nothing."""
+
     def add(judge: Judge[T]) -> Judge[T]:
         holds = (judge.__doc__ or "").partition("\n")[0]
-        RULES.append(Rule(judge.__name__, holds, level, subjects, judge))
+        rules.append(Rule(judge.__name__, holds, level, subjects, judge))
         return judge
 
     return add
@@ -142,7 +144,7 @@ def _waiting(file: EnvoyFile) -> list[Part[Any]]:
     return [*managers, *file.replica_routes]
 
 
-@_rule(Level.WARNING, lambda file: [Part((), file)])
+@rule(Level.WARNING, lambda file: [Part((), file)])
 def is_complete(part: Part[EnvoyFile], file: EnvoyFile) -> str | None:
     """Filter, listener, route and clusters are all in this file."""
     parts = {"listener": Listener, "route": RouteAction, "cluster": Cluster}
@@ -152,7 +154,7 @@ def is_complete(part: Part[EnvoyFile], file: EnvoyFile) -> str | None:
     return f"there is no {' and no '.join(missing)} in this file: check the one that is used, too"
 
 
-@_rule(Level.ERROR, lambda file: _filters(file) if file.has_all_clusters else [])
+@rule(Level.ERROR, lambda file: _filters(file) if file.has_all_clusters else [])
 def router_cluster_exists(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router is asked: the cluster that ext_proc names exists."""
     service = part.message.grpc_service
@@ -166,7 +168,7 @@ def router_cluster_exists(part: Part[ExternalProcessor], file: EnvoyFile) -> str
     )
 
 
-@_rule(Level.ERROR, lambda file: file.all(RouteAction) if file.has_all_clusters else [])
+@rule(Level.ERROR, lambda file: file.all(RouteAction) if file.has_all_clusters else [])
 def route_cluster_exists(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """Every route leads somewhere: its cluster exists."""
     missing = sorted(clusters_of(part.message) - file.cluster_names)
@@ -178,7 +180,7 @@ def route_cluster_exists(part: Part[RouteAction], file: EnvoyFile) -> str | None
     )
 
 
-@_rule(Level.ERROR, lambda file: file.all(RouteAction) if file.replica_clusters else [])
+@rule(Level.ERROR, lambda file: file.all(RouteAction) if file.replica_clusters else [])
 def routes_lead_to_replicas(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """Requests reach the cluster that obeys the router: a route leads to it."""
     obeying = {cluster.message.name for cluster in file.replica_clusters}
@@ -197,7 +199,7 @@ def routes_lead_to_replicas(part: Part[RouteAction], file: EnvoyFile) -> str | N
     )
 
 
-@_rule(Level.ERROR, _filters)
+@rule(Level.ERROR, _filters)
 def filter_is_enabled(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Requests pass the ext_proc filter: it is enabled."""
     if file.is_enabled(part):
@@ -208,7 +210,7 @@ def filter_is_enabled(part: Part[ExternalProcessor], file: EnvoyFile) -> str | N
     )
 
 
-@_rule(Level.ERROR, lambda file: file.replica_routes)
+@rule(Level.ERROR, lambda file: file.replica_routes)
 def routes_ask(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """Requests to the replicas pass the ext_proc filter: no route or virtual host disables it."""
     if file.asks(part) or not any(map(file.is_enabled, file.all(ExternalProcessor))):
@@ -220,7 +222,7 @@ def routes_ask(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, _filters)
+@rule(Level.ERROR, _filters)
 def filter_is_reached(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The ext_proc filter comes before envoy.filters.http.router, which ends the list."""
     if not file.ends_before(part):
@@ -231,7 +233,7 @@ def filter_is_reached(part: Part[ExternalProcessor], file: EnvoyFile) -> str | N
     )
 
 
-@_rule(Level.ERROR, _filters)
+@rule(Level.ERROR, _filters)
 def requests_wait(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Requests wait for the router: their headers are sent, or a buffer filter holds them."""
     if not _is_body_first(part) or file.is_buffered_after(part):
@@ -242,7 +244,7 @@ def requests_wait(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, _body_first_routes)
+@rule(Level.ERROR, _body_first_routes)
 def routes_wait(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """Where the body comes first, requests are held until it was seen: no route disables that."""
     if file.holds(part):
@@ -254,7 +256,7 @@ def routes_wait(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, bodies_first)
+@rule(Level.ERROR, bodies_first)
 def headers_are_told(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router hears with the body what it has to know of the headers."""
     missing = [name for name in _HEADERS if name not in part.message.request_attributes]
@@ -267,7 +269,7 @@ def headers_are_told(part: Part[ExternalProcessor], file: EnvoyFile) -> str | No
     )
 
 
-@_rule(Level.ERROR, bodies_first)
+@rule(Level.ERROR, bodies_first)
 def metadata_is_followed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router's answer to a body has an effect: the replicas' cluster reads metadata."""
     if not file.reads_header:
@@ -279,7 +281,7 @@ def metadata_is_followed(part: Part[ExternalProcessor], file: EnvoyFile) -> str 
     )
 
 
-@_rule(Level.ERROR, _filters)
+@rule(Level.ERROR, _filters)
 def body_is_buffered(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router sees the whole prompt before the request leaves."""
     mode = _mode(part).request_body_mode
@@ -291,7 +293,7 @@ def body_is_buffered(part: Part[ExternalProcessor], file: EnvoyFile) -> str | No
     )
 
 
-@_rule(Level.ERROR, _filters)
+@rule(Level.ERROR, _filters)
 def trailers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Trailers are sent where Envoy insists on it (FULL_DUPLEX_STREAMED)."""
     mode = _mode(part)
@@ -313,7 +315,7 @@ def trailers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | N
     )
 
 
-@_rule(Level.ERROR, _filters)
+@rule(Level.ERROR, _filters)
 def the_end_is_heard(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The stream stays open until the response has ended, for its close says that it has.
 
@@ -333,7 +335,7 @@ def the_end_is_heard(part: Part[ExternalProcessor], file: EnvoyFile) -> str | No
     )
 
 
-@_rule(Level.ERROR, _filters)
+@rule(Level.ERROR, _filters)
 def response_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router hears of every response, or of a sample of which it is told."""
     sent = [one for one in file.filters if not skips_responses(one)]
@@ -351,7 +353,7 @@ def response_headers_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) ->
     )
 
 
-@_rule(Level.WARNING, _filters)
+@rule(Level.WARNING, _filters)
 def response_attributes_are_sent(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router hears who answered and how: replica, status and flags come with the response."""
     missing = [name for name in _ATTRIBUTES if name not in part.message.response_attributes]
@@ -364,7 +366,7 @@ def response_attributes_are_sent(part: Part[ExternalProcessor], file: EnvoyFile)
     )
 
 
-@_rule(Level.WARNING, _filters)
+@rule(Level.WARNING, _filters)
 def allows_sampling(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """The router may read a sample of the streamed responses, and learn from them."""
     whole = _mode(part).response_body_mode is ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
@@ -376,7 +378,7 @@ def allows_sampling(part: Part[ExternalProcessor], file: EnvoyFile) -> str | Non
     )
 
 
-@_rule(Level.ERROR, _filters)
+@rule(Level.ERROR, _filters)
 def fails_open(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """A router that is down costs no request."""
     if part.message.failure_mode_allow:
@@ -387,7 +389,7 @@ def fails_open(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.WARNING, _filters)
+@rule(Level.WARNING, _filters)
 def waits_briefly(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """A router that hangs holds no request for long."""
     timeout = part.message.message_timeout
@@ -399,7 +401,7 @@ def waits_briefly(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, _headers_first)
+@rule(Level.ERROR, _headers_first)
 def forged_header_is_removed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Clients cannot choose a replica: their destination header is removed before ext_proc."""
     if file.removes_before(part, DESTINATION):
@@ -422,7 +424,7 @@ def _marking(file: EnvoyFile) -> list[Part[HttpConnectionManager]]:
     ]
 
 
-@_rule(Level.WARNING, _marking)
+@rule(Level.WARNING, _marking)
 def forged_mark_is_removed(part: Part[HttpConnectionManager], file: EnvoyFile) -> str | None:
     """Clients cannot keep responses from the router: the mark that they send is removed."""
     filters = file.all(ExternalProcessor, within=part)
@@ -435,7 +437,7 @@ def forged_mark_is_removed(part: Part[HttpConnectionManager], file: EnvoyFile) -
     )
 
 
-@_rule(Level.ERROR, _candidates)
+@rule(Level.ERROR, _candidates)
 def replicas_obey(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """Requests go where the router says: the replicas' cluster obeys it."""
     if part.path in {obeying.path for obeying in file.replica_clusters}:
@@ -446,7 +448,7 @@ def replicas_obey(part: Part[Cluster], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, _candidates)
+@rule(Level.ERROR, _candidates)
 def no_header_chooses_any_address(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """No header of a client can send a request to any address."""
     if not follows_header(part.message):
@@ -457,7 +459,7 @@ def no_header_chooses_any_address(part: Part[Cluster], file: EnvoyFile) -> str |
     )
 
 
-@_rule(Level.WARNING, _candidates)
+@rule(Level.WARNING, _candidates)
 def goes_on_without_router(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """Requests are served while the router is down: the cluster has members of its own."""
     if not is_destination(part.message) or follows_header(part.message):
@@ -469,7 +471,7 @@ def goes_on_without_router(part: Part[Cluster], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, lambda file: file.all(OverrideHost))
+@rule(Level.ERROR, lambda file: file.all(OverrideHost))
 def source_is_known(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
     """The policy override_host reads what the router sets."""
     if reads_header(part.message) or reads_metadata(part.message):
@@ -486,7 +488,7 @@ def receiving(filter: ExternalProcessor) -> list[str]:
     return options.receiving_namespaces.untyped if options and options.receiving_namespaces else []
 
 
-@_rule(Level.ERROR, _filters)
+@rule(Level.ERROR, _filters)
 def metadata_is_received(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
     """Metadata that the router sets is taken, where a cluster reads it."""
     if NAMESPACE in receiving(part.message) or not file.reads_metadata:
@@ -497,7 +499,7 @@ def metadata_is_received(part: Part[ExternalProcessor], file: EnvoyFile) -> str 
     )
 
 
-@_rule(Level.ERROR, lambda file: file.all(OverrideHost))
+@rule(Level.ERROR, lambda file: file.all(OverrideHost))
 def has_fallback(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
     """Requests are served while the router is down: override_host has a fallback policy."""
     if part.message.fallback_policy and part.message.fallback_policy.policies:
@@ -508,7 +510,7 @@ def has_fallback(part: Part[OverrideHost], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, lambda file: file.replica_clusters)
+@rule(Level.ERROR, lambda file: file.replica_clusters)
 def members_are_addresses(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """Every replica is a member of its cluster under its own ip:port."""
     kind = part.message.type
@@ -520,7 +522,7 @@ def members_are_addresses(part: Part[Cluster], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.ERROR, lambda file: file.router_clusters)
+@rule(Level.ERROR, lambda file: file.router_clusters)
 def router_speaks_http2(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """Envoy speaks HTTP/2 to the router, as gRPC needs."""
     explicit = [
@@ -536,7 +538,7 @@ def router_speaks_http2(part: Part[Cluster], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.WARNING, lambda file: file.router_clusters)
+@rule(Level.WARNING, lambda file: file.router_clusters)
 def router_is_health_checked(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """A router that hangs is left out: Envoy checks its health."""
     if part.message.health_checks:
@@ -547,7 +549,7 @@ def router_is_health_checked(part: Part[Cluster], file: EnvoyFile) -> str | None
     )
 
 
-@_rule(Level.WARNING, lambda file: [*file.router_clusters, *file.replica_clusters])
+@rule(Level.WARNING, lambda file: [*file.router_clusters, *file.replica_clusters])
 def limits_are_raised(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """Circuit breakers let all requests in flight through."""
     breakers = part.message.circuit_breakers
@@ -567,7 +569,7 @@ def limits_are_raised(part: Part[Cluster], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.WARNING, _candidates)
+@rule(Level.WARNING, _candidates)
 def vanished_replicas_are_hung_up_on(part: Part[Cluster], file: EnvoyFile) -> str | None:
     """A replica whose machine vanished is hung up on."""
     options = part.message.upstream_connection_options
@@ -582,7 +584,7 @@ def vanished_replicas_are_hung_up_on(part: Part[Cluster], file: EnvoyFile) -> st
     )
 
 
-@_rule(Level.WARNING, _listeners)
+@rule(Level.WARNING, _listeners)
 def large_bodies_pass(part: Part[Listener], file: EnvoyFile) -> str | None:
     """Bodies larger than 1 MiB are accepted."""
     if (part.message.per_connection_buffer_limit_bytes or 0) > _DEFAULT_BUFFER:
@@ -593,7 +595,7 @@ def large_bodies_pass(part: Part[Listener], file: EnvoyFile) -> str | None:
     )
 
 
-@_rule(Level.WARNING, lambda file: file.all(Buffer))
+@rule(Level.WARNING, lambda file: file.all(Buffer))
 def large_bodies_are_buffered(part: Part[Buffer], file: EnvoyFile) -> str | None:
     """The buffer filter takes bodies larger than 1 MiB."""
     if (part.message.max_request_bytes or 0) > _DEFAULT_BUFFER:
@@ -604,7 +606,7 @@ def large_bodies_are_buffered(part: Part[Buffer], file: EnvoyFile) -> str | None
     )
 
 
-@_rule(Level.ERROR, lambda file: file.replica_routes)
+@rule(Level.ERROR, lambda file: file.replica_routes)
 def answers_may_be_long(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """No route timeout cuts a long answer."""
     timeout = part.message.timeout
@@ -614,7 +616,7 @@ def answers_may_be_long(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     return f"the route's timeout is {length}: longer answers are cut. Write timeout: 0s"
 
 
-@_rule(Level.WARNING, lambda file: file.all(HttpConnectionManager))
+@rule(Level.WARNING, lambda file: file.all(HttpConnectionManager))
 def answers_may_be_silent(part: Part[HttpConnectionManager], file: EnvoyFile) -> str | None:
     """No idle timeout cuts a request that waits in a replica's queue."""
     if _by_route(file) or part.message.stream_idle_timeout is not None:
@@ -625,7 +627,7 @@ def answers_may_be_silent(part: Part[HttpConnectionManager], file: EnvoyFile) ->
     )
 
 
-@_rule(Level.ERROR, _waiting)
+@rule(Level.ERROR, _waiting)
 def first_tokens_may_wait(
     part: Part[HttpConnectionManager | RouteAction], file: EnvoyFile
 ) -> str | None:
@@ -641,7 +643,7 @@ def first_tokens_may_wait(
     )
 
 
-@_rule(Level.WARNING, _with_second)
+@rule(Level.WARNING, _with_second)
 def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """A request to a replica that just died is tried again on the second choice."""
     policy = part.message.retry_policy
@@ -658,7 +660,7 @@ def second_choice_is_used(part: Part[RouteAction], file: EnvoyFile) -> str | Non
     )
 
 
-@_rule(Level.WARNING, _with_second)
+@rule(Level.WARNING, _with_second)
 def failures_are_retried(part: Part[RouteAction], file: EnvoyFile) -> str | None:
     """A request that a broken replica answers with 500 is tried again on the second choice."""
     policy = part.message.retry_policy

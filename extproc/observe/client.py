@@ -2,12 +2,11 @@
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from types import MappingProxyType
 
 import aiohttp
 
 from extproc.config import AdminSettings
-from extproc.observe.token import authorization, read_token
+from extproc.observe.token import read_token
 from extproc.tls.certificates import trusting
 
 _PATIENCE_S = 10.0
@@ -33,7 +32,7 @@ def open_session(access: AdminSettings) -> aiohttp.ClientSession:
     """
     headers = {}
     if access.token_file is not None:
-        headers["Authorization"] = authorization(read_token(access.token_file))
+        headers["Authorization"] = f"Bearer {read_token(access.token_file)}"
     trusted = True if access.tls_cert is None else trusting(access.tls_cert)
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=_PATIENCE_S),
@@ -49,7 +48,7 @@ async def answer(
     url: str,
     path: str,
     kind: str,
-    query: Mapping[str, str] = MappingProxyType({}),
+    query: Mapping[str, str] | None = None,
     endless: bool = False,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """What a router answers, of that content type; ``endless``: it need only go on.

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
+from functools import partial
 from heapq import nlargest
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -38,7 +39,11 @@ class RouterMetrics:
     """What a router counts. One instance a process, on a registry of its own."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counts(
+        counts = partial(Counts, registry=registry)
+        spread = partial(Spread, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        predicted = partial(Predicted, registry=registry)
+        self.requests = counts(
             "extproc_requests_total",
             "Requests by what became of them: routed, refused (400, 404, 429, 503), passed (no "
             "inference; where the body comes first, what has none is not asked about), unrouted "
@@ -49,165 +54,132 @@ class RouterMetrics:
             "no longer waited for the router, which ext_proc.message_timeouts counts in Envoy), "
             "lost (its replica hung, and it was ended).",
             ["result"],
-            registry,
         )
-        self.refused = Counts(
+        self.refused = counts(
             "extproc_refused_total",
             "Refused requests by the reason that their answer gives: its code, or its type where "
             "it has none.",
             ["reason"],
-            registry,
         )
-        self.decisions = Counts(
+        self.decisions = counts(
             "extproc_decisions_total",
             "Decisions by policy and replica chosen.",
             ["policy", "replica"],
-            registry,
         )
-        self.shadow_decisions = Counts(
+        self.shadow_decisions = counts(
             "extproc_shadow_decisions_total",
             "Decisions of which route.shadow_policy would have made the same, or another.",
             ["policy", "result"],
-            registry,
         )
-        self.shadow_seconds = Counts(
+        self.shadow_seconds = counts(
             "extproc_shadow_seconds_total",
             "Predicted seconds, of the others among them, by which the replica of "
             "route.shadow_policy would have taken more or less: until the first token (ttft), "
             "until the last (completion), and of other requests (cost_to_others).",
             ["policy", "time", "result"],
-            registry,
         )
-        self.failures = Counts(
+        self.failures = counts(
             "extproc_failures_total",
             "Requests that a replica answered with 500 to 599, or that Envoy sent to another after "
             "it: what it is left out for.",
             ["replica"],
-            registry,
         )
-        self.left_out = Gauge(
+        self.left_out = gauge(
             "extproc_replica_left_out",
             "1 for each replica that gets no requests, whatever their model, and the first reason: "
             "unhealthy, stalled (silent, too), failing, draining.",
             ["replica", "reason"],
-            registry=registry,
         )
-        self.hits_expected = Counts(
+        self.hits_expected = counts(
             "extproc_prefix_cache_expected_tokens_total",
             "Prompt tokens that a replica should have had in its prefix cache, of the requests "
             "whose answer told how many it had.",
             ["replica"],
-            registry,
         )
-        self.hits_reported = Counts(
+        self.hits_reported = counts(
             "extproc_prefix_cache_reported_tokens_total",
             "Prompt tokens that it had there, by the same answers.",
             ["replica"],
-            registry,
         )
-        self.decision_seconds = Spread(
+        self.decision_seconds = spread(
             "extproc_decision_seconds",
             "Time to inspect a request and choose its replica, where it did not have to wait.",
             (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.2),
-            registry,
         )
-        self.responses = Counts(
+        self.responses = counts(
             "extproc_responses_total",
             "Responses that the router was told of, by status class: at more than a hundred a "
             "second of an Envoy, a hundred a second of it, shared by its routers and workers.",
             ["status"],
-            registry,
         )
-        self.ttft = Predicted(
-            "ttft",
-            "Time from decision to first token, of streams that are read",
-            _SECONDS,
-            registry,
+        self.ttft = predicted(
+            "ttft", "Time from decision to first token, of streams that are read", _SECONDS
         )
-        self.tpot = Predicted(
-            "tpot", "Time per token after the first, of the same streams", _PER_TOKEN, registry
+        self.tpot = predicted(
+            "tpot", "Time per token after the first, of the same streams", _PER_TOKEN
         )
-        self.completion = Predicted(
-            "completion", "Time from decision to the end of the response", _SECONDS, registry
+        self.completion = predicted(
+            "completion", "Time from decision to the end of the response", _SECONDS
         )
-        self.prediction_error = Spread(
+        self.prediction_error = spread(
             "extproc_prediction_error_ratio",
             "|predicted − actual| ÷ actual completion time, of the same requests.",
             (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5),
-            registry,
         )
-        self.waiting = Gauge(
+        self.waiting = gauge(
             "extproc_requests_waiting",
             "Requests that wait at the router until a replica can carry them, by objective and "
             "tenant: of tenants those with the most, and all that are left as other.",
             ["objective", "tenant"],
-            registry=registry,
         )
-        self.share = Gauge(
+        self.share = gauge(
             "extproc_tenant_share",
             "Share of what replicas did, as of late, for requests that had waited at the router, "
             "0 to 1, by tenant: those with the most, and all that are left as other.",
             ["tenant"],
-            registry=registry,
         )
-        self.waited_seconds = Spread(
+        self.waited_seconds = spread(
             "extproc_waited_seconds",
             "Time for which requests waited at the router that had to and were sent then.",
             _SECONDS,
-            registry,
         )
-        self.in_flight = Gauge(
-            "extproc_requests_in_flight",
-            "Requests in the ledger: sent, and not ended yet.",
-            registry=registry,
+        self.in_flight = gauge(
+            "extproc_requests_in_flight", "Requests in the ledger: sent, and not ended yet."
         )
-        self.replicas_needed = Gauge(
+        self.replicas_needed = gauge(
             "extproc_replicas_needed",
             "Replicas that would be busy all the time with what came to this router in the last "
             "minute or so, in batches as full as memory and targets per token allow, and with what "
             "waits at the router, done within a minute. Add up over routers.",
             ["pool"],
-            registry=registry,
         )
-        self.replicas = Gauge(
-            "extproc_replicas", "Replicas known, by health.", ["health"], registry=registry
-        )
-        self.state_age = Gauge(
+        self.replicas = gauge("extproc_replicas", "Replicas known, by health.", ["health"])
+        self.state_age = gauge(
             "extproc_state_age_seconds",
             "Seconds since the last news of any replica, from pollers or Redis.",
-            registry=registry,
         )
-        self.known_blocks = Gauge(
+        self.known_blocks = gauge(
             "extproc_replicas_known_blocks",
             "Replicas of which the KV blocks are known by their own word; what others hold is "
             "estimated.",
-            registry=registry,
         )
-        self.worker = Gauge(
-            "extproc_worker", "Number of this worker process, from 0.", registry=registry
+        self.worker = gauge("extproc_worker", "Number of this worker process, from 0.")
+        self.other_routers = gauge(
+            "extproc_other_routers", "Other routers of the pool that are heard of."
         )
-        self.other_routers = Gauge(
-            "extproc_other_routers",
-            "Other routers of the pool that are heard of.",
-            registry=registry,
-        )
-        self.digest_age = Spread(
+        self.digest_age = spread(
             "extproc_digest_age_seconds",
             "Age of other routers' digests when they arrive: this machine's time less the sender's "
             "when it was sent. A difference between two machines' clocks is in it, and nothing is "
             "below zero; decisions do not depend on it.",
             (1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2),
-            registry,
         )
-        self.redis_seconds = Spread(
+        self.redis_seconds = spread(
             "extproc_redis_seconds",
             "Round trip to Redis of a digest: half a second apart at the most, 20 ms at the least.",
             (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
-            registry,
         )
-        self.open_streams = Gauge(
-            "extproc_open_streams", "ext_proc streams open now.", registry=registry
-        )
+        self.open_streams = gauge("extproc_open_streams", "ext_proc streams open now.")
 
     def tell_shadow(self, decision: Decision) -> None:
         """What another policy would have chosen, if one was asked."""

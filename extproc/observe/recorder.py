@@ -5,9 +5,10 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Lock
 
 from msgspec.json import Encoder
 
@@ -18,6 +19,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.tables import COSTS
 from extproc.observe.decisions import Outcome
 from extproc.observe.record import FORMAT, Line, Refused, Replica, Request, Start, text_of, upper
+from extproc.own_thread import in_own_thread
 from extproc.predict.inputs import FleetView
 from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
@@ -174,22 +176,12 @@ class Recorder:
         return text
 
     async def _written(self) -> None:
-        """Writes by a thread of its own: a router ends without those that hang."""
+        """Writes in a thread of its own: a router ends without one that hangs."""
         if self._lost:
             logger.error("the disk is too slow for the record", extra={"lines_lost": self._lost})
         lines, self._lines, self._lost = self._lines, [], 0
         since, self._since = self._since, self._wall()
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-        def write() -> None:
-            try:
-                self._write(lines, since)
-            finally:
-                with suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(done.set)
-
-        Thread(target=write, daemon=True).start()
-        await done.wait()
+        await in_own_thread(partial(self._write, lines, since))
         self._kept -= sum(map(len, lines))
 
     # -- replicas ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 
+from extproc import named_file
 from extproc.watched_file import Watched
 
 
@@ -16,8 +17,8 @@ class Token:
         Raises:
             ValueError: the file holds none, or cannot be read.
         """
-        self._file = Watched("admin token", partial(_token_in, path), path)
-        self._token = read_token(path)
+        self._file = Watched("admin token", partial(read_token, path), path)
+        self._token = self._file.read()
 
     def is_in(self, header: str) -> bool:
         """Whether a request shows it in this header, ``Authorization``."""
@@ -33,19 +34,7 @@ def read_token(path: Path) -> str:
     Raises:
         ValueError: it holds none, or cannot be read.
     """
-    try:
-        return _token_in(path)
-    except OSError as error:
-        raise ValueError(f"admin.token_file: {path}: {error.strerror}") from None
-
-
-def authorization(token: str) -> str:
-    """The header that shows it."""
-    return f"Bearer {token}"
-
-
-def _token_in(path: Path) -> str:
-    token = path.read_text(encoding="utf-8").strip()
+    token = named_file.read("admin.token_file", path).decode().strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ValueError(f"admin.token_file: {path} holds no token: one line of ASCII")
     return token

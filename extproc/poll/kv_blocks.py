@@ -66,9 +66,10 @@ class KvBlocks:
     def __init__(self, random: Random, clock: Clock) -> None:
         self.complete = False
         """Whether nothing is held but what events told."""
+        self.number = random.randrange(1, 2**31) * NUMBERS
+        """Of the last news; its multiple no other poller has. Higher, where all that these told is
+        void."""
         self._clock = clock
-        self._number = random.randrange(1, 2**31) * NUMBERS
-        """Of the last news; its multiple no other poller has."""
         self._block_size = 0
         self._group: int | None = None
         self._keys: dict[int, int] = {}
@@ -88,11 +89,6 @@ class KvBlocks:
     def __len__(self) -> int:
         return len(self._keys)
 
-    @property
-    def number(self) -> int:
-        """Of the last news; higher, where all that these told is void."""
-        return self._number
-
     def start(self, complete: bool) -> None:
         """Nothing is known to be held; what is ``complete`` holds nothing."""
         self._keys.clear()
@@ -100,7 +96,7 @@ class KvBlocks:
         self._changes.clear()
         self._block_size, self._group = 0, None
         self.complete = complete
-        self._number += 1  # who heard all news until now does not know
+        self.number += 1  # who heard all news until now does not know
         self._whole_at = -math.inf
         self.repeat()
 
@@ -161,7 +157,7 @@ class KvBlocks:
         long_ago = since > _WHOLE_EVERY_S or self._told > max(len(self._keys), _FEW)
         if not (self._changes or repeat or long_ago):
             return None
-        previous, self._number = self._number, self._number + 1
+        previous, self.number = self.number, self.number + 1
         stored = [key for key, held in self._changes.items() if held]
         removed = [key for key, held in self._changes.items() if not held]
         self._told += len(self._changes) + _KEYS_OF_A_HEADER
@@ -179,7 +175,7 @@ class KvBlocks:
 
     def _news(self, previous: int, stored: list[int], removed: list[int]) -> BlockNews:
         keys = (np.array(keys, np.uint64) for keys in (stored, removed))
-        return BlockNews(self._number, previous, self._block_size, *keys)
+        return BlockNews(self.number, previous, self._block_size, *keys)
 
     def _store(self, event: BlockStored) -> None:
         if not self._block_size:

@@ -2,7 +2,7 @@
 a struct is a map, or an array of its fields in order with its name first."""
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import msgspec
 
@@ -10,7 +10,7 @@ _LARGEST_BLOCK = 2**20
 """Tokens; no real one comes near."""
 
 
-class BlockStored(msgspec.Struct, tag="BlockStored"):
+class BlockStored(msgspec.Struct, tag=True):
     """Blocks of a sequence, one after another, can be hit from now on."""
 
     block_hashes: list[int | bytes]
@@ -27,7 +27,7 @@ class BlockStored(msgspec.Struct, tag="BlockStored"):
     kv_cache_spec_kind: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
+class BlockRemoved(msgspec.Struct, tag=True):
     """Blocks were evicted."""
 
     block_hashes: list[int | bytes]
@@ -35,18 +35,14 @@ class BlockRemoved(msgspec.Struct, tag="BlockRemoved"):
     group_idx: int | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
+class AllBlocksCleared(msgspec.Struct, tag=True):
     """No block can be hit any more."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 _USUAL = msgspec.msgpack.Decoder(tuple[float, list[Event], int | None])
 """Reads at once what vLLM 0.32 sends: a batch that is an array, of events that are maps."""
-_KINDS: dict[Any, Any] = {
-    "BlockStored": BlockStored,
-    "BlockRemoved": BlockRemoved,
-    "AllBlocksCleared": AllBlocksCleared,
-}
+_KINDS: dict[Any, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def read_batch(data: bytes) -> Iterable[Event]:
@@ -68,13 +64,7 @@ def _in_any_form(data: bytes) -> Iterator[Event]:
             fields = event if isinstance(event, dict) else _named(event)
             if fields.get("type") in _KINDS:
                 yield msgspec.convert(fields, Event)
-    except (
-        msgspec.MsgspecError,
-        RecursionError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"not a batch of KV events: {error}") from None
 
 

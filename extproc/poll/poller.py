@@ -40,9 +40,7 @@ class Poller:
         self, config: Config, into: Destination, metrics: PollMetrics, random: Random
     ) -> None:
         self._settings = config.poll
-        self._finds_precedence = config.hold.has_priorities
         self._into = into
-        self._metrics = metrics
         self._random = random
         self._discovery = Discovery(
             config.replicas,
@@ -53,7 +51,17 @@ class Poller:
         )
         self.unlisted = self._discovery.unlisted
         """The Services that Kubernetes has not told of yet."""
-        self._typical = Typical()
+        self._new_replica = partial(
+            PolledReplica,
+            publish=self._publish,
+            metrics=metrics,
+            settings=config.poll,
+            typical=Typical(),
+            monotonic=monotonic,
+            wall=wall,
+            random=random,
+            finds_precedence=config.hold.has_priorities,
+        )
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, _Polled] = {}
         metrics.replicas.labels(config.pool).set_function(lambda: len(self._polled))
@@ -89,20 +97,7 @@ class Poller:
         if (ports := target.kv_events_ports) is not None:
             blocks = KvBlocks(self._random, monotonic)
             kv_stream = KvStream(context, target, ports, blocks, self._into, monotonic)
-        replica = PolledReplica(
-            target,
-            session,
-            self._publish,
-            self._metrics,
-            self._settings,
-            self._typical,
-            known,
-            kv_stream,
-            monotonic=monotonic,
-            wall=wall,
-            random=self._random,
-            finds_precedence=self._finds_precedence,
-        )
+        replica = self._new_replica(target, session, known=known, kv_stream=kv_stream)
         return _Polled(target, replica, tasks.create_task(replica.run()))
 
     async def _rediscover(self) -> None:

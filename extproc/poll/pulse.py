@@ -21,27 +21,25 @@ class Pulse:
         end."""
         self._says_anything = says_anything
         self._tell = tell
-        self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._doubts: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        """What begins to doubt it, and then what listens; None: nothing is owed."""
 
     def asked(self, usual_s: float) -> None:
         """Its figures are due within the seconds that they usually take."""
-        if self._timer is None and self._task is None:
+        if self._doubts is None:
             self._doubt_after(usual_s + _STEP_S)
 
     def settled(self) -> None:
         """They came, or it is known why they cannot."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
-        self._timer = self._task = None
+        if self._doubts is not None:
+            self._doubts.cancel()
+        self._doubts = None
 
     def _doubt_after(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._doubt)
+        self._doubts = asyncio.get_running_loop().call_later(seconds, self._doubt)
 
     def _doubt(self) -> None:
-        self._timer, self._task = None, asyncio.create_task(self._listen())
+        self._doubts = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
         silent_s, said = 0.0, False
@@ -56,5 +54,4 @@ class Pulse:
                 asking.cancel()
         if silent_s:
             self._tell(0.0)
-        self._task = None
         self._doubt_after(_STEP_S)

@@ -80,7 +80,8 @@ class PolledReplica:
             "profile": target.profile,
             "life_s": settings.ttl_s,
         }
-        self._state = None if known is None else known.model_copy(update=self._identity)
+        self.state = None if known is None else known.model_copy(update=self._identity)
+        """What was published last, at first by whoever had the replica before."""
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
         self._typical = typical
@@ -96,19 +97,14 @@ class PolledReplica:
         )
 
     @property
-    def state(self) -> ReplicaState | None:
-        """What was published last, at first by whoever had the replica before."""
-        return self._state
-
-    @property
     def healthy(self) -> bool:
         """Whether the last scrape succeeded."""
-        return self._state is not None and self._state.healthy
+        return self.state is not None and self.state.healthy
 
     def tell_again(self) -> None:
         """Nobody may know its state or its KV blocks any more."""
-        if self._state is not None:
-            self._publish_state(self._state)
+        if self.state is not None:
+            self._publish_state(self.state)
         if self._kv_stream is not None:
             self._kv_stream.tell_again()
 
@@ -139,7 +135,7 @@ class PolledReplica:
     async def _scrape_once(self) -> float:
         """Scrape, learn, publish, and return the seconds to wait before the next scrape."""
         started = self._monotonic()
-        self._pulse.asked(0.0 if self._state is None else self._state.scrape_seconds)
+        self._pulse.asked(0.0 if self.state is None else self.state.scrape_seconds)
         try:
             figures = await scrape(self._session, self._target.id, self._asks_health(started))
         except ScrapeError as error:
@@ -191,14 +187,14 @@ class PolledReplica:
 
     def _failed(self, error: ScrapeError) -> None:
         problem = str(error)
-        if self._state is None or self.healthy:
+        if self.state is None or self.healthy:
             extra = {"replica": self._target.who, "problem": problem}
             log.warning("replica is not healthy", extra=extra)
         self._metrics.failed.inc()
         self._calibration.interrupted()
         if isinstance(error, UnreachableError):
             self._models.forget()  # it may come back with others
-        last = self._state or self._blank()
+        last = self.state or self._blank()
         update = {"healthy": False, "problem": problem, "kv_news": None}
         if not isinstance(error, SilentError):
             self._pulse.settled()
@@ -206,13 +202,13 @@ class PolledReplica:
         self._publish(last.model_copy(update=update))
 
     def _tell_silence(self, seconds: float) -> None:
-        if self._state is not None:
-            self._publish(self._state.model_copy(update={"unanswered_s": seconds}))
+        if self.state is not None:
+            self._publish(self.state.model_copy(update={"unanswered_s": seconds}))
 
     def _start_anew(self, error: Exception) -> None:
         """Nobody foresaw this: nothing the replica told is kept, for it may be what led here."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
-        if self._state is None or self._state.problem != problem:
+        if self.state is None or self.state.problem != problem:
             extra = {"replica": self._target.who}
             log.error("replica cannot be polled, retrying", extra=extra, exc_info=error)
         self._metrics.failed.inc()
@@ -223,7 +219,7 @@ class PolledReplica:
         self._publish(self._blank(healthy=False, problem=problem))
 
     def _publish(self, state: ReplicaState) -> None:
-        self._state = state
+        self.state = state
         self._publish_state(state)
 
     async def _tell(self) -> dict[str, Any]:
@@ -253,8 +249,8 @@ class PolledReplica:
         return figures is not None and not figures.waiting and figures.engines == 1
 
     def _models_changed(self) -> None:
-        if self._state is not None:
-            self._publish(self._state.model_copy(update=self._models.fields))
+        if self.state is not None:
+            self._publish(self.state.model_copy(update=self._models.fields))
 
     def _kv_news(self, figures: EngineFigures) -> int | None:
         """Which of several engines gets a request, and so whose blocks count, nobody knows."""
@@ -262,7 +258,7 @@ class PolledReplica:
 
     def _restarted(self, figures: EngineFigures) -> bool:
         """Whether another process answers now."""
-        last = self._figures or self._state
+        last = self._figures or self.state
         return last is not None and (
             self._another_model(figures)
             or figures.steps < last.steps
@@ -273,7 +269,7 @@ class PolledReplica:
     def _another_model(self, figures: EngineFigures) -> bool:
         if self._figures is not None:
             return figures.models != self._figures.models
-        known = self._state.models if self._state else ()
+        known = self.state.models if self.state else ()
         return bool(known) and not {*figures.models} <= {*known}
 
     def _blank(self, **values: Any) -> ReplicaState:

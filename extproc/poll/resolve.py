@@ -9,10 +9,10 @@ import asyncio
 import ipaddress
 import logging
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from concurrent.futures import Future
+from functools import partial
 
+from extproc.own_thread import in_own_thread
 from extproc.trouble import Trouble
 
 log = logging.getLogger(__name__)
@@ -22,25 +22,14 @@ Resolve = Callable[[str], Awaitable[Sequence[str]]]
 
 
 async def resolve_host(host: str) -> Sequence[str]:
-    """Ask the system's resolver, on a thread of its own that keeps no program from its end.
+    """Ask the system's resolver, on a thread of its own.
 
     Raises:
         OSError: the name has no address.
         UnicodeError: it can be no host's name.
     """
-    answer: Future[Sequence[str]] = Future()
-    answer.set_running_or_notify_cancel()  # the thread answers, whether or not anybody still waits
-    threading.Thread(target=_ask, args=(host, answer), name=f"resolve {host}", daemon=True).start()
-    return await asyncio.wrap_future(answer)
-
-
-def _ask(host: str, answer: Future[Sequence[str]]) -> None:
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except Exception as error:
-        answer.set_exception(error)
-    else:
-        answer.set_result([str(sockaddr[0]) for *_, sockaddr in found])
+    ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+    return [str(sockaddr[0]) for *_, sockaddr in await in_own_thread(ask)]
 
 
 class Host:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import aiohttp
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from yarl import URL
 
 from extproc.poll.metrics_text import EngineFigures, MetricsError, read_metrics
@@ -45,8 +45,6 @@ class VanishedError(UnreachableError, SilentError):
 class _Model(BaseModel):
     """One entry of ``/v1/models``: the model itself, or a LoRA adapter."""
 
-    model_config = ConfigDict(extra="ignore")
-
     id: str
     parent: str | None = None
     """The model that an adapter belongs to; None for the model itself."""
@@ -55,8 +53,6 @@ class _Model(BaseModel):
 
 class _Version(BaseModel):
     """What ``/version`` answers."""
-
-    model_config = ConfigDict(extra="ignore")
 
     version: str
 
@@ -70,8 +66,6 @@ class _Version(BaseModel):
 
 class _ModelList(BaseModel):
     """What ``/v1/models`` answers."""
-
-    model_config = ConfigDict(extra="ignore")
 
     data: tuple[_Model, ...]
 

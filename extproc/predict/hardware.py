@@ -66,10 +66,9 @@ def hardware_profile(name: str) -> HardwareProfile:
     """The profile of that name.
 
     Raises:
-        KeyError: no profile has that name; the message lists the nearest.
+        ValueError: no profile has that name; the message lists the nearest.
     """
-    try:
-        return PROFILES[name]
-    except KeyError:
+    if name not in PROFILES:
         hint = nearest(name, PROFILES) or f"; known: {', '.join(PROFILES)}"
-        raise KeyError(f"no hardware profile is named {name!r}{hint}") from None
+        raise ValueError(f"no hardware profile is named {name!r}{hint}")
+    return PROFILES[name]

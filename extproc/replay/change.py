@@ -90,9 +90,6 @@ def _named(scene: Scene, name: str) -> str:
 
 def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
     """That hardware, as it was learned to be where a replica of the record runs on it."""
-    try:
-        profile = hardware_profile(name)
-    except KeyError as error:
-        raise ValueError(error.args[0]) from None
+    profile = hardware_profile(name)
     alike = [one for one in scene.members.values() if one.state.profile == name]
     return (alike[0].hardware, alike[0].turns[-1].step) if alike else (profile, None)

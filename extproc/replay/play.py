@@ -19,8 +19,8 @@ from extproc.replay.polling import Watch
 from extproc.replay.routers import Node, Routers
 from extproc.replay.scene import Asked, Member, Scene, Turn
 from extproc.replay.served import Arrival, Traced
-from extproc.replay.simulation import Event, Simulation
-from extproc.route.router import Decision
+from extproc.replay.simulation import Simulation
+from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence
 
 _JITTER_S = 0.02
@@ -77,15 +77,16 @@ class _Replay(Simulation):
         self._forced = forced
         config = scene.config
         machines = {name: _machine(name, one) for name, one in scene.members.items()}
-        watches, events = [], list[Event]()
-        for name, member in scene.members.items():
-            told = member.turns[0].state
-            watch = Watch(machines[name], told, None, typical, config.poll.interval_s, random)
-            watches.append(watch)
-            turns = (
-                (turn.at, partial(self._turn, machines[name], watch, turn)) for turn in member.turns
-            )
-            events += turns
+        interval_s = config.poll.interval_s
+        watches = {
+            name: Watch(machines[name], one.turns[0].state, None, typical, interval_s, random)
+            for name, one in scene.members.items()
+        }
+        events = [
+            (turn.at, partial(self._turn, machines[name], watches[name], turn))
+            for name, one in scene.members.items()
+            for turn in one.turns
+        ]
         node = Node(
             Fleet(OutputLengths(), clock, clock, ModelNames(config.route.models)),
             config.route.policy,
@@ -97,13 +98,14 @@ class _Replay(Simulation):
         )
         hold = config.hold.longest_s > 0.0 and not forced
         routers = Routers([node], None, clock, random)
-        super().__init__(machines, watches, routers, clock, config.poll.interval_s, hold, events)
-        self._dealt = routers
+        every = watches.values()
+        super().__init__(machines, every, routers, clock, interval_s, hold, events)
 
     def _arrival(self, number: int, traced: Traced) -> Arrival:
         assert isinstance(traced, Asked)
-        profile = traced.profile
-        return Arrival(number, traced, profile, profile.objective, partial(self._sequences, traced))
+        profile, sequences = traced.profile, partial(self._sequences, traced)
+        among = frozenset({traced.replica}) if self._forced else None
+        return Arrival(number, traced, profile, profile.objective, sequences, among)
 
     def _sequences(self, asked: Asked) -> list[Sequence]:
         block_size = next(iter(self.machines.values())).engine.pool.block_size
@@ -116,12 +118,6 @@ class _Replay(Simulation):
             for _ in range(asked.profile.parts)
         ]
 
-    def _decide(self, arrival: Arrival) -> Decision | None:
-        asked = arrival.traced
-        assert isinstance(asked, Asked)
-        among = frozenset({asked.replica}) if self._forced else None
-        return self._dealt.decide(arrival.number, arrival.profile, (), among)
-
     def _turn(self, machine: Machine, watch: Watch, turn: Turn) -> None:
         machine.runs_at(turn.step)
         always = {"healthy": True, "draining": False} if self._forced else {}
@@ -130,10 +126,10 @@ class _Replay(Simulation):
 
 def _machine(name: str, member: Member) -> Machine:
     state = member.state
-    return Machine(
-        name,
-        member.hardware,
-        by_priority=state.by_priority,
+    engine = partial(
+        Engine,
         block_size=state.block_size,
         prefix_caching=state.prefix_caching,
+        by_priority=state.by_priority,
     )
+    return Machine(name, member.hardware, engine)

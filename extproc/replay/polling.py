@@ -1,6 +1,5 @@
 """What the production poller would publish of a simulated replica."""
 
-from itertools import pairwise
 from random import Random
 
 from extproc.backoff import Backoff
@@ -46,19 +45,18 @@ class Watch:
         self._typical = typical
         self._backoff = Backoff(interval, _LONGEST_PAUSE, random)
         self._due = 0.0
-        self._gives_up_at: float | None = None
-        self._tokens_counted = 0.0
-        self._lengths: tuple[tuple[float, float], ...] = ()
+        self._waits = False
+        """For an answer that does not come."""
         self._state = told
 
     def poll(self, now: float) -> ReplicaState | None:
         """The state to publish; None where no scrape ends now."""
         if now < self._due:
             return None
-        if self._machine.hung and self._gives_up_at is None:
-            self._due = self._gives_up_at = now + _TIMEOUT
+        self._waits = self._machine.hung and not self._waits
+        if self._waits:
+            self._due = now + _TIMEOUT
             return None
-        self._gives_up_at = None
         self._state = self._scrape(now) if self._machine.works else self._fail(now)
         return self._state
 
@@ -81,6 +79,7 @@ class Watch:
     def _figures(self) -> EngineFigures:
         engine = self._machine.engine
         gauges, counters = engine.gauges, engine.counters
+        lengths = self._machine.output_lengths
         return EngineFigures(
             models=self.told.models,
             running=gauges.running,
@@ -97,7 +96,7 @@ class Watch:
             accepted_tokens=counters.accepted_tokens,
             preemptions=counters.preemptions,
             finished=counters.finished.total(),
-            output_lengths=self._output_lengths(),
+            output_lengths=tuple(zip(lengths.bounds, map(float, lengths.counts), strict=False)),
         )
 
     def _learn(self, figures: EngineFigures, now: float) -> StepModel:
@@ -106,13 +105,3 @@ class Watch:
         self._calibration.poll(figures.counts(now), self._typical.value)
         self._typical.report(self._machine.name, self._calibration.ratio)
         return self._calibration.model
-
-    def _output_lengths(self) -> tuple[tuple[float, float], ...]:
-        """Requests per bucket; the same as in the last poll where none has finished since."""
-        histogram = self._machine.output_lengths
-        if histogram.sum != self._tokens_counted:
-            self._tokens_counted = histogram.sum
-            below = [0, *histogram.cumulative()]
-            counts = (after - before for before, after in pairwise(below))
-            self._lengths = tuple(zip(histogram.bounds, map(float, counts), strict=False))
-        return self._lengths

@@ -13,16 +13,14 @@ from extproc.fleet.fleet import Ended, Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.hold.queue import Queue
 from extproc.replay.clock import VirtualClock
-from extproc.replay.served import Served
+from extproc.replay.served import Arrival, Served
 from extproc.replica_state import ReplicaState
-from extproc.request.prefix import Prefix
-from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router
 from extproc.server.watch import Reader
 
 
 class Node:
-    """One router: its decisions, and what it hears of requests, by their number."""
+    """One router: its decisions, and what it hears of requests."""
 
     def __init__(
         self,
@@ -40,38 +38,49 @@ class Node:
         self._clock = clock
         self._tickets: dict[int, Ticket] = {}
         self.queue = Queue(fleet, hold, clock)
-        self._ended: tuple[int, Ended] = 0, Ended(0.0, 0.0, None)
-        """The last one that did, and what the fleet knows of it."""
 
-    def sent(self, number: int, decision: Decision) -> bool:
-        """A request was sent; returns whether its answer is read, if that is streamed."""
-        ticket = self.fleet.dispatch(decision.replica, decision.profile, decision.cached)
-        self._tickets[number] = ticket
-        self.fleet.sessions.saw(decision.profile.session, decision.replica)
-        profile = decision.profile
+    def sent(self, served: Served) -> None:
+        """A request was sent; whether a streamed answer is read is decided now."""
+        decision, profile = served.decision, served.profile
+        ticket = self.fleet.dispatch(decision.replica, profile, decision.cached)
+        self._tickets[served.number] = ticket
+        self.fleet.sessions.saw(profile.session, decision.replica)
         chunks, teaches = decision.prediction.output_tokens, self.fleet.teaches(ticket)
-        return profile.stream and self._reader.reads(self._clock(), chunks, teaches)
+        if profile.stream:
+            served.watched = self._reader.reads(self._clock(), chunks, teaches)
 
-    def moved(self, number: int, replica: str, prefix: Prefix) -> None:
-        """It is served by another replica than it was sent to."""
-        self.fleet.move(self._tickets[number], replica, prefix)
+    def retried(self, served: Served) -> None:
+        """It is served by another replica than it was sent to, which failed."""
+        self.fleet.eligibility.failed(served.decision.replica)
+        self.fleet.move(self._tickets[served.number], served.replica, served.profile.prefix)
 
-    def first_token(self, number: int) -> None:
-        """Its first token was seen."""
-        self.fleet.first_token(self._tickets[number])
+    def answered(self, served: Served) -> None:
+        """Response headers came from its replica."""
+        self.fleet.eligibility.answered(served.replica)
 
-    def ended(self, served: Served, prefilled: bool) -> None:
+    def failed(self, served: Served) -> None:
+        """An error came in their place."""
+        self.fleet.eligibility.failed(served.replica)
+
+    def first_token(self, served: Served) -> None:
+        """Its first token came."""
+        if served.watched:
+            self.fleet.first_token(self._tickets[served.number])
+
+    def ended(self, served: Served) -> None:
         """Its stream is over."""
         if served.watched and served.profile.stream:
             expected = served.decision.prediction.output_tokens
             self._reader.came(served.sequence.output_tokens, expected)
-        ticket = self._tickets.pop(served.number)
-        self._ended = served.number, self.fleet.release(ticket, prefilled)
+        ended = self.fleet.release(self._tickets.pop(served.number), served.prefill_seen)
+        if served.finished is not None:
+            self._learn(served, ended)
 
-    def learn(self, served: Served) -> None:
-        """It has just ended."""
-        number, ended = self._ended
-        assert number == served.number
+    def let_go(self, served: Served) -> None:
+        """What waits may take its place."""
+        self.queue.let_go(served.replica)
+
+    def _learn(self, served: Served, ended: Ended) -> None:
         forecast, replica = served.decision.forecast(), served.replica
         if served.watched:
             tokens, waited = served.sequence.output_tokens, served.sent - served.traced.at
@@ -83,15 +92,8 @@ class Node:
         else:
             self.router.learn_counted(forecast, replica, ended, None)
 
-    def answered(self, replica: str, well: bool) -> None:
-        """Response headers came from a replica, or none and an error."""
-        if well:
-            self.fleet.eligibility.answered(replica)
-        else:
-            self.fleet.eligibility.failed(replica)
 
-
-News = Callable[[Node], object]
+News = Callable[[Node, Served], None]
 
 
 class Routers:
@@ -110,28 +112,22 @@ class Routers:
         self._owner: dict[int, Node] = {}
         self._under_way: deque[tuple[float, Digest | None, str, bytes]] = deque()
 
-    def decide(
-        self,
-        number: int,
-        profile: RequestProfile,
-        prefix: Sequence[int],
-        among: frozenset[str] | None = None,
-    ) -> Decision | None:
-        """The decision of a router drawn at random; ``among``: the only replicas to choose from."""
-        owner = self._owner[number] = self._random.choice(self.nodes)
-        return owner.router.decide(profile, among=among)
+    def decide(self, arrival: Arrival) -> Decision | None:
+        """The decision of a router drawn at random; None where no replica can be used."""
+        owner = self._owner[arrival.number] = self._random.choice(self.nodes)
+        return owner.router.decide(arrival.profile, among=arrival.among)
 
-    def owner(self, number: int) -> Node:
+    def owner(self, arrival: Arrival) -> Node:
         """The router that a request came to."""
-        return self._owner[number]
+        return self._owner[arrival.number]
 
-    def tell(self, number: int, news: News) -> None:
+    def tell(self, served: Served, news: News) -> None:
         """Tells the router of a request at once."""
-        news(self._owner[number])
+        news(self._owner[served.number], served)
 
-    def learn(self, served: Served) -> None:
-        """Its own router learns from it."""
-        self._owner[served.number].learn(served)
+    def ended(self, served: Served) -> None:
+        """A request's stream is over."""
+        self.tell(served, Node.ended)
 
     def publish(self, state: ReplicaState) -> None:
         """Reaches every router at once."""

@@ -38,6 +38,8 @@ class Arrival:
     """What it aims for, whether the router knows or not."""
     sequences: Callable[[], list[Sequence]]
     """What an engine makes of it, anew for each that gets it; at least one."""
+    among: frozenset[str] | None = None
+    """The only replicas that it may be sent to; None: any."""
 
 
 @dataclass(slots=True)
@@ -82,6 +84,12 @@ class Served:
     def profile(self) -> RequestProfile:
         """As the router knows it."""
         return self.decision.profile
+
+    @property
+    def prefill_seen(self) -> bool:
+        """Whether the router knows that its prompt was computed."""
+        first_seen = self.profile.stream and self.first_token is not None
+        return self.watched and (first_seen or self.finished is not None)
 
     @property
     def ttft(self) -> float:

@@ -1,22 +1,20 @@
 """Discrete-event simulation: the production router against the simulator's engines."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from itertools import count
 from math import inf
 from operator import itemgetter
-from typing import Protocol
 
 from extproc.hold.queue import LET_GO_EVERY_S
 from extproc.hold.waiting import Waiting
 from extproc.replay.clock import VirtualClock
 from extproc.replay.machine import Machine
 from extproc.replay.polling import Watch
-from extproc.replay.routers import News, Node, Routers
+from extproc.replay.routers import Node, Routers
 from extproc.replay.served import Arrival, Failed, Served, Traced
 from extproc.request.errors import Refusal
-from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision
 from extproc.simulator.steps import Outcome
 
@@ -27,24 +25,14 @@ Event = tuple[float, Callable[[], None]]
 """Something that happens, and when."""
 
 
-class Deciding(Protocol):
-    """Chooses replicas, and learns from what came of it."""
-
-    def decide(self, number: int, profile: RequestProfile, prefix: Items[int]) -> Decision | None:
-        """Where a request goes, whose blocks have these hashes; None where none works."""
-
-    def learn(self, served: Served) -> None:
-        """One has just ended."""
-
-
 class Simulation(ABC):
     """Replicas, and whoever decides which gets a request; what the requests are, subclasses say."""
 
     def __init__(
         self,
         machines: Mapping[str, Machine],
-        watches: Items[Watch],
-        deciding: Deciding,
+        watches: Collection[Watch],
+        routers: Routers,
         clock: VirtualClock,
         poll_s: float,
         hold: bool,
@@ -55,8 +43,7 @@ class Simulation(ABC):
         self.failed: list[Failed] = []
         """Requests that got no whole answer."""
         self._watches = watches
-        self._deciding = deciding
-        self._routers = deciding if isinstance(deciding, Routers) else None
+        self._routers = routers
         self._poll_s = poll_s
         self._poll_at = 0.0
         self._hold = hold
@@ -101,21 +88,13 @@ class Simulation(ABC):
     def _arrive(self, traced: Traced) -> None:
         self._sent += 1
         arrival = self._arrival(self._sent, traced)
-        decision = self._decide(arrival)
-        if not (self._hold and self._routers and decision):
-            self._begin(arrival, decision)
-            return
-        node = self._routers.owner(arrival.number)
-        if node.queue.keeps(decision):
-            self._wait(node, arrival, decision)
+        decision = self._routers.decide(arrival)
+        if decision and self._hold and self._routers.owner(arrival).queue.keeps(decision):
+            self._wait(arrival, decision)
         else:
             self._begin(arrival, decision)
 
-    def _decide(self, arrival: Arrival) -> Decision | None:
-        first, *_ = arrival.sequences()
-        return self._deciding.decide(arrival.number, arrival.profile, first.hashes)
-
-    def _wait(self, node: Node, arrival: Arrival, decision: Decision) -> None:
+    def _wait(self, arrival: Arrival, decision: Decision) -> None:
         def go(outcome: Decision | Exception | None) -> None:
             self._held -= 1
             if isinstance(outcome, Refusal):
@@ -125,7 +104,7 @@ class Simulation(ABC):
             self._begin(arrival, outcome)
 
         self._held += 1
-        profile, now = decision.profile, self.clock()
+        node, profile, now = self._routers.owner(arrival), decision.profile, self.clock()
 
         def decide() -> Decision | None:
             return node.router.decide(profile, waited=self.clock() - now)
@@ -142,11 +121,7 @@ class Simulation(ABC):
         whole = not decision.profile.stream
         served = Served(arrival, decision, whole, decision.replica, self.clock())
         self._open[served.number] = served
-
-        def sent(node: Node) -> None:
-            served.watched |= node.sent(served.number, decision)
-
-        self._tell(served, sent)
+        self._routers.tell(served, Node.sent)
         self._send(served)
 
     def _send(self, served: Served) -> None:
@@ -180,33 +155,19 @@ class Simulation(ABC):
         self._send(served)
 
     def _fail(self, served: Served) -> None:
-        if not served.answered:
-            self._answer(served, well=False)
-        seen = served.watched and served.profile.stream and served.first_token is not None
-        self._tell(served, lambda node: node.ended(served, prefilled=seen))
+        self._answer(served, well=False)
+        self._routers.ended(served)
         del self._open[served.number]
         self.failed.append(Failed(served.traced, served.replica, self.clock()))
 
     def _answer(self, served: Served, well: bool) -> None:
-        """Response headers pass; they say which replica it was in the end."""
+        """Response headers pass, once; they say which replica it was in the end."""
         if served.answered:
             return
         served.answered = True
-        replica, chosen = served.replica, served.decision.replica
-        if replica != chosen:
-            self._tell(served, lambda node: node.answered(chosen, well=False))
-            prefix = served.profile.prefix
-            self._tell(served, lambda node: node.moved(served.number, replica, prefix))
-        self._tell(served, lambda node: node.answered(replica, well))
-
-    def _tell(self, served: Served, news: News) -> None:
-        """The oracle need not be told."""
-        if self._routers:
-            self._routers.tell(served.number, news)
-
-    def _deliver(self, until: float) -> None:
-        if self._routers:
-            self._routers.deliver(until)
+        if served.replica != served.decision.replica:
+            self._routers.tell(served, Node.retried)
+        self._routers.tell(served, Node.answered if well else Node.failed)
 
     def _give_up_on_hung(self) -> None:
         """The last requests wait for replicas that never come back."""
@@ -230,7 +191,7 @@ class Simulation(ABC):
         yield from self._advance_at_once(until)
 
     def _look(self, now: float) -> None:
-        if self._routers and now >= self._look_at:
+        if now >= self._look_at:
             self._look_at = now + LET_GO_EVERY_S
             for node in self._routers.nodes:
                 node.queue.look()
@@ -244,10 +205,10 @@ class Simulation(ABC):
         happened = [pair for machine in self.machines.values() for pair in machine.advance(until)]
         happened.sort(key=itemgetter(0))
         for at, outcome in happened:
-            self._deliver(at)
+            self._routers.deliver(at)
             self.clock.time = at
             yield from self._hear(outcome)
-        self._deliver(until)
+        self._routers.deliver(until)
         self.clock.time = until
 
     def _hear(self, outcome: Outcome) -> Iterator[Served]:
@@ -259,10 +220,7 @@ class Simulation(ABC):
                 del self._open[served.number]
                 self._finish(served)
                 yield served
-                self._let_go(served)
-
-    def _let_go(self, served: Served) -> None:
-        self._tell(served, lambda node: node.queue.let_go(served.replica))
+                self._routers.tell(served, Node.let_go)
 
     def _first_token(self, served: Served) -> None:
         if served.first_token is not None:
@@ -270,18 +228,16 @@ class Simulation(ABC):
         served.first_token = self.clock()
         if served.profile.stream:
             self._answer(served, well=True)
-            if served.watched:
-                self._tell(served, lambda node: node.first_token(served.number))
+            self._routers.tell(served, Node.first_token)
 
     def _finish(self, served: Served) -> None:
         served.finished = self.clock()
         self._answer(served, well=True)
-        self._tell(served, lambda node: node.ended(served, prefilled=served.watched))
-        self._deciding.learn(served)
+        self._routers.ended(served)
 
     def _poll(self) -> None:
         for watch in self._watches:
             state = watch.poll(self.clock())
-            if state is not None and self._routers:
+            if state is not None:
                 self._routers.publish(state)
         self._poll_at += self._poll_s

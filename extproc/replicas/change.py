@@ -27,17 +27,16 @@ async def add(pool: Pool, address: str, profile: str | None, name: str | None) -
     id_ = await _resolved(given)
     known = {replica.id: replica for replica in await pool.replicas()}.get(id_)
     before = known.desired.source if known and known.desired else None
-    elsewhere = known is not None and known.state is not None and before is None
-    if known and elsewhere and known.wish == "drain" and not (profile or name):
-        await _ask(pool, known, "serve")
-        return f"{known.title} takes requests again"
-    if known and elsewhere and known.wish != "remove":
+    if known and known.state and not before and known.wish != "remove":
         if profile or name:
             raise ReplicaError(
                 f"{known.title} is in the pool by configuration, file, DNS or Kubernetes: "
                 "its profile and name are set there"
             )
-        return f"{known.title} is in the pool already"
+        if known.wish == "serve":
+            return f"{known.title} is in the pool already"
+        await _ask(pool, known, "serve")
+        return f"{known.title} takes requests again"
     source = ReplicaSource(
         url=id_,
         profile=given.profile if profile or before is None else before.profile,

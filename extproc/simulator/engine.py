@@ -80,13 +80,13 @@ class Engine:
         if events:
             self.pool.evicted = events.removed
         self.prefix_caching = prefix_caching
+        self.by_priority = by_priority
         self.adapters = adapters
         """None: it serves no LoRA adapters."""
         self.counters = Counters()
         self.steps = 0
         """Steps completed, also those that vLLM does not count."""
         self.gauges = Gauges()
-        self._by_priority = by_priority
         self._model: StepModel = profile.step
         self._slow = 1.0
         self._now = 0.0
@@ -180,7 +180,7 @@ class Engine:
         if self._step is None and not self.running and not self._waiting:
             self._now = max(self._now, now)
         sequence.arrived = now
-        if self._by_priority:
+        if self.by_priority:
             insort(self._waiting, sequence, key=_rank)
         else:
             self._waiting.append(sequence)
@@ -281,7 +281,7 @@ class Engine:
     def _preempt(self) -> None:
         """Send the sequence admitted last back to the head of the queue; by priority, the one that
         is the last in it to its place there."""
-        if self._by_priority:
+        if self.by_priority:
             last = max(chain(self._decoding.values(), self._prefilling.values()), key=_rank)
         else:
             last = next(reversed((self._prefilling or self._decoding).values()))
@@ -291,7 +291,7 @@ class Engine:
             self._stop_decoding(last)
         last.preemptions += 1
         self.counters.preemptions += 1
-        if self._by_priority:
+        if self.by_priority:
             insort(self._waiting, last, key=_rank)
         else:
             self._waiting.appendleft(last)

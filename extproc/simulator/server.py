@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from random import Random
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 from uuid import uuid4
@@ -74,6 +75,7 @@ AUDIO = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 _INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
+Result = TypeVar("Result")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -166,8 +168,7 @@ class ReplicaServer:
         body_type, reply_type = GENERATING[request.path]
         body = await _parse(request, body_type)
         self.replica.check_model(body.model)
-        if isinstance(body, ResponsesBody):
-            self._responses.resume(body)
+        self._responses.resume(body)
         generation = self.replica.generate(body, _output_tokens(request))
         settings = self.replica.settings
         reply = reply_type(
@@ -177,26 +178,26 @@ class ReplicaServer:
             generation.usage().prompt,
             settings.enable_prompt_tokens_details,
         )
-        if isinstance(reply, ResponsesReply) and _in_background(body):
-            work = asyncio.create_task(self._finish(body, reply, generation))
-            return web.json_response(self._responses.queue(reply, work))
-        try:
-            if body.stream:
-                return await _stream(request, generation, reply, body.include_usage)
-            await generation.done()
-            return web.json_response(reply.whole(generation.outputs(), generation.usage()))
-        finally:
-            self._end(body, reply, generation)
+        if body.stream:
+            stream = _stream(request, generation, reply, body.include_usage)
+            return await self._finish(stream, body, reply, generation)
+        work = self._finish(generation.done(), body, reply, generation)
+        if (
+            isinstance(body, ResponsesBody)
+            and body.background
+            and isinstance(reply, ResponsesReply)
+        ):
+            return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
+        await work
+        return web.json_response(reply.whole(generation.outputs(), generation.usage()))
 
-    async def _finish(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
+    async def _finish(
+        self, work: Awaitable[Result], body: GenerateBody, reply: Reply, generation: Generation
+    ) -> Result:
         try:
-            await generation.done()
+            return await work
         finally:
-            self._end(body, reply, generation)
-
-    def _end(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
-        self._leave(generation)
-        if isinstance(body, ResponsesBody) and isinstance(reply, ResponsesReply):
+            self._leave(generation)
             self._responses.keep(body, reply, generation)
 
     async def _response(self, request: web.Request) -> web.Response:
@@ -292,10 +293,6 @@ class ReplicaServer:
         return web.Response(body=page.encode(), headers={"content-type": CONTENT_TYPE})
 
 
-def _in_background(body: GenerateBody) -> bool:
-    return isinstance(body, ResponsesBody) and bool(body.background) and not body.stream
-
-
 async def _sign(request: web.Request, response: web.StreamResponse) -> None:
     """Say who answered, so that a client behind a proxy can tell replicas apart."""
     host, port, *_ = request.get_extra_info("sockname") or ("", 0)
@@ -316,16 +313,16 @@ async def _stream(
     response = web.StreamResponse(
         headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
     )
-    await response.prepare(request)
-    await response.write(reply.prelude())
-    pending = reply.opening(len(generation.answers))
-    async for batch in generation.stream():
-        pending += b"".join([reply.token(*token) for token in batch])
-        if generation.complete:
-            pending += reply.closing(generation.outputs(), generation.usage(), include_usage)
-        await response.write(pending)
-        pending = b""
-    await response.write_eof()
+    with suppress(ConnectionError):  # the client is gone
+        await response.prepare(request)
+        await response.write(reply.prelude())
+        pending = reply.opening(len(generation.answers))
+        async for batch in generation.stream():
+            pending += b"".join([reply.token(*token) for token in batch])
+            if generation.complete:
+                pending += reply.closing(generation.outputs(), generation.usage(), include_usage)
+            await response.write(pending)
+            pending = b""
     return response
 
 
@@ -369,12 +366,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _error(
     request: web.Request, status: int, message: str, param: str | None = None
 ) -> web.Response:
-    body: dict[str, Any]
     if request.path == Endpoint.MESSAGES:
-        body = anthropic_error(status, message)
-    else:
-        body = openai_error(status, message, param)
-    return web.json_response(body, status=status)
+        return web.json_response(anthropic_error(status, message), status=status)
+    return web.json_response(openai_error(status, message, param), status=status)
 
 
 class Serving(NamedTuple):

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from extproc.simulator import tokens
+from extproc.simulator.endpoints.base import GenerateBody, Reply
 from extproc.simulator.endpoints.responses import ResponsesBody, ResponsesReply
 from extproc.simulator.errors import RequestError
 from extproc.simulator.live import Generation
@@ -31,14 +32,14 @@ class ResponseStore:
         """The response of that id, as it is now."""
         return self._find(name).response
 
-    def resume(self, body: ResponsesBody) -> None:
+    def resume(self, body: GenerateBody) -> None:
         """Put the conversation that a request goes on from before it."""
-        if body.previous_response_id is not None:
+        if isinstance(body, ResponsesBody) and body.previous_response_id is not None:
             body.begin_with(self._find(body.previous_response_id).conversation)
 
-    def keep(self, body: ResponsesBody, reply: ResponsesReply, generation: Generation) -> None:
+    def keep(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
         """Keep what was answered."""
-        if body.store and generation.complete:
+        if isinstance(body, ResponsesBody) and body.store and generation.complete:
             output = tokens.encode(generation.outputs()[0].text)
             conversation = body.prompts[0] + output + tokens.encode("<|end|>")
             whole = reply.whole(generation.outputs(), generation.usage())

@@ -25,7 +25,7 @@ Wish = Literal["serve", "drain", "remove"]
 class Desired(BaseModel):
     """The state that was asked of one replica; the last command wins."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     wish: Wish
     source: ReplicaSource | None = None

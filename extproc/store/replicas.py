@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, S
 from dataclasses import dataclass, field
 from random import Random
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from redis.asyncio import Redis
 
 from extproc.replica_state import ReplicaState
@@ -51,8 +51,6 @@ Change = Snapshot | Put | Removed
 class _Message(BaseModel):
     """What the channel carries: states, or the id of a replica that left; nothing for a kind of
     message this version does not know."""
-
-    model_config = ConfigDict(extra="ignore")
 
     put: tuple[ReplicaState, ...] = ()
     removed: str | None = None

@@ -6,16 +6,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from extproc import named_file
 from extproc.config import CertificateFiles, TlsFiles
+from extproc.named_file import read_certificates
 from extproc.watched_file import Watched
 
 logger = logging.getLogger(__name__)
 
 _END = "-----END CERTIFICATE-----"
-
-
-class CertificateError(ValueError):
-    """A file of the TLS settings cannot be used; the message names it and says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +35,11 @@ def read(files: CertificateFiles, section: str) -> Certificates:
     """Reads and tries the files of a section of the configuration that has TLS."""
     assert files.tls_cert is not None
     assert files.tls_key is not None
-    chain = _content(f"{section}.tls_cert", files.tls_cert)
-    key = _content(f"{section}.tls_key", files.tls_key)
+    chain = read_certificates(f"{section}.tls_cert", files.tls_cert)
+    key = named_file.read(f"{section}.tls_key", files.tls_key)
     client_ca = None
     if authorities := _authorities(files):
-        client_ca = _content(f"{section}.tls_client_ca", authorities)
-        _try_authorities(f"{section}.tls_client_ca", authorities)
-    _try_authorities(f"{section}.tls_cert", files.tls_cert)
+        client_ca = read_certificates(f"{section}.tls_client_ca", authorities)
     context = _pair(files.tls_cert, files.tls_key, section)
     doubt = _shake_hands(context, trusting(files.tls_cert))
     return Certificates(chain, key, client_ca, doubt and f"{files.tls_cert}: {doubt}", context)
@@ -69,26 +65,12 @@ def _authorities(files: CertificateFiles) -> Path | None:
     return files.tls_client_ca if isinstance(files, TlsFiles) else None
 
 
-def _content(setting: str, path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CertificateError(f"{setting}: {path}: {error.strerror}") from None
-
-
-def _try_authorities(setting: str, path: Path) -> None:
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
-    except ssl.SSLError:
-        raise CertificateError(f"{setting}: {path} holds no certificate (PEM)") from None
-
-
 def _pair(cert: Path, key: Path, section: str) -> ssl.SSLContext:
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         server.load_cert_chain(cert, key, password="")  # gRPC takes no password
     except ssl.SSLError as error:
-        raise CertificateError(f"{section}.tls_key: {key}: {_reason(error, cert)}") from None
+        raise ValueError(f"{section}.tls_key: {key}: {_reason(error, cert)}") from None
     return server
 
 
@@ -103,9 +85,9 @@ def trusting(certificate: Path) -> ssl.SSLContext:
         own, end, _ = certificate.read_text("ascii", "ignore").partition(_END)
         client.load_verify_locations(cadata=own + end)
     except ssl.SSLError:
-        raise CertificateError(f"{certificate} holds no certificate (PEM)") from None
+        raise ValueError(f"{certificate} holds no certificate (PEM)") from None
     except OSError as error:
-        raise CertificateError(f"{certificate}: {error.strerror}") from None
+        raise ValueError(f"{certificate}: {error.strerror}") from None
     return client
 
 

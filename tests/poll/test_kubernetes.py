@@ -498,6 +498,7 @@ async def test_a_poller_that_was_told_of_no_pods_is_not_ready(
         await says("pool default: Service vllm, port 8000 was never listed: see the log\n")
         api.forbidden = set()
         await says("ok\n")
+        await until(lambda: api.watches)  # one that begins while it stops is not cut
         await api.stop()
         await logged.line(LOST, 2)
         assert await ready() == "ok\n"

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import ClientError, ClientSession
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
@@ -70,6 +70,26 @@ async def test_it_serves_until_sigterm_even_while_streaming() -> None:
             assert await stream.content.readline()
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+
+
+async def test_clients_that_hang_up_in_the_middle_of_a_stream_are_not_in_the_log() -> None:
+    body = {"prompt": "a", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+    async with replica("--port", "0", "--speed", "100") as process:
+        async with ClientSession(await ready(process)) as session:
+
+            async def hang_up() -> None:
+                stream = await session.post("/v1/completions", json=body)
+                assert await stream.content.readline()
+                stream.close()
+
+            async def nobody_left() -> bool:
+                async with session.get("/simulate/requests") as requests:
+                    return not await requests.json()
+
+            await asyncio.gather(*(hang_up() for _ in range(20)))
+            await until(nobody_left)
+        process.send_signal(signal.SIGTERM)
+        assert await problem(process) == ""
 
 
 async def test_it_reports_cached_tokens_where_the_flag_says_so() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from extproc.simulator import tokens
 from extproc.simulator.errors import RequestError
@@ -19,8 +19,6 @@ Bound = Annotated[int, Field(ge=1)]
 
 class Body(BaseModel):
     """A request's body. Fields that change nothing here are accepted and ignored."""
-
-    model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
     priority: int = Field(default=0, ge=-(2**63), lt=2**63)
