@@ -184,15 +184,6 @@ def test_a_restarted_replica_counts_its_steps_anew() -> None:
     assert 100 <= fleet.sequences(fleet.view(MODEL)).context[0] < 120
 
 
-def test_unhealthy_replicas_are_no_candidates() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    fleet.put(state(1, A10, clock, healthy=False, problem="no answer"))
-    assert fleet.view(MODEL).ids == [replica(2)]
-    fleet.put(state(1, A10, clock))
-    assert len(fleet.view(MODEL)) == 2
-
-
 def test_a_replica_that_fails_fast_is_left_out_for_a_while() -> None:
     clock = ManualClock()
     fleet = fleet_of(clock, A10, A10)
