@@ -8,7 +8,7 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
-from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
+from tests.fakes import MODEL, ManualClock, chat, embedding, excluded, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
 
@@ -476,10 +476,6 @@ def test_whatever_happens_the_ledger_ends_empty() -> None:
     assert view.backlog == pytest.approx(np.zeros(3), abs=1e-6)
     assert view.batch == pytest.approx(np.zeros(3))
     assert view.kv_used == pytest.approx(np.zeros(3), abs=1e-6)
-
-
-def excluded(fleet: Fleet) -> dict[str, str]:
-    return {one.id: one.why for one in fleet.view(MODEL).excluded}
 
 
 def test_what_is_left_out_says_why() -> None:
