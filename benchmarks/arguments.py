@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,12 @@ def add_part(parser: argparse.ArgumentParser, start: str, requests: bool = True)
         add("--requests", type=count, metavar="N", help="only the first N")
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Where figures go, of what has no page."""
+    parser.set_defaults(report=None)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+
+
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Where results go."""
     add = parser.add_argument
@@ -46,7 +52,7 @@ def check_outputs(args: argparse.Namespace) -> None:
         report.writable(args.report)
 
 
-def keep(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
+def keep(args: argparse.Namespace, result: Any) -> None:
     """Writes a result where it was asked for."""
     if args.json:
         args.json.write_text(json.dumps(result) + "\n")
@@ -64,9 +70,14 @@ def counts(text: str) -> list[int]:
     return [*map(count, text.split(","))]
 
 
-def among(text: str, known: list[str]) -> list[str]:
-    """Names with commas between, all of them known."""
-    for part in text.split(","):
-        if part not in known:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(known)}")
-    return text.split(",")
+def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an argument that is names with commas between, all of them known."""
+    names = list(known)
+
+    def parse(text: str) -> list[str]:
+        for part in text.split(","):
+            if part not in names:
+                raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(names)}")
+        return text.split(",")
+
+    return parse

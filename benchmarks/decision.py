@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import compress, cycle
 from operator import not_
-from pathlib import Path
 from random import Random
 from statistics import median, quantiles
 from time import perf_counter
@@ -110,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="only what each policy as route.shadow_policy adds to a decision",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    arguments.add_json(parser)
     args = parser.parse_args(argv)
     if args.shadow:
         return _shadows(args.decisions)
@@ -131,8 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         chat = measure_chat(text_bytes, max(args.decisions // _REPEATS, 1))
         print(f"{text_bytes // 1000:>7} kB    {chat.profile_us:>9.1f} µs{chat.prefix_us:>9.1f} µs")
         chats.append(asdict(chat))
-    if args.json:
-        args.json.write_text(json.dumps({"runs": runs, "chats": chats}, indent=2) + "\n")
+    arguments.keep(args, {"runs": runs, "chats": chats})
     return 0
 
 

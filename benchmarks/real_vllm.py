@@ -15,7 +15,6 @@ from a hardware profile that is not theirs; what it knows of them it learns from
 
 import argparse
 import asyncio
-import json
 import os
 import shlex
 import shutil
@@ -230,10 +229,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--output-median", type=arguments.count, default=_OUTPUT_MEDIAN, metavar="N", help=tokens)
     known = f"of requests that generate exactly their bound [{_KNOWN_SHARE}]"
     add("--known-share", type=probability, default=_KNOWN_SHARE, metavar="X", help=known)
-    add("--policy", type=_policies, default=["completion"], metavar="a,b,c")
+    add("--policy", type=arguments.some_of(POLICIES), default=["completion"], metavar="a,b,c")
     add("--profile", choices=PROFILES, default=DEFAULT_PROFILE, metavar="NAME")
     add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE")
+    arguments.add_json(parser)
     args = parser.parse_args(argv)
     if bool(args.servers) == bool(args.serve):
         parser.error("give either the addresses of servers, or --serve")
@@ -255,23 +254,17 @@ def _address(text: str) -> str:
     return address
 
 
-def _policies(text: str) -> list[str]:
-    return arguments.among(text, list(POLICIES))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     logs = Path(tempfile.mkdtemp(prefix="extproc-real-vllm-"))
     try:
-        if args.json:
-            args.json.open("a").close()  # now, not after minutes
+        arguments.check_outputs(args)
         runs = asyncio.run(_run(args, logs))
     except (ProcessError, OSError) as error:
         print(f"real_vllm: {error}\nlogs: {logs}", file=sys.stderr)
         return 1
     shutil.rmtree(logs, ignore_errors=True)
-    if args.json:
-        args.json.write_text(json.dumps(runs, indent=2) + "\n")
+    arguments.keep(args, runs)
     return 0
 
 

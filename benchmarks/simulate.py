@@ -150,7 +150,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--trace", type=arguments.paths, required=True, metavar="FILE[,FILE]")
     add("--fleet", type=Path, required=True, metavar="FLEET.yaml")
-    add("--policy", type=_policies, default=["completion"], metavar="a,b,c")
+    add("--policy", type=arguments.some_of(POLICIES), default=["completion"], metavar="a,b,c")
     arguments.add_part(parser, "--skip")
     dealt = "requests are dealt at random"
     add("--routers", type=arguments.count, default=1, metavar="N", help=dealt)
@@ -173,7 +173,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     deal = "so many requests of each tenant for so many of the others [one tenant]"
     add("--tenants", type=arguments.counts, default=[], metavar="N,M", help=deal)
     told = "what the router is told that production would not know"
-    add("--know", type=_known, default=[], metavar=",".join(KNOWN), help=told)
+    known = arguments.some_of(KNOWN)
+    add("--know", type=known, default=[], metavar=",".join(KNOWN), help=told)
     wrong = "the profile the router starts from is X times as slow as the truth"
     add("--profile-error", type=above_zero, default=1.0, metavar="X", help=wrong)
     since = "figures are of requests that arrive from this second on"
@@ -187,14 +188,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.end <= args.start:
         parser.error(f"--until {args.end:g} is not after --from {args.start:g}")
     return args
-
-
-def _policies(text: str) -> list[str]:
-    return arguments.among(text, list(POLICIES))
-
-
-def _known(text: str) -> list[str]:
-    return arguments.among(text, list(KNOWN))
 
 
 if __name__ == "__main__":

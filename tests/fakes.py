@@ -34,6 +34,11 @@ def fleet_of(clock: ManualClock, *profiles: str, names: ModelNames | None = None
     return fleet
 
 
+def excluded(fleet: Fleet) -> dict[str, str]:
+    """By replica, why it is no candidate."""
+    return {one.id: one.why for one in fleet.view(MODEL).excluded}
+
+
 def replica(number: int) -> str:
     return f"10.0.0.{number}:8000"
 

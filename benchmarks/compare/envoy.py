@@ -50,12 +50,7 @@ class EnvoyAlone:
     ) -> AsyncIterator[Front]:
         """Runs it; the seed is of no use to it."""
         ports = pick_ports({"envoy": 0, "admin": 0})
-        config = directory / "envoy.yaml"
-        bootstrap = self._bootstrap(ports, fleet, servers)
-        config.write_text(add_access_log(bootstrap, directory / "access.log"))
         admin = f"http://127.0.0.1:{ports['admin']}"
-        log, ready = directory / "envoy.log", answers(f"{admin}/ready")
-        argv = envoy_command(config, _WORKERS)
 
         async def complaints(requests: Requests) -> list[str]:
             found = await replica_trouble(admin, len(servers))
@@ -66,10 +61,10 @@ class EnvoyAlone:
                 found.append(f"round robin sent the replicas {sent} requests: not in turn")
             return found
 
-        async with await Process.start("envoy", argv, log=log, ready=ready, ready_s=_READY_S):
+        async with await start_envoy(self._bootstrap(ports, fleet, servers), admin, directory):
             yield Front(f"http://127.0.0.1:{ports['envoy']}", complaints)
 
-    def _bootstrap(self, ports: Mapping[str, int], fleet: Fleet, servers: Servers) -> str:
+    def _bootstrap(self, ports: Mapping[str, int], fleet: Fleet, servers: Servers) -> Any:
         rendered = render(
             listen_port=ports["envoy"],
             admin_port=ports["admin"],
@@ -86,7 +81,20 @@ class EnvoyAlone:
                 member["load_balancing_weight"] = weight
         resources["clusters"] = [replicas]
         drop_ext_proc(bootstrap)
-        return says_who(yaml.safe_dump(bootstrap, sort_keys=False))
+        return bootstrap
+
+
+async def start_envoy(bootstrap: Any, admin: str, directory: Path) -> Process:
+    """An Envoy that says who served a request, once its admin address answers.
+
+    Raises:
+        ProcessError: it does not start.
+    """
+    config, log = directory / "envoy.yaml", directory / "envoy.log"
+    text = says_who(yaml.safe_dump(bootstrap, sort_keys=False))
+    config.write_text(add_access_log(text, directory / "access.log"))
+    argv, ready = envoy_command(config, _WORKERS), answers(f"{admin}/ready")
+    return await Process.start("envoy", argv, log=log, ready=ready, ready_s=_READY_S)
 
 
 def says_who(bootstrap: str) -> str:

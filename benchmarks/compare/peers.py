@@ -4,18 +4,17 @@
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.pages import get_json, get_text
+from benchmarks.pages import get_json, get_samples
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process
 
@@ -122,8 +121,8 @@ class Peer:
             return await _healthy(url) == len(servers)
 
         async def complaints(requests: Requests) -> list[str]:
-            page = await get_text(f"http://127.0.0.1:{ports['metrics']}/metrics")
-            found = self._complaints(page, len(requests))
+            samples = await get_samples(f"http://127.0.0.1:{ports['metrics']}/metrics")
+            found = self._complaints(samples, len(requests))
             if (healthy := await _healthy(url)) != len(servers):
                 found.append(f"it uses {healthy} of {len(servers)} replicas")
             return found
@@ -146,10 +145,8 @@ class Peer:
         command = [str(product.command), *product.words, *words, *product.options]
         return [*command, "--worker-urls"]
 
-    def _complaints(self, page: str, requests: int) -> list[str]:
+    def _complaints(self, samples: Sequence[Sample], requests: int) -> list[str]:
         """What its metrics say."""
-        families = text_string_to_metric_families(page)
-        samples = [sample for family in families for sample in family.samples]
         by_policy: Counter[str] = Counter()
         for one in samples:
             if one.name == self._product.decisions:

@@ -10,23 +10,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from benchmarks.compare.contenders import Front, Requests
-from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
+from benchmarks.compare.envoy import envoy_stats, replica_trouble, start_envoy
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.pages import get_text
-from extproc.demo.access_log import add_access_log
+from benchmarks.pages import get_samples
 from extproc.demo.envoy_config import render, socket_address
 from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Process, answers, envoy_command, listening
+from extproc.demo.processes import Process, listening
 
 FAIR = Path(__file__).parents[2] / "envoy" / "endpoint_picker.yaml"
 """This project's Envoy file for any endpoint picker of the Gateway API Inference Extension."""
 _READY_S = 30.0
-_WORKERS = 2
-"""As many as every Envoy here has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +113,9 @@ class Picker:
         ports = pick_ports(dict.fromkeys(("envoy", "admin", "grpc", "health", "http"), 0))
         admin, log = f"http://127.0.0.1:{ports['admin']}", directory / "picker.log"
         arguments, env = self._product.command(self._policy, fleet.model, servers, ports, directory)
-        config = directory / "envoy.yaml"
-        bootstrap = says_who(yaml.safe_dump(self._bootstrap(ports, servers), sort_keys=False))
-        config.write_text(add_access_log(bootstrap, directory / "access.log"))
 
         async def account() -> Account:
-            page = await get_text(f"http://127.0.0.1:{ports['http']}/metrics")
-            families = text_string_to_metric_families(page)
-            samples = [sample for family in families for sample in family.samples]
+            samples = await get_samples(f"http://127.0.0.1:{ports['http']}/metrics")
             text = log.read_text(errors="replace")
             return self._product.account(self._policy, samples, text, servers)
 
@@ -150,14 +141,12 @@ class Picker:
             ready_s=_READY_S,
             env=env,
         )
-        async with await picker as started:
-            argv, up = envoy_command(config, _WORKERS), answers(f"{admin}/ready")
-            envoy_log = directory / "envoy.log"
-            async with await Process.start(
-                "envoy", argv, log=envoy_log, ready=up, ready_s=_READY_S
-            ):
-                url = f"http://127.0.0.1:{ports['envoy']}"
-                yield Front(url, complaints, parts={"picker": started})
+        async with (
+            await picker as started,
+            await start_envoy(self._bootstrap(ports, servers), admin, directory),
+        ):
+            url = f"http://127.0.0.1:{ports['envoy']}"
+            yield Front(url, complaints, parts={"picker": started})
 
     def _bootstrap(self, ports: Mapping[str, int], servers: Servers) -> Any:
         """The Envoy file with these addresses."""

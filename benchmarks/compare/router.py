@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.attached import Attached
 from benchmarks.compare.contenders import Front, Requests
@@ -52,7 +51,7 @@ class Router:
         stats, records = await envoy_stats(stack.envoy_admin), made.values()
         counts = {
             "were not asked about": sum(one["request_id"] not in made for one in requests),
-            "were decided by another policy": sum(map(self._other, records)),
+            "were decided by another policy": sum(one["policy"] != self._policy for one in records),
             "were decided in a fallback": sum(bool(one["fallback"]) for one in records),
             "went on without the router's answer": stats.get(
                 "http.openai.ext_proc.failure_mode_allowed", 0
@@ -62,9 +61,6 @@ class Router:
             ),
         }
         return found + [f"{count} requests {what}" for what, count in counts.items() if count]
-
-    def _other(self, record: dict[str, Any]) -> bool:
-        return bool(record["policy"] != self._policy)
 
 
 class _Behind(Attached):

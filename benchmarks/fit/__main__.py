@@ -14,7 +14,6 @@ counters polled during a run, as the product learns it.
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +63,7 @@ def _cells(one: Mapping[str, Any]) -> Iterator[str]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments.command("fit", __doc__)
     parser.add_argument("--recording", type=Path, default=RECORDED, metavar="FILE")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments.add_json(parser)
     add = parser.add_argument_group("making a recording").add_argument
     add("--serve", type=Path, metavar="MODEL_DIR", help="model to run vLLM with")
     add("--max-num-seqs", type=arguments.count, default=16, metavar="N")
@@ -96,8 +95,7 @@ def _record(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     try:
-        if args.json:
-            args.json.open("a").close()  # now, not after minutes
+        arguments.check_outputs(args)
         if args.serve:
             args.recording.open("a").close()
             _record(args)
@@ -107,9 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     fitted = fit(recorded)
     _print(recorded, fitted)
-    if args.json:
-        runs = [one.to_json() for one in fitted]
-        args.json.write_text(json.dumps({"about": recorded.about, "runs": runs}) + "\n")
+    runs = [one.to_json() for one in fitted]
+    arguments.keep(args, {"about": recorded.about, "runs": runs})
     return 0
 
 

@@ -130,8 +130,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     urgent = f"share of the requests that have the header {OBJECTIVE_HEADER}: {URGENT} [0]"
     add("--urgent", type=probability, default=0.0, metavar="SHARE", help=urgent)
     add("--model", metavar="NAME", help="where the server has several")
-    both = list(PATHS)
-    add("--endpoint", type=_endpoints, default=both, metavar=",".join(both), help="one or both")
+    both, some = list(PATHS), arguments.some_of(PATHS)
+    add("--endpoint", type=some, default=both, metavar=",".join(both), help="one or both")
     longest = "leave out what needs more than N tokens [as the server says]"
     add("--context", type=arguments.count, metavar="N", help=longest)
     known = (
@@ -156,10 +156,6 @@ def _url(text: str) -> str:
     if not sensible:
         raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://127.0.0.1:8080")
     return text.rstrip("/").removesuffix("/v1")
-
-
-def _endpoints(text: str) -> list[str]:
-    return arguments.among(text, list(PATHS))
 
 
 if __name__ == "__main__":

@@ -48,9 +48,8 @@ class Figures:
     """At a fixed number of requests in flight."""
     held: Report
     """With many requests in flight, held by the upstream."""
-    cpu_s_at_rate: float
-    """Of the router's process."""
     cpu_s_at_once: float
+    """Of the router's process."""
     stream_kb: float
     """The router's memory for each request in flight."""
 
@@ -149,15 +148,14 @@ async def measure_all(setups: Sequence[Setup], seconds: float, in_flight: int) -
 
 async def _measure(stack: Stack, name: str, seconds: float, in_flight: int) -> Figures:
     await stack.load("--at-once", str(_AT_ONCE), "--seconds", str(WARM_UP_S))
-    begun = stack.cpu_s()
     requests = max(round(_RATE * seconds), 2)
     rate = await stack.load("--rate", str(_RATE), "--requests", str(requests))
-    between = stack.cpu_s()
+    begun = stack.cpu_s()
     at_once = await stack.load("--at-once", str(_AT_ONCE), "--seconds", str(seconds))
-    ended = stack.cpu_s()
+    cpu_s = stack.cpu_s() - begun
     held, memory_kb = await _hold(stack, in_flight)
     stream_kb = memory_kb / max(held.most_at_once, 1)
-    return Figures(name, rate, at_once, held, between - begun, ended - between, stream_kb)
+    return Figures(name, rate, at_once, held, cpu_s, stream_kb)
 
 
 async def _hold(stack: Stack, count: int) -> tuple[Report, float]:
@@ -171,15 +169,10 @@ async def _hold(stack: Stack, count: int) -> tuple[Report, float]:
 
 
 def _line(of: Figures, alone: Figures) -> str:
-    latency = [of.rate.p50_ms, of.rate.p95_ms, of.rate.p99_ms]
-    added = [
-        mine - without
-        for mine, without in zip(
-            latency, [alone.rate.p50_ms, alone.rate.p95_ms, alone.rate.p99_ms], strict=True
-        )
-    ]
-    text = f"{of.name:<24}{latency[0]:>10.2f}{latency[1]:>8.2f}{latency[2]:>8.2f}"
-    text += f"{added[0]:>11.2f}{added[1]:>8.2f}{added[2]:>8.2f}{of.requests_per_s:>12.0f}"
+    rate, without = of.rate, alone.rate
+    text = f"{of.name:<24}{rate.p50_ms:>10.2f}{rate.p95_ms:>8.2f}{rate.p99_ms:>8.2f}"
+    text += f"{rate.p50_ms - without.p50_ms:>11.2f}{rate.p95_ms - without.p95_ms:>8.2f}"
+    text += f"{rate.p99_ms - without.p99_ms:>8.2f}{of.requests_per_s:>12.0f}"
     text += f"{of.router_load:>12.0%}{of.cpu_us:>12.0f}{of.stream_kb:>11.1f}"
     if of.failed:
         text += f"   {of.failed} FAILED"

@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--interval", type=float, default=0.2, help="seconds between polls [0.2]")
     parser.add_argument("--rate", type=float, default=50.0, help="requests a second, in all [50]")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each line [10]")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    arguments.add_json(parser)
     args = parser.parse_args(argv)
     settings = args.interval, args.rate, args.seconds
     runs = []
@@ -138,8 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for sizes in product(args.replicas, args.routers):
             runs.append(asyncio.run(measure(*sizes, *settings, Path(directory))))
             print(_line(runs[-1]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"runs": runs}, indent=2) + "\n")
+    arguments.keep(args, {"runs": runs})
     return 0
 
 

@@ -134,15 +134,6 @@ def complaint(capsys: pytest.CaptureFixture[str], *given: str | Path) -> str:
     return complaint_of(main, capsys, "--url", "http://127.0.0.1:9", "--trace", TRACE, *given)
 
 
-def test_an_endpoint_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
-    line = complaint(capsys, "--endpoint", "chat,embeddings")
-    assert "'embeddings' is none of chat, completions" in line
-
-
-def test_a_trace_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert str(tmp_path / "none.jsonl") in complaint(capsys, "--trace", tmp_path / "none.jsonl")
-
-
 def test_a_time_in_which_nothing_arrives(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

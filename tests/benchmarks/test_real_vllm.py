@@ -133,7 +133,6 @@ def _prompt(sample: Sample, run: str) -> str:
         ([], "give either"),
         (["127.0.0.1:1", "--serve", "x,y"], "give either"),
         (["127.0.0.1"], "host:port"),
-        (["127.0.0.1:1", "--policy", "completion,nonsense"], "'nonsense' is none of"),
         (["--serve", "x"], "--max-num-seqs"),
         (["--serve", "x,y", "--options", "--seed 3"], "--options is given once for each model"),
     ],

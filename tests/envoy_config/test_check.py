@@ -723,13 +723,6 @@ def test_names_of_models_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert "models   l: served as a or b; c: 75.0% l, 25.0% n" in told
 
 
-def test_an_empty_file_is_no_envoy_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "empty.yaml"
-    path.touch()
-    assert main(["check", "--envoy", str(path)]) == 1
-    assert "no Envoy file" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("text", ["a: [", "\0", "a: 2024-13-45", "[" * 3000, "&a [*a]", "\xff"])
 def test_a_file_that_is_no_yaml_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str

@@ -6,13 +6,9 @@ from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
-from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+from tests.fakes import MODEL, ManualClock, chat, excluded, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
-
-
-def excluded(fleet: Fleet) -> dict[str, str]:
-    return {one.id: one.why for one in fleet.view(MODEL).excluded}
 
 
 def test_doubt_ends_when_the_replica_is_well_or_nothing_fails_any_more() -> None:

@@ -10,7 +10,7 @@ from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
 from extproc.predict.hardware import PROFILES
 from extproc.predict.inputs import usual_step
-from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
+from tests.fakes import MODEL, ManualClock, chat, embedding, excluded, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
 
@@ -184,15 +184,6 @@ def test_a_restarted_replica_counts_its_steps_anew() -> None:
     clock.advance(0.2)
     fleet.put(state(1, A10, clock, steps=5, running=1))
     assert 100 <= fleet.sequences(fleet.view(MODEL)).context[0] < 120
-
-
-def test_unhealthy_replicas_are_no_candidates() -> None:
-    clock = ManualClock()
-    fleet = fleet_of(clock, A10, A10)
-    fleet.put(state(1, A10, clock, healthy=False, problem="no answer"))
-    assert fleet.view(MODEL).ids == [replica(2)]
-    fleet.put(state(1, A10, clock))
-    assert len(fleet.view(MODEL)) == 2
 
 
 def test_a_replica_that_fails_fast_is_left_out_for_a_while() -> None:
@@ -487,10 +478,6 @@ def test_whatever_happens_the_ledger_ends_empty() -> None:
     assert view.backlog == pytest.approx(np.zeros(3), abs=1e-6)
     assert view.batch == pytest.approx(np.zeros(3))
     assert view.kv_used == pytest.approx(np.zeros(3), abs=1e-6)
-
-
-def excluded(fleet: Fleet) -> dict[str, str]:
-    return {one.id: one.why for one in fleet.view(MODEL).excluded}
 
 
 def test_what_is_left_out_says_why() -> None:
