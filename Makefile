@@ -61,7 +61,7 @@ proto: venv
 	$(BIN)/python -m grpc_tools.protoc -I extproc/server/proto --python_out=extproc/server/proto \
 	  --pyi_out=extproc/server/proto extproc/server/proto/ext_proc.proto
 
-# The files in envoy/, of their templates.
+# The files in envoy/, from their templates.
 envoy-files: venv
 	$(BIN)/python -m tests.envoy_config.test_templates
 
