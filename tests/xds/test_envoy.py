@@ -17,7 +17,7 @@ from extproc.config import TlsFiles
 from extproc.demo.envoy_config import addressed, endpoints, socket_address
 from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
 from extproc.xds.catalog import CLUSTERS, ENDPOINTS, Catalog
-from extproc.xds.endpoints import Member, load_assignment
+from extproc.xds.endpoints import load_assignment
 from extproc.xds.resources import resources
 from extproc.xds.server import XdsServer
 from tests.certificates import Authority
@@ -110,14 +110,14 @@ def whole(port: int, *replicas: str) -> dict[str, Any]:
     )
 
 
-def serve(catalog: Catalog, tree: dict[str, Any], *members: Member) -> None:
+def serve(catalog: Catalog, tree: dict[str, Any], members: Mapping[str, HealthStatus]) -> None:
     for type_url, named in resources(tree, "default").items():
         catalog.replace(type_url, named)
     catalog.replace(ENDPOINTS, {"default": load_assignment("default", members)})
 
 
-def healthy(address: str) -> Member:
-    return Member(address, HealthStatus.HEALTHY)
+def healthy(address: str) -> dict[str, HealthStatus]:
+    return {address: HealthStatus.HEALTHY}
 
 
 @pytest.mark.parametrize("name", ["xds.yaml", "xds_all.yaml"])
@@ -195,16 +195,12 @@ async def test_replicas_join_and_leave_and_health_follows(tmp_path: Path) -> Non
         serve(catalog, whole(port), healthy(a))
         async with running(tmp_path, bootstrap, port) as envoy:
             assert await envoy.members() == {a: "HEALTHY"}
-            members = [
-                healthy(a),
-                Member(b, HealthStatus.DRAINING),
-                Member(c, HealthStatus.HEALTHY),
-            ]
-            serve(catalog, whole(port), *members)
+            members = healthy(a) | {b: HealthStatus.DRAINING} | healthy(c)
+            serve(catalog, whole(port), members)
             wanted = {a: "HEALTHY", b: "DRAINING", c: "HEALTHY"}
             await until(lambda: has(envoy, wanted))
             assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"a", "c"}
-            serve(catalog, whole(port), Member(a, HealthStatus.UNHEALTHY), members[2])
+            serve(catalog, whole(port), {a: HealthStatus.UNHEALTHY} | healthy(c))
             await until(lambda: has(envoy, {a: "UNHEALTHY", c: "HEALTHY"}))
             assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"c"}
 
