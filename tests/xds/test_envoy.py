@@ -111,8 +111,7 @@ def whole(port: int, *replicas: str) -> dict[str, Any]:
 
 
 def serve(catalog: Catalog, tree: dict[str, Any], members: Mapping[str, HealthStatus]) -> None:
-    for type_url, named in resources(tree, "default").items():
-        catalog.replace(type_url, named)
+    catalog.replace_all(resources(tree, "default"))
     catalog.replace(ENDPOINTS, {"default": load_assignment("default", members)})
 
 
