@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: venv demo test chaos bench compare-page peers check lock proto clean
+.PHONY: venv demo test chaos bench compare-page peers check lock proto envoy-files clean
 
 venv: $(VENV)/.installed
 
@@ -60,6 +60,10 @@ lock:
 proto: venv
 	$(BIN)/python -m grpc_tools.protoc -I extproc/server/proto --python_out=extproc/server/proto \
 	  --pyi_out=extproc/server/proto extproc/server/proto/ext_proc.proto
+
+# The files in envoy/, from their templates.
+envoy-files: venv
+	$(BIN)/python -m tests.envoy_config.test_templates
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

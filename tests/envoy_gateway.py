@@ -9,8 +9,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from extproc.address import split_address
-from extproc.demo.envoy_config import socket_address
+from extproc.demo.envoy_config import endpoints, socket_address
 
 _REPLICAS = "httproute/default/vllm/rule/0"
 _ROUTER = "envoyextensionpolicy/default/vllm/extproc/0"
@@ -94,7 +93,7 @@ def bootstrap(
     for fields in said.values():
         fields.end()
     return {
-        "admin": {"address": socket_address(*split_address(admin))},
+        "admin": {"address": socket_address(admin)},
         "static_resources": {"listeners": [listener], "clusters": clusters},
     }
 
@@ -154,7 +153,7 @@ def _listener(
     }
     return {
         "name": "default/eg/http",
-        "address": socket_address(*split_address(address)),
+        "address": socket_address(address),
         "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
         "per_connection_buffer_limit_bytes": _bytes(said.take("connection.bufferLimit")),
         "max_connections_to_accept_per_socket_event": 1,
@@ -294,7 +293,6 @@ def _router(said: Fields, members: Sequence[str]) -> dict[str, Any]:
 
 
 def _cluster(name: str, said: Fields, members: Sequence[str]) -> dict[str, Any]:
-    endpoints = [{"endpoint": {"address": socket_address(*split_address(one))}} for one in members]
     return {
         "name": name,
         "type": "STATIC",
@@ -308,7 +306,7 @@ def _cluster(name: str, said: Fields, members: Sequence[str]) -> dict[str, Any]:
                 "keepalive_probes": said.take("tcpKeepalive.probes"),
             }
         },
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
+        "load_assignment": {"cluster_name": name, "endpoints": endpoints(members)},
     }
 
 

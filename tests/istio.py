@@ -7,8 +7,7 @@ the route is what the VirtualService asks for that the file's comment names.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from extproc.address import split_address
-from extproc.demo.envoy_config import socket_address
+from extproc.demo.envoy_config import endpoints, socket_address
 
 REPLICAS = "outbound|8000||vllm.default.svc.cluster.local"
 ROUTER = "outbound|50051||router.default.svc.cluster.local"
@@ -37,7 +36,7 @@ def bootstrap(
     for patch in resource["spec"]["configPatches"]:
         _apply(patch, listener, clusters)
     return {
-        "admin": {"address": socket_address(*split_address(admin))},
+        "admin": {"address": socket_address(admin)},
         "static_resources": {"listeners": [listener], "clusters": clusters},
     }
 
@@ -119,13 +118,12 @@ def _listener(address: str) -> dict[str, Any]:
     }
     return {
         "name": "0.0.0.0_8080",
-        "address": socket_address(*split_address(address)),
+        "address": socket_address(address),
         "filter_chains": [{"filters": [{"name": _MANAGER, "typed_config": manager}]}],
     }
 
 
 def _cluster(name: str, members: Sequence[str], grpc: bool = False) -> dict[str, Any]:
-    endpoints = [{"endpoint": {"address": socket_address(*split_address(one))}} for one in members]
     cluster = {
         "name": name,
         "type": "STATIC",
@@ -140,7 +138,7 @@ def _cluster(name: str, members: Sequence[str], grpc: bool = False) -> dict[str,
                 }
             ]
         },
-        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": endpoints}]},
+        "load_assignment": {"cluster_name": name, "endpoints": endpoints(members)},
     }
     if grpc:
         options = {

@@ -9,10 +9,10 @@ import yaml
 
 from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.envoy_file import drop_ext_proc, manager
+from benchmarks.envoy_file import drop_ext_proc
 from benchmarks.pages import get_text
 from extproc.demo.access_log import add_access_log
-from extproc.demo.envoy_config import render
+from extproc.demo.envoy_config import Bootstrap, addressed, manager_of
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, answers, envoy_command
 
@@ -64,14 +64,13 @@ class EnvoyAlone:
         async with await start_envoy(self._bootstrap(ports, fleet, servers), admin, directory):
             yield Front(f"http://127.0.0.1:{ports['envoy']}", complaints)
 
-    def _bootstrap(self, ports: Mapping[str, int], fleet: Fleet, servers: Servers) -> Any:
-        rendered = render(
-            listen_port=ports["envoy"],
-            admin_port=ports["admin"],
-            router_ports=[],
-            replica_addresses=list(servers.values()),
+    def _bootstrap(self, ports: Mapping[str, int], fleet: Fleet, servers: Servers) -> Bootstrap:
+        bootstrap = addressed(
+            listen=f"127.0.0.1:{ports['envoy']}",
+            admin=f"127.0.0.1:{ports['admin']}",
+            routers=[],
+            replicas=servers.values(),
         )
-        bootstrap = yaml.safe_load(rendered)
         resources = bootstrap["static_resources"]
         (replicas,) = (one for one in resources["clusters"] if one["name"] == "replicas")
         replicas["load_balancing_policy"] = _balancing(self._policy)
@@ -84,32 +83,31 @@ class EnvoyAlone:
         return bootstrap
 
 
-async def start_envoy(bootstrap: Any, admin: str, directory: Path) -> Process:
+async def start_envoy(bootstrap: Bootstrap, admin: str, directory: Path) -> Process:
     """An Envoy that says who served a request, once its admin address answers.
 
     Raises:
         ProcessError: it does not start.
     """
     config, log = directory / "envoy.yaml", directory / "envoy.log"
-    text = says_who(yaml.safe_dump(bootstrap, sort_keys=False))
-    config.write_text(add_access_log(text, directory / "access.log"))
+    says_who(bootstrap)
+    add_access_log(bootstrap, directory / "access.log")
+    config.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
     argv, ready = envoy_command(config, _WORKERS), answers(f"{admin}/ready")
     return await Process.start("envoy", argv, log=log, ready=ready, ready_s=_READY_S)
 
 
-def says_who(bootstrap: str) -> str:
-    """The Envoy file, as YAML, that also puts who served a request into each response.
+def says_who(bootstrap: Bootstrap) -> None:
+    """From now on Envoy puts who served a request into each response.
 
     A real vLLM does not say; a simulated replica says the same.
     """
-    config = yaml.safe_load(bootstrap)
-    manager(config)["route_config"]["response_headers_to_add"] = [
+    manager_of(bootstrap)["route_config"]["response_headers_to_add"] = [
         {
             "header": {"key": "x-served-by", "value": "%UPSTREAM_REMOTE_ADDRESS%"},
             "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
         }
     ]
-    return yaml.safe_dump(config, sort_keys=False)
 
 
 def weights(fleet: Fleet, servers: Servers) -> list[int]:

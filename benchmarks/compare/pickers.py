@@ -16,7 +16,7 @@ from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.envoy import envoy_stats, replica_trouble, start_envoy
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.pages import get_samples
-from extproc.demo.envoy_config import render, socket_address
+from extproc.demo.envoy_config import Bootstrap, addressed, socket_address
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Process, listening
 
@@ -148,29 +148,28 @@ class Picker:
             url = f"http://127.0.0.1:{ports['envoy']}"
             yield Front(url, complaints, parts={"picker": started})
 
-    def _bootstrap(self, ports: Mapping[str, int], servers: Servers) -> Any:
+    def _bootstrap(self, ports: Mapping[str, int], servers: Servers) -> Bootstrap:
         """The Envoy file with these addresses."""
         if self._fair:
             return _fair(ports, servers)
-        bootstrap = yaml.safe_load(self._product.envoy.read_text())
+        bootstrap: Bootstrap = yaml.safe_load(self._product.envoy.read_text())
         resources = bootstrap["static_resources"]
-        bootstrap["admin"]["address"] = socket_address("127.0.0.1", ports["admin"])
-        resources["listeners"][0]["address"] = socket_address("127.0.0.1", ports["envoy"])
+        bootstrap["admin"]["address"] = socket_address(f"127.0.0.1:{ports['admin']}")
+        resources["listeners"][0]["address"] = socket_address(f"127.0.0.1:{ports['envoy']}")
         for cluster in resources["clusters"]:
             if own := self._product.clusters.get(cluster["name"]):
-                _endpoint(cluster)["address"] = socket_address("127.0.0.1", ports[own])
+                _endpoint(cluster)["address"] = socket_address(f"127.0.0.1:{ports[own]}")
         return bootstrap
 
 
-def _fair(ports: Mapping[str, int], servers: Servers) -> Any:
-    rendered = render(
-        listen_port=ports["envoy"],
-        admin_port=ports["admin"],
-        router_ports=[ports["grpc"]],
-        replica_addresses=list(servers.values()),
+def _fair(ports: Mapping[str, int], servers: Servers) -> Bootstrap:
+    bootstrap = addressed(
+        listen=f"127.0.0.1:{ports['envoy']}",
+        admin=f"127.0.0.1:{ports['admin']}",
+        routers=[f"127.0.0.1:{ports['grpc']}"],
+        replicas=servers.values(),
         template=FAIR,
     )
-    bootstrap = yaml.safe_load(rendered)
     clusters = {one["name"]: one for one in bootstrap["static_resources"]["clusters"]}
     # Its health is told on a port of its own.
     _endpoint(clusters["router"])["health_check_config"] = {"port_value": ports["health"]}

@@ -11,6 +11,7 @@ from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.discrete import poll_interval
 from benchmarks.pages import decisions
+from extproc.demo.envoy_config import Bootstrap
 
 _DECISIONS_KEPT = 25_000
 _PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}
@@ -66,5 +67,7 @@ class Router:
 class _Behind(Attached):
     """With the same Envoy as the contenders that are Envoy alone."""
 
-    def _bootstrap(self) -> str:
-        return says_who(super()._bootstrap())
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
+        says_who(bootstrap)
+        return bootstrap

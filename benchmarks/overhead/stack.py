@@ -10,12 +10,12 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.envoy_file import drop_ext_proc, manager
+from benchmarks.envoy_file import drop_ext_proc
 from benchmarks.overhead.client import Report
 from benchmarks.pages import get_text
 from benchmarks.processes import cpu_s, memory_kb
 from benchmarks.states import addresses
-from extproc.demo.envoy_config import TEMPLATE, render
+from extproc.demo.envoy_config import TEMPLATE, addressed, manager_of
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import Check, Process, answers, envoy_command, listening, start_redis
 
@@ -183,24 +183,22 @@ def _upstream(port: int, hold_s: float) -> str:
     bootstrap = yaml.safe_load(_UPSTREAM.read_text())
     (listener,) = bootstrap["static_resources"]["listeners"]
     listener["address"]["socket_address"]["port_value"] = port
-    fault, _ = manager(bootstrap)["http_filters"]
+    fault, _ = manager_of(bootstrap)["http_filters"]
     fault["typed_config"]["delay"]["fixed_delay"] = f"{hold_s:.3f}s"
     return yaml.safe_dump(bootstrap)
 
 
 def _front(setup: Setup, ports: dict[str, int], replicas: Sequence[str]) -> str:
     """The project's own Envoy file; without its ext_proc filter where Envoy is alone."""
-    text = render(
-        listen_port=ports["envoy"],
-        admin_port=ports["envoy-admin"],
-        router_ports=[ports["router"]],
-        replica_addresses=replicas,
+    bootstrap = addressed(
+        listen=f"127.0.0.1:{ports['envoy']}",
+        admin=f"127.0.0.1:{ports['envoy-admin']}",
+        routers=[f"127.0.0.1:{ports['router']}"],
+        replicas=replicas,
         template=setup.envoy,
     )
-    if setup.router != "none":
-        return text
-    bootstrap = yaml.safe_load(text)
-    drop_ext_proc(bootstrap)
+    if setup.router == "none":
+        drop_ext_proc(bootstrap)
     return yaml.safe_dump(bootstrap)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import platform
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import inf
 from typing import Any
@@ -14,6 +14,7 @@ from extproc.dashboard.warnings import pool_warnings, router_warnings
 from extproc.explain.records import read_records
 from extproc.explain.show import DECISIONS, figures_of, reason_of
 from extproc.hold.queue import Queue
+from extproc.hold.waiting import Waiting
 from extproc.observe.accuracy import Ended
 from extproc.observe.decisions import DecisionLog
 from extproc.predict.completion import backlog_s
@@ -117,21 +118,20 @@ def _sent(pool: Pool) -> tuple[Counter[tuple[str, str]], float]:
 def _held(queue: Queue, view: FleetView, now: float) -> list[dict[str, Any]]:
     """What waits at the router, by whose it is, in the order of priorities."""
     names = dict(zip(view.ids, view.names, strict=True))
-    groups: dict[tuple[int, str, str], dict[str, Any]] = {}
+    groups = defaultdict[tuple[int, str, str], list[Waiting]](list)
     for one in queue:  # the oldest first
-        key = -one.priority, one.tenant, one.model
-        if key not in groups:
-            groups[key] = {
-                "priority": one.priority,
-                "tenant": one.tenant,
-                "model": one.model,
-                "requests": 0,
-                "longest_s": round(now - one.since, 1),
-                "replicas": Counter[str](),
-            }
-        groups[key]["requests"] += 1
-        groups[key]["replicas"][names.get(one.replica, one.replica)] += 1
-    return [groups[key] for key in sorted(groups)[:_GROUPS]]
+        groups[-one.priority, one.tenant, one.model].append(one)
+    return [
+        {
+            "priority": -less,
+            "tenant": tenant,
+            "model": model,
+            "requests": len(held),
+            "longest_s": round(now - held[0].since, 1),
+            "replicas": Counter(names.get(one.replica, one.replica) for one in held),
+        }
+        for (less, tenant, model), held in sorted(groups.items())[:_GROUPS]
+    ]
 
 
 def _accuracy(ended: Sequence[Ended], added: int) -> dict[str, Any]:

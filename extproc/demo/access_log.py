@@ -1,12 +1,11 @@
 """Envoy's access log: one JSON object a request, with the time its router took."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
+from extproc.demo.envoy_config import Bootstrap, managers
 
 _ADDED = ("request_header_latency_us", "request_body_total_latency_us")
 """What the ext_proc filter waits for before a request goes on; microseconds. The first only where
@@ -32,7 +31,6 @@ class Access:
     """A request as Envoy saw it end."""
 
     request_id: str
-    path: str
     status: int
     """0 where the client left before an answer."""
     upstream: str
@@ -46,10 +44,9 @@ class Access:
     """Envoy's response flags: why a request failed."""
 
 
-def add_access_log(bootstrap: str, path: Path) -> str:
-    """The Envoy configuration, as YAML, that also writes its access log to ``path``."""
-    config = yaml.safe_load(bootstrap)
-    for manager in _connection_managers(config):
+def add_access_log(bootstrap: Bootstrap, path: Path) -> None:
+    """From now on Envoy writes its access log to ``path``."""
+    for manager in managers(bootstrap):
         manager["access_log"] = [
             {
                 "name": "envoy.access_loggers.file",
@@ -61,14 +58,6 @@ def add_access_log(bootstrap: str, path: Path) -> str:
                 },
             }
         ]
-    return yaml.safe_dump(config, sort_keys=False)
-
-
-def _connection_managers(config: Any) -> Iterator[dict[str, Any]]:
-    for listener in config["static_resources"].get("listeners", ()):
-        for chain in listener["filter_chains"]:
-            for network_filter in chain["filters"]:
-                yield network_filter["typed_config"]
 
 
 class AccessLog:
@@ -96,7 +85,6 @@ def _access(record: dict[str, Any]) -> Access:
     headers, body = (_number(record[name]) for name in _ADDED)
     return Access(
         request_id=record["request_id"] or "",
-        path=record["path"],
         status=int(record["status"]),
         upstream=record["upstream"] or "",
         duration_s=record["duration_ms"] / 1000,

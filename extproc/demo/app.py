@@ -112,8 +112,7 @@ async def _compare(
         async with _displayed(stack, journal, console):
             answers = await send_all(stack.url, requests, name, policy)
         await journal.settle({answer.request_id for answer in answers})
-        names = {stack.address(replica.name): replica.name for replica in stack.replicas}
-        return Run(answers, dict(journal.entries), names)
+        return Run(answers, dict(journal.entries), stack.names)
 
     report = Report(stack.ready_s, await run("default", None), await run("again", "round_robin"))
     console.print(f"\n{report}", markup=False, soft_wrap=True)

@@ -1,6 +1,9 @@
-"""``envoy/envoy.yaml`` with other addresses, so that demo and tests run what users run."""
+"""``envoy/envoy.yaml`` with other addresses, so that demo and tests run what users run.
 
-from collections.abc import Sequence
+Envoy's configuration is the tree that YAML makes of it; whoever starts an Envoy writes it out.
+"""
+
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,33 +14,52 @@ from extproc.address import split_address
 TEMPLATE = Path(__file__).with_name("envoy.yaml")
 """In a clone a link to ``envoy/envoy.yaml``; an installed package has the file itself."""
 
+Bootstrap = dict[str, Any]
+"""All of Envoy's configuration."""
 
-def render(
+
+def addressed(
     *,
-    listen_port: int,
-    admin_port: int,
-    router_ports: Sequence[int],
-    replica_addresses: Sequence[str],
+    listen: str,
+    admin: str,
+    routers: Iterable[str],
+    replicas: Iterable[str],
     template: Path = TEMPLATE,
-) -> str:
-    """The template as YAML, on loopback: its ports, routers (one port each) and replicas
-    (``host:port``) replaced, all else kept."""
-    bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
+) -> Bootstrap:
+    """The template with these addresses, ``host:port``, in place of its own."""
+    bootstrap: Bootstrap = yaml.safe_load(template.read_text(encoding="utf-8"))
     resources = bootstrap["static_resources"]
     (listener,) = resources["listeners"]
     clusters = {cluster["name"]: cluster for cluster in resources["clusters"]}
-    bootstrap["admin"]["address"] = socket_address("127.0.0.1", admin_port)
-    listener["address"] = socket_address("127.0.0.1", listen_port)
-    _set_members(clusters["router"], [("127.0.0.1", port) for port in router_ports])
-    _set_members(clusters["replicas"], [split_address(one) for one in replica_addresses])
-    return yaml.safe_dump(bootstrap, sort_keys=False)
+    bootstrap["admin"]["address"] = socket_address(admin)
+    listener["address"] = socket_address(listen)
+    clusters["router"]["load_assignment"]["endpoints"] = endpoints(routers)
+    clusters["replicas"]["load_assignment"]["endpoints"] = endpoints(replicas)
+    return bootstrap
 
 
-def socket_address(host: str, port: int) -> dict[str, Any]:
-    """As Envoy files write it."""
+def managers(bootstrap: Bootstrap) -> list[dict[str, Any]]:
+    """What each of its listeners does with HTTP."""
+    return [
+        chain["filters"][0]["typed_config"]
+        for listener in bootstrap["static_resources"].get("listeners", ())
+        for chain in listener["filter_chains"]
+    ]
+
+
+def manager_of(bootstrap: Bootstrap) -> dict[str, Any]:
+    """What its only listener does with HTTP."""
+    (manager,) = managers(bootstrap)
+    return manager
+
+
+def socket_address(address: str) -> dict[str, Any]:
+    """``host:port`` as Envoy files write it."""
+    host, port = split_address(address)
     return {"socket_address": {"address": host, "port_value": port}}
 
 
-def _set_members(cluster: dict[str, Any], members: Sequence[tuple[str, int]]) -> None:
-    endpoints = [{"endpoint": {"address": socket_address(host, port)}} for host, port in members]
-    cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
+def endpoints(addresses: Iterable[str]) -> list[dict[str, Any]]:
+    """Those of a cluster with these members, in its ``load_assignment``."""
+    members = [{"endpoint": {"address": socket_address(one)}} for one in addresses]
+    return [{"lb_endpoints": members}]

@@ -22,8 +22,6 @@ class Decision(BaseModel):
 
     number: int
     request_id: str
-    endpoint: str
-    stream: bool
     prompt_tokens: int
     replica: str
     second: str | None

@@ -15,9 +15,9 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
-from extproc.address import shift_port, split_address
+from extproc.address import shift_port
 from extproc.demo.access_log import add_access_log
-from extproc.demo.envoy_config import render
+from extproc.demo.envoy_config import Bootstrap, addressed
 from extproc.demo.ports import pick_ports
 from extproc.demo.processes import (
     Check,
@@ -155,12 +155,14 @@ class Stack:
         """``ip:port`` of a replica, or of one of the other ports."""
         return f"127.0.0.1:{self.ports[name]}"
 
+    @property
+    def names(self) -> dict[str, str]:
+        """``ip:port`` → name of the replica."""
+        return {self.address(one.name): one.name for one in self.replicas}
+
     def name_of(self, address: str) -> str:
         """The replica at ``ip:port``; the address itself where there is none."""
-        for replica in self.replicas:
-            if self.address(replica.name) == address:
-                return replica.name
-        return address
+        return self.names.get(address, address)
 
     def process(self, name: str) -> Process:
         """The process of that name, as it was started last."""
@@ -238,17 +240,17 @@ class Stack:
 
     # -- what runs --------------------------------------------------------------------------
 
-    def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
+    def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
         if name == "envoy":
             return self._envoy_command(), answers(f"{self.envoy_admin}/ready")
         if name in (*self.routers, *self.pollers):
-            return [*self._service(name)], answers(f"{self.admin(name)}/healthz")
+            return self._service(name), answers(f"{self.admin(name)}/healthz")
         replica = next(one for one in self.replicas if one.name == name)
         options = {"port": self.ports[name], "model": MODEL, "profile": replica.profile}
         ports = replica.kv_events_ports
         told = ("--kv-events-ports", *ports) if ports else ()
         argv = self._command(*replica.program, *_flags(options), *told, *replica.arguments)
-        return [*argv], answers(f"{self._url(name)}/health")
+        return argv, answers(f"{self._url(name)}/health")
 
     def _service(self, name: str) -> list[str]:
         command = "serve" if name in self.routers else "poll"
@@ -268,15 +270,16 @@ class Stack:
     def _write_configurations(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.config_file.write_text(yaml.safe_dump(self._configuration(), sort_keys=False))
-        envoy_file = self.directory / "envoy.yaml"
-        envoy_file.write_text(add_access_log(self._bootstrap(), self.access_log))
+        bootstrap = self._bootstrap()
+        add_access_log(bootstrap, self.access_log)
+        (self.directory / "envoy.yaml").write_text(yaml.safe_dump(bootstrap, sort_keys=False))
 
-    def _bootstrap(self) -> str:
-        return render(
-            listen_port=self.ports["envoy"],
-            admin_port=self.ports["envoy-admin"],
-            router_ports=[split_address(address)[1] for address in self._listening],
-            replica_addresses=[self.address(one.name) for one in self.replicas],
+    def _bootstrap(self) -> Bootstrap:
+        return addressed(
+            listen=self.address("envoy"),
+            admin=self.address("envoy-admin"),
+            routers=self._listening,
+            replicas=[self.address(one.name) for one in self.replicas],
         )
 
     @property

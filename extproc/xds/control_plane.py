@@ -123,11 +123,10 @@ async def _serve_endpoints(
         await changed.wait()
         await asyncio.sleep(_SETTLE_S)
         changed.clear()
-        lists = {pool: members.current for pool, members in pools.items()}
         catalog.replace(
             ENDPOINTS,
             {
-                pool: None if members is None else load_assignment(pool, members)
-                for pool, members in lists.items()
+                pool: None if (known := members.current) is None else load_assignment(pool, known)
+                for pool, members in pools.items()
             },
         )

@@ -1,7 +1,6 @@
 """A pool's replicas as EDS serves them: which Envoy is to know, and how they are."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
 
 from betterproto2 import encode_varint
@@ -25,15 +24,6 @@ _ENDPOINTS = bytes([2 << 3 | 2])
 """Tag of that field of ClusterLoadAssignment, of which the length follows."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Member:
-    """One replica as Envoy is told of it."""
-
-    id: str
-    """``ip:port``."""
-    health: HealthStatus
-
-
 class PoolMembers:
     """A pool's replicas, by the rules that routers have for their fleets."""
 
@@ -44,14 +34,12 @@ class PoolMembers:
         self._known = False
 
     @property
-    def current(self) -> tuple[Member, ...] | None:
-        """All of them, by address; None before the first was heard of.
+    def current(self) -> Mapping[str, HealthStatus] | None:
+        """How each is, by ``ip:port``; None before the first was heard of.
 
         A Redis that was just started holds none yet: Envoy is to keep those it has.
         """
-        if not self._known:
-            return None
-        return tuple(Member(id_, health) for id_, health in sorted(self._health.items()))
+        return self._health if self._known else None
 
     def apply(self, change: Change) -> bool:
         """Take in what pollers wrote; returns whether Envoy is to hear of it."""
@@ -96,26 +84,26 @@ def _health(state: ReplicaState) -> HealthStatus:
     return HealthStatus.HEALTHY if state.healthy else HealthStatus.UNHEALTHY
 
 
-def load_assignment(name: str, members: Iterable[Member]) -> bytes:
+def load_assignment(name: str, members: Mapping[str, HealthStatus]) -> bytes:
     """An encoded ``ClusterLoadAssignment``.
 
     To encode a member takes a millisecond, and few of a thousand change at a time. So each is
     encoded once; in protobuf's wire format messages one after another are one that has all.
     """
-    locality = b"".join(map(_encoded, members))
+    locality = b"".join(_encoded(id_, health) for id_, health in sorted(members.items()))
     head = bytes(ClusterLoadAssignment(cluster_name=name))
     return head + _ENDPOINTS + encode_varint(len(locality)) + locality
 
 
 @lru_cache(maxsize=16_384)
-def _encoded(member: Member) -> bytes:
-    host, port = split_address(member.id)
+def _encoded(id_: str, health: HealthStatus) -> bytes:
+    host, port = split_address(id_)
     address = Address(socket_address=SocketAddress(address=host, port_value=port))
     # For clusters that choose by metadata: each member is a subset of its own.
-    own = Struct.from_dict({DESTINATION: member.id})
+    own = Struct.from_dict({DESTINATION: id_})
     endpoint = LbEndpoint(
         endpoint=Endpoint(address=address),
-        health_status=member.health,
+        health_status=health,
         metadata=Metadata(filter_metadata={METADATA_NAMESPACE: own}),
     )
     return bytes(LocalityLbEndpoints(lb_endpoints=[endpoint]))

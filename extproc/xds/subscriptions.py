@@ -138,10 +138,11 @@ class Subscriptions:
         served = self._catalog.names(type_url)
         if unknown := sorted(names - set(served) - {"*"}):
             extra = {"asked": ", ".join(unknown), "served": ", ".join(served) or "nothing"}
-            logger.warning("envoy asks for what is not served", extra=extra | self._of(type_url))
         elif type_url in WILDCARDS and self._catalog.select(type_url, names) is None:
             extra = {"asked": "all", "served": "nothing: set xds.envoy_file"}
-            logger.warning("envoy asks for what is not served", extra=extra | self._of(type_url))
+        else:
+            return
+        logger.warning("envoy asks for what is not served", extra=extra | self._of(type_url))
 
     def _of(self, type_url: str) -> dict[str, str]:
         kind = type_url.rpartition(".")[2]

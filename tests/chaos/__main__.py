@@ -96,8 +96,7 @@ async def run(scenes: Sequence[Scene], directory: Path) -> list[str]:
             )
             for scene, times in played
         ]
-    names = {stack.address(one.name): one.name for one in REPLICAS}
-    _show(figures, names)
+    _show(figures, stack.names)
     print(f"in the ledgers at the end: {ledgers}")
     problems = [f"{one.scene.name}: {problem}" for one in figures for problem in one.problems()]
     return problems + [

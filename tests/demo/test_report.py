@@ -18,8 +18,6 @@ def decision(request_id: str, predicted: float) -> Decision:
     return Decision(
         number=1,
         request_id=request_id,
-        endpoint="/v1/completions",
-        stream=False,
         prompt_tokens=10,
         replica="10.0.0.1:80",
         second="10.0.0.2:80",
@@ -29,7 +27,7 @@ def decision(request_id: str, predicted: float) -> Decision:
 
 
 def access(request_id: str, upstream: str, added_ms: float | None = 2.0) -> Access:
-    return Access(request_id, "/v1/completions", 200, upstream, 1.0, added_ms)
+    return Access(request_id, 200, upstream, 1.0, added_ms)
 
 
 def run(*served: tuple[str, float, bool], seconds: float = 2.0) -> Run:

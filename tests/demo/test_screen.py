@@ -31,15 +31,13 @@ def screen(stack: Stack, journal: Journal, width: int, height: int) -> list[str]
         decision = Decision(
             number=number,
             request_id=f"sample-{number:03}",
-            endpoint="/v1/chat/completions",
-            stream=True,
             prompt_tokens=12_345,
             replica=stack.address("fast-2"),
             second=stack.address("fast-1"),
             why=WHY,
             predicted_completion_s=12.34,
         )
-        ended = Access(decision.request_id, decision.endpoint, 200, decision.replica, 23.45, 1.0)
+        ended = Access(decision.request_id, 200, decision.replica, 23.45, 1.0)
         journal.entries[decision.request_id] = Entry(decision.request_id, 0.0, decision, ended)
     journal.fleet = {
         one.name: ReplicaNow(

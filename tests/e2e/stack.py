@@ -6,7 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml
+
 from extproc.demo import stack
+from extproc.demo.envoy_config import Bootstrap, manager_of
 from extproc.demo.processes import Check, free_port, listening
 from extproc.demo.stack import SimulatedReplica
 
@@ -33,14 +36,7 @@ def patient(envoy_file: str, seconds: int = Stack.patience_s) -> str:
     return re.sub(r"(\bconnect_timeout: )[\d.]+s", r"\g<1>30s", text)
 
 
-def manager_of(bootstrap: Mapping[str, Any]) -> dict[str, Any]:
-    """What its only listener does with HTTP."""
-    (listener,) = bootstrap["static_resources"]["listeners"]
-    manager: dict[str, Any] = listener["filter_chains"][0]["filters"][0]["typed_config"]
-    return manager
-
-
-def ext_proc_of(bootstrap: Mapping[str, Any]) -> dict[str, Any]:
+def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
     """How it asks the router."""
     filters = {one["name"]: one["typed_config"] for one in manager_of(bootstrap)["http_filters"]}
     settings: dict[str, Any] = filters["envoy.filters.http.ext_proc"]
@@ -70,25 +66,26 @@ class XdsStack(Stack):
             await super().start("xds")
         await super().start(name)
 
-    def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
+    def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
         if name == "xds":
             argv = self._command("extproc", "xds", "--config", self.config_file)
-            return [*argv], listening(self.ports["xds"])
+            return argv, listening(self.ports["xds"])
         return super()._recipe(name)
 
     def _configuration(self) -> dict[str, Any]:
         xds = {"listen": self.address("xds")}
         if self.name == "xds_all":
             whole = self.directory / "whole.yaml"
-            whole.write_text(on_ports(self, self.whole), encoding="utf-8")
+            text = yaml.safe_dump(on_ports(self, self.whole))
+            whole.write_text(patient(text), encoding="utf-8")
             xds["envoy_file"] = str(whole)
         return {**super()._configuration(), "xds": xds}
 
-    def _bootstrap(self) -> str:
+    def _bootstrap(self) -> Bootstrap:
         return on_ports(self, self.name)
 
 
-def on_ports(stack: Stack, name: str) -> str:
+def on_ports(stack: Stack, name: str) -> Bootstrap:
     """A file in envoy/ as it stands, but for the ports."""
     ports = {
         8080: "envoy", 9901: "envoy-admin", 50051: "router", 18000: "xds", 8001: "one", 8002: "two",
@@ -99,4 +96,5 @@ def on_ports(stack: Stack, name: str) -> str:
             port = stack.ports[process]
             text = text.replace(f"port_value: {number}}}", f"port_value: {port}}}")
             text = text.replace(f"127.0.0.1:{number}", stack.address(process))
-    return patient(text)
+    bootstrap: Bootstrap = yaml.safe_load(text)
+    return bootstrap

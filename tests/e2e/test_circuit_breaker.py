@@ -6,8 +6,8 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import yaml
 
+from extproc.demo.envoy_config import Bootstrap
 from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
@@ -20,12 +20,12 @@ REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "l
 class Narrow(Stack):
     """Its Envoy lets one request at a time to the replicas."""
 
-    def _bootstrap(self) -> str:
-        bootstrap = yaml.safe_load(super()._bootstrap())
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
         for cluster in bootstrap["static_resources"]["clusters"]:
             if cluster["name"] == "replicas":
                 cluster["circuit_breakers"]["thresholds"][0]["max_requests"] = 1
-        return yaml.safe_dump(bootstrap)
+        return bootstrap
 
 
 async def at_a_replica(client: Client) -> bool:

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from extproc.demo.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.demo.stack import SimulatedReplica
 from extproc.simulator.server import SERVED_BY_HEADER
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, manager_of, on_ports
+from tests.e2e.stack import Stack, on_ports
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -41,24 +41,19 @@ class Gateway(Stack):
         own, second = whole["replicas"][:3], whole["replicas"][3:]
         return {**whole, "replicas": own, "pools": {"second": {"replicas": second}}}
 
-    def _bootstrap(self) -> str:
-        bootstrap = yaml.safe_load(on_ports(self, "endpoint_picker"))
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = on_ports(self, "endpoint_picker")
         resources = bootstrap["static_resources"]
         manager = manager_of(bootstrap)
         manager["http_filters"].insert(0, _subset_hint())
         (cluster,) = (one for one in resources["clusters"] if one["name"] == "replicas")
         second = deepcopy(cluster) | {"name": "second"}
         for one, names in ((cluster, PRIMARY), (second, SECONDARY)):
-            one["load_assignment"]["endpoints"] = [self._members(names)]
+            one["load_assignment"]["endpoints"] = endpoints(map(self.address, names))
         resources["clusters"].append(second)
         (route,) = manager["route_config"]["virtual_hosts"][0]["routes"]
         manager["route_config"]["virtual_hosts"][0]["routes"].insert(0, _weighted(route))
-        return yaml.safe_dump(bootstrap)
-
-    def _members(self, names: tuple[str, ...]) -> dict[str, Any]:
-        addresses = [{"address": "127.0.0.1", "port_value": self.ports[name]} for name in names]
-        members = [{"endpoint": {"address": {"socket_address": one}}} for one in addresses]
-        return {"lb_endpoints": members}
+        return bootstrap
 
 
 def _subset_hint() -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from extproc.demo.envoy_config import Bootstrap
 from extproc.demo.processes import answers
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests import envoy_gateway, istio
@@ -48,7 +49,7 @@ class Example(Stack):
         super().__init__(directory, REPLICAS, settings={"serve": serve})
         self.name = name
 
-    def _bootstrap(self) -> str:
+    def _bootstrap(self) -> Bootstrap:
         if self.name == "envoy":  # its addresses are those of compose.yaml
             return super()._bootstrap()
         if self.name == "ext_proc":  # a fragment
@@ -81,16 +82,15 @@ class MadeExample(Stack):
             await until(answers(f"{self.router_admin}/healthz"))
         await super().start(name)
 
-    def _bootstrap(self) -> str:
+    def _bootstrap(self) -> Bootstrap:
         resources = (ENVOY / f"{self.name}.yaml").read_text(encoding="utf-8")
-        config = OF_OTHERS[self.name](
+        return OF_OTHERS[self.name](
             list(yaml.safe_load_all(resources)),
             listen=self.address("envoy"),
             admin=self.address("envoy-admin"),
             replicas=[self.address(one.name) for one in REPLICAS],
             routers=[self.address("router")],
         )
-        return yaml.safe_dump(config)
 
 
 AnyExample = Example | XdsExample | MadeExample

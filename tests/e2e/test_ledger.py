@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-import yaml
 
+from extproc.demo.envoy_config import Bootstrap, manager_of
 from extproc.demo.stack import MODEL, SimulatedReplica
 from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack, ext_proc_of, manager_of
+from tests.e2e.stack import Stack, ext_proc_of
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -31,8 +31,8 @@ class Behind(Stack):
         super().__init__(directory, REPLICA, UNREAD)
         self._mode = mode
 
-    def _bootstrap(self) -> str:
-        bootstrap = yaml.safe_load(super()._bootstrap())
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
         filters, settings = manager_of(bootstrap)["http_filters"], ext_proc_of(bootstrap)
         settings["processing_mode"]["request_body_mode"] = self._mode
         if self._mode != "BUFFERED":
@@ -41,7 +41,7 @@ class Behind(Stack):
         if self._mode == "FULL_DUPLEX_STREAMED":
             settings["processing_mode"]["request_trailer_mode"] = "SEND"
             settings["failure_mode_allow"] = False
-        return yaml.safe_dump(bootstrap)
+        return bootstrap
 
 
 @pytest_asyncio.fixture(

@@ -10,7 +10,9 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
+import yaml
 
+from extproc.demo.envoy_config import Bootstrap
 from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import MESSAGES, Answer, Client
 from tests.e2e.stack import Stack, on_ports
@@ -44,13 +46,14 @@ class Named(Stack):
         super().__init__(directory, REPLICAS, SETTINGS)
         self.name = name
 
-    def _bootstrap(self) -> str:
+    def _bootstrap(self) -> Bootstrap:
         picker = self.name == "endpoint_picker"
-        text = on_ports(self, self.name) if picker else super()._bootstrap()
+        bootstrap = on_ports(self, self.name) if picker else super()._bootstrap()
         if self.name == "partial":
-            text = text.replace("_mode: BUFFERED\n", "_mode: BUFFERED_PARTIAL\n")
-            assert "BUFFERED_PARTIAL" in text
-        return text
+            whole, part = "_mode: BUFFERED\n", "_mode: BUFFERED_PARTIAL\n"
+            bootstrap = yaml.safe_load(yaml.safe_dump(bootstrap).replace(whole, part))
+            assert "BUFFERED_PARTIAL" in str(bootstrap)
+        return bootstrap
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENVOYS)

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from extproc.check.judge import check_envoy
 from extproc.config import Config
+from extproc.demo.envoy_config import Bootstrap
 from extproc.demo.stack import SimulatedReplica
 from extproc.envoy.finding import Level
 from extproc.request.objective import FAIRNESS_ID, OBJECTIVE, TARGETS
@@ -34,13 +34,13 @@ CONFIG = Config.model_validate(SETTINGS)
 class Told(Stack):
     """Envoy tells the router what ``extproc check`` asks for."""
 
-    def _bootstrap(self) -> str:
-        bootstrap = yaml.safe_load(super()._bootstrap())
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
         assert self.missing(bootstrap) == {"named_headers_are_told"}
         told = [f"request.headers['{name}']" for name in ALL]
         ext_proc_of(bootstrap)["request_attributes"] += told
         assert not self.missing(bootstrap)
-        return yaml.safe_dump(bootstrap)
+        return bootstrap
 
     @staticmethod
     def missing(bootstrap: object) -> set[str]:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from extproc.demo.envoy_config import Bootstrap, manager_of
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack, manager_of
+from tests.e2e.stack import Stack
 from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
@@ -35,10 +35,8 @@ class Pools(Stack):
         own, second = whole["replicas"][:2], whole["replicas"][2:]
         return {**whole, "replicas": own, "pools": {"second": {"replicas": second}}}
 
-    def _write_configurations(self) -> None:
-        super()._write_configurations()
-        file = self.directory / "envoy.yaml"
-        bootstrap = yaml.safe_load(file.read_text())
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
         resources = bootstrap["static_resources"]
         cluster = next(one for one in resources["clusters"] if one["name"] == "replicas")
         members = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
@@ -49,7 +47,7 @@ class Pools(Stack):
         hosts = manager_of(bootstrap)["route_config"]["virtual_hosts"]
         hosts += [_host(hosts[0], "second", "second"), _host(hosts[0], "lost", "second")]
         hosts[0]["routes"].insert(0, _by_prefix(hosts[1]))
-        file.write_text(yaml.safe_dump(bootstrap, sort_keys=False))
+        return bootstrap
 
 
 def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:

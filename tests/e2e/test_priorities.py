@@ -2,16 +2,16 @@
 
 import asyncio
 import itertools
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from extproc.demo.envoy_config import Bootstrap
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
-from tests.e2e.stack import Stack, on_ports
+from tests.e2e.stack import Stack, ext_proc_of, on_ports
 from tests.e2e.test_examples import EXAMPLES
 from tests.waiting import until
 
@@ -39,10 +39,11 @@ class Behind(Stack):
         super().__init__(directory, REPLICAS, {"serve": serve, "hold": hold, "route": route})
         self.name = name
 
-    def _bootstrap(self) -> str:
+    def _bootstrap(self) -> Bootstrap:
         whole = on_ports(self, self.name) if self.name != "envoy" else super()._bootstrap()
-        told = rf"\g<0>\g<1>- request.headers['{OBJECTIVE}']\n"
-        return re.sub(r"( *)- request\.path\n", told, whole)
+        if told := ext_proc_of(whole).get("request_attributes"):
+            told.append(f"request.headers['{OBJECTIVE}']")
+        return whole
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

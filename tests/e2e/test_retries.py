@@ -9,11 +9,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 import pytest_asyncio
-import yaml
 
+from extproc.demo.envoy_config import Bootstrap, manager_of
 from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, manager_of
+from tests.e2e.stack import Stack
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -31,8 +31,8 @@ TOLERATED = 3
 class Hedging(Stack):
     """Its Envoy retries all it can, and asks a second replica when the first takes long."""
 
-    def _bootstrap(self) -> str:
-        bootstrap = yaml.safe_load(super()._bootstrap())
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
         (host,) = manager_of(bootstrap)["route_config"]["virtual_hosts"]
         route, *_ = host["routes"]  # all have one action
         route["route"]["retry_policy"] |= {
@@ -40,7 +40,7 @@ class Hedging(Stack):
             "per_try_timeout": f"{PATIENCE_S}s",
         }
         route["route"]["hedge_policy"] = {"hedge_on_per_try_timeout": True}
-        return yaml.safe_dump(bootstrap)
+        return bootstrap
 
 
 class Watched:

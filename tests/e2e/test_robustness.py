@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 import pytest_asyncio
-import yaml
 
+from extproc.demo.envoy_config import Bootstrap
 from extproc.demo.processes import free_port
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
@@ -39,9 +39,8 @@ class Doubled(Stack):
         self.name = name
         self.ports = {**self.ports, "alone": free_port()}
 
-    def _bootstrap(self) -> str:
-        whole = super()._bootstrap() if self.name == "envoy" else on_ports(self, self.name)
-        bootstrap = yaml.safe_load(whole)
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap() if self.name == "envoy" else on_ports(self, self.name)
         (listener,) = bootstrap["static_resources"]["listeners"]
         alone = copy.deepcopy(listener)
         alone["name"] = "alone"
@@ -51,7 +50,7 @@ class Doubled(Stack):
             one for one in manager["http_filters"] if not one["name"].endswith("ext_proc")
         ]
         bootstrap["static_resources"]["listeners"].append(alone)
-        return yaml.safe_dump(bootstrap)
+        return bootstrap
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["envoy", IN_FULL_DUPLEX])

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from extproc.demo.envoy_config import Bootstrap, manager_of
 from extproc.demo.stack import SimulatedReplica
 from tests.certificates import Authority
 from tests.e2e.client import Client
-from tests.e2e.stack import Stack, manager_of
+from tests.e2e.stack import Stack
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -44,13 +45,13 @@ class Secured(Stack):
         shutil.copy(cert, self.files / "tls.crt")
         shutil.copy(key, self.files / "tls.key")
 
-    def _bootstrap(self) -> str:
-        bootstrap = yaml.safe_load(super()._bootstrap())
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
         resources = bootstrap["static_resources"]
         (router,) = (one for one in resources["clusters"] if one["name"] == "router")
         router |= documented(self.files)
         manager_of(bootstrap)["max_request_headers_kb"] = 96
-        return yaml.safe_dump(bootstrap, sort_keys=False)
+        return bootstrap
 
 
 def documented(files: Path) -> dict[str, Any]:

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import yaml
 
+from extproc.demo.envoy_config import Bootstrap
 from extproc.demo.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack, ext_proc_of
@@ -33,11 +33,11 @@ TURNS = 24
 class Told(Stack):
     """Envoy tells the router the headers that its settings name."""
 
-    def _bootstrap(self) -> str:
-        bootstrap = yaml.safe_load(super()._bootstrap())
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
         told = ["request.headers['x-session-id']", "request.headers['cookie']"]
         ext_proc_of(bootstrap)["request_attributes"] += told
-        return yaml.safe_dump(bootstrap)
+        return bootstrap
 
 
 def system(directory: Path) -> Stack:

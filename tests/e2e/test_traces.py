@@ -3,7 +3,7 @@ says of a decision, and headers in responses to who may ask."""
 
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from extproc.check.judge import check_envoy
 from extproc.config import Config
-from extproc.demo.envoy_config import socket_address
+from extproc.demo.envoy_config import Bootstrap, manager_of, socket_address
 from extproc.demo.processes import Check, free_port, listening
 from extproc.demo.stack import MODEL, SimulatedReplica
 from extproc.envoy.finding import Level
@@ -45,7 +45,7 @@ class Traced(Stack):
             await super().start("collector")
         await super().start(name)
 
-    def _recipe(self, name: str) -> tuple[list[str | Path], Check]:
+    def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
         if name != "collector":
             return super()._recipe(name)
         agent = Path(rotel.__file__).with_name("rotel-agent")
@@ -70,28 +70,26 @@ class Traced(Stack):
         found["serve"] = {**found["serve"], **METADATA["serve"], "chunks_per_s": 1e6}
         return {**found, "traces": {"endpoint": f"http://{self.address('collector-http')}"}}
 
-    def _bootstrap(self) -> str:
-        bootstrap = yaml.safe_load(super()._bootstrap())
-        (listener,) = bootstrap["static_resources"]["listeners"]
-        manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    def _bootstrap(self) -> Bootstrap:
+        bootstrap = super()._bootstrap()
+        manager = manager_of(bootstrap)
         filters = {one["name"]: one for one in manager["http_filters"]}
         assert self.missing(bootstrap) == {"decision_metadata_is_taken"}
         filters["envoy.filters.http.ext_proc"]["typed_config"] |= RECEIVING
         manager["http_filters"].insert(-1, TELL)
         manager |= TRACING
         (where,) = COLLECTOR["load_assignment"]["endpoints"][0]["lb_endpoints"]
-        where["endpoint"]["address"] = socket_address("127.0.0.1", self.ports["collector"])
+        where["endpoint"]["address"] = socket_address(self.address("collector"))
         bootstrap["static_resources"]["clusters"].append(COLLECTOR)
         assert not self.missing(bootstrap)
-        return yaml.safe_dump(bootstrap)
+        return bootstrap
 
     def _write_configurations(self) -> None:
         """The access log is the page's, not the demo's."""
         super()._write_configurations()
         file = self.directory / "envoy.yaml"
         bootstrap = yaml.safe_load(file.read_text())
-        (listener,) = bootstrap["static_resources"]["listeners"]
-        listener["filter_chains"][0]["filters"][0]["typed_config"] |= ACCESS_LOG
+        manager_of(bootstrap).update(ACCESS_LOG)
         (log,) = ACCESS_LOG["access_log"]
         log["typed_config"]["path"] = str(self.log)
         file.write_text(yaml.safe_dump(bootstrap))

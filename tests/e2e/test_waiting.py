@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,9 +10,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from extproc.demo.envoy_config import Bootstrap
 from extproc.demo.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
-from tests.e2e.stack import Stack, on_ports
+from tests.e2e.stack import Stack, ext_proc_of, on_ports
 from tests.e2e.test_examples import EXAMPLES
 from tests.waiting import until
 
@@ -41,11 +41,13 @@ class Behind(Stack):
         if name == IMPATIENT:
             self.patience_s = 4  # a wait that is longer tells nothing of Envoy
 
-    def _bootstrap(self) -> str:
+    def _bootstrap(self) -> Bootstrap:
         if self.name in (HEADERS_FIRST, FULL_DUPLEX):
             return on_ports(self, self.name)
         whole = super()._bootstrap()
-        return re.sub(" max_message_timeout:.*", "", whole) if self.name == IMPATIENT else whole
+        if self.name == IMPATIENT:
+            del ext_proc_of(whole)["max_message_timeout"]
+        return whole
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

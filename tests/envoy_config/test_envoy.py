@@ -24,10 +24,9 @@ from envoy_data_plane.google.protobuf import Struct, Value
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from yarl import URL
 
-from extproc.address import split_address
-from extproc.demo.envoy_config import render
+from extproc.demo.envoy_config import Bootstrap, addressed, endpoints, manager_of, socket_address
 from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
-from tests.e2e.stack import manager_of, patient
+from tests.e2e.stack import patient
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -82,28 +81,23 @@ def merged(port: int = 0) -> dict[str, Any]:
     filters = [{"name": "http", "typed_config": manager}]
     listener = {
         "name": "mine",
-        "address": at(f"127.0.0.1:{port}"),
+        "address": socket_address(f"127.0.0.1:{port}"),
         "filter_chains": [{"filters": filters}],
         **part["listener"],
     }
     return {"listeners": [listener], "clusters": part["clusters"]}
 
 
-def around_the_fragment(port: int, admin: int, router: str, replicas: Sequence[str]) -> str:
+def around_the_fragment(port: int, admin: int, router: str, replicas: Sequence[str]) -> Bootstrap:
     """A whole configuration with the fragment in it, on these ports of loopback."""
     resources = merged(port)
     members = {"extproc_router": [router], "vllm_replicas": replicas}
     for cluster in resources["clusters"]:
-        endpoints = [{"endpoint": {"address": at(one)}} for one in members[cluster["name"]]]
-        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": endpoints}]
-    return yaml.safe_dump(
-        {"admin": {"address": at(f"127.0.0.1:{admin}")}, "static_resources": resources}
-    )
-
-
-def at(address: str) -> dict[str, Any]:
-    host, port = split_address(address)
-    return {"socket_address": {"address": host, "port_value": port}}
+        cluster["load_assignment"]["endpoints"] = endpoints(members[cluster["name"]])
+    return {
+        "admin": {"address": socket_address(f"127.0.0.1:{admin}")},
+        "static_resources": resources,
+    }
 
 
 @asynccontextmanager
@@ -209,15 +203,14 @@ async def envoy(
 ) -> AsyncIterator[str]:
     """Our envoy.yaml, running, with a change; gives its URL."""
     port, admin = free_port(), free_port()
-    config = render(
-        listen_port=port,
-        admin_port=admin,
-        router_ports=router_ports,
-        replica_addresses=replicas,
+    bootstrap = addressed(
+        listen=f"127.0.0.1:{port}",
+        admin=f"127.0.0.1:{admin}",
+        routers=[f"127.0.0.1:{one}" for one in router_ports],
+        replicas=replicas,
     )
-    tree = yaml.safe_load(config)
-    change(tree)
-    async with running(directory, yaml.safe_dump(tree), admin):
+    change(bootstrap)
+    async with running(directory, bootstrap, admin):
         yield f"http://127.0.0.1:{port}"
 
 
@@ -234,10 +227,11 @@ async def envoy_of_the_fragment(
 
 @asynccontextmanager
 async def running(
-    directory: Path, bootstrap: str, admin: int, options: Sequence[str] = ()
+    directory: Path, bootstrap: Bootstrap, admin: int, options: Sequence[str] = ()
 ) -> AsyncIterator[None]:
     config = directory / "envoy.yaml"
-    config.write_text(patient(bootstrap), encoding="utf-8")  # what is slow is not tested
+    text = patient(yaml.safe_dump(bootstrap))  # what is slow is not tested
+    config.write_text(text, encoding="utf-8")
     argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
     async with await Process.start(
         "envoy",
@@ -413,7 +407,7 @@ async def test_only_in_a_container_others_reach_the_admin_port(
     admin = tree["admin"]["address"]["socket_address"]["port_value"] = free_port()
     tree["static_resources"] = {}
     options = overrides if in_compose else []
-    async with running(tmp_path, yaml.safe_dump(tree), admin, options):
+    async with running(tmp_path, tree, admin, options):
         # Another address of this machine: only who listens on all of them answers there.
         assert await listening(admin, "127.0.0.2")() is in_compose
 

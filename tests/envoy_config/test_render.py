@@ -2,7 +2,7 @@ from pathlib import Path
 
 import yaml
 
-from extproc.demo.envoy_config import TEMPLATE, render
+from extproc.demo.envoy_config import TEMPLATE, addressed
 
 
 def test_users_and_demo_have_one_file() -> None:
@@ -11,11 +11,13 @@ def test_users_and_demo_have_one_file() -> None:
 
 
 def test_only_addresses_differ_from_the_template() -> None:
-    text = render(
-        listen_port=1, admin_port=2, router_ports=[3, 4], replica_addresses=["10.0.0.1:5", "h:6"]
+    rendered = addressed(
+        listen="127.0.0.1:1",
+        admin="127.0.0.1:2",
+        routers=["127.0.0.1:3", "127.0.0.1:4"],
+        replicas=["10.0.0.1:5", "h:6"],
     )
     original = yaml.safe_load(TEMPLATE.read_text(encoding="utf-8"))
-    rendered = yaml.safe_load(text)
     addresses = []
     for tree in (original, rendered):
         resources = tree["static_resources"]

@@ -12,6 +12,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
 
+from extproc.demo.envoy_config import endpoints
 from extproc.demo.processes import free_port
 from extproc.replica_state import ReplicaState
 from extproc.store.replicas import StateWriter
@@ -99,9 +100,8 @@ def asking(*ports: int) -> dict[str, Any]:
     """envoy/xds.yaml with these control planes."""
     tree: dict[str, Any] = yaml.safe_load((ENVOY / "xds.yaml").read_text(encoding="utf-8"))
     clusters = {one["name"]: one for one in tree["static_resources"]["clusters"]}
-    (locality,) = clusters["xds"]["load_assignment"]["endpoints"]
-    at = [{"socket_address": {"address": "127.0.0.1", "port_value": port}} for port in ports]
-    locality["lb_endpoints"] = [{"endpoint": {"address": address}} for address in at]
+    control_planes = endpoints(f"127.0.0.1:{port}" for port in ports)
+    clusters["xds"]["load_assignment"]["endpoints"] = control_planes
     (listener,) = tree["static_resources"]["listeners"]
     listener["address"]["socket_address"]["port_value"] = free_port()
     return tree

@@ -5,16 +5,11 @@ from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 
 from extproc.replica_state import ReplicaState
 from extproc.store.replicas import Put, Removed, Snapshot
-from extproc.xds.endpoints import Member, PoolMembers, load_assignment
+from extproc.xds.endpoints import PoolMembers, load_assignment
 from tests.fakes import ManualClock
 
 A, B = ReplicaState(id="10.0.0.1:8000"), ReplicaState(id="[::1]:8000")
 TTL_S = 10.0
-
-
-def health_of(members: PoolMembers) -> dict[str, HealthStatus] | None:
-    current = members.current
-    return None if current is None else {member.id: member.health for member in current}
 
 
 def test_nothing_is_told_before_a_replica_is_heard_of() -> None:
@@ -22,7 +17,7 @@ def test_nothing_is_told_before_a_replica_is_heard_of() -> None:
     assert not members.apply(Snapshot(()))
     assert members.current is None
     assert members.apply(Snapshot((A,)))
-    assert health_of(members) == {A.id: HealthStatus.HEALTHY}
+    assert members.current == {A.id: HealthStatus.HEALTHY}
 
 
 def test_health_and_draining_follow_the_polls() -> None:
@@ -31,9 +26,9 @@ def test_health_and_draining_follow_the_polls() -> None:
     assert not members.apply(Put(A.model_copy(update={"running": 7})))
     assert members.apply(Put(A.model_copy(update={"healthy": False})))
     assert members.apply(Put(B.model_copy(update={"draining": True})))
-    assert health_of(members) == {A.id: HealthStatus.UNHEALTHY, B.id: HealthStatus.DRAINING}
+    assert members.current == {A.id: HealthStatus.UNHEALTHY, B.id: HealthStatus.DRAINING}
     assert members.apply(Put(A))
-    assert health_of(members) == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.DRAINING}
+    assert members.current == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.DRAINING}
 
 
 def test_a_replica_that_is_removed_leaves_even_the_last() -> None:
@@ -41,7 +36,7 @@ def test_a_replica_that_is_removed_leaves_even_the_last() -> None:
     members.apply(Snapshot((A,)))
     assert members.apply(Removed(A.id))
     assert not members.apply(Removed(A.id))
-    assert members.current == ()
+    assert members.current == {}
 
 
 def test_who_is_missing_in_a_new_snapshot_stays() -> None:
@@ -49,7 +44,7 @@ def test_who_is_missing_in_a_new_snapshot_stays() -> None:
     members.apply(Snapshot((A, B)))
     assert not members.apply(Snapshot((A,)))
     assert not members.apply(Snapshot(()))
-    assert health_of(members) == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.HEALTHY}
+    assert members.current == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.HEALTHY}
 
 
 def hear(
@@ -71,7 +66,7 @@ def test_who_is_silent_while_others_are_heard_leaves() -> None:
     hear(members, clock, 20, A, B)
     assert hear(members, clock, 10, A) == []
     assert hear(members, clock, 1, A) == [B.id]
-    assert health_of(members) == {A.id: HealthStatus.HEALTHY}
+    assert members.current == {A.id: HealthStatus.HEALTHY}
 
 
 def test_when_nothing_is_heard_nobody_leaves() -> None:
@@ -85,7 +80,7 @@ def test_when_nothing_is_heard_nobody_leaves() -> None:
 
 
 def test_endpoints_are_what_envoy_reads() -> None:
-    members = [Member(A.id, HealthStatus.HEALTHY), Member(B.id, HealthStatus.DRAINING)]
+    members = {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.DRAINING}
     read = ClusterLoadAssignment.parse(load_assignment("batch", members))
     assert read.cluster_name == "batch"
     (locality,) = read.endpoints
@@ -106,5 +101,5 @@ def test_endpoints_are_what_envoy_reads() -> None:
 
 
 def test_a_pool_without_replicas_is_one_without_endpoints() -> None:
-    read = ClusterLoadAssignment.parse(load_assignment("batch", []))
+    read = ClusterLoadAssignment.parse(load_assignment("batch", {}))
     assert [one.lb_endpoints for one in read.endpoints] == [[]]

@@ -14,10 +14,10 @@ import yaml
 from envoy_data_plane.envoy.config.core.v3 import HealthStatus
 
 from extproc.config import TlsFiles
-from extproc.demo.envoy_config import render
+from extproc.demo.envoy_config import addressed, endpoints, socket_address
 from extproc.demo.processes import Process, answers, envoy_binary, free_port, listening
 from extproc.xds.catalog import CLUSTERS, ENDPOINTS, Catalog
-from extproc.xds.endpoints import Member, load_assignment
+from extproc.xds.endpoints import load_assignment
 from extproc.xds.resources import resources
 from extproc.xds.server import XdsServer
 from tests.certificates import Authority
@@ -29,7 +29,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.process
 
 ENVOY = Path(__file__).parents[2] / "envoy"
-_UNUSED = 1
+_NOWHERE = "127.0.0.1:1"
 
 
 class Envoy:
@@ -70,9 +70,9 @@ def _address(host: Mapping[str, Any]) -> str:
 async def running(directory: Path, bootstrap: dict[str, Any], port: int) -> AsyncIterator[Envoy]:
     """An Envoy with this bootstrap, whose listener is at the port."""
     envoy = Envoy(port, admin := free_port())
-    where = {"address": "127.0.0.1", "port_value": admin}
+    where = {"address": socket_address(f"127.0.0.1:{admin}")}
     config = directory / f"envoy-{admin}.yaml"
-    config.write_text(yaml.safe_dump(bootstrap | {"admin": {"address": {"socket_address": where}}}))
+    config.write_text(yaml.safe_dump(bootstrap | {"admin": where}))
     argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
     async with await Process.start(
         "envoy",
@@ -93,9 +93,7 @@ async def serving(catalog: Catalog, files: TlsFiles = PLAIN) -> AsyncIterator[di
     port = await server.start("127.0.0.1:0")
     bootstrap: dict[str, Any] = yaml.safe_load((ENVOY / "xds_all.yaml").read_text())
     (cluster,) = bootstrap["static_resources"]["clusters"]
-    (locality,) = cluster["load_assignment"]["endpoints"]
-    where = {"address": "127.0.0.1", "port_value": port}
-    locality["lb_endpoints"] = [{"endpoint": {"address": {"socket_address": where}}}]
+    cluster["load_assignment"]["endpoints"] = endpoints([f"127.0.0.1:{port}"])
     try:
         yield bootstrap
     finally:
@@ -104,24 +102,21 @@ async def serving(catalog: Catalog, files: TlsFiles = PLAIN) -> AsyncIterator[di
 
 def whole(port: int, *replicas: str) -> dict[str, Any]:
     """envoy/envoy.yaml on loopback."""
-    text = render(
-        listen_port=port,
-        admin_port=_UNUSED,
-        router_ports=[_UNUSED],
-        replica_addresses=replicas,
+    return addressed(
+        listen=f"127.0.0.1:{port}",
+        admin=_NOWHERE,
+        routers=[_NOWHERE],
+        replicas=replicas,
     )
-    tree: dict[str, Any] = yaml.safe_load(text)
-    return tree
 
 
-def serve(catalog: Catalog, tree: dict[str, Any], *members: Member) -> None:
-    for type_url, named in resources(tree, "default").items():
-        catalog.replace(type_url, named)
+def serve(catalog: Catalog, tree: dict[str, Any], members: Mapping[str, HealthStatus]) -> None:
+    catalog.replace_all(resources(tree, "default"))
     catalog.replace(ENDPOINTS, {"default": load_assignment("default", members)})
 
 
-def healthy(address: str) -> Member:
-    return Member(address, HealthStatus.HEALTHY)
+def healthy(address: str) -> dict[str, HealthStatus]:
+    return {address: HealthStatus.HEALTHY}
 
 
 @pytest.mark.parametrize("name", ["xds.yaml", "xds_all.yaml"])
@@ -199,16 +194,12 @@ async def test_replicas_join_and_leave_and_health_follows(tmp_path: Path) -> Non
         serve(catalog, whole(port), healthy(a))
         async with running(tmp_path, bootstrap, port) as envoy:
             assert await envoy.members() == {a: "HEALTHY"}
-            members = [
-                healthy(a),
-                Member(b, HealthStatus.DRAINING),
-                Member(c, HealthStatus.HEALTHY),
-            ]
-            serve(catalog, whole(port), *members)
+            members = healthy(a) | {b: HealthStatus.DRAINING} | healthy(c)
+            serve(catalog, whole(port), members)
             wanted = {a: "HEALTHY", b: "DRAINING", c: "HEALTHY"}
             await until(lambda: has(envoy, wanted))
             assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"a", "c"}
-            serve(catalog, whole(port), Member(a, HealthStatus.UNHEALTHY), members[2])
+            serve(catalog, whole(port), {a: HealthStatus.UNHEALTHY} | healthy(c))
             await until(lambda: has(envoy, {a: "UNHEALTHY", c: "HEALTHY"}))
             assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"c"}
 
