@@ -20,7 +20,7 @@ class FirstTokens:
     An engine that schedules ahead takes a request a step later; HTTP, the tokenizer and the way to
     the engine take their time for each request and for each token of its prompt, cached or not. No
     counter tells. All replicas of a fleet run the same program, so that each first token that a
-    router sees tells of all. Non-negative least squares on relative errors; on an H100 with an 8B
+    router sees tells of all. Non-negative least squares on relative errors; on an H100 with a 7B
     model it is 20 to 60 ms of 50 to 115 (docs/real-vllm.md).
     """
 
