@@ -189,7 +189,6 @@ def _view(machines: Items[Machine], exact: Items[_Exact], stretch: Floats) -> Fl
         "decode_step": c0 + c_batch * running + c_kv * kv_used,
         "tokens_per_step": _floats(one.tokens_per_step if one else 1 for one in speculations),
         "stretch": stretch,
-        "unseen": np.zeros(len(machines)),
         "by_priority": np.zeros(len(machines)),
     }
     candidates = Candidates(np.arange(len(machines)), names, names)

@@ -138,9 +138,6 @@ class Fleet:
         known = usual_step(self._replicas, row)
         self._reconciliation.set_hardware(row, state, before, self.lone.step(row, state))
         self._corrections.slowed(row, self._slower(row, known))
-        self._replicas.unseen[row] = self.first_tokens.of_request(
-            self._replicas.decode_step.item(row)
-        )
         if not fresh:
             return
         if state.steps < self._replicas.polled_steps[row]:
@@ -285,18 +282,18 @@ class Fleet:
         """Whether it is alone on a replica whose speed is not known yet."""
         return self.lone.teaches(self._ledger.replica(ticket), ticket)
 
-    def decoded(self, replica: str, predicted: float, actual: float) -> None:
+    def decoded(
+        self, replica: str, predicted: float, actual: float, step: float | None = None
+    ) -> None:
         """A request there took ``actual`` seconds from its first token to its last, and
-        ``predicted`` ones by what is known of its step times now, and not corrected."""
+        ``predicted`` ones by a prediction that was not corrected, when a usual step was thought to
+        take ``step`` seconds; None: as is thought now."""
         if (row := self._rows.get(replica)) is not None:
-            self._corrections.observe(row, predicted, actual, self._clock())
-
-    def slower(self, replica: str, step: float) -> float:
-        """How many times as long as ``step`` a usual step takes there, by what is known now."""
-        row = self._rows.get(replica)
-        return 1.0 if row is None else self._slower(row, step)
+            slower = self._slower(row, step or 0.0)
+            self._corrections.observe(row, predicted, actual, self._clock(), slower)
 
     def _slower(self, row: int, step: float) -> float:
+        """How many times as long as ``step`` a usual step takes by what is known now."""
         return usual_step(self._replicas, row) / step if step else 1.0
 
     def reported(
@@ -435,7 +432,7 @@ class Fleet:
         columns = table.copy(_IN_VIEW, None if len(rows) == len(table) else rows)
         view = FleetView(candidates, columns, adapters)
         view.taken = view.kv_used + view.joining + view.foreign_backlog
-        view.unseen_token = self.first_tokens.of_token
+        view.beside_steps = self.first_tokens.beside_steps
         if self.peers.counted:
             view.requests += table.peers_requests[rows]
             view.queued += table.peers_queued[rows]

@@ -8,7 +8,7 @@ from extproc.fleet.tables import Replicas
 from extproc.predict.firsthand import Firsthand, Served, work_of
 from extproc.predict.hardware import profile_or_default
 from extproc.predict.step import StepModel
-from extproc.predict.windows import SECONDS, WARMING_UP
+from extproc.predict.windows import SECONDS, warms_up
 from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 
@@ -56,7 +56,7 @@ class LoneRequests:
             or replicas.peers_requests.item(row)
             or replicas.beyond.item(row)
         )
-        if beside or profile.image_tokens or profile.endpoint.takes_audio:
+        if beside or profile.fetches:
             self._now.pop(row, None)
         else:
             self._now[row] = ticket, Baseline(state, replicas.sent.item(row) - profile.parts)
@@ -86,7 +86,7 @@ class LoneRequests:
 
     def polled(self, row: int, state: ReplicaState, asked_at: float) -> None:
         """A poll came that was asked for at ``asked_at``."""
-        self._see_shared(row, state.running, asked_at)
+        self._see_shared(row, state, asked_at)
         if ended := self._ended.get(row):
             told = [one for one in ended if one[0] <= asked_at]
             self._ended[row] = ended[len(told) :]
@@ -108,12 +108,12 @@ class LoneRequests:
         """Whether nothing else was sent there since it was."""
         return row in self._now and self._now[row][0] == ticket
 
-    def _see_shared(self, row: int, running: int, now: float) -> None:
+    def _see_shared(self, row: int, state: ReplicaState, now: float) -> None:
         """Of a second without a pause the counters tell, and from then on more and more."""
-        if running < 2:
+        since, until = self._shared.get(row, (now, now))
+        if state.running < 2 or not state.measured or not 0.0 <= now - until < SECONDS[0]:
             self._shared.pop(row, None)
             return
-        since, until = self._shared.get(row, (now, now))
         self._shared[row] = since, now
         if now - since > SECONDS[0] and (seen := self._seen.get(row)):
             seen.counted(now - until, self._clock())
@@ -124,7 +124,7 @@ class LoneRequests:
         cached = state.cached_tokens - before.state.cached_tokens
         if not 0.0 <= firsts <= replicas.sent[row] - before.sent or cached < 0.0:
             return  # somebody else's were served, too, or by another process
-        if before.state.steps < WARMING_UP and state.steps:
+        if warms_up(before.state.steps, state.steps):
             return
         share = cached / prompts if prompts > 0.0 else 0.0
         computed = max(served.prompt_tokens * (1.0 - share), 1.0)

@@ -73,7 +73,8 @@ def predict(
     sequences i with context k_i and expected remainder r_i, m_i = min(r_i, o)::
 
         T_first   = rest of step + admission + (W + u)·c_prefill
-                    + ceil((W + u)/budget)·step(0, B, K) + frontend + unseen
+                    + ceil((W + u)/budget)·step(0, B, K)
+                    + most of frontend and x·step + y + z·p
         T_decode  = s/d·(o·c0 + c_batch·(o + Σ m_i) + c_kv·(Σ m_i·(k_i + m_i/2) + o·p + o²/2))
         cost      = B·u·c_prefill + Σ m_i·(c_batch + c_kv·(p + m_i/2))/d
         avoidable = (u − least u of all candidates)·c_prefill·(B + 1)
@@ -81,6 +82,10 @@ def predict(
     s being actual ÷ predicted decode time of the replica, as of late
     (:class:`~extproc.predict.correction.Corrections`), and d the tokens that a sequence gets from a
     step.
+
+    and frontend, x, y and z being what passes beside steps, by requests served alone
+    (:class:`~extproc.predict.firsthand.Firsthand`) and by all first tokens
+    (:class:`~extproc.predict.first_token.FirstTokens`).
 
     Where a replica goes by priority, W and the queue that the admission waits for have none of a
     lower priority, and the KV pressure is that beside sequences of the same and of higher ones: the
@@ -159,14 +164,14 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
-    return _prefill_steps(view, queue, steps) + view.frontend + unseen(view, prompt)
+    return _prefill_steps(view, queue, steps) + beside_steps(view, prompt)
 
 
-def unseen(view: FleetView, prompt: float) -> Floats:
-    """Seconds before a first token that no step shows
-    (:class:`~extproc.predict.first_token.FirstTokens`)."""
-    seconds: Floats = view.unseen + view.unseen_token * prompt
-    return seconds
+def beside_steps(view: FleetView, prompt: float) -> Floats:
+    """Seconds before a first token that no step shows: by lone requests on the replica, or by the
+    first tokens of the whole fleet, if these say more."""
+    each_step, request, token = view.beside_steps
+    return np.maximum(view.frontend, each_step * view.decode_step + (request + token * prompt))
 
 
 def _prefill_steps(view: FleetView, tokens: Floats, steps: Floats) -> Floats:

@@ -11,6 +11,8 @@ _MEMORY = 30.0
 _DOUBT = 5.0
 """Seconds of decoding that count for the prediction as it is."""
 _LEAST, _MOST = 0.5, 3.0
+_OTHERS = 1.25
+"""Step times that differ by more than that are others; by less, they waver."""
 _EVERY = 0.2
 """Seconds between two looks at what has faded."""
 
@@ -28,8 +30,9 @@ class Corrections:
     """
 
     def __init__(self, now: float) -> None:
-        self._sums: Floats = np.zeros((2, 0))
-        """Seconds of decoding, actual and predicted, a column a replica."""
+        self._sums: Floats = np.zeros((3, 0))
+        """Seconds of decoding, a column a replica: actual, as predicted, and as would be predicted
+        by what is known of the step times now."""
         self._at = now
         self._told_at = -inf
 
@@ -41,22 +44,35 @@ class Corrections:
         self._sums[:, row] = 0.0
         self._told_at = -inf
 
-    def observe(self, row: int, predicted: float, actual: float, now: float) -> None:
-        """A request decoded in ``actual`` seconds."""
+    def observe(
+        self, row: int, predicted: float, actual: float, now: float, slower: float = 1.0
+    ) -> None:
+        """A request decoded in ``actual`` seconds; steps there are known to take ``slower`` times
+        as long as when it was predicted."""
         self._fade(now)
-        self._sums[:, row] += min(actual, _MOST * predicted), predicted
+        known = predicted * slower
+        self._sums[:, row] += min(actual, _MOST * known), predicted, known
         self._told_at = -inf
 
     def slowed(self, row: int, factor: float) -> None:
-        """Its steps are known to take ``factor`` times as long as was thought until now: what was
-        seen is compared with what would have been predicted by that, lest it counts twice."""
-        self._sums[1, row] *= factor
-        self._told_at = -inf
+        """Steps there are known to take ``factor`` times as long as was thought until now."""
+        if factor != 1.0:
+            self._sums[2, row] *= factor
+            self._told_at = -inf
 
     def sums(self, now: float) -> Floats:
-        """Seconds of decoding as of late, actual and predicted, a column a replica."""
+        """Seconds of decoding as of late, actual and predicted, a column a replica.
+
+        Where step times are others now, it is as predicted or as would be now, whatever is nearer
+        to the actual ones: step times that were wrong are not corrected once more when they are put
+        right, and a replica that was predicted well and is throttled now has no correction that
+        says it is as fast as before.
+        """
         self._fade(now)
-        return self._sums
+        actual, then, known = self._sums
+        least, most = np.minimum(then, known), np.maximum(then, known)
+        others = most > _OTHERS * least
+        return np.array([actual, np.where(others, np.clip(actual, least, most), then)])
 
     def due(self, now: float) -> bool:
         """Whether the ratios may be others than when they were last told."""
@@ -71,9 +87,8 @@ class Corrections:
         A ratio fades to 1 where nothing ends: one that does not would keep requests away for ever,
         and with them all that could prove it wrong.
         """
-        self._fade(now)
         self._told_at = now
-        actual, predicted = self._sums + others + _DOUBT
+        actual, predicted = self.sums(now) + others + _DOUBT
         ratios: Floats = np.clip(actual / predicted, _LEAST, _MOST)
         return ratios
 

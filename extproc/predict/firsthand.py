@@ -112,7 +112,7 @@ class Firsthand:
             return known
         weight = self._counted + (_KNOWN if self._requests >= _FEW else _DOUBTED)
         weights = [weight / max(center, _LEAST) ** 2 for center in centers[:-1]]
-        weights.append((weight - self._counted) * _FRONTEND)
+        weights.append(weight * _FRONTEND)
         descend(self._equations, weights, centers, self._solution)
         most = _MOST_FRONTEND_S / _FRONTEND_S
         if self._solution[-1] > most:

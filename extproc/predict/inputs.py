@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-_USUAL_BATCH = 16.0, 16 * 1500.0
+_USUAL_BATCH = 8.0, 8 * 1000.0
 """Sequences and KV tokens."""
 
 # The classes below are made anew for every decision, and are not frozen for that reason alone: it
@@ -109,8 +109,6 @@ class Columns:
     """That a sequence gets: more than one where vLLM decodes speculatively."""
     stretch: Floats
     """Actual ÷ predicted decode time, as of late."""
-    unseen: Floats
-    """Seconds before a first token that no step shows."""
     c0: Floats
     """This and the following: :class:`~extproc.predict.step.StepModel`."""
     c_prefill: Floats
@@ -136,8 +134,9 @@ class FleetView(Columns):
     """Prompt tokens sent and not yet prefilled."""
     taken: Floats
     """KV tokens in use, and those that the backlog will use."""
-    unseen_token: float = 0.0
-    """The same for each token of the prompt."""
+    beside_steps: tuple[float, float, float] = 0.0, 0.0, 0.0
+    """Seconds before a first token that no step shows: for each second of a step, for each request,
+    and for each token of its prompt."""
     behind: Floats | float = 0.0
     """Prompt tokens beside the backlog, of requests that let this one go before them."""
 

@@ -11,7 +11,7 @@ SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 exact."""
 _SHORTEST, _LONGEST = 0.8, 1.3
 """A window may be shorter or longer than it should by this factor."""
-WARMING_UP = 10.0
+_WARMING_UP = 10.0
 """Steps of an engine's life that tell nothing: it compiles kernels for them."""
 _FALLEN = 0.9
 """Computed tokens below this fraction of what they were: a counter showed nonsense. (They may dip a
@@ -119,10 +119,16 @@ class Windows:
         return earlier if wanted - earlier[0] <= later[0] - wanted else later
 
 
+def warms_up(before: float, after: float) -> bool:
+    """Whether what an engine did from one count of its steps to another tells nothing, for some of
+    them were its first; one that counts no steps is not known to."""
+    return before < _WARMING_UP and after > 0.0
+
+
 def _paused(last: EngineCounts, counts: EngineCounts) -> bool:
     """Whether the engine restarted, was idle, or may have been in between, or a counter fell."""
     return (
-        last.steps < WARMING_UP
+        warms_up(last.steps, counts.steps)
         or counts.steps < last.steps
         or counts.generated_tokens < last.generated_tokens
         or counts.computed_tokens < last.computed_tokens * _FALLEN

@@ -99,6 +99,11 @@ class RequestProfile:
         return self.objective.priority if self.endpoint.takes_priority else 0
 
     @property
+    def fetches(self) -> bool:
+        """Whether the replica fetches and encodes images or audio first, for however long."""
+        return self.image_tokens > 0 or self.endpoint.takes_audio
+
+    @property
     def parts(self) -> int:
         """Sequences as an engine counts them: a prompt of which nothing is decoded is one."""
         return max(self.sequences, self.prompts)

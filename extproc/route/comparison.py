@@ -6,6 +6,7 @@ from math import inf
 
 import numpy as np
 
+from extproc.predict.completion import beside_steps
 from extproc.predict.inputs import Floats
 from extproc.route.policy import Choice, Situation, near_lowest
 
@@ -146,7 +147,8 @@ class _Rival:
             cause = f"behind {theirs:,.0f} queued prompt tokens against {ours:,.0f}"
         else:
             tokens = np.maximum(view.backlog + self._new, 1.0)
-            theirs, ours = self._both(prefill / tokens)
+            beside = beside_steps(view, float(self.situation.profile.prompt_tokens))
+            theirs, ours = self._both((prefill - beside) / tokens)
             cause = f"at {seconds(theirs)} a token against {seconds(ours)}"
         return f"the prefill would take {seconds(self._longer(prefill))} longer there, {cause}"
 

@@ -8,7 +8,7 @@ import numpy as np
 from extproc.fleet.fleet import Ended, Fleet
 from extproc.fleet.lone_requests import Baseline
 from extproc.predict.adapter import add_adapter
-from extproc.predict.completion import Prediction, predict, unseen
+from extproc.predict.completion import Prediction, beside_steps, predict
 from extproc.predict.firsthand import Served
 from extproc.predict.inputs import FleetView, least, most, usual_step
 from extproc.predict.margins import Margins
@@ -64,8 +64,8 @@ class Forecast:
     """Of the replica, as in :func:`~extproc.predict.inputs.usual_step`."""
     step: float
     """Seconds of a step with what decoded then."""
-    unseen: float
-    """Seconds of the first token's that no step shows."""
+    first_step_s: float | None
+    """Seconds to the first token by the engine's steps alone; None where it waits for others."""
 
 
 @dataclass(slots=True)
@@ -164,8 +164,17 @@ class Decision:
             stretch,
             usual_step(situation.view, first),
             situation.view.decode_step.item(first),
-            unseen(situation.view, situation.profile.prompt_tokens).item(first),
+            self._by_steps(),
         )
+
+    def _by_steps(self) -> float | None:
+        situation, first = self.situation, self.choice.first
+        view, profile, prediction = situation.view, situation.profile, self.prediction
+        waits = view.backlog.item(first) > 0.0 or prediction.admission.item(first) > 0.0
+        if waits or situation.adapter is not None or profile.fetches:
+            return None
+        beside = beside_steps(view, float(profile.prompt_tokens))
+        return self.predicted_ttft - beside.item(first)
 
 
 class Router:
@@ -381,8 +390,7 @@ class Router:
             self.fleet.adapters.took(replica, load + later)
         if wait:
             self.fleet.adapters.waited(forecast.adapter_overrun * (1.0 + later / wait))
-        if not (load or wait):
-            steps_s = forecast.predicted_ttft - forecast.unseen
+        if (steps_s := forecast.first_step_s) is not None:
             prompt = forecast.profile.prompt_tokens
             self.fleet.first_tokens.observe(forecast.step, prompt, steps_s, ttft)
 
@@ -390,8 +398,7 @@ class Router:
         """``seconds`` from the first of its tokens to the last."""
         if replica == forecast.replica and tokens > 1:
             predicted = forecast.decode_time_per_token * (tokens - 1)
-            slower = self.fleet.slower(replica, forecast.usual_step)
-            self.fleet.decoded(replica, predicted * slower, seconds)
+            self.fleet.decoded(replica, predicted, seconds, forecast.usual_step)
             self.margins.tpot.observe(predicted * forecast.stretch, seconds)
 
     def _output(self, profile: RequestProfile, view: FleetView) -> tuple[float, float]:

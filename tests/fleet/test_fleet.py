@@ -571,11 +571,25 @@ def test_step_times_that_are_put_right_are_not_corrected_twice() -> None:
     before = usual_step(fleet.view(MODEL), 0)
     for _ in range(20):
         fleet.decoded(replica(1), 10.0, 2.0)
-    fleet.put(state(1, A10, clock))
     assert fleet.view(MODEL).stretch[0] == 0.5
     fast = PROFILES[A10].step.slowed(0.2)
     fleet.put(state(1, A10, clock).model_copy(update={"learned": fast}))
-    assert fleet.slower(replica(1), before) == pytest.approx(0.2)
+    assert fleet.view(MODEL).stretch[0] == pytest.approx(1.0, abs=0.02)
+    # Nor by those that were predicted before, and end later.
+    for _ in range(20):
+        fleet.decoded(replica(1), 10.0, 2.0, before)
+    assert fleet.view(MODEL).stretch[0] == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("slower", [3.0, 0.33])
+def test_a_replica_that_changes_its_speed_is_not_taken_to_be_as_before(slower: float) -> None:
+    """What it did before was predicted well, and says nothing of what counters tell now."""
+    clock = ManualClock()
+    fleet = fleet_of(clock, A10)
+    for _ in range(60):
+        fleet.decoded(replica(1), 5.0, 5.0)
+    other = PROFILES[A10].step.slowed(slower)
+    fleet.put(state(1, A10, clock).model_copy(update={"learned": other}))
     assert fleet.view(MODEL).stretch[0] == pytest.approx(1.0, abs=0.02)
 
 

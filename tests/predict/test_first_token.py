@@ -19,30 +19,38 @@ def seen(tokens: FirstTokens, count: int, per_step: float, request: float, token
 def test_what_no_step_shows_is_told_apart() -> None:
     tokens = FirstTokens()
     seen(tokens, 200, per_step=1.0, request=0.015, token=4e-6)
-    assert tokens.of_request(0.02) == pytest.approx(0.02 + 0.015, rel=0.1)
-    assert tokens.of_request(0.005) == pytest.approx(0.005 + 0.015, rel=0.2)
-    assert tokens.of_token == pytest.approx(4e-6, rel=0.1)
+    assert tokens.beside_steps == pytest.approx((1.0, 0.015, 4e-6), rel=0.25)
 
 
 def test_a_few_first_tokens_tell_most_of_it() -> None:
     tokens = FirstTokens()
     seen(tokens, 8, per_step=1.0, request=0.015, token=4e-6)
-    told = tokens.of_request(0.01) + 3000 * tokens.of_token
+    each_step, request, token = tokens.beside_steps
+    told = each_step * 0.01 + request + 3000 * token
     assert told == pytest.approx(0.01 + 0.015 + 0.012, rel=0.25)
 
 
-def test_where_steps_tell_all_or_too_much_there_is_nothing() -> None:
-    for ratio in (1.0, 0.5):
-        tokens = FirstTokens()
-        for _ in range(50):
-            tokens.observe(0.01, 1000, 0.1, 0.1 * ratio)
-        assert tokens.of_request(0.01) == tokens.of_token == 0.0
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+def test_where_steps_tell_all_or_too_much_there_is_nothing(ratio: float) -> None:
+    tokens = FirstTokens()
+    for _ in range(50):
+        tokens.observe(0.01, 1000, 0.1, 0.1 * ratio)
+    assert tokens.beside_steps == (0.0, 0.0, 0.0)
 
 
-def test_those_that_waited_for_something_else_count_for_little() -> None:
+def test_accidents_count_for_little() -> None:
     tokens = FirstTokens()
     seen(tokens, 50, per_step=0.0, request=0.02, token=0.0)
     for _ in range(5):
         tokens.observe(0.01, 1000, 0.1, 60.0)
     tokens.observe(0.01, 1000, inf, 1.0)
-    assert tokens.of_request(0.01) < 0.03
+    assert tokens.beside_steps[1] < 0.03
+
+
+def test_no_more_is_believed_than_can_be() -> None:
+    tokens = FirstTokens()
+    seen(tokens, 200, per_step=20.0, request=1.0, token=1e-3)
+    each_step, request, token = tokens.beside_steps
+    assert each_step <= 3.0
+    assert request <= 0.05
+    assert token <= 2e-5

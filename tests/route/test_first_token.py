@@ -1,0 +1,57 @@
+"""What passes before a first token beside the engine's steps is learned from those that come."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from extproc.request.profile import RequestProfile
+from extproc.route.router import Decision, Router
+from tests.fakes import ManualClock, chat, fleet_of, replica
+
+A10 = "llama-8b-a10"
+LATE_S = 0.03
+
+
+@pytest.fixture
+def router() -> Router:
+    return Router(fleet_of(ManualClock(), A10, A10), "completion", Random(0))
+
+
+def decide(router: Router, profile: RequestProfile) -> Decision:
+    decision = router.decide(profile)
+    assert decision is not None
+    return decision
+
+
+def answered(router: Router, profile: RequestProfile, times: int, by_steps: float) -> None:
+    """The replica chosen answered, each time a little later than by its steps."""
+    for _ in range(times):
+        decision = decide(router, profile)
+        ttft = by_steps + LATE_S
+        router.learn(decision.forecast(), decision.replica, 50, ttft + 2.0, ttft)
+
+
+def test_first_tokens_are_predicted_as_late_as_they_come_on_all_replicas(router: Router) -> None:
+    request = chat(1000, 50)
+    before = decide(router, request).prediction.ttft
+    answered(router, request, 30, before.item(0))
+    after = decide(router, request).prediction.ttft
+    assert after == pytest.approx(before + LATE_S, rel=0.02)
+
+
+def test_what_was_learned_is_not_learned_again(router: Router) -> None:
+    request = chat(1000, 50)
+    by_steps = decide(router, request).predicted_ttft
+    answered(router, request, 300, by_steps)
+    assert decide(router, request).predicted_ttft == pytest.approx(by_steps + LATE_S, rel=0.02)
+
+
+def test_requests_that_wait_for_something_else_teach_nothing(router: Router) -> None:
+    request = chat(1000, 50)
+    by_steps = decide(router, request).predicted_ttft
+    answered(router, replace(request, image_tokens=500), 30, by_steps)
+    for number in (1, 2):
+        router.fleet.dispatch(replica(number), chat(20_000, 50))
+    answered(router, request, 30, by_steps)
+    assert router.fleet.first_tokens.beside_steps == (0.0, 0.0, 0.0)
