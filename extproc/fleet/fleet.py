@@ -282,14 +282,12 @@ class Fleet:
         """Whether it is alone on a replica whose speed is not known yet."""
         return self.lone.teaches(self._ledger.replica(ticket), ticket)
 
-    def decoded(
-        self, replica: str, predicted: float, actual: float, step: float | None = None
-    ) -> None:
+    def decoded(self, replica: str, predicted: float, actual: float, step: float = 0.0) -> None:
         """A request there took ``actual`` seconds from its first token to its last, and
         ``predicted`` ones by a prediction that was not corrected, when a usual step was thought to
-        take ``step`` seconds; None: as is thought now."""
+        take ``step`` seconds; 0: as is thought now."""
         if (row := self._rows.get(replica)) is not None:
-            slower = self._slower(row, step or 0.0)
+            slower = self._slower(row, step)
             self._corrections.observe(row, predicted, actual, self._clock(), slower)
 
     def _slower(self, row: int, step: float) -> float:

@@ -109,7 +109,8 @@ class LoneRequests:
         return row in self._now and self._now[row][0] == ticket
 
     def _see_shared(self, row: int, state: ReplicaState, now: float) -> None:
-        """Of a second without a pause the counters tell, and from then on more and more."""
+        """Tells how long polls have seen several requests at once there, from the second second on:
+        the counters tell of stretches that long."""
         since, until = self._shared.get(row, (now, now))
         if state.running < 2 or not state.measured or not 0.0 <= now - until < SECONDS[0]:
             self._shared.pop(row, None)

@@ -21,7 +21,9 @@ class Prediction:
     admission: Floats
     """Wait until enough KV space and a place in the batch are free."""
     prefill: Floats
-    """Prefill of the queue ahead and of the prompt itself, and the way to the engine and back."""
+    """Prefill of the queue ahead and of the prompt itself, and what passes beside the steps."""
+    beside: Floats
+    """Of that, what passes beside the engine's steps."""
     decode: Floats
     """From the first token to the last."""
     ttft: Floats
@@ -81,11 +83,9 @@ def predict(
 
     s being actual ÷ predicted decode time of the replica, as of late
     (:class:`~extproc.predict.correction.Corrections`), and d the tokens that a sequence gets from a
-    step.
-
-    and frontend, x, y and z being what passes beside steps, by requests served alone
-    (:class:`~extproc.predict.firsthand.Firsthand`) and by all first tokens
-    (:class:`~extproc.predict.first_token.FirstTokens`).
+    step. The frontend is what passes beside the steps by requests that the replica served alone
+    (:class:`~extproc.predict.firsthand.Firsthand`); x, y and z tell the same by the first tokens of
+    all replicas (:class:`~extproc.predict.first_token.FirstTokens`).
 
     Where a replica goes by priority, W and the queue that the admission waits for have none of a
     lower priority, and the KV pressure is that beside sequences of the same and of higher ones: the
@@ -112,7 +112,8 @@ def predict(
     step_rest = _step_rest(view)
     wait = admission(view, sequences, own, new)
     _refuse(view, profile.longest_prompt, wait)
-    prefill = _prefill(view, prompt, new)
+    beside = _beside_steps(view, prompt)
+    prefill = _prefill(view, prompt, new) + beside
     decode, slower, growth = _decode(view, sequences, own, prompt, out)
     ttft = step_rest + wait + prefill
     completion = ttft + decode
@@ -126,6 +127,7 @@ def predict(
         step_rest,
         wait,
         prefill,
+        beside,
         decode,
         ttft,
         completion,
@@ -164,10 +166,10 @@ def _prefill(view: FleetView, prompt: float, new: Floats | float) -> Floats:
     steps = np.ceil(queue / view.token_budget)
     if not prompt:
         steps = np.maximum(steps, 1.0)
-    return _prefill_steps(view, queue, steps) + beside_steps(view, prompt)
+    return _prefill_steps(view, queue, steps)
 
 
-def beside_steps(view: FleetView, prompt: float) -> Floats:
+def _beside_steps(view: FleetView, prompt: float) -> Floats:
     """Seconds before a first token that no step shows: by lone requests on the replica, or by the
     first tokens of the whole fleet, if these say more."""
     each_step, request, token = view.beside_steps

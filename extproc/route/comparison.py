@@ -6,7 +6,6 @@ from math import inf
 
 import numpy as np
 
-from extproc.predict.completion import beside_steps
 from extproc.predict.inputs import Floats
 from extproc.route.policy import Choice, Situation, near_lowest
 
@@ -139,16 +138,16 @@ class _Rival:
         return f"to load its adapter there would take {longer} longer"
 
     def _prefill(self) -> str:
-        view, prefill = self.situation.view, self.situation.prediction.prefill
-        if self._longer(self.situation.prediction.avoidable) > self._longer(prefill) / 2:
+        view, prediction = self.situation.view, self.situation.prediction
+        prefill = prediction.prefill
+        if self._longer(prediction.avoidable) > self._longer(prefill) / 2:
             return self._waste()
         theirs, ours = self._both(view.backlog)
         if theirs > ours:
             cause = f"behind {theirs:,.0f} queued prompt tokens against {ours:,.0f}"
         else:
             tokens = np.maximum(view.backlog + self._new, 1.0)
-            beside = beside_steps(view, float(self.situation.profile.prompt_tokens))
-            theirs, ours = self._both((prefill - beside) / tokens)
+            theirs, ours = self._both((prefill - prediction.beside) / tokens)
             cause = f"at {seconds(theirs)} a token against {seconds(ours)}"
         return f"the prefill would take {seconds(self._longer(prefill))} longer there, {cause}"
 

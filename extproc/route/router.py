@@ -8,7 +8,7 @@ import numpy as np
 from extproc.fleet.fleet import Ended, Fleet
 from extproc.fleet.lone_requests import Baseline
 from extproc.predict.adapter import add_adapter
-from extproc.predict.completion import Prediction, beside_steps, predict
+from extproc.predict.completion import Prediction, predict
 from extproc.predict.firsthand import Served
 from extproc.predict.inputs import FleetView, least, most, usual_step
 from extproc.predict.margins import Margins
@@ -168,13 +168,11 @@ class Decision:
         )
 
     def _by_steps(self) -> float | None:
-        situation, first = self.situation, self.choice.first
-        view, profile, prediction = situation.view, situation.profile, self.prediction
-        waits = view.backlog.item(first) > 0.0 or prediction.admission.item(first) > 0.0
-        if waits or situation.adapter is not None or profile.fetches:
+        situation, prediction, first = self.situation, self.prediction, self.choice.first
+        waits = situation.view.backlog.item(first) > 0.0 or prediction.admission.item(first) > 0.0
+        if waits or situation.adapter is not None or self.profile.fetches:
             return None
-        beside = beside_steps(view, float(profile.prompt_tokens))
-        return self.predicted_ttft - beside.item(first)
+        return self.predicted_ttft - prediction.beside.item(first)
 
 
 class Router:
