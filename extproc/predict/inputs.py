@@ -41,6 +41,9 @@ class Sequences:
     """The higher goes first; infinite where it is not known."""
 
 
+NO_SEQUENCES = Sequences(np.zeros(0, np.intp), *np.zeros((4, 0)))
+
+
 @dataclass(frozen=True, slots=True)
 class Excluded:
     """A replica that was left out."""

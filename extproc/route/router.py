@@ -10,7 +10,7 @@ from extproc.fleet.lone_requests import Baseline
 from extproc.predict.adapter import add_adapter
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.firsthand import Served
-from extproc.predict.inputs import FleetView, least, most, usual_step
+from extproc.predict.inputs import NO_SEQUENCES, FleetView, least, most, usual_step
 from extproc.predict.margins import Margins
 from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
@@ -137,8 +137,10 @@ class Decision:
         """Seconds to the last token on the replica chosen."""
         return self.prediction.completion.item(self.choice.first)
 
-    def forget_token_ids(self) -> None:
-        """Those of a long prompt take 100 kB, and a decision is kept for long."""
+    def forget_what_is_large(self) -> None:
+        """Once it is carried out: a decision is kept for long, and thousands of sequences in flight
+        take 100 kB, as the token ids of a long prompt do."""
+        self.situation.sequences = NO_SEQUENCES
         prefix = self.profile.prefix
         if len(prefix.ids):
             known = replace(prefix, ids=NO_PREFIX.ids)

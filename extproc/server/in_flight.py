@@ -45,7 +45,7 @@ class InFlight:
             decision.replica, decision.profile, decision.cached, told=not unseen
         )
         services.fleet.sessions.saw(decision.profile.session, decision.replica)
-        decision.forget_token_ids()
+        decision.forget_what_is_large()
         self._forecast = decision.forecast()
         self._foreseen = decision.prediction.output_tokens * decision.profile.sequences
         """Chunks that it should have, if it is streamed."""

@@ -22,7 +22,7 @@ from extproc.server.room import Room
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from tests.conftest import Logged
-from tests.fakes import replica
+from tests.fakes import ManualClock, chat, replica, state
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 from tests.waiting import until
 
@@ -135,6 +135,33 @@ async def test_a_request_in_flight_does_not_keep_its_body(envoy: EnvoySide) -> N
             tracemalloc.stop()
         assert most > 4 * 2**20
         assert held < 2**20
+
+
+async def test_a_kept_decision_does_not_keep_what_was_in_flight(
+    envoy: EnvoySide, services: Services
+) -> None:
+    """Nobody needs it once the request is sent, and there may be thousands."""
+    kept, in_flight = 10, 5_000
+    left_out = state(3, "llama-8b-a10", ManualClock(services.wall()), healthy=False)
+    services.fleet.put(left_out)
+    for _ in range(in_flight):
+        services.fleet.dispatch(replica(1), chat(10))
+
+    async def ask() -> None:
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+
+    await ask()
+    tracemalloc.start()
+    try:
+        for _ in range(kept):
+            await ask()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(services.log.last(2 * kept)) == kept + 1
+    assert held < kept * in_flight * 8
 
 
 @asynccontextmanager
