@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
 
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
@@ -17,12 +16,16 @@ from extproc.server.proto.ext_proc_pb2 import ProcessingRequest
 from extproc.server.service import SERVICE
 
 
-async def process(
-    requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
-) -> AsyncIterator[bytes]:
-    """Answers each message with a continue."""
-    async for raw in requests:
-        yield proceed(ProcessingRequest.FromString(raw).WhichOneof("request") or "")
+async def process(_: object, context: grpc.aio.ServicerContext) -> None:
+    """Answers each message with a continue; shielded as
+    :meth:`~extproc.server.service.ExternalProcessor.process` is."""
+    await asyncio.shield(_answer(context))
+
+
+async def _answer(context: grpc.aio.ServicerContext) -> None:
+    while (raw := await context.read()) is not grpc.aio.EOF:
+        phase = ProcessingRequest.FromString(raw).WhichOneof("request")
+        await context.write(proceed(phase or ""))
 
 
 async def serve(port: int) -> None:

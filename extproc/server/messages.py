@@ -6,14 +6,11 @@ hundredth of what typed Python classes take.
 
 from collections.abc import Container, Mapping
 from datetime import timedelta
-from functools import cache
-
-from google.protobuf.struct_pb2 import Value
+from functools import cache, lru_cache
 
 from extproc.server.proto.ext_proc_pb2 import (
     HeaderMutation,
     HeadersResponse,
-    HeaderValue,
     HttpHeaders,
     ProcessingRequest,
     ProcessingResponse,
@@ -126,6 +123,7 @@ def watch_response(changes: bool = False) -> bytes:
     return reply.SerializeToString()
 
 
+@lru_cache(maxsize=4096)  # to build one takes five microseconds; pairs of replicas may be many
 def send_to(
     phase: str,
     destination: str,
@@ -138,38 +136,25 @@ def send_to(
     With ``leave_body``, to request headers alone, Envoy sends the body to the replica only; with
     ``priority`` its header that names one says so, whatever the client's said.
     """
-    reply, header, metadata = _sending(phase, clear_route_cache, leave_body, priority)
-    header.raw_value = destination.encode()
-    metadata.string_value = destination
-    return reply.SerializeToString()
-
-
-@cache
-def _sending(
-    phase: str, clear_route_cache: bool, leave_body: bool, priority: int | None
-) -> tuple[ProcessingResponse, HeaderValue, Value]:
-    """A reply of a kind, and the two places in it that are another's for each destination: to set
-    them takes a tenth of building it anew, and pairs of replicas are too many to keep a reply for
-    each."""
     reply = ProcessingResponse()
     if leave_body:
         reply.mode_override.request_body_mode = NONE
         reply.mode_override.response_trailer_mode = _SEND
     common = getattr(reply, phase).response
-    header = _set_header(common.header_mutation, DESTINATION)
+    _set_header(common.header_mutation, DESTINATION, destination.encode())
     common.header_mutation.remove_headers.extend((SUBSET, SERVED))
     if priority is not None:
         _set_header(common.header_mutation, PRIORITY, b"%d" % priority)
     common.clear_route_cache = clear_route_cache
     metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
-    return reply, header, metadata.fields[DESTINATION]
+    metadata.fields[DESTINATION].string_value = destination
+    return reply.SerializeToString()
 
 
-def _set_header(mutation: HeaderMutation, name: str, value: bytes = b"") -> HeaderValue:
+def _set_header(mutation: HeaderMutation, name: str, value: bytes) -> None:
     option = mutation.set_headers.add()
     option.header.key, option.header.raw_value = name, value
     option.append_action = _OVERWRITE_OR_ADD
-    return option.header
 
 
 def with_metadata(reply: bytes, told: Mapping[str, str | float]) -> bytes:

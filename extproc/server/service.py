@@ -82,9 +82,15 @@ class ExternalProcessor:
 
         An error here ends the stream, and Envoy goes on without the router.
 
-        Messages are read one by one, for gRPC's iterator of them keeps the last one, and that may
-        be a body of many MB for as long as the answer takes.
+        Envoy resets each stream that it has closed, and gRPC cancels what serves it. What it is
+        waiting for then is never freed (https://github.com/grpc/grpc/issues/43360), so that is not
+        cancelled, and finds its stream ended.
         """
+        await asyncio.shield(self._process(context))
+
+    async def _process(self, context: grpc.aio.ServicerContext) -> None:
+        """Messages are read one by one, for gRPC's iterator of them keeps the last one, and that
+        may be a body of many MB for as long as the answer takes."""
         if self._open >= self._most:
             await self._turn_away(context)
         if self._full and self._open < self._most // 2:
