@@ -133,8 +133,8 @@ class ExternalProcessor:
         except DecodeError:
             logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
-        except grpc.aio.InternalError:
-            raise  # Envoy gave the stream up while a reply was on its way: gRPC passes over that
+        except grpc.aio.BaseError:
+            raise  # Envoy gave the stream up, or the server stopped: gRPC passes over that
         except Exception:
             logger.exception("a request could not be routed; Envoy goes on without the router")
             raise

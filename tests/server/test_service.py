@@ -353,7 +353,7 @@ async def test_stopping_lets_open_streams_end(services: Services) -> None:
     assert services.fleet.in_flight == 0
 
 
-async def test_stopping_does_not_wait_for_ever(services: Services) -> None:
+async def test_stopping_does_not_wait_for_ever(services: Services, logged: Logged) -> None:
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
     async with (
@@ -364,6 +364,7 @@ async def test_stopping_does_not_wait_for_ever(services: Services) -> None:
         await stream.request_body(CHAT)
         await asyncio.wait_for(server.stop(drain_s=0.05), PATIENCE_S)
         await until(lambda: services.fleet.in_flight == 0)
+    assert not logged.lines()
 
 
 async def test_a_taken_port_is_named(services: Services) -> None:
