@@ -17,8 +17,8 @@ from extproc.server.service import SERVICE
 
 
 async def process(_: object, context: grpc.aio.ServicerContext) -> None:
-    """Answers each message with a continue; shielded as
-    :meth:`~extproc.server.service.ExternalProcessor.process` is."""
+    """Answers each message with a continue. It is shielded for the reason that
+    :meth:`~extproc.server.service.ExternalProcessor.process` has."""
     await asyncio.shield(_answer(context))
 
 

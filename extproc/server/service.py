@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Container, Mapping
 from math import inf
 from types import MappingProxyType
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -82,13 +83,21 @@ class ExternalProcessor:
 
         An error here ends the stream, and Envoy goes on without the router.
 
-        Envoy resets each stream that it has closed, and gRPC cancels what serves it. What it is
-        waiting for then is never freed (https://github.com/grpc/grpc/issues/43360), so that is not
-        cancelled, and finds its stream ended.
+        Envoy resets each stream that it has closed, and gRPC cancels what serves it. What that is
+        waiting for of gRPC is never freed then (https://github.com/grpc/grpc/issues/43360): so it
+        is not cancelled, but finds its stream ended.
         """
-        await asyncio.shield(self._process(context))
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        serving = asyncio.ensure_future(self._process(context, ended))
+        serving.add_done_callback(_passed_over)
+        try:
+            await asyncio.shield(serving)
+        finally:
+            ended.cancel()
 
-    async def _process(self, context: grpc.aio.ServicerContext) -> None:
+    async def _process(
+        self, context: grpc.aio.ServicerContext, ended: asyncio.Future[None]
+    ) -> None:
         """Messages are read one by one, for gRPC's iterator of them keeps the last one, and that
         may be a body of many MB for as long as the answer takes."""
         if self._open >= self._most:
@@ -122,10 +131,12 @@ class ExternalProcessor:
                 if (waiting := exchange.waiting) is not None:
                     exchange.waiting = None
                     reading = asyncio.ensure_future(context.read())
-                    await asyncio.wait((waiting, reading), return_when=asyncio.FIRST_COMPLETED)
-                    if not waiting.done() and reading.result() is grpc.aio.EOF:
+                    await _first_of(waiting, reading, ended)
+                    if reading.done() and reading.result() is not grpc.aio.EOF:
+                        await _first_of(waiting, ended)  # what came has its turn then
+                    if not waiting.done():
                         break
-                    replies = await waiting
+                    replies = waiting.result()
                     del waiting  # see above
                     for reply in replies:
                         await write(reply)
@@ -134,7 +145,7 @@ class ExternalProcessor:
             logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
         except grpc.aio.BaseError:
-            raise  # Envoy gave the stream up, or the server stopped: gRPC passes over that
+            raise  # Envoy gave the stream up, or the server stopped: that is passed over
         except Exception:
             logger.exception("a request could not be routed; Envoy goes on without the router")
             raise
@@ -205,6 +216,17 @@ def _protocol(first: ProcessingRequest) -> type[Exchange]:
         return BodyFirst
     full_duplex = first.protocol_config.request_body_mode == FULL_DUPLEX_STREAMED
     return Gateway if full_duplex else HeadersFirst
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _passed_over(task: asyncio.Task[None]) -> None:
+    """Its error was logged, or is of a stream that is over; unless somebody looks at it asyncio
+    logs it, too."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _lose(exchange: Exchange, hung: Container[str]) -> bytes | None:

@@ -1,6 +1,7 @@
 """Requests that wait at the router, as Envoy sees them."""
 
 import asyncio
+import gc
 import json
 import re
 from collections.abc import AsyncIterator
@@ -152,6 +153,24 @@ async def test_who_hangs_up_meanwhile_leaves(
         await until(lambda: len(services.queue) == 0)
     assert services.fleet.in_flight == 2
     assert services.room.free == MOST_HELD
+
+
+async def test_who_hangs_up_after_more_of_a_body_came_leaves(
+    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+) -> None:
+    unforeseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context))
+    async with envoy.stream() as stream:
+        assert told_to_wait(await stream.body_first(long("third")))
+        await stream.write_body(b"", end_of_stream=True)
+        await stream.write_body(b"", end_of_stream=True)
+        await asyncio.sleep(0.05)  # until they came, of which nothing tells
+        stream.reset()
+        await until(lambda: len(services.queue) == 0)
+    assert services.fleet.in_flight == 2
+    assert services.room.free == MOST_HELD
+    gc.collect()
+    assert not unforeseen
 
 
 async def test_a_stream_that_is_closed_meanwhile_leaves(
