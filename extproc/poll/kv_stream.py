@@ -94,6 +94,11 @@ class KvStream:
         self._blocks.repeat()
         self._saved_at = -math.inf
 
+    def doubt(self) -> None:
+        """The replica may be gone: until it was asked again, its blocks are not known. Another
+        process may have its place, and be scraped before that."""
+        self._known = False
+
     async def run(self) -> NoReturn:
         """Follow it until cancelled."""
         self._last = self._blocks.restore(await self._into.load(self._replica))

@@ -194,6 +194,8 @@ class PolledReplica:
         self._calibration.interrupted()
         if isinstance(error, UnreachableError):
             self._models.forget()  # it may come back with others
+        if self._kv_stream is not None:
+            self._kv_stream.doubt()
         last = self.state or self._blank()
         update = {"healthy": False, "problem": problem, "kv_news": None}
         if not isinstance(error, SilentError):

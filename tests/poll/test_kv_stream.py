@@ -23,7 +23,7 @@ from extproc.poll.kv_stream import KvStream
 from extproc.predict.lengths import OutputLengths
 from tests.conftest import Logged
 from tests.poll.test_kv_blocks import CLEARED, KEYS, as_arrays, as_maps, removed, stored
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 
 class Engine:
@@ -218,6 +218,20 @@ async def test_a_publisher_that_starts_anew_holds_nothing(
         for _ in range(more):  # its numbers go beyond those before
             await engine.tell(stored(0, [21]))
         await followed.holds(*KEYS[: more > 0])
+
+
+async def test_one_that_is_doubted_is_believed_once_it_was_asked(
+    context: zmq.asyncio.Context, engine: Engine
+) -> None:
+    async with following(context, engine) as followed:
+        await engine.tell(stored(0, [11]))
+        await followed.holds(KEYS[0])
+        followed.stream.doubt()
+        assert followed.stream.number is None
+        await engine.stop()
+        await engine.start()
+        await until(lambda: followed.stream.number is not None)
+        await followed.holds()
 
 
 async def test_what_the_replica_no_longer_keeps_is_not_made_up(
