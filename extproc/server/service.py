@@ -83,13 +83,15 @@ class ExternalProcessor:
 
         An error here ends the stream, and Envoy goes on without the router.
 
-        Envoy resets each stream that it has closed, and gRPC cancels what serves it. What that is
-        waiting for of gRPC is never freed then (https://github.com/grpc/grpc/issues/43360): so it
-        is not cancelled, but finds its stream ended.
+        Envoy resets each stream that it has closed, and gRPC cancels its handler then. It never
+        frees what a cancelled handler was waiting for
+        (https://github.com/grpc/grpc/issues/43360): so what serves the stream is not cancelled,
+        and reads that the stream has ended.
         """
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         serving = asyncio.ensure_future(self._process(context, ended))
-        serving.add_done_callback(_passed_over)
+        # Its error was logged, or is of a stream that is over: asyncio need not log it, too.
+        serving.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.shield(serving)
         finally:
@@ -98,8 +100,11 @@ class ExternalProcessor:
     async def _process(
         self, context: grpc.aio.ServicerContext, ended: asyncio.Future[None]
     ) -> None:
-        """Messages are read one by one, for gRPC's iterator of them keeps the last one, and that
-        may be a body of many MB for as long as the answer takes."""
+        """Serves a stream until it ends; ``ended`` is done when it was reset.
+
+        Messages are read one by one, for gRPC's iterator of them keeps the last one, and that may
+        be a body of many MB for as long as the answer takes.
+        """
         if self._open >= self._most:
             await self._turn_away(context)
         if self._full and self._open < self._most // 2:
@@ -131,7 +136,7 @@ class ExternalProcessor:
                 if (waiting := exchange.waiting) is not None:
                     exchange.waiting = None
                     reading = asyncio.ensure_future(context.read())
-                    await _first_of(waiting, reading, ended)
+                    await _first_of(waiting, reading)
                     if reading.done() and reading.result() is not grpc.aio.EOF:
                         await _first_of(waiting, ended)  # what came has its turn then
                     if not waiting.done():
@@ -220,13 +225,6 @@ def _protocol(first: ProcessingRequest) -> type[Exchange]:
 
 async def _first_of(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-
-
-def _passed_over(task: asyncio.Task[None]) -> None:
-    """Its error was logged, or is of a stream that is over; unless somebody looks at it asyncio
-    logs it, too."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _lose(exchange: Exchange, hung: Container[str]) -> bytes | None:

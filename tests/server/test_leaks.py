@@ -33,7 +33,7 @@ def in_use() -> int:
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except AttributeError:
-        pytest.skip("this C library does not tell")
+        pytest.skip("only glibc tells what malloc has given away")
     mallinfo.restype = _InUse
     gc.collect()
     return int(mallinfo().uordblks)
