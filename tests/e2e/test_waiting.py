@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -133,9 +134,9 @@ async def crowd(client: Client, more: int, slow: float = 1.0) -> AsyncIterator[C
         replicas = (await client.fleet())["replicas"]
         return sum(float(one["kv_usage"]) for one in replicas) > 0.7 * len(REPLICAS)
 
-    await until(full)
     if slow > 1.0:
         await client.slow(slow)
+    await until(full)
     await came.joined_by(more)
     assert await waiting(client) > 0
     yield came
@@ -251,16 +252,19 @@ async def test_for_an_envoy_that_does_not_wait_none_is_kept(client: Client, stac
             sent += 6
         return False
 
+    async def sent_more() -> bool:
+        records[:] = [one for name in more for one in await client.decisions(name)]
+        return len(records) == len(more)
+
+    more, records = [f"more {number}" for number in range(4)], list[dict[str, Any]]()
     async with crowd(client, sent, SO_SLOW) as came:
         await until(told)
         await until(lambda: waits(client, 0))
-        there = await client.in_flight()
-        came.asked += [asyncio.create_task(ask(client, f"more {number}")) for number in range(4)]
-        await streams_open(client, there + 4)
+        came.asked += [asyncio.create_task(ask(client, name)) for name in more]
+        await until(sent_more)
         assert await waits(client, 0)
     assert log.read_text().count("Envoy does not wait for the router") == 1
-    records = [one for number in range(4) for one in await client.decisions(f"more {number}")]
-    assert [one["outcome"]["waited_s"] for one in records] == [0.0] * 4
+    assert [one["outcome"]["waited_s"] for one in records] == [0.0] * len(more)
     await nothing_left(client)
 
 
