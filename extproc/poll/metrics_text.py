@@ -30,7 +30,7 @@ _ADAPTERS = b"lora_requests_info"
 _LENGTHS = b"request_generation_tokens_bucket"
 
 _MODEL_NAME = re.compile(rb'[{,]model_name="((?:[^"\\]|\\.)*)"')
-_BLOCK_SIZE = re.compile(rb'[{,]block_size="(\d{1,6})"')
+_BLOCK_SIZE = re.compile(rb'[{,]block_size="([1-9]\d{0,5})"')
 _NO_PREFIX_CACHE = b'enable_prefix_caching="False"'
 _BLOCKS = re.compile(rb'[{,]num_gpu_blocks="(\d{1,9})"')
 _EDGE = re.compile(rb'[{,]le="(\d{1,9}(?:\.\d+)?)"')

@@ -138,6 +138,14 @@ def test_labels_that_look_like_others_and_values_with_timestamps() -> None:
     assert (figures.running, figures.waiting, figures.kv_tokens) == (7, 0, 0)
 
 
+@pytest.mark.parametrize("size", [b"0", b"None", b""])
+def test_a_block_that_holds_nothing_is_not_believed(size: bytes) -> None:
+    """What is cached is counted in whole blocks."""
+    config = b'vllm:cache_config_info{block_size="' + size + b'"} 1.0\n'
+    page = b'vllm:num_requests_running{model_name="m"} 1.0\n' + config
+    assert read_metrics(page).block_size == 16
+
+
 @pytest.mark.parametrize(
     "page",
     [
