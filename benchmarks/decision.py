@@ -35,9 +35,10 @@ from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.replay.clock import VirtualClock
 from extproc.replica_state import ReplicaState
+from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
 from extproc.request.prefix import prefix_of
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.request.prompt import read
 from extproc.request.tokens import TokenCounter
 from extproc.route.policies import POLICIES as SHADOWS

@@ -22,9 +22,10 @@ from extproc.replay.polling import Watch
 from extproc.replay.routers import Node, Routers
 from extproc.replay.served import Arrival, Traced
 from extproc.replica_state import ReplicaState
+from extproc.request.endpoint import Endpoint
 from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.prefix import Prefix
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.simulator.blocks import trace_hashes
 from extproc.simulator.engine import Engine
 from extproc.simulator.sequence import Sequence

@@ -7,7 +7,8 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.endpoint import Endpoint
+from extproc.request.profile import RequestProfile
 
 MODEL = "llama"
 _POLLS = count()

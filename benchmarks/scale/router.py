@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.states import MODEL
 from extproc.config import Config, RedisSettings
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.endpoint import Endpoint
+from extproc.request.profile import RequestProfile
 from extproc.server.app import build, follow_state
 from extproc.server.services import Services
 from extproc.server.sharing import share

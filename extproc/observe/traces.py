@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from extproc.address import split_address
 from extproc.observe.decisions import TERMS, Outcome, told
-from extproc.request.profile import Endpoint
+from extproc.request.endpoint import Endpoint
 from extproc.route.router import Decision
 
 if TYPE_CHECKING:

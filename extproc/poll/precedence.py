@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager
 import aiohttp
 
 from extproc.poll.scrape import answer
-from extproc.request.profile import Endpoint
+from extproc.request.endpoint import Endpoint
 
 _PATH = Endpoint.COMPLETIONS.value
 _ROUNDS, _MISSED, _WRONG = 10, 3, 1

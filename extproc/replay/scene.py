@@ -13,9 +13,10 @@ from extproc.predict.step import StepModel
 from extproc.replay.recorded import Recorded
 from extproc.replay.speeds import step_times
 from extproc.replica_state import ReplicaState
+from extproc.request.endpoint import Endpoint
 from extproc.request.objective import Objective
 from extproc.request.prefix import Keys, Prefix
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 
 _JOINED_S = 5.0
 """Seconds after the start of a record within which it tells of every replica that there is."""

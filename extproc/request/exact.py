@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from pydantic_core import to_json
 
+from extproc.request.endpoint import Endpoint
 from extproc.request.fields import flag
 from extproc.request.prefix import MOST_BYTES, Ids, Prefix, prefix_of
-from extproc.request.profile import Endpoint
 from extproc.request.prompt import without_billing
 from extproc.request.template import ChatTemplate
 from extproc.request.tokenized import Tokenizations, Tokenized

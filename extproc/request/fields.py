@@ -2,7 +2,7 @@
 
 from pydantic_core import SchemaValidator, ValidationError, core_schema
 
-from extproc.request.profile import Endpoint
+from extproc.request.endpoint import Endpoint
 
 MAX_TOKENS = 10_000_000
 """Token counts are cut off here: above every context there is, and harmless to calculate with."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from extproc.request.body import decode, ending, readable, tokens_per_byte
+from extproc.request.endpoint import Endpoint
 from extproc.request.errors import BadRequest
 from extproc.request.fields import (
     MAX_SEQUENCES,
@@ -17,7 +18,7 @@ from extproc.request.fields import (
 )
 from extproc.request.media import of_form
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.request.prompt import Reading, read
 from extproc.request.tokens import TokenCounter
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 
+from extproc.request.endpoint import Endpoint
 from extproc.request.fields import MAX_SEQUENCES, MAX_TOKENS, flag
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter
 
 _BYTES_PER_S = 16_000

@@ -3,7 +3,7 @@ later on, do not matter."""
 
 import re
 
-from extproc.request.profile import Endpoint
+from extproc.request.endpoint import Endpoint
 
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint} | {
     "/v2/embed": Endpoint.EMBEDDINGS,

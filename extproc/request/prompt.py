@@ -10,9 +10,9 @@ from zlib import crc32
 import numpy as np
 from pydantic_core import to_json
 
+from extproc.request.endpoint import Endpoint
 from extproc.request.media import CLIP_TOKENS, audio_tokens
 from extproc.request.prefix import MOST_BYTES, NO_PREFIX, Prefix, prefix_of
-from extproc.request.profile import Endpoint
 from extproc.request.tokens import TokenCounter
 
 TOKENS_PER_MESSAGE = 5

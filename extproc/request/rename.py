@@ -5,8 +5,8 @@ import re
 from pydantic_core import from_json, to_json
 
 from extproc.request.body import ending, readable
+from extproc.request.endpoint import Endpoint
 from extproc.request.media import model_in_form
-from extproc.request.profile import Endpoint
 
 _TOKEN = re.compile(rb'"[^"]*+(?:"|\Z)|[\[\]{}]')
 """Of a body that was cut, the last may be the beginning of a string."""

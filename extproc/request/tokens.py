@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from extproc.request.profile import Endpoint
+from extproc.request.endpoint import Endpoint
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -3,8 +3,8 @@
 import json
 from dataclasses import dataclass
 
+from extproc.request.endpoint import Endpoint
 from extproc.request.fields import MAX_TOKENS
-from extproc.request.profile import Endpoint
 
 PRELUDE = {Endpoint.RESPONSES: 2}
 """Events that vLLM sends before its engine has begun: ``response.created`` and

@@ -24,12 +24,13 @@ from extproc.hold.waiting import Waiting
 from extproc.observe.decisions import told
 from extproc.observe.traces import Trace
 from extproc.predict.inputs import least
+from extproc.request.endpoint import Endpoint
 from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.objective import NO_OBJECTIVE, Objective, first_of, targets_of
 from extproc.request.paths import endpoint_of, lists_models, stored_response_of
 from extproc.request.priority import with_priority
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.request.rename import AnswerNamer, rename
 from extproc.request.session import session_key, session_of
 from extproc.route.router import Decision

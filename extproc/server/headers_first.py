@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from extproc.request.endpoint import Endpoint
 from extproc.request.media import LARGE_BODY, of_length
-from extproc.request.profile import Endpoint
 from extproc.route.router import Decision
 from extproc.server import messages
 from extproc.server.exchange import Asked, Exchange

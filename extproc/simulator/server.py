@@ -13,7 +13,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.address import join_address
-from extproc.request.profile import Endpoint
+from extproc.request.endpoint import Endpoint
 from extproc.simulator import tokens
 from extproc.simulator.endpoints.audio import AudioBody
 from extproc.simulator.endpoints.base import Body, GenerateBody, Reply

@@ -366,7 +366,7 @@ SHORT = [
         "output_length": 5 + 7 * number % 40,
         "max_tokens": None if number % 3 else 64,
     }
-    for number in range(60)
+    for number in range(40)
 ]
 """Ten requests a second, whose answers end soon on any replica."""
 

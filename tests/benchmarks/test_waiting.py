@@ -43,8 +43,8 @@ def completion(served: Sequence[Served]) -> float:
 @pytest.mark.parametrize("routers", [1, 3])
 def test_what_waits_is_neither_preempted_nor_later(two: FleetFile, routers: int) -> None:
     sharing = {"routers": routers, "share_lag": 0.02}
-    at_once = play(two, 0.75, 700, **sharing)
-    held = play(two, 0.75, 700, hold=True, **sharing)
+    at_once = play(two, 0.75, 500, **sharing)
+    held = play(two, 0.75, 500, hold=True, **sharing)
     assert preemptions(at_once) > 50
     assert preemptions(held) < 0.2 * preemptions(at_once)
     assert completion(held) < 0.9 * completion(at_once)
@@ -65,7 +65,7 @@ def test_urgent_requests_go_first(two: FleetFile) -> None:
 
 def test_tenants_get_the_same_however_much_they_ask_for(two: FleetFile) -> None:
     got: dict[str, int] = defaultdict(int)
-    for seed in (0, 1, 2):  # which requests are whose makes a difference of a fifth
+    for seed in (0, 1):  # which requests are whose makes a difference of a fifth
         served = play(two, 4.0, 1200, hold=True, tenants=[3, 1], seed=seed)
         ends = max(one.traced.at for one in served)
         for one in served:

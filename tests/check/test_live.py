@@ -19,7 +19,7 @@ from extproc.demo.stack import FLEET, SimulatedReplica
 from extproc.store.connection import connect
 from tests.conftest import RedisServer
 from tests.e2e.stack import Stack, XdsStack
-from tests.poll.polling import config, watching
+from tests.poll.polling import SOON, config, watching
 from tests.poll.replica import hang, page, serving, text
 from tests.store.servers import command
 from tests.waiting import until
@@ -132,7 +132,7 @@ async def test_the_rights_that_the_docs_list_suffice(
     [
         ("/health", text("", 503), "error .*: /health answered 503: it gets no requests. Start it"),
         ("/metrics", text("up 1\n"), "error .*num_requests_running: is this vLLM"),
-        ("/metrics", hang, "error .*: /metrics did not answer in full in 4.5 s: it gets no"),
+        ("/metrics", hang, "error .*: /metrics did not answer in full in 2.4 s: it gets no"),
         ("/metrics", text(LACKING), "warning .*: tells no size of its KV cache"),
         ("/metrics", text(WORKED.replace("iteration", "-")), "warning .*: counts no steps"),
         ("/v1/models", text("{}"), "warning .*: /v1/models is not a list of models"),
@@ -143,7 +143,7 @@ async def test_what_a_replica_lacks_is_told(
 ) -> None:
     async with serving() as one:
         one.answers[path] = answer
-        settings = config(redis_server, one)
+        settings = config(redis_server, one, poll=SOON)
         async with watching(settings) as seen:
             await seen.until(lambda states: set(states) == {one.id})
             (line,) = bad(await check(settings, status=int(problem.startswith("error"))))

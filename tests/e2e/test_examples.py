@@ -126,7 +126,7 @@ async def test_it_follows_the_choice_to_either(client: Client, stack: AnyExample
         await client.simulate("one", slow=20.0)
         async with asyncio.timeout(PATIENCE_S):
             while len(served) < 2:
-                answers = await asyncio.gather(*(client.chat(tokens=30) for _ in range(8)))
+                answers = await asyncio.gather(*(client.chat(tokens=5) for _ in range(8)))
                 assert {answer.status for answer in answers} == {200}
                 for answer in answers:
                     outcome = answer.decision["outcome"]

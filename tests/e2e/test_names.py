@@ -198,10 +198,11 @@ async def test_the_answer_may_have_the_name_that_was_asked_for(restoring: Restor
 async def test_so_do_the_answers_of_every_endpoint(
     restoring: Restoring, path: str, streamed: bool
 ) -> None:
-    body = {"messages": MESSAGES, "prompt": "sea", "input": "sea", "max_tokens": 3}
+    asked = {"messages": MESSAGES, "prompt": "sea", "input": "sea"}
+    body = asked | {"max_tokens": 3, "max_output_tokens": 3, "model": "llama", "stream": streamed}
     async with aiohttp.ClientSession() as session:
         client = Client(restoring, session)
-        answer = await client.request("POST", path, body | {"model": "llama", "stream": streamed})
+        answer = await client.request("POST", path, body)
     assert answer.status == 200
     assert b'"llama"' in answer.body
     assert b"llama-" not in answer.body

@@ -34,7 +34,7 @@ async def test_what_was_recorded_is_played_again(
     folder = tmp_path / "record"
     record_to: dict[str, object] = {"path": str(folder)}
     async with Stack(tmp_path / "stack", FLEET, {**SETTINGS, "record": record_to}) as stack:
-        sent = islice(samples(MODEL, 6.0, Random(1)), REQUESTS)
+        sent = islice(samples(MODEL, 12.0, Random(1)), REQUESTS)
         answers = await send_all(stack.url, sent, CANARY)
         served = {stack.address(replica.name) for replica in FLEET}
     assert all(answer.ok for answer in answers)

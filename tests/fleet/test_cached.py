@@ -5,8 +5,9 @@ import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.predict.lengths import OutputLengths
+from extproc.request.endpoint import Endpoint
 from extproc.request.prefix import NO_PREFIX, UNIT_BYTES, Prefix, prefix_of
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from tests.fakes import MODEL, ManualClock, replica, state
 
 TOKENS = 10_000

@@ -10,8 +10,9 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.held_blocks import LATE_S
 from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
+from extproc.request.endpoint import Endpoint
 from extproc.request.prefix import NO_PREFIX, Prefix, seed_of, token_keys
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from tests.conftest import Logged
 from tests.fakes import MODEL, ManualClock, replica, state
 

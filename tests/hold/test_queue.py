@@ -15,9 +15,10 @@ from extproc.fleet.ledger import Ticket
 from extproc.hold.order import Shares
 from extproc.hold.queue import Queue
 from extproc.hold.waiting import Waiting
+from extproc.request.endpoint import Endpoint
 from extproc.request.errors import Saturated
 from extproc.request.objective import Objective
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 

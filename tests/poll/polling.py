@@ -18,6 +18,9 @@ from tests.conftest import RedisServer
 from tests.poll.replica import Replica
 from tests.waiting import PATIENCE_S
 
+SOON = {"timeout_s": 0.8}
+"""What hangs is given up after three times as long, and what a busy machine answers late is not."""
+
 
 def config(
     redis: RedisServer, *replicas: Replica, poll: Mapping[str, float] | None = None, **more: Any

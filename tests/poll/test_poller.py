@@ -25,7 +25,7 @@ from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
 from extproc.store.replicas import Put, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
-from tests.poll.polling import config, healthy, polling, unhealthy, watching
+from tests.poll.polling import SOON, config, healthy, polling, unhealthy, watching
 from tests.poll.replica import (
     Handler,
     Replica,
@@ -141,14 +141,14 @@ async def test_a_poller_knows_whether_the_one_before_it_read_the_list(
     ("path", "answer", "problem"),
     [
         ("/health", text("", 503), "/health answered 503"),
-        ("/metrics", hang, "/metrics did not answer in full in 4.5 s"),
+        ("/metrics", hang, "/metrics did not answer in full in 2.4 s"),
     ],
 )
 async def test_a_sick_replica_is_told_of_and_comes_back(
     redis_server: RedisServer, logged: Logged, path: str, answer: Handler, problem: str
 ) -> None:
     async with serving() as sick, serving() as well:
-        async with watching(config(redis_server, sick, well)) as seen:
+        async with watching(config(redis_server, sick, well, poll=SOON)) as seen:
             await seen.replica(sick, lambda state: state.models == ("tiny", "adapter"))
             good = sick.answers[path]
             sick.answers[path] = answer
@@ -172,7 +172,7 @@ async def test_a_replica_whose_answers_are_late_stays_in(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving() as replica:
-        settings = config(redis_server, replica)
+        settings = config(redis_server, replica, poll={"timeout_s": 0.5})
         monkeypatch.setattr("extproc.config._TIMEOUTS", 30)  # none is too late on a busy machine
         async with watching(settings) as seen:
             await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
@@ -195,7 +195,7 @@ async def test_how_long_a_replica_answers_nothing_is_told_meanwhile(
     redis_server: RedisServer,
 ) -> None:
     async with serving() as replica:
-        settings = config(redis_server, replica)
+        settings = config(redis_server, replica, poll=SOON)
         async with watching(settings) as seen:
             await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
             replica.answers |= {"/metrics": hang, "/health": hang}
@@ -234,7 +234,7 @@ async def test_a_replica_that_answers_one_of_two_is_not_silent(
 async def test_a_replica_that_hung_is_still_known_to_serve_its_adapters(
     redis_server: RedisServer,
 ) -> None:
-    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+    async with serving() as replica, watching(config(redis_server, replica, poll=SOON)) as seen:
         await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
         replica.answers |= {"/metrics": hang, "/v1/models": hang}
         await seen.replica(replica, unhealthy)

@@ -4,7 +4,8 @@ from numpy.typing import ArrayLike
 
 from extproc.predict.inputs import Floats
 from extproc.predict.lengths import OutputLengths
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.endpoint import Endpoint
+from extproc.request.profile import RequestProfile
 
 FREE = 131_072.0
 

@@ -23,7 +23,7 @@ Ask = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def busy() -> list[Line]:
     """A minute on two replicas that have hardly enough time."""
-    return lines([A10, A10], start(), list(requests(4.0, 80.0)))
+    return lines([A10, A10], start(), list(requests(4.0, 60.0)))
 
 
 @pytest.fixture
@@ -112,15 +112,16 @@ def test_waiting_at_the_router_hides_no_wrong_replay(
 
 
 def test_a_median_that_was_not_so_is_refused(
-    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served = [one for one in busy if isinstance(one, Request)]
+    every = lines([A10, A10], start(), list(requests(4.0, 80.0)))
+    served = [one for one in every if isinstance(one, Request)]
     most = sorted(one.seconds for one in served)[int(0.8 * len(served))]
     wrong = [
         msgspec.structs.replace(one, seconds=0.6 * one.seconds)
         if isinstance(one, Request) and one.seconds < most
         else one
-        for one in busy
+        for one in every
     ]
     assert cli.main(["what-if", str(write(tmp_path / "record", wrong))]) == 1
     assert "median" in capsys.readouterr().err
@@ -183,14 +184,14 @@ def test_halves_of_keys_may_be_alike_where_prompts_are_not(tmp_path: Path, ask: 
     )
     every = [
         msgspec.structs.replace(one, keys=(first, second)[number % 2])
-        for number, one in enumerate(requests(4.0, 80.0))
+        for number, one in enumerate(requests(4.0, 60.0))
     ]
     ask(write(tmp_path / "record", lines([A10, A10], start(), every)), "--traffic", "1.01")
 
 
 def test_a_replica_that_left_gets_nothing_more(tmp_path: Path, ask: Ask) -> None:
-    gone = msgspec.structs.replace(replica(2, at=BEGAN + 40.0), state=None)
-    asked = list(requests(2.5, 120.0))
+    gone = msgspec.structs.replace(replica(2, at=BEGAN + 25.0), state=None)
+    asked = list(requests(2.5, 75.0))
     every = lines([A10, A10], start(), asked)
     whole, part = write(tmp_path / "whole", every), write(tmp_path / "part", [*every, gone])
     before = ask(whole, "--traffic", "1.01")["differences"]["completion_s"]["mean"]["before"]
@@ -227,7 +228,7 @@ def test_what_was_sent_before_the_record_begins_is_not_in_it(
 ) -> None:
     before = msgspec.structs.replace(next(requests(1.0, 60.0)), at=BEGAN - 3.0)
     scene = scene_of(read(write(tmp_path / "record", [before, *busy])))
-    assert scene.requests[0].at == pytest.approx(next(requests(4.0, 80.0)).at - BEGAN)
+    assert scene.requests[0].at == pytest.approx(next(requests(4.0, 60.0)).at - BEGAN)
 
 
 def test_drafts_of_a_replica_that_left_count_as_before(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from extproc.config import RequestSettings
+from extproc.request.endpoint import Endpoint
 from extproc.request.errors import BadRequest, error_body
 from extproc.request.inspect import inspect
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter
 
 COUNTER = TokenCounter(RequestSettings())

@@ -23,9 +23,10 @@ from tokenizers import (
 
 from extproc.config import RequestSettings
 from extproc.request import tokenized
+from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
 from extproc.request.prefix import Prefix
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter, TokenizerError
 from tests.request.test_bad_input import check_sane, fields
 

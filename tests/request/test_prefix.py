@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from extproc.config import RequestSettings
+from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
 from extproc.request.prefix import MOST_BYTES, UNIT_BYTES, Prefix
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter
 
 COUNTER = TokenCounter(RequestSettings(bytes_per_token=4.0, image_tokens=576))

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
 from extproc.request.priority import with_priority
-from extproc.request.profile import Endpoint
 from tests.request.test_inspect import counter
 
 

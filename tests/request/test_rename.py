@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
-from extproc.request.profile import Endpoint
 from extproc.request.rename import rename
 from tests.request.test_inspect import counter
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from extproc.config import RequestSettings
+from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
-from extproc.request.profile import Endpoint
 from extproc.request.prompt import TOKENS_PER_MESSAGE, TOKENS_TO_REPLY
 from extproc.request.tokens import TokenCounter, TokenizerError
 

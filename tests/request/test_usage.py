@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.request.profile import Endpoint
+from extproc.request.endpoint import Endpoint
 from extproc.request.usage import PRELUDE, Usage, UsageReader
 
 FAKE = 'say "usage": {"prompt_tokens": 666, "completion_tokens": 666} "delta": "text": \\"usage":{}'

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
-from extproc.request.profile import Endpoint
+from extproc.request.endpoint import Endpoint
 from extproc.request.usage import Usage, UsageReader
 from extproc.simulator.replica import Replica
 from extproc.simulator.server import GENERATING

@@ -23,6 +23,7 @@ HOST = "127.0.0.1"
 async def start(directory: Path, port: int, options: Mapping[str, str]) -> Process:
     """Start a Redis with these settings beside the usual ones."""
     usual = {"port": str(port), "bind": HOST, "save": "", "appendonly": "no", "dir": str(directory)}
+    usual["repl-diskless-sync-delay"] = "0"  # else a primary waits 5 s for more replicas
     words = [word for key, value in {**usual, **options}.items() for word in (f"--{key}", value)]
     log = directory / f"{port}.log"
     return await Process.start(
@@ -48,7 +49,7 @@ class Watched:
 
     async def start(self, stack: AsyncExitStack) -> None:
         first = self.ports[0]
-        following = {"replicaof": f"{HOST} {first}", "repl-diskless-sync-delay": "0"}
+        following = {"replicaof": f"{HOST} {first}"}
         for port, options in zip(self.ports, ({}, following), strict=True):
             server = await start(self._directory, port, options)
             self.servers.append(await stack.enter_async_context(server))
@@ -56,7 +57,12 @@ class Watched:
         async with Redis(port=self.ports[1]) as replica:
             await until(partial(replication_is, replica, "master_link_status", "up"))
         async with Redis(port=self.sentinel_port, password=self.PASSWORD) as sentinel:
-            await until(lambda: sentinel.sentinel_slaves(self.SERVICE))
+            await until(partial(self._could_take_over, sentinel))
+
+    async def _could_take_over(self, sentinel: Redis) -> bool:
+        """Whether the Sentinel has heard of the replica, and from it."""
+        replicas = await sentinel.sentinel_slaves(self.SERVICE)
+        return any(one["master-link-status"] == "ok" for one in replicas)
 
     async def _start_sentinel(self) -> Process:
         file = self._directory / "sentinel.conf"
@@ -101,7 +107,6 @@ class Cluster:
                 "cluster-enabled": "yes",
                 "cluster-config-file": f"nodes-{port}.conf",
                 "cluster-node-timeout": "1000",
-                "repl-diskless-sync-delay": "0",
             }
             node = await start(self._directory, port, options)
             self.nodes.append(await stack.enter_async_context(node))

@@ -5,8 +5,9 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.fleet.fleet import Fleet
+from extproc.request.endpoint import Endpoint
 from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
-from extproc.request.profile import Endpoint, RequestProfile
+from extproc.request.profile import RequestProfile
 from extproc.store.connection import connect
 from extproc.store.keys import Keys
 from tests.conftest import RedisServer
