@@ -160,6 +160,12 @@ class Stream:
         await self._call.done_writing()
         assert await self._call.read() is grpc.aio.EOF
 
+    async def end_unread(self) -> None:
+        """The same, with replies that nobody has read."""
+        await self._call.done_writing()
+        while await self._call.read() is not grpc.aio.EOF:
+            pass
+
     def reset(self) -> None:
         """Envoy gives the stream up."""
         self._call.cancel()
