@@ -18,8 +18,6 @@ from tests.waiting import PATIENCE_S
 # Tests with gRPC threads start processes: gRPC's own handlers around a fork may abort the child.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-ROOT = Path(__file__).parent
-
 # How long an example takes is up to who else runs on this machine.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
@@ -32,11 +30,10 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest first: at the end no worker is left with one of them."""
-    simulating = {ROOT / "benchmarks", ROOT / "replay"}
     slow = {
         item.path
         for item in items
-        if item.get_closest_marker("process") or item.path.parent in simulating
+        if item.get_closest_marker("process") or item.path.parent.name in ("benchmarks", "replay")
     }
     items.sort(key=lambda item: item.path not in slow)
 

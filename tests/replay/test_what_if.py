@@ -23,7 +23,7 @@ Ask = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def busy() -> list[Line]:
     """A minute on two replicas that have hardly enough time."""
-    return lines([A10, A10], start(), list(requests(4.0, 60.0)))
+    return lines([A10, A10], start(), list(requests(4.0, 80.0)))
 
 
 @pytest.fixture
@@ -112,16 +112,15 @@ def test_waiting_at_the_router_hides_no_wrong_replay(
 
 
 def test_a_median_that_was_not_so_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    every = lines([A10, A10], start(), list(requests(4.0, 80.0)))
-    served = [one for one in every if isinstance(one, Request)]
+    served = [one for one in busy if isinstance(one, Request)]
     most = sorted(one.seconds for one in served)[int(0.8 * len(served))]
     wrong = [
         msgspec.structs.replace(one, seconds=0.6 * one.seconds)
         if isinstance(one, Request) and one.seconds < most
         else one
-        for one in every
+        for one in busy
     ]
     assert cli.main(["what-if", str(write(tmp_path / "record", wrong))]) == 1
     assert "median" in capsys.readouterr().err
@@ -228,7 +227,7 @@ def test_what_was_sent_before_the_record_begins_is_not_in_it(
 ) -> None:
     before = msgspec.structs.replace(next(requests(1.0, 60.0)), at=BEGAN - 3.0)
     scene = scene_of(read(write(tmp_path / "record", [before, *busy])))
-    assert scene.requests[0].at == pytest.approx(next(requests(4.0, 60.0)).at - BEGAN)
+    assert scene.requests[0].at == pytest.approx(next(requests(4.0, 80.0)).at - BEGAN)
 
 
 def test_drafts_of_a_replica_that_left_count_as_before(tmp_path: Path) -> None:
