@@ -15,6 +15,8 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 demo: venv
 	@$(BIN)/extproc demo $(ARGS)
 
+# Hundreds of processes start: each would compile the package anew where bytecode is not kept.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: venv check
 	$(BIN)/pytest -q -m "" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
