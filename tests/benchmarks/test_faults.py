@@ -4,6 +4,7 @@ import json
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,24 @@ from extproc.predict.hardware import hardware_profile
 Json = dict[str, Any]
 
 AT_S = 1.55
-"""Between two arrivals."""
+"""When ``trace`` pauses: what arrives while a busy machine makes the fault is neither before it
+nor after it."""
 TIMEOUT_S = 6.0
 """Of the clients, where something hangs that they wait for."""
 FLEET = """
 replicas:
 - {name: a, profile: llama-8b-h100, count: 2}
 """
-SHORT, LONG = 100, 300
-"""Tokens of answers that take about a second, and of those of which none has ended at ``AT_S``."""
-REQUESTS = 30
+ARRIVALS_MS = [*range(0, 1500, 100), *range(2500, 4000, 100)]
+LENGTHS = (300, 310, 320, 330, 340)
+"""Tokens of answers of which none has ended at ``AT_S``."""
 
 
-def trace(tokens: int) -> str:
-    """Ten requests a second for three seconds; at least so many tokens are answered."""
+def trace() -> str:
+    """Ten requests a second, and a second's pause after half of them."""
     lines = (
-        {"timestamp": 100 * number, "input_length": 60, "output_length": tokens + 10 * (number % 5)}
-        for number in range(REQUESTS)
+        {"timestamp": at_ms, "input_length": 60, "output_length": tokens}
+        for at_ms, tokens in zip(ARRIVALS_MS, cycle(LENGTHS), strict=False)
     )
     return "\n".join(map(json.dumps, lines))
 
@@ -167,7 +169,7 @@ class Turn:
         self.at_s = run["fault"]["at_s"]
         assert AT_S <= self.at_s < AT_S + 2
         self.later = {one for one in self.ids() if self.sent_s(one) > self.at_s}
-        assert 0 < len(self.later) < REQUESTS
+        assert 0 < len(self.later) < len(ARRIVALS_MS)
         assert not [one for one in run["complaints"] if "router's answer" not in one]
 
     def ids(self, **of: Any) -> set[str]:
@@ -184,15 +186,15 @@ class Turn:
         return {one["request_id"] for one in self.run["requests"]} - self.ids(error=None)
 
 
-async def played(fault: str, contender: Contender, directory: Path, tokens: int = SHORT) -> Turn:
+async def played(fault: str, contender: Contender, directory: Path) -> Turn:
     """A turn of two replicas, ``a-0`` and ``a-1``."""
-    (directory / "trace.jsonl").write_text(trace(tokens))
+    (directory / "trace.jsonl").write_text(trace())
     (directory / "fleet.yaml").write_text(FLEET)
     args = Namespace(
         trace=[directory / "trace.jsonl"],
         speed=1.0,
         skip=0.0,
-        duration=3.0,
+        duration=4.0,
         stream_share=1.0,
         seed=0,
         fault=Fault(fault, AT_S),
@@ -205,7 +207,7 @@ async def played(fault: str, contender: Contender, directory: Path, tokens: int 
 
 @pytest.mark.process
 async def test_those_in_flight_on_a_killed_replica_fail_and_no_others(tmp_path: Path) -> None:
-    turn = await played("replica-killed", compare.contender("envoy:round_robin"), tmp_path, LONG)
+    turn = await played("replica-killed", compare.contender("envoy:round_robin"), tmp_path)
     struck = turn.ids(struck=True)
     assert struck
     assert turn.failed == turn.ids(error="broken stream") == struck
@@ -220,7 +222,7 @@ async def test_what_a_hung_replica_holds_ends_with_the_clients_patience(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.compare.faults.TIMEOUT_S", TIMEOUT_S)
-    turn = await played("replica-hung", compare.contender("envoy:round_robin"), tmp_path, LONG)
+    turn = await played("replica-hung", compare.contender("envoy:round_robin"), tmp_path)
     assert turn.failed == turn.ids(error="timeout")
     # Half of what came later went there, for Envoy alone does not see that it hangs.
     later = turn.failed & turn.later
