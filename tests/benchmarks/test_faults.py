@@ -4,7 +4,6 @@ import json
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,8 @@ from extproc.predict.hardware import hardware_profile
 Json = dict[str, Any]
 
 AT_S = 1.55
-"""When ``trace`` pauses: what arrives while a busy machine makes the fault is neither before it
-nor after it."""
+"""When ``trace`` pauses: a busy machine takes long to make the fault, and what arrived meanwhile
+would be neither before it nor after it."""
 TIMEOUT_S = 6.0
 """Of the clients, where something hangs that they wait for."""
 FLEET = """
@@ -35,15 +34,15 @@ replicas:
 - {name: a, profile: llama-8b-h100, count: 2}
 """
 ARRIVALS_MS = [*range(0, 1500, 100), *range(2500, 4000, 100)]
-LENGTHS = (300, 310, 320, 330, 340)
-"""Tokens of answers of which none has ended at ``AT_S``."""
+TOKENS = 300
+"""Of an answer, at least: none has ended at ``AT_S``."""
 
 
 def trace() -> str:
     """Ten requests a second, and a second's pause after half of them."""
     lines = (
-        {"timestamp": at_ms, "input_length": 60, "output_length": tokens}
-        for at_ms, tokens in zip(ARRIVALS_MS, cycle(LENGTHS), strict=False)
+        {"timestamp": at_ms, "input_length": 60, "output_length": TOKENS + 10 * (number % 5)}
+        for number, at_ms in enumerate(ARRIVALS_MS)
     )
     return "\n".join(map(json.dumps, lines))
 
