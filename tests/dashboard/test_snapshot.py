@@ -16,10 +16,10 @@ from extproc.observe.accuracy import Ended
 from extproc.observe.decisions import DecisionLog
 from extproc.request.objective import Objective
 from extproc.request.prefix import NO_PREFIX
-from extproc.route.router import Router
 from extproc.server.services import Services
 from tests.dashboard.conftest import H100, poll
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
+from tests.server.conftest import on_fleet
 
 
 def shown(services: Services) -> dict[str, Any]:
@@ -324,6 +324,6 @@ def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> No
 def test_a_pool_without_replicas(services: Services, clock: ManualClock) -> None:
     fleet = fleet_of(clock)
     fleet.pollers = ["here:1"]
-    empty = replace(services, router=Router(fleet, "completion", services.random))
+    empty = on_fleet(services, fleet)
     assert warned(empty) == ["No replica is known yet: Envoy's own load balancing serves."]
     assert shown(empty)["replicas"]["replica"] == []

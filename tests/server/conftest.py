@@ -1,13 +1,22 @@
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.route.router import Router
 from extproc.server.app import build
 from extproc.server.services import Services
 from tests.fakes import ManualClock, state
 from tests.server.envoy_side import EnvoySide, connected
+
+
+def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
+    """The same with this fleet, and with these of their other parts, such as the fleet's clock."""
+    return replace(services, router=Router(fleet, "completion", services.random), **parts)
 
 
 @pytest.fixture

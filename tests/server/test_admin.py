@@ -3,7 +3,6 @@
 import asyncio
 import json
 import urllib.request
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,13 +10,13 @@ from aiohttp import ClientSession
 from prometheus_client import CollectorRegistry
 
 from extproc.observe.admin import serve_admin
-from extproc.route.router import Router
 from extproc.server.admin import admin_routes
 from extproc.server.app import apply
 from extproc.server.services import Services
 from extproc.store.replicas import Snapshot
 from tests.fakes import ManualClock, chat, fleet_of
 from tests.large import REPLICAS, hold_nobody_up, thousand
+from tests.server.conftest import on_fleet
 
 DECISIONS = 60
 PAGE = 50
@@ -27,9 +26,8 @@ PAGE = 50
 async def large(services: Services) -> Services:
     """A router with a thousand replicas and some decisions among them. No time passes meanwhile:
     on a busy machine the first ones would be silent when the last ones came."""
-    fleet = fleet_of(clock := ManualClock())
-    router = Router(fleet, "completion", services.random)
-    services = replace(services, router=router, clock=clock)
+    clock = ManualClock()
+    services = on_fleet(services, fleet_of(clock), clock=clock)
     await apply(Snapshot(thousand()), services.fleet)
     for number in range(DECISIONS):
         decision = services.router.decide(chat(500, 200))

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Container
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -10,11 +9,11 @@ import pytest
 
 from extproc.config import Config
 from extproc.replay.recorded import read
-from extproc.route.router import Router
 from extproc.server.exchange import Exchange
 from extproc.server.service import GrpcServer
 from extproc.server.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
+from tests.server.conftest import on_fleet
 from tests.server.envoy_side import CHAT, EnvoySide, chosen
 from tests.server.test_record import written
 from tests.server.test_traces import SAMPLED, sent, spans, traced
@@ -166,8 +165,7 @@ class TestAnAnswerThatIsNotRead:
     @pytest.fixture
     def services(self, services: Services, clock: ManualClock) -> Services:
         fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
-        router = Router(fleet, "completion", services.random)
-        return replace(services, router=router, clock=clock)
+        return on_fleet(services, fleet, clock=clock)
 
     async def test_tells_nothing_of_its_length(
         self, envoy: EnvoySide, services: Services, clock: ManualClock

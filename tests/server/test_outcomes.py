@@ -1,14 +1,12 @@
 """What is held against replicas, and what is learned, from how responses end."""
 
-from dataclasses import replace
-
 import pytest
 from prometheus_client.registry import Collector
 
 from extproc.config import Config
-from extproc.route.router import Router
 from extproc.server.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
+from tests.server.conftest import on_fleet
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 
 TUNNEL = "127.0.0.1:15001"
@@ -28,7 +26,7 @@ def clock() -> ManualClock:
 def services(services: Services, clock: ManualClock) -> Services:
     fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
     fleet.known.set()
-    return replace(services, router=Router(fleet, "completion", services.random), clock=clock)
+    return on_fleet(services, fleet, clock=clock)
 
 
 def count(metric: Collector) -> float:

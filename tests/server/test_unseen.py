@@ -1,13 +1,11 @@
 """Requests that Envoy marks, for it will not tell of their responses."""
 
-from dataclasses import replace
-
 import pytest
 
 from extproc.config import Config
-from extproc.route.router import Router
 from extproc.server.services import Services
 from tests.fakes import ManualClock, fleet_of, replica
+from tests.server.conftest import on_fleet
 from tests.server.envoy_side import CHAT, EnvoySide, chosen
 
 MARK = {"x-extproc-unseen": "1"}
@@ -28,7 +26,7 @@ def clock() -> ManualClock:
 def services(services: Services, clock: ManualClock) -> Services:
     fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
     fleet.known.set()
-    return replace(services, router=Router(fleet, "completion", services.random))
+    return on_fleet(services, fleet)
 
 
 async def test_they_try_no_replica_that_failed(

@@ -5,7 +5,6 @@ import gc
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +12,11 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
 from extproc.hold.queue import Queue
-from extproc.route.router import Router
 from extproc.server.app import let_go
 from extproc.server.room import MOST_HELD
 from extproc.server.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
+from tests.server.conftest import on_fleet
 from tests.server.envoy_side import CHAT, EnvoySide, Stream, chosen, destination
 from tests.server.test_gateway import DUPLEX, chunk_of, set_health, status_of
 from tests.server.test_names import body_of
@@ -63,13 +62,8 @@ def clock() -> ManualClock:
 def services(services: Services, clock: ManualClock) -> Services:
     fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
     fleet.known.set()
-    return replace(
-        services,
-        router=Router(fleet, "completion", services.random),
-        queue=Queue(fleet, services.config.hold, clock),
-        clock=clock,
-        wall=clock,
-    )
+    queue = Queue(fleet, services.config.hold, clock)
+    return on_fleet(services, fleet, queue=queue, clock=clock, wall=clock)
 
 
 def long(name: str) -> dict[str, Any]:
