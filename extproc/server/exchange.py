@@ -4,13 +4,15 @@ Its way through the code::
 
     server/service.py     a gRPC stream opens: one request, in one of three protocols
     server/exchange.py    what Envoy tells of it, phase by phase, and what is answered
+    server/asked.py       its headers
     request/inspect.py    its body: model, prompt tokens, output bound, prefix
     route/router.py       a prediction for every replica, a policy's choice
+    server/admission.py   is it taken?
     hold/queue.py         it waits, where no replica could carry it to its end
     fleet/fleet.py        the replica's ledger, until the stream closes
     server/messages.py    the choice, as Envoy takes it
 
-The protocols are :class:`BodyFirst` (below), ``headers_first.py`` and ``gateway.py``.
+The protocols are ``body_first.py``, ``headers_first.py`` and ``gateway.py``.
 """
 
 import asyncio
@@ -18,23 +20,21 @@ import logging
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
 
 from extproc.hold.waiting import Waiting
 from extproc.observe.decisions import told
 from extproc.observe.traces import Trace
-from extproc.predict.inputs import least
-from extproc.request.endpoint import Endpoint
-from extproc.request.errors import NoModel, NoReplica, Refusal, Saturated, error_body
+from extproc.request.errors import NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
-from extproc.request.objective import NO_OBJECTIVE, Objective, first_of, targets_of
-from extproc.request.paths import endpoint_of, lists_models, stored_response_of
+from extproc.request.objective import NO_OBJECTIVE, Objective
+from extproc.request.paths import lists_models, stored_response_of
 from extproc.request.priority import with_priority
 from extproc.request.profile import RequestProfile
 from extproc.request.rename import AnswerNamer, rename
-from extproc.request.session import session_key, session_of
+from extproc.request.session import session_key
 from extproc.route.router import Decision
-from extproc.server import messages
+from extproc.server import admission, messages
+from extproc.server.asked import Asked
 from extproc.server.in_flight import InFlight
 from extproc.server.models import model_list
 from extproc.server.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
@@ -42,39 +42,11 @@ from extproc.server.services import Services
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_ID = 128
-"""Characters of a request id: one is kept with every decision."""
-_DIGITS = 15
-"""Of a content-length: a petabyte."""
-NONE_READY = "no replica is ready to serve this request"
 HUNG = "the replica that had this request hangs: send it again"
 Sent = Callable[[Decision | None], Iterable[bytes]]
 """The replies that say where a request goes; by no decision, where Envoy chooses."""
 Replied = Callable[[bytes, bytes], Iterable[bytes]]
 """The replies to a phase, of that which says where it goes, and the body for the replica."""
-_REQUEST_HEADERS = frozenset(
-    {":path", ":method", "x-request-id", "content-length", "content-encoding", messages.UNSEEN}
-)
-
-
-class Asked(NamedTuple):
-    """What the headers of an inference request say."""
-
-    endpoint: Endpoint
-    request_id: str
-    policy: str
-    """That the client chooses; empty: none."""
-    tenant: str
-    session: str
-    """As the client names it."""
-    objective: str
-    """As a header names it."""
-    targets: dict[str, float]
-    """That headers tell, beside those of its objective; in seconds."""
-    length: int | None
-    """Bytes of the body."""
-    readable: bool
-    """Whether the body is not compressed."""
 
 
 def _alone(reply: bytes, body: bytes) -> Iterable[bytes]:
@@ -183,31 +155,6 @@ class Exchange:
     def _on_request_trailers(self) -> Iterable[bytes]:
         return [messages.proceed("request_trailers")]
 
-    @property
-    def _headers(self) -> frozenset[str]:
-        """Those of a request that matter: to read all takes twice as long."""
-        return _with_own(self._services.config.headers)
-
-    def _asked(self, headers: Mapping[str, str]) -> Asked | None:
-        """None: what makes no replica compute."""
-        endpoint = endpoint_of(headers.get(":path", ""))
-        if endpoint is None or headers.get(":method") != "POST":
-            return None
-        config = self._services.config
-        route = config.route
-        length = headers.get("content-length", "")
-        return Asked(
-            endpoint,
-            request_id=headers.get("x-request-id", "")[:_LONGEST_ID],
-            policy=headers.get(route.policy_header, "") if route.allow_policy_header else "",
-            tenant=first_of(config.tenant_headers, headers)[:_LONGEST_ID],
-            session=session_of(headers, route.session_header, route.session_cookie),
-            objective=first_of(config.objective_headers, headers),
-            targets=targets_of(headers) if config.hold.allow_inference_headers else {},
-            length=int(length[:_DIGITS]) if length.isdecimal() else None,
-            readable=headers.get("content-encoding", "identity") == "identity",
-        )
-
     def _pass_on(self, phase: str, headers: Mapping[str, str]) -> bytes:
         """The reply to what is no inference.
 
@@ -295,12 +242,12 @@ class Exchange:
         told, router = not self._unseen, services.router
         decide = partial(router.decide, profile, asked.policy, self._subset, told)
         decision = decide()
-        self._known(profile)
+        admission.check_model(services, profile)
         if decision is None:
             self._let_envoy_choose(profile)
         else:
             services.demand.came(decision)
-            if self._has_to_wait(decision) and self._take_room(size):
+            if admission.has_to_wait(services, decision) and self._take_room(size):
                 return self._wait(asked, decision, decide, sent)
         self._book(asked, decision)
         services.metrics.decision_seconds.observe(services.clock() - started)
@@ -370,7 +317,7 @@ class Exchange:
             so_far = services.clock() - since
             decision = decide(waited=so_far)
             if decision is not None:
-                self._refuse_late(decision, so_far)
+                admission.refuse_late(services, decision, so_far)
             return decision
 
         one = Waiting(decision, since, decide_anew, go)
@@ -420,66 +367,11 @@ class Exchange:
         self._services.room.give_back(self._room)
         self._room = 0
 
-    def _known(self, profile: RequestProfile) -> None:
-        """Nothing, where any replica may know the model.
-
-        Raises:
-            NoModel: none does.
-        """
-        fleet = self._services.fleet
-        listed = self._services.config.route.listed_models_only and fleet.known.is_set()
-        unknown = fleet.eligibility.candidates(profile.model).unknown
-        if listed and unknown and profile.asked:
-            raise NoModel(profile.asked, fleet.members.models)
-
     def _let_envoy_choose(self, profile: RequestProfile) -> None:
-        """Nothing, where it may choose.
+        has_one = self.has_fallback and self._subset is None
+        admission.check_fallback(self._services, profile, has_one)
 
-        Raises:
-            NoReplica: it has no choice of its own, or knows none that serves this.
-        """
-        fleet = self._services.fleet
-        served = fleet.members.names.served(profile.model)
-        apart = profile.asked != "" and served != (profile.asked,)
-        apart |= fleet.eligibility.candidates(profile.model).only_some
-        if apart or self._subset is not None or not self.has_fallback:
-            raise NoReplica(NONE_READY)
-
-    def _has_to_wait(self, decision: Decision) -> bool:
-        """Whether it has to wait.
-
-        Raises:
-            Saturated: its first token would come too late, or it is to be refused where it is late.
-        """
-        queue, most = self._services.queue, self._services.config.route.max_ttft_s
-        waits, sheddable = queue.keeps(decision), decision.profile.objective.sheddable
-        wait = self._wait_s(decision) if waits and (sheddable or most is not None) else 0.0
-        if most is not None and (soonest := wait + least(decision.prediction.ttft)) > most:
-            late = f"the first token would come in {soonest:.0f} s"
-            raise Saturated(
-                f"every replica is busy: {late}", "saturated", max(wait, soonest - most)
-            )
-        self._refuse_late(decision, wait)
-        return waits
-
-    def _refuse_late(self, decision: Decision, waited: float) -> None:
-        """Nothing, unless it is to be refused where it misses a target, and would if it were sent
-        so many seconds after it came.
-
-        Raises:
-            Saturated: it would.
-        """
-        objective = decision.profile.objective
-        if not (objective.sheddable and objective.has_target):
-            return
-        if (late := self._services.router.late(decision, waited)) > 0.0:
-            message = f"on every replica it would miss its target, by {late:.2f} s at least"
-            raise Saturated(message, "too_late", max(self._wait_s(decision), late))
-
-    def _wait_s(self, decision: Decision) -> float:
-        """Seconds that one like it would wait that comes now."""
-        profile, replicas = decision.profile, len(decision.situation.view)
-        return self._services.queue.wait_s(profile.model, profile.objective.priority, replicas)
+    # -- the reply --------------------------------------------------------------------------
 
     def _written(self, decision: Decision, body: bytes, priority: int | None) -> bytes:
         """The body, with the name by which the replica chosen serves the model, and with that
@@ -543,28 +435,6 @@ class Exchange:
         return messages.proceed("response_body")
 
 
-class BodyFirst(Exchange):
-    """The body is the first message and the only one before the request leaves; Envoy tells what
-    matters of the headers in its attributes (``request_header_mode: SKIP``).
-
-    What has no body, such as a GET, is told of with its response, if at all.
-    """
-
-    def _on_request_body(self, request: ProcessingRequest) -> Iterable[bytes]:
-        if self._in_flight is not None:
-            return [messages.proceed("request_body")]
-        message = request.request_body
-        headers = {":method": "POST"} | messages.attributes_of(request, self._headers)
-        asked = self._asked(headers)
-        if asked is None:
-            return [self._pass_on("request_body", headers)]
-        self._unseen = messages.UNSEEN in headers and asked.endpoint is not Endpoint.RESPONSES
-        if asked.readable:
-            return self._route_body(asked, message)
-        asked = asked._replace(length=len(message.body))
-        return self._route("request_body", asked, b"", partial=True)
-
-
 @cache
 def _say_unnamed(pool: str) -> None:
     """Once for each pool."""
@@ -574,11 +444,6 @@ def _say_unnamed(pool: str) -> None:
         "set_filter_state, and the route for x-extproc-unseen, out of its file",
         extra={"pool": pool},
     )
-
-
-@cache
-def _with_own(named: frozenset[str]) -> frozenset[str]:
-    return _REQUEST_HEADERS | named
 
 
 def refuse(error: Refusal) -> bytes:

@@ -7,7 +7,9 @@ from extproc.request.errors import NoReplica, Refusal
 from extproc.request.media import LARGE_BODY
 from extproc.request.profile import NO_WORK
 from extproc.server import messages
-from extproc.server.exchange import NONE_READY, Asked, Exchange
+from extproc.server.admission import NONE_READY
+from extproc.server.asked import Asked, asked_by, headers_read
+from extproc.server.exchange import Exchange
 from extproc.server.proto.ext_proc_pb2 import HttpHeaders, ProcessingRequest
 from extproc.server.services import Services
 
@@ -32,8 +34,9 @@ class Gateway(Exchange):
         """What came of the body while the headers wait for it."""
 
     def _on_request_headers(self, message: HttpHeaders) -> Iterable[bytes]:
-        headers = messages.headers_of(message, self._headers)
-        asked = self._asked(headers)
+        config = self._services.config
+        headers = messages.headers_of(message, headers_read(config))
+        asked = asked_by(headers, config)
         if asked is None:
             return [self._pass_on("request_headers", headers)]
         if asked.readable and not message.end_of_stream:

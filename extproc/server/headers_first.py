@@ -6,7 +6,8 @@ from extproc.request.endpoint import Endpoint
 from extproc.request.media import LARGE_BODY, of_length
 from extproc.route.router import Decision
 from extproc.server import messages
-from extproc.server.exchange import Asked, Exchange
+from extproc.server.asked import Asked, asked_by, headers_read
+from extproc.server.exchange import Exchange
 from extproc.server.proto.ext_proc_pb2 import HttpHeaders, ProcessingRequest
 from extproc.server.services import Services
 
@@ -25,8 +26,9 @@ class HeadersFirst(Exchange):
         """For its body."""
 
     def _on_request_headers(self, message: HttpHeaders) -> Iterable[bytes]:
-        headers = messages.headers_of(message, self._headers)
-        asked = self._asked(headers)
+        config = self._services.config
+        headers = messages.headers_of(message, headers_read(config))
+        asked = asked_by(headers, config)
         if asked is None:
             return [self._pass_on("request_headers", headers)]
         if message.end_of_stream:

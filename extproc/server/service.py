@@ -12,7 +12,8 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc.server import threads, tls
-from extproc.server.exchange import BodyFirst, Exchange
+from extproc.server.body_first import BodyFirst
+from extproc.server.exchange import Exchange
 from extproc.server.gateway import Gateway
 from extproc.server.headers_first import HeadersFirst
 from extproc.server.messages import FULL_DUPLEX_STREAMED
