@@ -69,7 +69,10 @@ class Exchange:
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         """Takes the stream's first message, which says how Envoy speaks; it is not answered yet."""
         self._services = services
-        self._response_body_mode = first.protocol_config.response_body_mode
+        told, config = first.HasField("protocol_config"), first.protocol_config
+        self._buffered = told and config.request_body_mode == messages.BUFFERED
+        """Whether a body is whole, be it that trailers follow."""
+        self._response_body_mode = config.response_body_mode
         self._subset = messages.subset_of(first)
         """The only endpoints that may be chosen, where a gateway says so."""
         self._unseen = False
@@ -212,7 +215,7 @@ class Exchange:
 
     def _route_body(self, asked: Asked, message: HttpBody) -> Iterable[bytes]:
         """The replies to a body that came in one piece."""
-        came, whole = message.body, message.end_of_stream
+        came, whole = message.body, message.end_of_stream or self._buffered
 
         def replied(reply: bytes, body: bytes) -> Iterable[bytes]:
             if body is came:

@@ -91,9 +91,11 @@ class Stream:
         path: str = "/v1/chat/completions",
         headers: dict[str, str] | None = None,
         end_of_stream: bool = True,
+        mode: BodyMode = BodyMode.BUFFERED,
     ) -> ProcessingResponse:
         """Sends the body as the only message, with attributes as in ``envoy/envoy.yaml``."""
-        return await self.send_bytes(bytes(self.body_message(body, path, headers, end_of_stream)))
+        message = self.body_message(body, path, headers, end_of_stream, mode)
+        return await self.send_bytes(bytes(message))
 
     def body_message(
         self,
@@ -101,6 +103,7 @@ class Stream:
         path: str = "/v1/chat/completions",
         headers: dict[str, str] | None = None,
         end_of_stream: bool = True,
+        mode: BodyMode = BodyMode.BUFFERED,
     ) -> ProcessingRequest:
         """What :meth:`body_first` sends."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -112,7 +115,7 @@ class Stream:
         return ProcessingRequest(
             request_body=HttpBody(body=data, end_of_stream=end_of_stream),
             attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
-            protocol_config=ProtocolConfiguration(request_body_mode=BodyMode.BUFFERED),
+            protocol_config=ProtocolConfiguration(request_body_mode=mode),
         )
 
     async def write_body(self, body: bytes, end_of_stream: bool = True) -> None:

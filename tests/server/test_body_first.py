@@ -80,10 +80,19 @@ async def test_a_compressed_body_counts_by_its_length(envoy: EnvoySide, services
 
 
 async def test_of_a_body_that_goes_on_the_beginning_counts(envoy: EnvoySide) -> None:
-    """Trailers follow, or no more fits into Envoy's buffer."""
+    """No more fits into Envoy's buffer."""
     async with envoy.stream() as stream:
         body = json.dumps({"model": "llama", **CHAT}).encode()[:-20]
-        assert set(chosen(await stream.body_first(body, end_of_stream=False))) == MEMBERS
+        reply = await stream.body_first(body, end_of_stream=False, mode=BodyMode.BUFFERED_PARTIAL)
+        assert set(chosen(reply)) == MEMBERS
+
+
+async def test_a_body_before_trailers_is_whole(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        assert status_of(await stream.body_first(b"{", end_of_stream=False)) == 400
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT | {"model": "chat"}, end_of_stream=False)
+        assert body_of(reply) == json.dumps(CHAT).encode()
         assert (await stream.request_trailers()).request_trailers is not None
 
 

@@ -4,6 +4,9 @@ import json
 from typing import Any
 
 import pytest
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
@@ -70,6 +73,12 @@ async def test_an_objective_decides(
     assert header_of(reply, PRIORITY) == str(written)
 
 
+async def test_trailers_change_nothing_of_it(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT | {"priority": -999}, end_of_stream=False)
+    assert json.loads(body_of(reply) or b"") == CHAT | {"priority": 0}
+
+
 async def test_without_one_a_body_stays_as_it_is(envoy: EnvoySide) -> None:
     for objective in ("", "usual"):
         assert common(await sent(envoy, CHAT, objective)).body_mutation is None
@@ -98,7 +107,7 @@ async def test_headers_first(envoy: EnvoySide) -> None:
 
 async def test_where_the_body_is_not_here_the_header_says_it(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers(headers=URGENT)
+        await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=URGENT)
         reply = await stream.request_body(b'{"model":"llama","x":1', end_of_stream=False)
     assert common(reply).body_mutation is None
     assert header_of(reply, PRIORITY) == "-10"
