@@ -20,7 +20,7 @@ from extproc.check.rules import (
 )
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Level
-from extproc.server.messages import TOLD_NAMESPACE, UNSEEN, expression_of
+from extproc.server.messages import PRIORITY, TOLD_NAMESPACE, UNSEEN, expression_of
 
 ROUTER_RULES: list[Rule] = []
 
@@ -147,6 +147,22 @@ def named_headers_are_told(part: Part[ExternalProcessor], file: EnvoyFile) -> st
     return (
         "request_header_mode is SKIP and request_attributes lacks headers that the router's "
         f"settings name, so that they have no effect. Add {', '.join(missing)}"
+    )
+
+
+@rule(
+    Level.WARNING,
+    lambda file: bodies_first(file) if file.config.hold.has_priorities else [],
+    ROUTER_RULES,
+)
+def forged_priority_is_removed(part: Part[ExternalProcessor], file: EnvoyFile) -> str | None:
+    """Clients cannot choose the order in which replicas take requests: their header goes."""
+    if file.removes_before(part, PRIORITY):
+        return None
+    return (
+        f"nothing removes the header {PRIORITY} that a client sends, and vLLM prefers it to the "
+        "priority that the router writes into bodies. Put into the HttpConnectionManager what "
+        "envoy/envoy.yaml has under early_header_mutation_extensions"
     )
 
 

@@ -52,6 +52,9 @@ REQUEST_STATE = "simulate-request"
 VLLM_VERSION = "0.32.0"
 """Whose behaviour is simulated."""
 
+PRIORITY_HEADER = "x-vllm-priority"
+"""Counts instead of the ``priority`` in a body."""
+
 SERVED_BY_HEADER = "x-served-by"
 """In every response: the ``ip:port`` that answered."""
 
@@ -75,6 +78,7 @@ AUDIO = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 _INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
+Asked = TypeVar("Asked", bound=Body)
 Result = TypeVar("Result")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -166,7 +170,7 @@ class ReplicaServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body_type, reply_type = GENERATING[request.path]
-        body = await _parse(request, body_type)
+        body = await _asked(request, body_type)
         self.replica.check_model(body.model)
         self._responses.resume(body)
         generation = self.replica.generate(body, _output_tokens(request))
@@ -207,7 +211,7 @@ class ReplicaServer:
         return web.json_response(self._responses.cancel(request.match_info["name"]))
 
     async def _pool(self, request: web.Request) -> web.Response:
-        body = await _parse(request, POOLING[request.path])
+        body = await _asked(request, POOLING[request.path])
         self.replica.check_model(body.model)
         await self._whole(self.replica.pool(body))
         return web.json_response(
@@ -332,6 +336,16 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
         return body.model_validate_json(await request.read())
     except ValidationError as error:
         raise invalid(error) from None
+
+
+async def _asked(request: web.Request, body: type[Asked]) -> Asked:
+    """The body of a request for inference, with the priority that a header says."""
+    asked = await _parse(request, body)
+    try:
+        asked.priority = int(request.headers.get(PRIORITY_HEADER, asked.priority))
+    except ValueError:
+        raise RequestError(f"{PRIORITY_HEADER} is not an integer") from None
+    return asked
 
 
 def _output_tokens(request: web.Request) -> int | None:

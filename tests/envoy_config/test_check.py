@@ -441,6 +441,19 @@ def test_headers_that_settings_name_must_be_told() -> None:
     assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
 
 
+def test_a_clients_priority_must_not_reach_replicas_where_objectives_have_one() -> None:
+    urgent = Config.model_validate(
+        {"hold": {"objectives": {"urgent": {"priority": 1, "tenants": ["a"]}}}}
+    )
+    file = Bootstrap()
+    file.forgotten.remove({"remove": "x-vllm-priority"})
+    assert complaints(file.tree) == []
+    (finding,) = [one for one in check_envoy(file.tree, urgent) if one.level is not Level.OK]
+    assert (finding.rule, finding.level) == ("forged_priority_is_removed", Level.WARNING)
+    file.headers_first()
+    assert {one.level for one in check_envoy(file.tree, urgent)} == {Level.OK}
+
+
 def test_what_is_told_of_decisions_must_be_taken() -> None:
     telling = Config.model_validate({"serve": {"decision_metadata": True}})
     file = Bootstrap()
