@@ -349,17 +349,21 @@ class Fleet:
         return state.kv_tokens > 0 and state.measured and lately
 
     def room(self, replica: str) -> float:
-        """KV tokens that nothing takes there, nor waits for; without end where nothing is in flight
-        that could make room, or it is no member."""
+        """KV tokens that nothing takes there, nor waits for. Without end where nothing is in flight
+        that could make room, or it is no member; less than none where every seat is taken."""
         row, table = self._rows.get(replica), self._replicas
         if row is None:
             return inf
         others = table.foreign.item(row) + table.peers_requests.item(row)
         if table.requests.item(row) + others <= 0.0:
             return inf
-        queued = table.joining.item(row) + table.foreign_backlog.item(row)
-        queued += table.peers_backlog.item(row)
-        return table.kv_capacity.item(row) - table.kv_used.item(row) - queued
+        queued = table.queued.item(row) + table.peers_queued.item(row)
+        taken = table.batch.item(row) + max(queued, table.polled_waiting.item(row))
+        if not table.by_priority.item(row) and table.max_num_seqs.item(row) - taken < 1.0:
+            return -inf  # by priority, a request may go before those that are queued
+        backlog = table.joining.item(row) + table.foreign_backlog.item(row)
+        backlog += table.peers_backlog.item(row)
+        return table.kv_capacity.item(row) - table.kv_used.item(row) - backlog
 
     # -- what policies see ------------------------------------------------------------------
 

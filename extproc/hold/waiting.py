@@ -116,7 +116,7 @@ def fits(decision: Decision) -> bool:
     """Whether the replica chosen can carry the request to its end beside what is there.
 
     It goes, too, where nothing is that could end, where what others sent is not known, and where
-    the prompt is too long for it at any time: the replica says so at once.
+    the replica can never hold it at a time.
     """
     first, prediction, view = decision.choice.first, decision.prediction, decision.situation.view
     full, admission = full_at(decision), prediction.admission.item(first)
@@ -126,8 +126,19 @@ def fits(decision: Decision) -> bool:
             return True
         if peak_pressure(decision).item(first) < full:
             return True
-    too_long = decision.profile.longest_prompt > view.longest_prompt.item(first)
-    return not view.requests.item(first) or decision.stale or too_long
+    return not view.requests.item(first) or decision.stale or _is_too_large(decision)
+
+
+def _is_too_large(decision: Decision) -> bool:
+    """A prompt that is too long is refused there at once; of a request with many parts the engine
+    begins some."""
+    first, profile, view = decision.choice.first, decision.profile, decision.situation.view
+    if profile.longest_prompt > view.longest_prompt.item(first):
+        return True
+    if profile.parts == 1:
+        return False
+    too_many = profile.parts > view.max_num_seqs.item(first)
+    return too_many or profile.prompt_tokens > view.kv_capacity.item(first)
 
 
 def _why(decision: Decision) -> str:

@@ -1,5 +1,6 @@
 """What waits at the router, and what may go."""
 
+import itertools
 import logging
 import random
 import re
@@ -376,6 +377,47 @@ def test_a_prompt_that_no_replica_could_ever_hold_does_not_wait() -> None:
     system.come("first")
     system.come("endless", prompt=100_000)
     assert system.gone == ["first", "endless"]
+
+
+@pytest.mark.parametrize(
+    "wide",
+    [
+        RequestProfile(Endpoint.COMPLETIONS, MODEL, 100, 100, 5, sequences=5000),
+        RequestProfile(
+            Endpoint.EMBEDDINGS, MODEL, 50_000, 0, 0, sequences=0, prompts=100, longest_share=0.01
+        ),
+    ],
+    ids=["sequences", "prompts"],
+)
+def test_one_that_no_replica_can_hold_at_a_time_does_not_wait(wide: RequestProfile) -> None:
+    """An engine begins with some of its parts."""
+    system = System()
+    system.come("first", prompt=100, answer=2000)
+    decision = system.router.decide(wide)
+    assert decision is not None
+    assert not system.queue.keeps(decision)
+
+
+def test_who_comes_or_goes_while_all_seats_are_taken_has_hardly_any_decided_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system = System()
+    name = iter(map(str, itertools.count()))
+    while len(system.queue) < 50:
+        system.come(next(name), prompt=10)
+    decided: list[RequestProfile] = []
+    decide = system.router.decide
+
+    def counted(profile: RequestProfile) -> Decision | None:
+        decided.append(profile)
+        return decide(profile)
+
+    monkeypatch.setattr(system.router, "decide", counted)
+    system.come(next(name), prompt=10)
+    assert len(decided) == 1
+    system.end(system.gone[0])
+    assert len(system.queue) == 50
+    assert len(decided) == 2
 
 
 def test_an_error_is_that_requests_alone() -> None:
