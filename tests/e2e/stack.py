@@ -12,14 +12,28 @@ from extproc.demo import stack
 from extproc.demo.envoy_config import Bootstrap, manager_of
 from extproc.demo.processes import Check, free_port, listening
 from extproc.demo.stack import SimulatedReplica
+from tests.patched import patched
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 
 
 class Stack(stack.Stack):
-    """Its Envoy waits for the router as long as a busy machine may take, which is not tested."""
+    """Its Envoy waits for the router, and its pollers for replicas, as long as a busy machine may
+    take, which is not tested."""
 
     patience_s = 10
+    doubts_s = 2.0
+    """Steps in which a poller counts for how long a replica says nothing."""
+
+    def _service(self, name: str) -> list[str]:
+        argv = super()._service(name)
+        if name not in self.pollers:
+            return argv
+        _python, _option, _module, *arguments = argv
+        return patched(self._poller_constants(), *arguments)
+
+    def _poller_constants(self) -> dict[str, object]:
+        return {"extproc.poll.pulse._STEP_S": self.doubts_s}
 
     def _write_configurations(self) -> None:
         super()._write_configurations()

@@ -25,12 +25,16 @@ LONG = 3000
 """Tokens of an answer that ``one`` has begun and not ended when it is stopped."""
 
 
+class Doubting(Stack):
+    doubts_s = 0.1
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[HUNG_S])
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stack]:
     settings = {"serve": {"hung_s": request.param, "chunks_per_s": 1e6}}
-    async with Stack(tmp_path_factory.mktemp("hung"), REPLICAS, settings) as running:
+    async with Doubting(tmp_path_factory.mktemp("hung"), REPLICAS, settings) as running:
         yield running
 
 

@@ -1,7 +1,6 @@
 """Replicas are the pods of a Service, which Kubernetes takes away while requests run."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,6 @@ from tests.waiting import until
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 FLEET = tuple(SimulatedReplica(f"vllm-{number}", "llama-8b-h100") for number in range(3))
-POLLER = """
-import sys
-from pathlib import Path
-from extproc.cli import main
-from extproc.poll import in_cluster
-in_cluster.ACCOUNT = Path({account!r})  # where kubelet would mount it only root may write
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 class Cluster(Stack):
@@ -47,12 +38,10 @@ class Cluster(Stack):
         replicas = [{"kubernetes": service, "profile": FLEET[0].profile}]
         return {**super()._configuration(), "replicas": replicas}
 
-    def _service(self, name: str) -> list[str]:
-        if name not in self.pollers:
-            return super()._service(name)
-        _python, _option, _module, *arguments = super()._service(name)
-        code = POLLER.format(account=str(self.api.account))
-        return [sys.executable, "-c", code, *arguments]
+    def _poller_constants(self) -> dict[str, object]:
+        """Where kubelet would mount the account only root may write."""
+        account = {"extproc.poll.in_cluster.ACCOUNT": self.api.account}
+        return super()._poller_constants() | account
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

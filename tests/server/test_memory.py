@@ -14,7 +14,7 @@ from extproc.demo.processes import Process, answers, free_port
 from tests.poll.replica import Replica, models, page, serving, text
 from tests.server.envoy_side import CHAT, EnvoySide, destination
 from tests.server.test_gateway import status_of
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
@@ -62,13 +62,13 @@ async def test_one_process_routes_to_replicas_that_come_and_go(
             router(tmp_path, ports, one, two)
             one.answers["/metrics"] = text(page(running=77))
             await until(lambda: are({one.id: 77, two.id: 2}))
+            async with session.get(f"{admin}/metrics") as response:
+                assert "extproc_decisions_total{" in await response.text()
             router(tmp_path, ports, two)
             await until(lambda: are({two.id: 2}))
             async with session.get(f"{admin}/metrics") as response:
-                metrics = await response.text()
-            assert 'extproc_poll_replicas{pool="default"} 1.0' in metrics
-            assert "extproc_decisions_total{" in metrics
-            await process.stop()
+                assert 'extproc_poll_replicas{pool="default"} 1.0' in await response.text()
+            await process.stop(PATIENCE_S)
         assert process.returncode == 0
         assert "redis" not in log.read_text()
 
