@@ -31,7 +31,7 @@ async def serve(statuses: list[int]) -> TestServer:
 async def test_the_client_keeps_so_many_in_flight() -> None:
     async with await serve([200]) as server:
         assert server.port
-        report = await Load(server.port, request()).at_once(5, seconds=0.1)
+        report = await Load(server.port, request()).at_once(5, seconds=1.0)
     assert report.most_at_once == 5
     assert report.answered > 5
     assert report.failed == 0

@@ -16,6 +16,7 @@ from extproc.cli import main
 from extproc.config import Config
 from extproc.demo.processes import free_port
 from extproc.demo.stack import FLEET, SimulatedReplica
+from extproc.store import leases
 from extproc.store.connection import connect
 from tests.conftest import RedisServer
 from tests.e2e.stack import Stack, XdsStack
@@ -39,6 +40,12 @@ def written(file: Path, settings: dict[str, Any]) -> Path:
 
 def plain(settings: Config) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude_unset=True)
+
+
+@pytest.fixture(autouse=True)
+def leases_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a machine is busy is no reason to take a poller for dead."""
+    monkeypatch.setattr(leases, "LIFE_S", 60.0)
 
 
 @pytest.fixture

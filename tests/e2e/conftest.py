@@ -8,10 +8,18 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
+from tests.conftest import wait_for_redis
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
+from tests.waiting import PATIENCE_S
 
 SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 30.0}}
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of commands that run in this process."""
+    wait_for_redis(monkeypatch, PATIENCE_S)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

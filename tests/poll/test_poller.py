@@ -37,7 +37,7 @@ from tests.poll.replica import (
     text,
 )
 from tests.poll.test_precedence import simulated
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
 
@@ -174,6 +174,7 @@ async def test_a_replica_whose_answers_are_late_stays_in(
     async with serving() as replica:
         settings = config(redis_server, replica, poll={"timeout_s": 0.5})
         monkeypatch.setattr("extproc.config._TIMEOUTS", 30)  # none is too late on a busy machine
+        monkeypatch.setattr("extproc.poll.model_list.MODELS_EVERY_S", 600.0)
         async with watching(settings) as seen:
             await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
             for running in (7, 8):  # one after the other, and each counts when it comes
@@ -195,7 +196,7 @@ async def test_how_long_a_replica_answers_nothing_is_told_meanwhile(
     redis_server: RedisServer,
 ) -> None:
     async with serving() as replica:
-        settings = config(redis_server, replica, poll=SOON)
+        settings = config(redis_server, replica)
         async with watching(settings) as seen:
             await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
             replica.answers |= {"/metrics": hang, "/health": hang}
@@ -470,7 +471,7 @@ async def test_the_poller_goes_on_without_redis_and_tells_of_itself(
             await logged.line("redis is lost, retrying")
             replica.asked.clear()
             await replica.asked_for("/metrics", times=20)
-            assert await answers(f"http://{ready['admin']}/healthz")()
+            await until(answers(f"http://{ready['admin']}/healthz"))
             async with session.get(f"http://{ready['admin']}/metrics") as response:
                 metrics = await response.text()
     assert 'extproc_poll_replicas{pool="default"} 2.0' in metrics

@@ -57,6 +57,8 @@ class Watched:
         async with Redis(port=self.ports[1]) as replica:
             await until(partial(replication_is, replica, "master_link_status", "up"))
         async with Redis(port=self.sentinel_port, password=self.PASSWORD) as sentinel:
+            # One that a busy machine had stopped for 2 s would do nothing for half a minute.
+            await command(sentinel, "SENTINEL", "DEBUG", "TILT-TRIGGER", 600_000)
             await until(partial(self._could_take_over, sentinel))
 
     async def _could_take_over(self, sentinel: Redis) -> bool:
@@ -124,6 +126,13 @@ class Cluster:
         await until(partial(replication_is, clients[3], "master_link_status", "up"))
         for client in clients:
             await until(partial(_cluster_is, client, "cluster_state", "ok"))
+        await self.miss_after(60.0)
+
+    async def miss_after(self, seconds: float) -> None:
+        """How long a node that says nothing is still one of them: a busy machine stops some."""
+        for port in self.ports:
+            async with Redis(port=port) as client:
+                await client.config_set("cluster-node-timeout", round(seconds * 1000))
 
 
 async def command(client: Redis, *words: str | int) -> Any:

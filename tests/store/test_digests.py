@@ -1,7 +1,6 @@
 """Routers' digests through a real Redis, which is killed and fed garbage."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from random import Random
@@ -23,6 +22,7 @@ from extproc.store.digests import Connected, CutOff, DigestReader, DigestWriter,
 from extproc.store.keys import Keys
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, replica, state
+from tests.patched import patched
 from tests.store.servers import command
 from tests.waiting import PATIENCE_S, until
 
@@ -171,7 +171,7 @@ async def test_routers_count_each_others_requests_until_one_stops(
         await until(lambda: bool(registry.get_sample_value("extproc_redis_seconds_count")))
         await redis_server.kill()
         await _sees(two, 0)
-        assert two.peers.stale
+        await until(lambda: len(two.view(MODEL)) and two.peers.stale)
         await redis_server.start()
         await _sees(two, 1)
         sharing[0].cancel()
@@ -190,10 +190,11 @@ async def test_a_router_that_is_told_to_stop_says_farewell(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     flags = ("--serve.listen=127.0.0.1:0", "--serve.admin=127.0.0.1:0", "--pool=test")
+    patient = {f"extproc.store.{module}.TIMEOUT_S": PATIENCE_S for module in ("connection", "read")}
     async with reading(redis_server.url) as following:
         assert await following() == Connected()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "extproc", "serve", "--redis.url", redis_server.url, *flags),
+            *patched(patient, "serve", "--redis.url", redis_server.url, *flags),
             stderr=asyncio.subprocess.DEVNULL,
         )
         try:

@@ -17,7 +17,7 @@ from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
 from extproc.store.replicas import Put, Snapshot, StateWriter
 from tests.certificates import NEW_KEY, openssl
-from tests.conftest import Logged, RedisServer
+from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.store.servers import (
     HOST,
     Watched,
@@ -106,7 +106,10 @@ async def test_tls_with_a_certificate_of_the_client(
                 await redis.ping()
 
 
-async def test_sentinels_that_hang_or_are_dead_hold_nobody_up(servers: Watched) -> None:
+async def test_sentinels_that_hang_or_are_dead_hold_nobody_up(
+    servers: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_redis(monkeypatch, 1.0)
     with socket.create_server((HOST, 0)) as hung:  # connections are accepted, and no more
         port = hung.getsockname()[1]
         await share_through(sentinel_url(servers, f"{HOST}:{port},{HOST}:{free_port()},"))
@@ -172,6 +175,7 @@ async def test_a_cluster_and_its_fail_over(tmp_path: Path) -> None:
             assert await following() == Snapshot(())
             publisher.put(A)
             await until_known(following, A)
+            await nodes.miss_after(1.0)
             await nodes.nodes[0].kill()
             publisher.put(A.model_copy(update={"running": 77}))
             await until_known(following, A.model_copy(update={"running": 77}))
@@ -204,6 +208,11 @@ def sentinel_url(servers: Watched, before: str = "") -> str:
         f"redis+sentinel://{before}{HOST}:{servers.sentinel_port}/{servers.SERVICE}"
         f"?sentinel_username={servers.USER}&sentinel_password={servers.PASSWORD}"
     )
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_redis(monkeypatch, 10.0)
 
 
 @pytest.fixture
