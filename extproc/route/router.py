@@ -228,6 +228,8 @@ class Router:
         """
         fleet = self.fleet
         view = fleet.view(profile.model, among, told, profile.priority)
+        if profile.previous_response:
+            view = self._with_holder(profile, view, among, told)
         if not len(view):
             return None
         expected, p90 = self._output(profile, view)
@@ -254,6 +256,19 @@ class Router:
             fleet.peers.stale,
             self._beside(situation, policy, waited),
         )
+
+    def _with_holder(
+        self, profile: RequestProfile, view: FleetView, among: frozenset[str] | None, told: bool
+    ) -> FleetView:
+        """The view; or one of the replica alone that holds the response that the request goes on
+        from, where that is only held up: any other would answer 404."""
+        holder = self.fleet.holder(profile.previous_response) or ""
+        state = self.fleet.members.get(holder)
+        if holder in view.ids or state is None or state.draining:
+            return view
+        only = frozenset({holder}) if among is None else among & {holder}
+        alone = self.fleet.view(profile.model, only, told, profile.priority)
+        return alone if len(alone) else view
 
     def late(self, decision: Decision, waited: float) -> float:
         """Seconds by which a request misses its targets at the least, if it is sent ``waited``

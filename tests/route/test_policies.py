@@ -133,6 +133,18 @@ class TestAStoredResponse:
         fleet = fleet_of(ManualClock(), H100, A10)
         assert decide(fleet, "completion", self.PROFILE).policy == "completion"
 
+    def test_is_waited_for_where_its_replica_is_only_held_up(self) -> None:
+        """No other knows it."""
+        clock = ManualClock()
+        fleet = fleet_of(clock, H100, A10)
+        fleet.responses.keep("resp_1", replica(2))
+        fleet.put(state(2, A10, clock, unanswered_s=0.3))
+        assert decide(fleet, "completion", chat(100, 50)).replica == replica(1)
+        decision = decide(fleet, "completion", self.PROFILE)
+        assert (decision.replica, decision.policy) == (replica(2), "holder")
+        fleet.put(state(2, A10, clock, unanswered_s=0.3, draining=True))
+        assert decide(fleet, "completion", self.PROFILE).replica == replica(1)
+
     def test_is_not_looked_for_on_a_replica_that_may_not_be_used(self) -> None:
         clock = ManualClock()
         fleet = fleet_of(clock, H100, A10)
