@@ -27,6 +27,7 @@ _CACHED = (
     b"gpu_prefix_cache_hits",
 )
 _ADAPTERS = b"lora_requests_info"
+_SET = b"\nvllm:" + _ADAPTERS + b"{"
 _LENGTHS = b"request_generation_tokens_bucket"
 
 _MODEL_NAME = re.compile(rb'[{,]model_name="((?:[^"\\]|\\.)*)"')
@@ -97,7 +98,9 @@ class EngineFigures:
 
 def read_metrics(page: bytes) -> EngineFigures:
     """Read the text of a ``/metrics`` page."""
-    page = b"\n" + page
+    shortened = bytearray(b"\n" + page)
+    forget_old_sets(shortened)
+    page = bytes(shortened)
     running = _series(page, _RUNNING)
     if not running:
         raise MetricsError("/metrics has no line of vllm:num_requests_running: is this vLLM?")
@@ -106,7 +109,7 @@ def read_metrics(page: bytes) -> EngineFigures:
     configs = _series(page, b"cache_config_info")
     models = {_text(match[1]) for line in running if (match := _MODEL_NAME.search(line))}
     block_size, kv_tokens = _kv_cache(configs)
-    max_loras, adapters = _adapters(_series(page, _ADAPTERS))
+    max_loras, adapters = _adapters(page)
     return EngineFigures(
         models=tuple(sorted(models)),
         running=int(_sum(_RUNNING, running)),
@@ -131,6 +134,21 @@ def read_metrics(page: bytes) -> EngineFigures:
         max_loras=max_loras,
         adapters_in_use=adapters,
     )
+
+
+def forget_old_sets(page: bytearray) -> None:
+    """Take out of a page, or its beginning, the sets of adapters that no longer run together.
+
+    What was so once stays on vLLM's page, a line for each order of each set: megabytes of them. The
+    value is when it was so last.
+
+    Raises:
+        MetricsError: one has no such value.
+    """
+    last = page.rfind(_SET)  # its end may be missing
+    if (begin := page.find(_SET, 0, max(last, 0))) >= 0:
+        _, *sets = page[begin:last].split(_SET)
+        page[begin:last] = _SET + max(sets, key=lambda line: _value(_ADAPTERS, line))
 
 
 def _series(page: bytes, *names: bytes) -> list[bytes]:
@@ -160,7 +178,7 @@ def _sum(name: bytes, lines: list[bytes]) -> float:
     return total
 
 
-def _value(name: bytes, line: bytes) -> float:
+def _value(name: bytes, line: bytes | bytearray) -> float:
     words = line[line.rfind(b"}") + 1 :].split(maxsplit=1)
     try:
         value = float(words[0])
@@ -203,14 +221,14 @@ def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
     )
 
 
-def _adapters(lines: list[bytes]) -> tuple[int, tuple[str, ...]]:
+def _adapters(page: bytes) -> tuple[int, tuple[str, ...]]:
     """Return how many adapters a batch may have, and which are in use; 0 where nothing is known.
 
-    They are in the labels. What was so once stays on the page; the value is when it was so last.
+    They are in the labels.
     """
-    if not lines:
+    if page.rfind(_SET) < 0:  # to find none from the beginning on takes five times as long
         return 0, ()
-    line = max(lines, key=lambda line: _value(_ADAPTERS, line))
+    line = max(_series(page, _ADAPTERS), key=lambda line: _value(_ADAPTERS, line))
     used: dict[str, None] = {}
     for label in (_RUNNING_ADAPTERS, _WAITING_ADAPTERS):
         if (match := label.search(line)) and match[1]:

@@ -1,4 +1,4 @@
-"""HTTP requests to one replica: bounded in time and in bytes, whatever it answers."""
+"""HTTP requests to one replica: bounded in time and in memory, whatever it answers."""
 
 import asyncio
 import os
@@ -12,10 +12,13 @@ import aiohttp
 from pydantic import BaseModel, Field, ValidationError
 from yarl import URL
 
-from extproc.poll.metrics_text import EngineFigures, MetricsError, read_metrics
+from extproc.poll.metrics_text import EngineFigures, MetricsError, forget_old_sets, read_metrics
 
 MAX_BYTES = 4 * 2**20
-"""Largest answer that is read; a vLLM's ``/metrics`` page has 60 kB per engine or two."""
+"""Largest answer that is kept; a vLLM's ``/metrics`` page has 60 kB per engine or two, beside the
+sets of adapters that ran once."""
+_LONG = 2**18
+"""Bytes after which an answer is shortened, where that can be."""
 
 _SCRAPED = "/metrics", "/health"
 _LONGEST_REASON = 200
@@ -206,14 +209,16 @@ def _url(replica: str, path: str) -> URL:
 
 
 async def _read(response: aiohttp.ClientResponse, path: str) -> bytes:
-    announced = response.content_length or 0
     body = bytearray()
-    while announced <= MAX_BYTES and len(body) <= MAX_BYTES:
-        chunk = await response.content.readany()
-        if not chunk:
-            return bytes(body)
+    long = _LONG
+    while chunk := await response.content.readany():
         body += chunk
-    raise ScrapeError(f"{path} is larger than {MAX_BYTES // 2**20} MiB")
+        if len(body) > long:
+            forget_old_sets(body)
+            if len(body) > MAX_BYTES:
+                raise ScrapeError(f"{path} is larger than {MAX_BYTES // 2**20} MiB")
+            long = len(body) + _LONG
+    return bytes(body)
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Scrapes of replicas that answer in every way but the right one."""
 
 import socket
+from io import BytesIO
 
 import pytest
 from aiohttp import web
@@ -81,6 +82,30 @@ async def test_an_answer_without_measure_is_cut_off(path: str, answer: Handler) 
         replica.answers[path] = answer
         with pytest.raises(ScrapeError, match="larger than 4 MiB"):
             await scrape(session, replica.id)
+
+
+async def test_sets_of_adapters_are_no_measure_of_a_page() -> None:
+    """vLLM's page keeps each that ever ran, in whatever order they were loaded."""
+
+    def line(names: str, when: str) -> str:
+        labels = f'running_lora_adapters="{names}",waiting_lora_adapters="{names}"'
+        return f'vllm:lora_requests_info{{max_lora="8",{labels}}} {when}'
+
+    old = [line("a" * 200, f"1.79{second:07}e+09") for second in range(10_500)]
+    newest = line("b,c", "1.7999e+09")
+    begin, config, end = page().partition("vllm:cache_config_info")
+    sets = ["# TYPE vllm:lora_requests_info gauge", *old[:7000], newest, *old[7000:], "# TYPE", ""]
+    whole = (begin + "\n".join(sets) + config + end).encode()
+    assert len(whole) > 4 * 2**20
+
+    async def long(_: web.Request) -> web.StreamResponse:
+        return web.Response(body=BytesIO(whole))
+
+    async with serving() as replica, open_session(PATIENCE_S) as session:
+        replica.answers["/metrics"] = long
+        figures = await scrape(session, replica.id)
+    assert (figures.max_loras, figures.adapters_in_use) == (8, ("b", "c"))
+    assert (figures.running, figures.kv_tokens, figures.steps) == (2, 1600, 100)
 
 
 @pytest.mark.parametrize(
