@@ -111,9 +111,10 @@ class Poller:
             self._into.forget(replica)  # it may have left while Redis was away: that is over
         before, self._targets = self._targets, targets
         for replica in before.keys() & targets.keys() & self._polled.keys():
-            was, now, state = before[replica], targets[replica], self._polled[replica].replica.state
-            if state and (was.draining, was.ready) != (now.draining, now.ready):
-                self._publish(state)  # at once: a pod that is about to end takes nothing new
+            was, now, polled = before[replica], targets[replica], self._polled[replica].replica
+            polled.target = now
+            if polled.state and (was.draining, was.ready) != (now.draining, now.ready):
+                self._publish(polled.state)  # at once: a pod that is about to end takes nothing new
 
     async def _follow(self, start: Callable[[Target, ReplicaState | None], _Polled]) -> None:
         targets = self._targets

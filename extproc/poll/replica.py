@@ -63,7 +63,8 @@ class PolledReplica:
         wall: Clock,
         random: Random,
     ) -> None:
-        self._target = target
+        self.target = target
+        """Whether it is to be used may change meanwhile; what else does takes another object."""
         self._session = session
         self._publish_state = publish
         self._metrics = metrics
@@ -92,7 +93,7 @@ class PolledReplica:
         self._models = Models(
             self._tell,
             self._models_changed,
-            self._target.who,
+            self.target.who,
             _listed(known),
         )
 
@@ -130,14 +131,14 @@ class PolledReplica:
         finally:
             self._pulse.settled()
             self._models.forget()
-            self._typical.report(self._target.id, None)
+            self._typical.report(self.target.id, None)
 
     async def _scrape_once(self) -> float:
         """Scrape, learn, publish, and return the seconds to wait before the next scrape."""
         started = self._monotonic()
         self._pulse.asked(0.0 if self.state is None else self.state.scrape_seconds)
         try:
-            figures = await scrape(self._session, self._target.id, self._asks_health(started))
+            figures = await scrape(self._session, self.target.id, self._asks_health(started))
         except ScrapeError as error:
             self._failed(error)
             return self._backoff.next()
@@ -169,7 +170,7 @@ class PolledReplica:
         if self._restarted(figures):
             self._models.forget()
         if not self.healthy:
-            log.info("replica is healthy", extra={"replica": self._target.who})
+            log.info("replica is healthy", extra={"replica": self.target.who})
         self._backoff.reset()
         self._metrics.seconds.observe(seconds)
         self._figures = figures
@@ -183,12 +184,12 @@ class PolledReplica:
 
     def _calibrate(self, figures: EngineFigures, at: float) -> None:
         self._calibration.poll(figures.counts(at), self._typical.value)
-        self._typical.report(self._target.id, self._calibration.ratio)
+        self._typical.report(self.target.id, self._calibration.ratio)
 
     def _failed(self, error: ScrapeError) -> None:
         problem = str(error)
         if self.state is None or self.healthy:
-            extra = {"replica": self._target.who, "problem": problem}
+            extra = {"replica": self.target.who, "problem": problem}
             log.warning("replica is not healthy", extra=extra)
         self._metrics.failed.inc()
         self._calibration.interrupted()
@@ -211,7 +212,7 @@ class PolledReplica:
         """Nobody foresaw this: nothing the replica told is kept, for it may be what led here."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
         if self.state is None or self.state.problem != problem:
-            extra = {"replica": self._target.who}
+            extra = {"replica": self.target.who}
             log.error("replica cannot be polled, retrying", extra=extra, exc_info=error)
         self._metrics.failed.inc()
         self._pulse.settled()
@@ -227,7 +228,7 @@ class PolledReplica:
     async def _tell(self) -> dict[str, Any]:
         """What it serves; and once that is known, whether it goes by priority, which nobody but its
         next process changes."""
-        fields, before = await read_models(self._session, self._target.id), self._models.fields
+        fields, before = await read_models(self._session, self.target.id), self._models.fields
         fields["by_priority"] = found = before.get("by_priority", False)
         fields["takes_priority"] |= before.get("takes_priority", False)
         if not before:  # another process
@@ -238,7 +239,7 @@ class PolledReplica:
             self._tries -= 1
             with suppress(ScrapeError):  # it wants a key, or generates nothing
                 fields["by_priority"] = await goes_by_priority(
-                    self._session, self._target.id, known[0]
+                    self._session, self.target.id, known[0]
                 )
         return fields
 
@@ -246,7 +247,7 @@ class PolledReplica:
     def _is_free(self) -> bool:
         """Whether nothing waits there, and it has one queue only."""
         figures = self._figures
-        if self._target.draining or not self._target.ready:
+        if self.target.draining or not self.target.ready:
             return False
         return figures is not None and not figures.waiting and figures.engines == 1
 
