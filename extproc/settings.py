@@ -26,6 +26,9 @@ ENV_FILE = "EXTPROC_CONFIG"
 _SERVICE_LINK = re.compile(r"EXTPROC_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_.+)?)")
 """What Kubernetes sets in every pod for a Service named ``extproc`` or ``extproc-…``."""
 
+_IPV6 = re.compile(r"\[[^\[\]]*\]:")
+"""How an address begins, and no list in YAML."""
+
 
 class ConfigError(Exception):
     """The configuration cannot be used; ``problems`` has one line for each reason."""
@@ -123,7 +126,7 @@ def _from_flags(flags: Mapping[str, str]) -> Iterator[tuple[str, _Value]]:
 
 def _parsed(key: str, text: str, origin: str) -> object:
     """Text as it stands, but lists and mappings in YAML's (or JSON's) flow style."""
-    if text[:1] not in ("[", "{"):
+    if text[:1] not in ("[", "{") or _IPV6.match(text):
         return text
     try:
         return parse_yaml(text)

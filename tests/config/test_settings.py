@@ -53,6 +53,16 @@ def test_lists_are_written_with_commas_or_as_yaml(text: str) -> None:
     assert [replica.url for replica in config.replicas] == ["a:1", "b:2"]
 
 
+def test_an_ipv6_address_is_no_list() -> None:
+    config = load({"serve.listen": "[::]:50051"}, {"EXTPROC_POLL__ADMIN": "[::1]:9089"})
+    assert (config.serve.listen, config.poll.admin) == ("[::]:50051", "[::1]:9089")
+    for text in ("[fd00::1]:8000, [fd00::2]:8000", '["[fd00::1]:8000", "[fd00::2]:8000"]'):
+        urls = [replica.url for replica in load({"replicas": text}, {}).replicas]
+        assert urls == ["[fd00::1]:8000", "[fd00::2]:8000"]
+    (problem,) = problems(flags={"serve.listen": "[::1]:http"})
+    assert "not an address of the form" in problem
+
+
 def test_mappings_are_written_as_yaml() -> None:
     config = load({"request.tokenizers": "{llama: /tokenizer.json}"}, {})
     assert config.request.tokenizers == {"llama": Path("/tokenizer.json")}
