@@ -74,14 +74,14 @@ def reconnecting(random: Random) -> Backoff:
 
 
 @asynccontextmanager
-async def in_time() -> AsyncIterator[None]:
-    """Bound what is done inside to ``TIMEOUT_S``.
+async def in_time(wait_s: float = 0.0) -> AsyncIterator[None]:
+    """Bound what is done inside to ``TIMEOUT_S``, beside ``wait_s`` that it may wait for news.
 
     Raises:
         redis.exceptions.TimeoutError: it took longer.
     """
     try:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(wait_s + TIMEOUT_S):
             yield
     except TimeoutError:
         raise RedisTimeoutError(f"no answer within {TIMEOUT_S:g} s") from None

@@ -117,7 +117,8 @@ async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
     """Yield what arrives; ping when nothing does, so that a dead connection is noticed."""
     pinged = False
     while True:
-        message = await pubsub.get_message(timeout=TIMEOUT_S)
+        async with in_time(TIMEOUT_S):  # a lost connection is made anew inside, without a bound
+            message = await pubsub.get_message(timeout=TIMEOUT_S)
         if message is not None:
             pinged = False
             yield message

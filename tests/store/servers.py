@@ -157,31 +157,55 @@ async def cluster(directory: Path) -> AsyncIterator[Cluster]:
         yield servers
 
 
-@asynccontextmanager
-async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
-    """Serve what is on a port on another one with TLS, which not every Redis is built with."""
-    writers: list[asyncio.StreamWriter] = []
+class Proxy:
+    """What is on one port, on another one too."""
 
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError):
-            while data := await reader.read(65_536):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+    def __init__(self, behind: int) -> None:
+        self._behind = behind
+        self.port = 0
+        self.mute = False
+        """Whether new connections are taken, and nothing is answered."""
+        self.unanswered = asyncio.Event()
+        """Set once there was such a connection."""
+        self._writers: list[asyncio.StreamWriter] = []
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        back_reader, back_writer = await asyncio.open_connection(HOST, port)
-        writers.extend((writer, back_writer))
-        await asyncio.gather(forward(reader, back_writer), forward(back_reader, writer))
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        if self.mute:
+            self.unanswered.set()
+            with suppress(OSError):
+                await reader.read()
+            return
+        back_reader, back_writer = await asyncio.open_connection(HOST, self._behind)
+        self._writers.append(back_writer)
+        await asyncio.gather(_forward(reader, back_writer), _forward(back_reader, writer))
 
-    server = await asyncio.start_server(serve, HOST, 0, ssl=context)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for writer in writers:
+    def cut(self) -> None:
+        """End all connections."""
+        for writer in self._writers:
             with suppress(AttributeError):  # Python 3.11.2: it is closed already
                 writer.transport.abort()
+
+
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@asynccontextmanager
+async def proxied(port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[Proxy]:
+    """With TLS, which not every Redis is built with, where a context is given."""
+    proxy = Proxy(port)
+    server = await asyncio.start_server(proxy.serve, HOST, 0, ssl=context)
+    proxy.port = server.sockets[0].getsockname()[1]
+    try:
+        yield proxy
+    finally:
+        server.close()
+        proxy.cut()
 
 
 @asynccontextmanager

@@ -21,9 +21,9 @@ from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.store.servers import (
     HOST,
     Watched,
-    behind_tls,
     cluster,
     command,
+    proxied,
     publishing,
     replication_is,
     start,
@@ -84,10 +84,10 @@ async def test_a_unix_socket(tmp_path: Path) -> None:
 async def test_through_tls(redis_server: RedisServer, certificate: Path, logged: Logged) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
-    async with behind_tls(redis_server.port, context) as port:
-        await share_through(f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}")
-        await share_through(f"rediss://{HOST}:{port}?ssl_cert_reqs=none")
-        line = await lost(f"rediss://localhost:{port}", logged)
+    async with proxied(redis_server.port, context) as proxy:
+        await share_through(f"rediss://localhost:{proxy.port}/0?ssl_ca_certs={certificate}")
+        await share_through(f"rediss://{HOST}:{proxy.port}?ssl_cert_reqs=none")
+        line = await lost(f"rediss://localhost:{proxy.port}", logged)
     assert "certificate verify failed" in str(line["error"])
 
 
@@ -98,8 +98,8 @@ async def test_tls_with_a_certificate_of_the_client(
     context.load_cert_chain(certificate)
     context.load_verify_locations(certificate)
     context.verify_mode = ssl.CERT_REQUIRED
-    async with behind_tls(redis_server.port, context) as port:
-        url = f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}"
+    async with proxied(redis_server.port, context) as proxy:
+        url = f"rediss://localhost:{proxy.port}/0?ssl_ca_certs={certificate}"
         await share_through(f"{url}&ssl_certfile={certificate}")
         async with connect(url, POOL) as redis:
             with pytest.raises(RedisError):

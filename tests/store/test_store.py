@@ -17,6 +17,7 @@ from extproc.store.connection import connect
 from extproc.store.keys import Keys
 from extproc.store.replicas import Change, Put, Removed, Snapshot, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
+from tests.store.servers import HOST, proxied
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
@@ -192,6 +193,26 @@ async def test_redis_that_hangs_is_noticed(
         again = asyncio.ensure_future(following())
         await logged.line(LOST)
         os.kill(redis_server.pid, signal.SIGCONT)
+        assert await again == Snapshot(())
+        await StateWriter(redis_client, "test", ttl_s=60).put([A])
+        await until(following, Put(A))
+    assert logged.lines(LOST)
+
+
+async def test_a_server_that_answers_no_new_connection_for_a_while(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_redis(monkeypatch, 1.0)
+    async with (
+        proxied(redis_server.port) as proxy,
+        reading(f"redis://{HOST}:{proxy.port}") as following,
+    ):
+        assert await following() == Snapshot(())
+        again = asyncio.ensure_future(following())
+        proxy.mute = True
+        proxy.cut()
+        await proxy.unanswered.wait()
+        proxy.mute = False
         assert await again == Snapshot(())
         await StateWriter(redis_client, "test", ttl_s=60).put([A])
         await until(following, Put(A))
