@@ -27,6 +27,9 @@ async def add(pool: Pool, address: str, profile: str | None, name: str | None) -
     id_ = await _resolved(given)
     known = {replica.id: replica for replica in await pool.replicas()}.get(id_)
     before = known.desired.source if known and known.desired else None
+    if known and not before and known.wish == "remove" and not (profile or name):
+        await _ask(pool, known, "serve")
+        return f"{known.title} is polled again, if configuration, file, DNS or Kubernetes name it"
     if known and known.state and not before and known.wish != "remove":
         if profile or name:
             raise ReplicaError(

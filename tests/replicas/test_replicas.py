@@ -78,9 +78,15 @@ async def test_one_that_the_file_names_is_removed_and_taken_back(
         async with watching(settings) as seen:  # a poller that starts knows it from the beginning
             await seen.until(lambda states: set(states) == {two.id})
             assert one.id not in seen.states
-            await run("add", one.id)
+            assert await run("add", one.id) == (
+                f"{one.id} is polled again, if configuration, file, DNS or Kubernetes name it\n"
+            )
             await seen.until(lambda states: set(states) == {one.id, two.id})
             assert seen.states[one.id].name == "first"
+            file.write_text(f"['{two.id}']")
+            await seen.until(lambda states: set(states) == {two.id})
+            assert await run("add", one.id) == f"{one.id} is added\n"
+            await seen.until(lambda states: set(states) == {one.id, two.id})
 
 
 @pytest.fixture
