@@ -60,7 +60,7 @@ class KvBlocks:
 
     The engine's hashes cannot be made from a prompt, so each block gets a key: of its tokens, and
     of the key of its parent. Blocks with images in them, and what follows them, have none: a router
-    does not know their tokens.
+    does not know their tokens. Nor have those of adapters that are told by number.
     """
 
     def __init__(self, random: Random, clock: Clock) -> None:
@@ -200,6 +200,8 @@ class KvBlocks:
         """The key of the block before; None: it has none."""
         if event.parent_block_hash is not None:
             return self._keys.get(_number_of(event.parent_block_hash))
+        if event.lora_id and not event.lora_name:  # older vLLMs: what adapter it is, nobody knows
+            return None
         return seed_of(event.lora_name or "", _salt(event))
 
     def _remove(self, hash_: int) -> None:

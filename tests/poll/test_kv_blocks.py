@@ -120,6 +120,14 @@ def test_adapters_and_salts_set_blocks_apart() -> None:
     assert told.held() == {*map(int, expected)}
 
 
+@pytest.mark.parametrize("encode", [as_maps, as_arrays])
+def test_blocks_of_an_adapter_that_has_a_number_only_are_left_out(encode: Any) -> None:
+    told, event = Told(), stored(0, [1, 2], lora_id=1)
+    del event["lora_name"]  # older vLLMs do not tell it
+    told.hear(event, stored(2, [3], parent=2, lora_id=1), encode=encode)
+    assert told.held() == set()
+
+
 def test_blocks_with_images_and_those_behind_them_are_left_out() -> None:
     told = Told()
     told.hear(stored(0, [1, 2, 3], extra_keys=[None, [["digest", 20]], None]))
