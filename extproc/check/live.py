@@ -1,10 +1,13 @@
 """What there is to say about what runs: Redis, the replicas, Envoy."""
 
+from collections.abc import Iterator, Mapping
+
 from extproc.check.live_envoy import check_live_envoy
 from extproc.check.live_redis import check_redis
 from extproc.check.live_replicas import check_replicas
-from extproc.config import Config
+from extproc.config import Config, ModelTargets
 from extproc.envoy.finding import Finding, Level, worst_first
+from extproc.fleet.members import ModelNames
 from extproc.poll.discovery import Discovery, read_replicas
 from extproc.poll.membership import Membership
 from extproc.store.replicas import Snapshot
@@ -14,6 +17,10 @@ _NOWHERE = (
 )
 _UNSERVED = (
     "no replica that answers lists it: requests for {} get 404, or wait for a replica that does. "
+    "Start one with it, or put right route.models"
+)
+_LACKING = (
+    "no replica that answers lists it: requests for {} go to those that list another of its names. "
     "Start one with it, or put right route.models"
 )
 
@@ -37,10 +44,7 @@ async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
         found += said
         replicas |= named
         served |= models
-    for name, targets in config.route.models.items():
-        for model in set(targets) - served:
-            where = f"model {model}"
-            found.append(Finding("model", Level.ERROR, where, _UNSERVED.format(name)))
+    found += _models(config.route.models, served)
     if envoy_admin is not None:
         found += await check_live_envoy(envoy_admin, config, replicas)
     return worst_first(found)
@@ -70,3 +74,15 @@ async def _named(
         removed = membership.removed_of(targets)
         named |= {id_: name for id_, name in targets.items() if id_ not in removed}
     return found, named
+
+
+def _models(models: Mapping[str, ModelTargets], served: set[str]) -> Iterator[Finding]:
+    """What the names that clients ask for lead to, and no replica serves."""
+    names = ModelNames(models)
+    for name, targets in models.items():
+        weighed = targets.items() if isinstance(targets, dict) else [(name, 1.0)]
+        known = {one for model, weight in weighed if weight for one in names.served(model)}
+        missing = known - served
+        text = _LACKING if missing < known else _UNSERVED
+        for model in sorted(missing):
+            yield Finding("model", Level.ERROR, f"model {model}", text.format(name))

@@ -21,7 +21,7 @@ from extproc.store.connection import connect
 from tests.conftest import RedisServer
 from tests.e2e.stack import Stack, XdsStack
 from tests.poll.polling import SOON, config, watching
-from tests.poll.replica import hang, page, serving, text
+from tests.poll.replica import hang, models, page, serving, text
 from tests.store.servers import command
 from tests.waiting import until
 
@@ -178,6 +178,46 @@ async def test_models_that_nothing_serves_are_told(check: Check) -> None:
             assert any("model large: no replica that answers lists it" in a for a in lines) is (
                 status == 1
             )
+
+
+LLAMA = {
+    "llama": ["gpu-1", "gpu-2"],
+    "gpt-4o": "llama",
+    "chat": {"llama": 95, "next": 5, "later": 0},
+    "beta": {"beta": 95, "next": 5},
+}
+
+
+@pytest.mark.parametrize(
+    ("served", "told"),
+    [
+        ("gpu-1 gpu-2 next beta", {}),
+        ("gpu-1 next beta", {"gpu-2: another": {"llama", "gpt-4o", "chat"}}),
+        ("gpu-1 gpu-2 beta", {"next: another": {"chat", "beta"}}),
+        (
+            "next beta",
+            {
+                **{f"{gpu}: 404": {"llama", "gpt-4o"} for gpu in ("gpu-1", "gpu-2")},
+                **{f"{gpu}: another": {"chat"} for gpu in ("gpu-1", "gpu-2")},
+            },
+        ),
+    ],
+)
+async def test_names_lead_to_what_replicas_serve(
+    check: Check, served: str, told: dict[str, set[str]]
+) -> None:
+    async with serving() as one:
+        one.answers["/v1/models"] = models(*served.split())
+        settings = Config.model_validate(
+            {"state": "memory", "replicas": [one.id], "route": {"models": LLAMA}}
+        )
+        lines = bad(await check(settings, status=int(bool(told))))
+    found: dict[str, set[str]] = {}
+    for line in lines:
+        said = re.search(r" model (\S+:) .* requests for (\S+) .*\b(404|another)\b", line)
+        assert said, line
+        found.setdefault(f"{said[1]} {said[3]}", set()).add(said[2])
+    assert found == told
 
 
 async def test_names_that_lead_nowhere_are_told(check: Check, tmp_path: Path) -> None:
