@@ -5,6 +5,9 @@ from typing import Any
 
 import yaml
 
+_MERGE = "tag:yaml.org,2002:merge"
+"""Of ``<<``, which brings in another mapping."""
+
 
 def read_yaml(path: Path) -> object:
     """Read a file, as :func:`parse_yaml` does its text.
@@ -41,6 +44,21 @@ def _place(mark: yaml.Mark | None) -> str:
 
 
 class _Loader(yaml.SafeLoader):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As YAML's own, which takes the last of several values for a key without a word."""
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+                continue
+            before = first.setdefault((key.tag, key.value), key.start_mark)
+            if before is not key.start_mark:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} is already there in line {before.line + 1}",
+                    problem_mark=key.start_mark,
+                )
+        return node
+
     def construct_document(self, node: yaml.Node) -> Any:
         self.deep_construct = True  # refuses a node that holds itself
         return super().construct_document(node)

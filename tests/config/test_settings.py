@@ -310,6 +310,11 @@ def test_names_that_do_not_exist_are_answered_with_the_nearest() -> None:
         ("pool: 2024-13-45", "line 1, column 7: not a valid timestamp"),
         ("a: " + "[" * 3000, "nested too deeply"),
         ("a: &a {b: *a}", "recursive"),
+        (
+            "serve: {workers: 2}\nroute:\n  policy: lmetric\nserve:\n",
+            "line 4, column 1: the key 'serve' is already there in line 1",
+        ),
+        ('redis: {url: redis://h, "url": redis://g}', "column 25: the key 'url' is already there"),
         ("a: 1\n---\nb: 1", "must hold keys and values, not a list"),
         ("- a\n- b", "must hold keys and values"),
         ("just text", "must hold keys and values"),
@@ -321,6 +326,17 @@ def test_a_file_that_is_no_mapping_is_one_line(tmp_path: Path, text: str, reason
     assert problem.startswith(f"{file}: ")
     assert reason in problem
     assert "\n" not in problem
+
+
+def test_a_key_may_come_again_from_a_mapping_that_is_merged(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "pools:\n  a: &a {replicas: [a:1], replicas_file: /a}\n"
+        "  b: &b {<<: *a, replicas: [b:1]}\n  c: {<<: *b, replicas_file: /c}\n",
+    )
+    *_, b, c = load({}, {}, file).each_pool
+    assert [one.where for one in (*b.replicas, *c.replicas)] == ["b:1", "b:1"]
+    assert (b.replicas_file, c.replicas_file) == (Path("/a"), Path("/c"))
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
