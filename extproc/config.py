@@ -330,7 +330,7 @@ class RequestSettings(Section):
     in which it stands with the model's chat template: know every token, as vLLM does."""
     image_tokens: int = Field(default=576, ge=0)
     """Tokens one image is taken for, to start from; learned per model like the ratio."""
-    tenant_header: str | None = None
+    tenant_header: _HeaderName | None = None
     """Request header that names a tenant, whose output lengths are then learned by themselves."""
 
 

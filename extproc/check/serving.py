@@ -4,8 +4,15 @@ from collections import defaultdict
 from datetime import timedelta
 
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
+from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions
+from envoy_data_plane.envoy.config.core.v3 import (
+    HttpProtocolOptionsHeadersWithUnderscoresAction as Underscores,
+)
 from envoy_data_plane.envoy.config.endpoint.v3 import Endpoint
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    HttpConnectionManager,
+)
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import UpstreamTlsContext
 
@@ -134,6 +141,26 @@ def decision_metadata_is_taken(part: Part[ExternalProcessor], file: EnvoyFile) -
     return (
         "what the router tells of its decisions (serve.decision_metadata) is dropped. Add "
         f"{TOLD_NAMESPACE} to metadata_options.receiving_namespaces.untyped"
+    )
+
+
+def _asking(file: EnvoyFile) -> list[Part[HttpConnectionManager]]:
+    """Those in which requests pass an ext_proc filter, where settings name headers."""
+    managers = file.all(HttpConnectionManager) if file.config.headers else []
+    return [one for one in managers if file.all(ExternalProcessor, within=one)]
+
+
+@rule(Level.ERROR, _asking, ROUTER_RULES)
+def named_headers_arrive(part: Part[HttpConnectionManager], file: EnvoyFile) -> str | None:
+    """Envoy lets the headers through that the router's settings name."""
+    named = sorted(name for name in file.config.headers if "_" in name)
+    options = part.message.common_http_protocol_options or HttpProtocolOptions()
+    action = options.headers_with_underscores_action
+    if not named or action is Underscores.ALLOW:
+        return None
+    return (
+        f"headers_with_underscores_action is {action.name}, and the router's settings name "
+        f"{', '.join(named)}: what clients send by such a name never arrives. Take a name with '-'"
     )
 
 

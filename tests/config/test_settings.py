@@ -254,6 +254,14 @@ def test_addresses_of_redis(url: str, shown: str) -> None:
     assert address(connect(url, "test")) == shown
 
 
+@pytest.mark.parametrize(
+    "key", ["route.session_header", "request.tenant_header", "hold.objective_header"]
+)
+def test_a_header_has_a_name_that_headers_can_have(key: str) -> None:
+    (problem,) = problems({key: "x tenant:"})
+    assert problem.startswith(f"--{key}: ")
+
+
 @pytest.mark.parametrize("key", ["poll.interval_s", "serve.drain_s"])
 @pytest.mark.parametrize("text", ["inf", "nan"])
 def test_a_number_is_finite(key: str, text: str) -> None:

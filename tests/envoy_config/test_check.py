@@ -454,6 +454,27 @@ def test_a_clients_priority_must_not_reach_replicas_where_objectives_have_one() 
     assert {one.level for one in check_envoy(file.tree, urgent)} == {Level.OK}
 
 
+def test_headers_that_settings_name_must_arrive() -> None:
+    named = Config.model_validate(
+        {"route": {"session_header": "x-session"}, "request": {"tenant_header": "x_tenant"}}
+    )
+    file = Bootstrap()
+    file.ext_proc["request_attributes"] += [
+        "request.headers['x-session']",
+        "request.headers['x_tenant']",
+    ]
+    options = file.manager["common_http_protocol_options"]
+    for action in ("DROP_HEADER", "REJECT_REQUEST"):
+        options["headers_with_underscores_action"] = action
+        (finding,) = [one for one in check_envoy(file.tree, named) if one.level is not Level.OK]
+        assert (finding.rule, finding.level) == ("named_headers_arrive", Level.ERROR)
+        assert f"is {action}, and the router's settings name x_tenant: " in finding.text
+    options["headers_with_underscores_action"] = "ALLOW"
+    assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
+    del file.manager["common_http_protocol_options"]
+    assert {one.level for one in check_envoy(file.tree, named)} == {Level.OK}
+
+
 def test_what_is_told_of_decisions_must_be_taken() -> None:
     telling = Config.model_validate({"serve": {"decision_metadata": True}})
     file = Bootstrap()
