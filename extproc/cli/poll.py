@@ -9,7 +9,7 @@ from extproc.poll.into_redis import run_poller
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of what a poller reads."""
-    add_flags(parser, "", "poll", "redis", "log")
+    add_flags(parser, "", "poll", "hold.objectives", "redis", "admin", "log")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,8 @@ from extproc.config import Config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of what a router reads."""
-    add_flags(parser, "", "serve", "route", "request", "redis", "poll", "log", "traces")
+    requests = ("serve", "route", "request", "hold", "record", "traces")
+    add_flags(parser, "", *requests, "redis", "poll", "admin", "log")
     parser.add_argument(
         "--workers",
         dest="serve.workers",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc import __version__
+from extproc import __version__, settings
 from extproc.cli import main
 from tests.waiting import PATIENCE_S
 
@@ -43,11 +43,14 @@ def test_help_loads_none_of_the_commands() -> None:
     assert (run.returncode, run.stderr) == (1, "[]\n")
 
 
+SECTIONS = {key.partition(".")[0] for key in settings.LEAVES if "." in key}
+
+
 @pytest.mark.parametrize(
     ("command", "sections"),
     [
-        ("serve", {"serve", "route", "request", "redis", "poll", "log", "traces"}),
-        ("poll", {"poll", "redis", "log"}),
+        ("serve", {*SECTIONS} - {"xds"}),
+        ("poll", {"poll", "hold", "redis", "admin", "log"}),
         ("xds", {"xds", "redis", "poll", "log"}),
         ("check", set()),
         ("explain", set()),
@@ -63,6 +66,16 @@ def test_help_of_a_command_lists_what_it_reads(
     assert "--config FILE" in text
     assert set(re.findall(r"--([a-z]+)\.[a-z_]+ VALUE", text)) == sections
     assert ("(default: 0.2)" in text) is (command in ("serve", "poll"))  # poll.interval_s
+
+
+def test_help_lists_a_key_alone_where_no_other_of_its_section_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command, key in (("poll", "hold.objectives"), ("xds", "poll.ttl_s")):
+        assert exit_status([command, "--help"]) == 0
+        section = key.partition(".")[0]
+        shown = re.findall(rf"--({section}\.[a-z_]+) VALUE", capsys.readouterr().out)
+        assert shown == [key]
 
 
 def test_what_another_command_reads_is_taken_all_the_same(
