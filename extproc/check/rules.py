@@ -465,9 +465,10 @@ def goes_on_without_router(part: Part[Cluster], file: EnvoyFile) -> str | None:
     if not is_destination(part.message) or follows_header(part.message):
         return None
     return (
-        f"cluster {part.message.name!r} is ORIGINAL_DST: it answers 503 while the router is down. "
-        "Where the replicas' addresses are known, write type: STRICT_DNS (or STATIC, EDS) and "
-        "load_balancing_policy: override_host"
+        f"cluster {part.message.name!r} is ORIGINAL_DST: it answers 503 while the router is down, "
+        "and always to requests that make no replica compute (GET /v1/models, POST /tokenize), for "
+        "which the router names none. Where the replicas' addresses are known, write type: "
+        "STRICT_DNS (or STATIC, EDS) and load_balancing_policy: override_host"
     )
 
 

@@ -151,11 +151,18 @@ async def test_the_openai_client_and_streams_work(stack: AnyExample) -> None:
 
 
 async def test_what_is_no_inference_is_answered(client: Client, stack: AnyExample) -> None:
-    if stack.name in NO_FALLBACK:
-        pytest.skip("without a choice by the router there is no address")
-    answer = await client.request("GET", "/v1/models")
-    assert answer.status == 200
-    assert MODEL.encode() in answer.body
+    asked = {"model": MODEL, "prompt": "of the sea"}
+    for method, path, body, part in (
+        ("GET", "/v1/models", None, MODEL),
+        ("GET", "/health", None, ""),
+        ("POST", "/tokenize", asked, "tokens"),
+    ):
+        answer = await client.request(method, path, body)
+        if stack.name in NO_FALLBACK:
+            assert answer.status == 503, path
+        else:
+            assert answer.status == 200, path
+            assert part.encode() in answer.body
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -238,7 +238,7 @@ BREAKAGES: list[tuple[str, Level, str, Breakage]] = [
      lambda b: (b.replicas.pop("load_balancing_policy"), b.replicas.update(type="ORIGINAL_DST"))),
     ("no_header_chooses_any_address", Level.ERROR, "use_http_header",
      lambda b: b.headers_first().original_dst(use_http_header=True, http_header_name=DESTINATION)),
-    ("goes_on_without_router", Level.WARNING, "503",
+    ("goes_on_without_router", Level.WARNING, "503 while the router is down, and always to",
      lambda b: b.original_dst(metadata_key={"key": "envoy.lb", "path": [{"key": DESTINATION}]})),
     ("source_is_known", Level.ERROR, f"sources: {FROM_METADATA}",
      lambda b: b.override.update(override_host_sources=[{"header": "x-other"}])),
