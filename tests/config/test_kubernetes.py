@@ -156,8 +156,24 @@ def test_with_a_redis_and_a_gateway_of_ones_own() -> None:
         names = [one["name"] for one in only["env"]]
         assert len(names) == len({*names})  # else the API server refuses it
         assert only["env"][-2] == url
-    (router,) = (one for one in manifests if title(one) == "NetworkPolicy-extproc-router")
-    assert router["spec"]["ingress"][0]["from"] == gateway
+    specs = {title(one): one["spec"] for one in manifests if "spec" in one}
+    assert specs["NetworkPolicy-extproc-router"]["ingress"][0]["from"] == gateway
+    assert "publishNotReadyAddresses" not in specs["Service-router"]  # a gateway may not check it
+    with pytest.raises(Exception, match=r"gateway: who may ask routers"):
+        rendered(envoy={"enabled": False})
+
+
+def test_routers_are_open_to_the_envoy_that_comes_with_them() -> None:
+    router = named("NetworkPolicy", "extproc-router")["spec"]
+    envoy = named("Deployment", "extproc-envoy")["spec"]
+    assert router["ingress"][0]["from"] == [{"podSelector": envoy["selector"]}]
+    assert named("Service", "router")["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_redis_is_open_to_all_who_ask_it() -> None:
+    (rule,) = named("NetworkPolicy", "redis")["spec"]["ingress"]
+    ((peer,),) = (one["podSelector"]["matchExpressions"] for one in rule["from"])
+    assert peer["values"] == ["extproc-router", "extproc-poller", "extproc-xds"]
 
 
 def test_pods_are_selected_by_your_label_alone() -> None:
