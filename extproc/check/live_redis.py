@@ -16,7 +16,10 @@ from extproc.store.keys import Keys
 from extproc.store.leases import living
 from extproc.store.replicas import Snapshot, StateReader
 
-_AWAY = "{}: routers and pollers go on by themselves. Start it, or put right redis.url"
+_AWAY = (
+    "{}: routers and pollers go on by themselves. Start it, or put right redis.url; a router that "
+    "is alone needs none (state: memory)"
+)
 _REFUSES = (
     "refuses what routers and pollers do: {}. Give their user the rights that docs/operations.md "
     "lists (Redis)"

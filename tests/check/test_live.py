@@ -103,7 +103,7 @@ async def test_redis_is_away(stopped_redis: RedisServer, check: Check) -> None:
     async with serving() as one:
         error, *_ = bad(await check(config(stopped_redis, one), status=1))
     assert f"redis 127.0.0.1:{stopped_redis.port}: " in error
-    assert "Start it, or put right redis.url" in error
+    assert "Start it, or put right redis.url; a router that is alone needs none" in error
 
 
 @pytest.mark.parametrize(

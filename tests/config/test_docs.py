@@ -75,11 +75,18 @@ def test_every_command_is_documented(capsys: pytest.CaptureFixture[str]) -> None
     assert all(f"extproc {command}" in told for command in commands)
 
 
-def test_the_configuration_of_the_readme_is_taken(tmp_path: Path) -> None:
+def test_the_configuration_of_the_readme_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "extproc.yaml"
     (block,) = re.findall(r"```yaml\n(.*?)```", text("README.md"), re.DOTALL)
-    file.write_text(textwrap.dedent(block), encoding="utf-8")
-    assert cli.main(["check", "--config", str(file)]) == 0
+    one = textwrap.dedent(block)
+    ((shared, alone),) = re.findall(r"Put `(.*?)` in the place of `(.*?)`", text("README.md"))
+    several = one.replace(alone, shared)
+    for content, where in ((one, "in the memory of"), (several, "shared in redis.internal:6379")):
+        file.write_text(content, encoding="utf-8")
+        assert cli.main(["check", "--config", str(file)]) == 0
+        assert where in capsys.readouterr().out
 
 
 def test_every_field_of_a_decision_record_is_documented() -> None:
