@@ -28,8 +28,10 @@ class Watched(Generic[T]):
         self._seen: list[_Stamp | None] | None = None
         self._was_read = False
         self._extra = {"file": ", ".join(map(str, files))}
+        begins, over = f"{what} is not usable, retrying", f"{what} is usable"
+        self._missing = Trouble(log, begins, over, logging.ERROR, each=True, **self._extra)
         begins, over = f"{what} is not usable, keeping its last content", f"{what} is usable again"
-        self._trouble = Trouble(log, begins, over, logging.ERROR, each=True, **self._extra)
+        self._broken = Trouble(log, begins, over, logging.ERROR, each=True, **self._extra)
 
     def read(self) -> T:
         """What is in it; raises as ``read`` does."""
@@ -44,14 +46,15 @@ class Watched(Generic[T]):
         if self._seen is not None and self._seen == [_stamp(file) for file in self._files]:
             return None
         again = self._was_read
+        trouble = self._broken if again else self._missing
         try:
             content = self.read()
         except OSError as error:
-            self._trouble.failed(error.strerror or error)
+            trouble.failed(error.strerror or error)
         except ValueError as error:
-            self._trouble.failed(error)
+            trouble.failed(error)
         else:
-            self._trouble.works()
+            trouble.works()
             if again:
                 log.info(f"{self._what} is read again", extra=self._extra)
             return content

@@ -1,6 +1,7 @@
 """What there is to say about what runs: Redis, the replicas, Envoy."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 from extproc.check.live_envoy import check_live_envoy
 from extproc.check.live_redis import check_redis
@@ -57,11 +58,8 @@ async def _named(
     found: list[Finding] = []
     sources = [*config.replicas, *membership.added]
     if config.replicas_file is not None:
-        try:
+        with suppress(OSError, ValueError):  # check_replicas_files tells
             sources += read_replicas(config.replicas_file)
-        except (OSError, ValueError) as error:
-            where = f"replicas_file {config.replicas_file}"
-            found.append(Finding("replicas", Level.ERROR, where, f"cannot be used: {error}"))
     named = {state.id: state.name for state in snapshot.states} if snapshot else {}
     for source in sources:
         discovery = Discovery([source], None, config.poll.resolve_s)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from extproc.check.judge import check_envoy
 from extproc.check.live import check_live
+from extproc.check.replicas_file import check_replicas_files
 from extproc.cli.configuration import add_flags, configured
 from extproc.cli.errors import CommandError, UsageError
 from extproc.config import (
@@ -27,6 +28,7 @@ from extproc.observe.traces import Traces
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.store.connection import address, connect
 from extproc.tls import certificates
+from extproc.xds.resources import watched
 from extproc.yaml_file import read_yaml
 
 
@@ -48,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is understood and found; 1 if there is an error in the Envoy file, or in what
-    runs."""
+    """Prints what is understood and found; 1 if there is an error in a file of replicas, in the
+    Envoy file, or in what runs."""
     config = configured(args)
     try:
         TokenCounter(config.request)
@@ -62,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
             read_token(config.admin.token_file)
         if config.traces.endpoint is not None:
             Traces(config.traces.endpoint, worker=0).close()
+        if config.xds.envoy_file is not None:
+            watched(config.xds.envoy_file, config.pool).read()
     except TokenizerError as error:
         raise UsageError(f"request.tokenizers: {error}") from None
     except ValueError as error:
@@ -70,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
         print(_understood(config))
     for doubt in doubts:
         print(f"{Level.WARNING:<8} {doubt}", file=sys.stderr)
-    findings = [] if args.envoy is None else _of_file(args.envoy, config)
+    findings = _printed(check_replicas_files(config))
+    if args.envoy is not None:
+        findings += _of_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
         findings += _printed(asyncio.run(check_live(config, args.envoy_admin)))
     return int(any(finding.level is Level.ERROR for finding in findings))

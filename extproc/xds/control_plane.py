@@ -48,11 +48,7 @@ async def run_xds(config: Config) -> None:
     path = config.xds.envoy_file
     file = None if path is None else watched(path, config.pool)
     if file is not None:
-        try:
-            catalog.replace_all(file.read())
-        except OSError as error:
-            reason = f"cannot be read: {error.strerror}"
-            raise ValueError(f"{path} (xds.envoy_file): {reason}") from None
+        catalog.replace_all(file.read())
     server = XdsServer(catalog, config.xds)
     async with AsyncExitStack() as stack:
         port = await server.start(config.xds.listen)

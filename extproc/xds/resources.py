@@ -40,6 +40,9 @@ def watched(path: Path, pool: str) -> Watched[Resources]:
     def read() -> Resources:
         try:
             return resources(read_yaml(path), pool)
+        except OSError as error:
+            reason = f"cannot be read: {error.strerror}"
+            raise ValueError(f"{path} (xds.envoy_file): {reason}") from None
         except ValueError as error:
             raise ValueError(f"{path} (xds.envoy_file): {error}") from None
 

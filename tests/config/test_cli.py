@@ -143,6 +143,7 @@ def test_a_wrong_configuration_is_a_line_for_each_mistake(
         ),
         ("check --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
         ("check --envoy /nope", "/nope: cannot be read: No such file"),
+        ("check --xds.envoy_file /nope", "/nope (xds.envoy_file): cannot be read: No such file"),
         ("xds --xds.envoy_file /nope", "/nope (xds.envoy_file): cannot be read: No such file"),
         ("xds --xds.envoy_file /", "/ (xds.envoy_file): cannot be read: Is a directory"),
         ("xds --state memory", "state is 'memory'"),
@@ -157,6 +158,21 @@ def test_what_no_command_could_do_is_wrongly_asked(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"extproc {argv.split()[0]}: ")
     assert reason in line
+
+
+@pytest.mark.parametrize("content", [None, "[10.0.0.1]", "a: ["])
+def test_a_replicas_file_that_cannot_be_used_is_found(
+    content: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, config = tmp_path / "replicas.yaml", tmp_path / "extproc.yaml"
+    config.write_text(f"pools: {{batch: {{replicas_file: {file}}}}}")
+    if content is not None:
+        file.write_text(content)
+    assert main(["check", "--config", str(config)]) == 1
+    *_, finding = capsys.readouterr().out.splitlines()
+    assert finding.startswith(f"error    replicas_file {file}: cannot be used: ")
+    file.write_text("[10.0.0.1:8000]")
+    assert main(["check", "--config", str(config)]) == 0
 
 
 @pytest.mark.parametrize("command", ["check", "serve --state memory --replicas [127.0.0.1:1]"])

@@ -231,6 +231,18 @@ async def test_a_broken_file_keeps_the_last_list(
     assert len(logged.lines("replicas file is usable again")) == 1
 
 
+async def test_a_file_that_is_yet_to_come_has_no_last_content(
+    tmp_path: Path, logged: Logged
+) -> None:
+    file = tmp_path / "replicas.yaml"
+    found = discovery(file=file)
+    assert await ids(found) == await ids(found) == []
+    file.write_text("[10.0.0.1:80]")
+    assert await ids(found) == ["10.0.0.1:80"]
+    told = ["replicas file is not usable, retrying", "replicas file is usable"]
+    assert [line["msg"] for line in logged.lines()] == told
+
+
 async def test_a_file_that_comes_back_unchanged_is_usable_again(
     tmp_path: Path, logged: Logged
 ) -> None:
