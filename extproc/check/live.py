@@ -14,7 +14,8 @@ from extproc.poll.membership import Membership
 from extproc.store.replicas import Snapshot
 
 _NOWHERE = (
-    "names no address now: none of its replicas is polled. Put right its name, or what resolves it"
+    "names no address now{}: none of its replicas is polled. Put right its name, or what resolves "
+    "it"
 )
 _UNSERVED = (
     "no replica that answers lists it: requests for {} get 404, or wait for a replica that does. "
@@ -65,10 +66,12 @@ async def _named(
         discovery = Discovery([source], None, config.poll.resolve_s)
         try:
             targets = {target.id: target.name for target in await discovery.targets()}
+            reason = "".join(f" ({problem})" for problem in discovery.problems())
         finally:
             discovery.stop()
         if not targets:
-            found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", _NOWHERE))
+            text = _NOWHERE.format(reason)
+            found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", text))
         removed = membership.removed_of(targets)
         named |= {id_: name for id_, name in targets.items() if id_ not in removed}
     return found, named

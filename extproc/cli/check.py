@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import sys
 from itertools import starmap
 from pathlib import Path
@@ -30,6 +31,9 @@ from extproc.store.connection import address, connect
 from extproc.tls import certificates
 from extproc.xds.resources import watched
 from extproc.yaml_file import read_yaml
+
+_SILENT = logging.NullHandler()
+"""For what runs here as in a router or poller: what is wrong is a finding, and no line of a log."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.envoy is not None:
         findings += _of_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
+        logging.getLogger("extproc").addHandler(_SILENT)
         findings += _printed(asyncio.run(check_live(config, args.envoy_admin)))
     return int(any(finding.level is Level.ERROR for finding in findings))
 

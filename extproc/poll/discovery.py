@@ -100,6 +100,12 @@ class Discovery:
         """The Services that Kubernetes has not told of yet."""
         return [str(wanted) for wanted, watch in self._services.items() if not watch.listed]
 
+    def problems(self) -> list[str]:
+        """What is wrong with names that lead nowhere."""
+        hosts, services = self._hosts.values(), self._services.values()
+        found = [*(one.problem for one in hosts), *(one.problem for one in services)]
+        return [problem for problem in found if problem]
+
     def stop(self) -> None:
         """Nobody asks any more."""
         self._follow(set())

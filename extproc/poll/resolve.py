@@ -54,6 +54,11 @@ class Host:
         """Whether a lookup has not come back yet."""
         return self._lookup is not None and not self._lookup.done()
 
+    @property
+    def problem(self) -> str:
+        """Why it was not found at the last look; empty where it was."""
+        return self._trouble.problem
+
     async def look_up(self) -> None:
         """Bring its addresses up to date, by one lookup at a time."""
         try:

@@ -72,6 +72,11 @@ class ServiceWatch:
         self._tried = asyncio.Event()
         self._task = asyncio.create_task(self._follow())
 
+    @property
+    def problem(self) -> str:
+        """Why nothing is told of it, or it has no pods; empty where all is well."""
+        return self._untold.problem or self._empty.problem or ("" if self.listed else "no answer")
+
     async def look_up(self) -> None:
         """Waits until they were listed for the first time, or could not be."""
         with suppress(TimeoutError):

@@ -225,9 +225,17 @@ async def test_names_that_lead_nowhere_are_told(check: Check, tmp_path: Path) ->
         {"state": "memory", "replicas": ["nowhere.invalid:8000"], "replicas_file": "/nope.yaml"}
     )
     text = "\n".join(bad(await check(settings, status=1)))
-    assert "replica nowhere.invalid:8000: names no address now" in text
+    assert re.search(r"replica nowhere.invalid:8000: names no address now \(\[Errno .+\]? ", text)
     assert "replicas_file /nope.yaml: cannot be used: " in text
     assert "no replica is known" in text
+
+
+async def test_why_kubernetes_does_not_tell_is_told(check: Check) -> None:
+    source = {"kubernetes": {"service": "vllm", "namespace": "gpu", "port": 8000}}
+    settings = Config.model_validate({"state": "memory", "replicas": [source]})
+    error, _ = bad(await check(settings, status=1))
+    assert "Service gpu/vllm, port 8000: names no address now (" in error
+    assert "a pod has it that has a service account" in error  # this is none
 
 
 @pytest.mark.parametrize("kind", [Stack, partial(XdsStack, name="xds_all")])

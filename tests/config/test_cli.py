@@ -212,6 +212,14 @@ def test_a_missing_tokenizer_is_one_line() -> None:
 
 
 @pytest.mark.process
+def test_what_check_finds_is_not_logged_as_well() -> None:
+    argv = ("check", "--live", "--state", "memory", "--replicas", "nowhere.invalid:8000")
+    with start(*argv) as process:
+        _, errors = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, errors) == (1, "")
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("flag", ["--serve.listen", "--serve.admin"])
 def test_an_address_in_use_is_one_line(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
