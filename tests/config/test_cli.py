@@ -236,6 +236,18 @@ def test_an_address_in_use_is_one_line(flag: str) -> None:
 
 
 @pytest.mark.process
+def test_two_pollers_on_one_machine_need_addresses_of_their_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        argv = ("--poll.admin", address, "--redis.url", "redis://127.0.0.1:1")
+        with start("poll", *argv, "--log.level", "error") as process:
+            _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    reason = f"cannot listen on {address} (poll.admin): "
+    assert errors.startswith(f"extproc poll: {reason}")
+
+
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_router_stops_quietly_when_told(number: signal.Signals) -> None:
     argv = ["--serve.listen", "127.0.0.1:0", "--serve.admin", "127.0.0.1:0"]
