@@ -13,7 +13,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -244,11 +246,15 @@ class ServeSettings(TlsFiles):
 
 def _as_targets(value: object) -> object:
     """``name: other`` is short for a draw with one outcome."""
+    if not isinstance(value, (str, list, tuple, dict)):
+        raise ValueError("must be a name, a list of names, or names with weights")
     return {value: 1.0} if isinstance(value, str) else value
 
 
 ModelTargets = Annotated[
-    Annotated[tuple[str, ...], Field(min_length=1)] | dict[str, Annotated[float, Field(ge=0)]],
+    Annotated[tuple[str, ...], Field(min_length=1), Tag("list")]
+    | Annotated[dict[str, Annotated[float, Field(ge=0)]], Tag("weights")],
+    Discriminator(lambda value: "weights" if isinstance(value, dict) else "list"),
     BeforeValidator(_as_targets),
 ]
 

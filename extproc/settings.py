@@ -29,6 +29,14 @@ _SERVICE_LINK = re.compile(r"EXTPROC_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT
 _IPV6 = re.compile(r"\[[^\[\]]*\]:")
 """How an address begins, and no list in YAML."""
 
+_OF_SHAPES = {
+    "tuple_type": "must be a list",
+    "too_short": "must not be empty",
+    "dict_type": "must hold keys and values",
+    "model_type": "must hold keys and values",
+}
+"""What is wrong, by pydantic's name for it, where its own words are of Python."""
+
 
 class ConfigError(Exception):
     """The configuration cannot be used; ``problems`` has one line for each reason."""
@@ -164,7 +172,7 @@ def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | No
     told = detail["msg"].removeprefix("Value error, ")
     if not where:  # keys that do not go together: the message names them
         return f"{origin}: {told}"
-    wanted = told[:1].lower() + told[1:]
+    wanted = _OF_SHAPES.get(detail["type"], told[:1].lower() + told[1:])
     if where not in LEAVES or LEAVES[where].repr:  # no secret
         wanted += f"; given: {detail['input']!r}"
     if detail["type"] == "literal_error":

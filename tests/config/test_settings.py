@@ -369,6 +369,37 @@ def test_a_flag_that_is_no_yaml_list_is_one_line(text: str) -> None:
     assert problem.startswith("--replicas: not YAML: ")
 
 
+@pytest.mark.parametrize(
+    ("key", "text", "told"),
+    [
+        ("replicas", "{url: a:1}", "replicas: must be a list; given: {'url': 'a:1'}"),
+        (
+            "request.tokenizers",
+            "[a]",
+            "request.tokenizers: must hold keys and values; given: ['a']",
+        ),
+        ("hold.objectives", "{a: 5}", "hold.objectives.a: must hold keys and values; given: 5"),
+        (
+            "route.models",
+            "{a: 5}",
+            "route.models.a: must be a name, a list of names, or names with weights; given: 5",
+        ),
+        ("route.models", "{a: []}", "route.models.a.list: must not be empty; given: []"),
+        (
+            "route.models",
+            "{a: {b: -1}}",
+            "route.models.a.weights.b: input should be greater than or equal to 0; given: -1",
+        ),
+    ],
+)
+def test_a_value_of_another_shape_is_one_line_in_words_of_yaml(
+    key: str, text: str, told: str
+) -> None:
+    assert problems(env={f"EXTPROC_{key.replace('.', '__').upper()}": text}) == [
+        f"variable EXTPROC_{key.replace('.', '__').upper()}: {told}"
+    ]
+
+
 def test_every_key_has_a_description() -> None:
     undescribed = [key for key, field in settings.LEAVES.items() if not field.description]
     assert undescribed == []
