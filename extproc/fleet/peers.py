@@ -44,8 +44,9 @@ class _Peer:
 class Peers:
     """Peers' load: sums per replica in the table, and sequences.
 
-    It counts while its news is fresh. The age of news is the time since it arrived, and what the
-    router's own digests take to come back to it: so clocks of two machines are never compared.
+    It counts while its news is fresh; else what the last poll saw of it does, as of nobody known.
+    The age of news is the time since it arrived, and what the router's own digests take to come
+    back to it: so clocks of two machines are never compared.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Peers:
         self._lag = 0.0
         self._cut_off_since = inf
         self._dead_at = inf
+        self._left_out_at = inf
+        """When the load stopped counting."""
         self._owner = np.zeros(0, np.intp)
         """The peer's place, for each bar of all histograms."""
         self._on = np.zeros(0, np.intp)
@@ -113,7 +116,8 @@ class Peers:
             self._lengthen_steps(before, peer)
             self._add_up()
             if first and self.counted:
-                self._explain(self._load[:, peer.place])
+                load = self._load[:, peer.place]
+                self._explain(load[PARTS], load[KV])
 
     def cut_off(self) -> None:
         """Nothing can be heard any more; until :meth:`hear` is called for again, others that were
@@ -145,7 +149,9 @@ class Peers:
             self.counted = fresh
             self._add_up()
             if fresh:
-                self._explain(self._load.sum(axis=1))
+                self._explain_again()
+            else:
+                self._leave_unexplained(now)
         return (known, counted) != (len(self._peers), self.counted)
 
     def _news(self, now: float) -> tuple[float | None, float]:
@@ -208,6 +214,7 @@ class Peers:
         peer = self._peers[name] = _Peer(place, 0, 0.0, False)
         if place == 0:
             self.counted = True
+            self._replicas.explained[:] = self._replicas.kv_explained[:] = 0.0
         return peer
 
     def _forget(self, name: str) -> None:
@@ -258,10 +265,30 @@ class Peers:
     def _add_up(self) -> None:
         self._replicas.peers[:] = self._load.sum(axis=1) if self.counted else 0.0
 
-    def _explain(self, load: Floats) -> None:
+    def _explain(self, sequences: Floats, kv: Floats) -> None:
         """What polls saw beyond the router's own requests was this, or some of it."""
         replicas = self._replicas
-        sequences = load[PARTS]
+        sequences = np.minimum(sequences, replicas.beyond)
+        kv = np.where(replicas.sampled_at < inf, kv, 0.0)
         replicas.foreign[:] = np.maximum(replicas.foreign - sequences, 0.0)
-        replicas.beyond[:] = np.maximum(replicas.beyond - sequences, 0.0)
-        replicas.kv_beyond -= np.where(replicas.sampled_at < inf, load[KV], 0.0)
+        replicas.beyond -= sequences
+        replicas.kv_beyond -= kv
+        replicas.explained += sequences
+        replicas.kv_explained += kv
+
+    def _leave_unexplained(self, now: float) -> None:
+        """What polls saw, and the load explained, is nobody's known any more."""
+        replicas = self._replicas
+        self._left_out_at = now
+        replicas.foreign += replicas.explained
+        replicas.beyond += replicas.explained
+        replicas.kv_beyond += replicas.kv_explained
+
+    def _explain_again(self) -> None:
+        """As before; where a poll came since, by all of the load: it may have seen all."""
+        replicas, load = self._replicas, self._load.sum(axis=1)
+        polled = replicas.sampled_at > self._left_out_at
+        sequences = np.where(polled, load[PARTS], replicas.explained)
+        kv = np.where(polled, load[KV], replicas.kv_explained)
+        replicas.explained[:] = replicas.kv_explained[:] = 0.0
+        self._explain(sequences, kv)

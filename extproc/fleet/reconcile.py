@@ -121,8 +121,11 @@ class Reconciliation:
         """What the poll saw beyond ``then``, the router's requests at that time, and peers'."""
         replicas, requests = self._replicas, self._requests
         own = sum(requests.parts[then].tolist())
-        beyond = max(state.running + state.waiting - own - replicas.peers_parts.item(row), 0.0)
+        not_own = max(state.running + state.waiting - own, 0.0)
+        explained = min(replicas.peers_parts.item(row), not_own)
+        beyond = not_own - explained
         if state.scrape_seconds <= _LATE:
+            replicas.explained[row] = explained
             # A request that ended between the scrape and now is seen by one poll only.
             replicas.foreign[row] = min(beyond, replicas.beyond[row])
             replicas.beyond[row] = beyond
@@ -148,6 +151,7 @@ class Reconciliation:
         part = np.clip(prefilled - self._prefill_rate(row) * age - start, 0.0, requests.prompt[run])
         known = float(np.where(begun, whole, part).sum()) + replicas.peers_kv.item(row)
         replicas.kv_beyond[row] = state.kv_usage * replicas.kv_capacity.item(row) - known
+        replicas.kv_explained[row] = replicas.peers_kv.item(row)
 
     # -- prefills ---------------------------------------------------------------------------
 
@@ -259,6 +263,8 @@ def fade(replicas: Replicas, now: float) -> None:
             replicas.foreign,
             replicas.foreign_backlog,
             replicas.kv_beyond,
+            replicas.explained,
+            replicas.kv_explained,
             replicas.polled_waiting,
             replicas.polled_kv_usage,
         ):

@@ -109,6 +109,8 @@ class Replicas(Columns, Table):
     held: Floats  # their prompt tokens
     beyond: Floats  # sequences the last poll saw beyond the router's own and others' digests
     kv_beyond: Floats  # KV tokens beyond the estimate by the same; may be negative
+    explained: Floats  # sequences the last poll saw that others' digests tell of
+    kv_explained: Floats  # KV tokens of these
     sampled_at: Floats  # when the last poll's figures were taken
     # What other routers have there, by their digests and while these count:
     peers_requests: Floats

@@ -363,6 +363,65 @@ def test_news_that_is_old_does_not_count_until_there_is_new() -> None:
     assert not two.peers.stale
 
 
+def _polled(clock: ManualClock, *fleets: Fleet) -> None:
+    """Both polls see six running requests, of 5,000 tokens each."""
+    for _ in range(2):
+        clock.advance(EVERY_S)
+        for fleet in fleets:
+            fleet.put(state(1, A10, clock, running=6, kv_usage=30_000 / 42_000, first_tokens=6))
+
+
+def test_what_polls_saw_of_others_stays_however_often_their_news_is_old() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2, replicas=1)
+    for _ in range(6):
+        one.first_token(one.dispatch(replica(1), chat(5000, 2000)))
+    tell(one, two, clock=clock)
+    _polled(clock, one, two)
+    for _ in range(3):
+        tell(one, two, clock=clock)
+        assert seen(two, "requests", "batch") == [[6], [6]]
+        assert seen(two, "kv_used")[0][0] == pytest.approx(30_000, rel=0.01)
+        clock.advance(0.11)
+        assert seen(two, "requests", "batch") == [[6], [6]]
+        assert seen(two, "kv_used")[0][0] == pytest.approx(30_000, rel=0.01)
+        assert two.peers.stale
+
+
+def test_what_came_after_the_poll_is_not_taken_out_of_what_it_saw() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2, replicas=1)
+    tell(one, two, clock=clock)
+    _polled(clock, two)
+    one.first_token(one.dispatch(replica(1), chat(5000, 2000)))
+    clock.advance(EVERY_S)
+    tell(one, two, clock=clock)
+    before = seen(two, "requests", "kv_used")
+    assert before[0] == [7]
+    clock.advance(0.11)
+    assert seen(two, "requests")[0] == [6]
+    tell(one, two, clock=clock)
+    assert seen(two, "requests")[0] == [7]
+    assert seen(two, "kv_used")[0][0] == pytest.approx(before[1][0], rel=0.01)
+
+
+def test_what_polls_saw_while_news_was_old_is_others_when_there_is_new() -> None:
+    clock = ManualClock()
+    one, two = routers(clock, 2, replicas=1)
+    for _ in range(6):
+        one.first_token(one.dispatch(replica(1), chat(5000, 2000)))
+    tell(one, two, clock=clock)
+    clock.advance(0.11)
+    assert seen(two, "requests")[0] == [0]
+    _polled(clock, one, two)
+    assert seen(two, "requests")[0] == [6]
+    assert two.peers.stale
+    tell(one, two, clock=clock)
+    assert seen(two, "requests", "batch") == [[6], [6]]
+    assert seen(two, "kv_used")[0][0] == pytest.approx(30_000, rel=0.01)
+    assert not two.peers.stale
+
+
 def test_a_router_without_requests_may_be_silent_for_longer() -> None:
     clock = ManualClock()
     one, two = routers(clock, 2)
