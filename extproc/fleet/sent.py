@@ -10,8 +10,9 @@ from extproc.request.prefix import NO_PREFIX, Prefix
 MOST_KEPT = 4096
 """Batches of prompts that Redis keeps for routers that start: 80 MB of them at 1,000 requests a
 second with 8,000 tokens each, where a batch of one router holds 20."""
-_MOST_UNTOLD = 10_000
-"""Prompts that wait for Redis, the newest: 1 kB each, where they have 8,000 tokens."""
+_MOST_UNTOLD, _MOST_BYTES = 10_000, 10_000_000
+"""Prompts that wait for Redis, the newest: 1 kB each, where they have 8,000 tokens. A router that
+needs no Redis keeps them for nobody."""
 _AT_ONCE = 100
 """Prompts in a batch, at most: who hears of it does nothing else for some 5 ms."""
 
@@ -23,7 +24,8 @@ class SentPrompts:
     """What this router sent, until the others are told."""
 
     def __init__(self) -> None:
-        self._untold: deque[bytes] = deque(maxlen=_MOST_UNTOLD)
+        self._untold: deque[bytes] = deque()
+        self._size = 0
 
     def __len__(self) -> int:
         return len(self._untold)
@@ -40,13 +42,22 @@ class SentPrompts:
     def take(self) -> bytes:
         """What others were not told yet, the oldest of it: 22 bytes and the replica's name for each
         prompt, and 8 for each of its units. Empty: nothing."""
-        return b"".join([self._untold.popleft() for _ in range(min(len(self._untold), _AT_ONCE))])
+        return b"".join([self._oldest() for _ in range(min(len(self._untold), _AT_ONCE))])
 
     def _add(self, replica: str, prefix: Prefix) -> None:
         name, keys = replica.encode(), prefix.keys
         sizes = len(name), len(keys), prefix.unit, prefix.tokens
         header = _HEADER.pack(*sizes, prefix.whole)
-        self._untold.append(b"".join([header, name, keys.astype("<u8", copy=False).tobytes()]))
+        told = b"".join([header, name, keys.astype("<u8", copy=False).tobytes()])
+        self._untold.append(told)
+        self._size += len(told)
+        while len(self._untold) > _MOST_UNTOLD or self._size > _MOST_BYTES:
+            self._oldest()
+
+    def _oldest(self) -> bytes:
+        oldest = self._untold.popleft()
+        self._size -= len(oldest)
+        return oldest
 
 
 def read(data: bytes) -> list[tuple[str, Prefix]]:

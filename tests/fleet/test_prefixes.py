@@ -224,6 +224,19 @@ def test_what_waits_for_redis_is_told_a_batch_at_a_time() -> None:
     assert sizes == [100, 100, 50]
 
 
+def test_what_nobody_is_told_takes_ten_megabytes_at_most() -> None:
+    told, size = SentPrompts(), 12_500
+    for number in range(1_000):
+        long = Prefix(np.full(size // 8, number, np.uint64), UNIT, UNIT * size / 8)
+        told.add("10.0.0.1:8000", long)
+    assert 9_900_000 < size * len(told) <= 10_000_000
+    numbers = [int(prefix.keys[0]) for _ in range(8) for _, prefix in sent.read(told.take())]
+    assert numbers == list(range(1_000 - len(numbers), 1_000)), "the newest"
+    assert not told.take()
+    told.add("10.0.0.1:8000", prompt("abc"))
+    assert len(told) == 1
+
+
 def test_another_router_hears_what_was_sent() -> None:
     told = SentPrompts()
     told.add("10.0.0.1:8000", prompt("abc", whole=5))
