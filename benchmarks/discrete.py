@@ -129,7 +129,7 @@ class Simulation(simulation.Simulation):
         objective = self._objective()
         if not (self.ignore_targets and objective.has_target):
             profile.objective = objective
-        sequences = partial(self._sequences, traced, objective.priority)
+        sequences = partial(_sequences, traced, objective.priority)
         return Arrival(number, traced, profile, objective, sequences)
 
     def _objective(self) -> Objective:
@@ -143,12 +143,6 @@ class Simulation(simulation.Simulation):
             return ""
         (number,) = self._groups.choices(range(len(self.tenants)), self.tenants)
         return f"tenant {number + 1}"
-
-    def _sequences(self, traced: TracedRequest, priority: int) -> list[Sequence]:
-        block = next(iter(self.machines.values())).engine.pool.block_size
-        hashes = trace_hashes(traced.hash_ids, traced.prompt_tokens, ID_TOKENS, block)
-        lengths = traced.prompt_tokens, traced.output_tokens
-        return [Sequence(0, *lengths, hashes, priority=-priority)]
 
     # -- replicas ---------------------------------------------------------------------------
 
@@ -201,3 +195,9 @@ class Simulation(simulation.Simulation):
             kv_tokens=capacity,
         )
         return Watch(machine, told, believed, typical, poll_s, Random(self.seed))
+
+
+def _sequences(traced: TracedRequest, priority: int, block_size: int) -> list[Sequence]:
+    hashes = trace_hashes(traced.hash_ids, traced.prompt_tokens, ID_TOKENS, block_size)
+    lengths = traced.prompt_tokens, traced.output_tokens
+    return [Sequence(0, *lengths, hashes, priority=-priority)]

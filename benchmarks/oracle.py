@@ -62,7 +62,7 @@ class Oracle(Routers):
 
     def decide(self, arrival: Arrival) -> Decision | None:
         """Where the request goes; its bound must be what it will generate."""
-        profile, prefix = arrival.profile, arrival.sequences()[0].hashes
+        profile = arrival.profile
         output = profile.output_bound or 0
         tokens = profile.prompt_tokens + output - 1
         machines = [
@@ -72,7 +72,12 @@ class Oracle(Routers):
         ]
         if not machines:
             return None
-        exact = [_Exact.of(machine, profile, prefix) for machine in machines]
+        block_sizes = {machine.engine.pool.block_size for machine in machines}
+        prefixes = {size: arrival.sequences(size)[0].hashes for size in block_sizes}
+        exact = [
+            _Exact.of(machine, profile, prefixes[machine.engine.pool.block_size])
+            for machine in machines
+        ]
         if self._corrections.due(self._clock()):
             self._stretch = self._corrections.ratios(self._clock())
         stretch = self._stretch[[self._rows[machine.name] for machine in machines]]

@@ -103,25 +103,23 @@ class _Replay(Simulation):
 
     def _arrival(self, number: int, traced: Traced) -> Arrival:
         assert isinstance(traced, Asked)
-        profile, sequences = traced.profile, partial(self._sequences, traced)
+        profile, sequences = traced.profile, partial(_sequences, traced)
         among = frozenset({traced.replica}) if self._forced else None
         return Arrival(number, traced, profile, profile.objective, sequences, among)
-
-    def _sequences(self, asked: Asked) -> list[Sequence]:
-        block_size = next(iter(self.machines.values())).engine.pool.block_size
-        hashes = asked.hashes(block_size) if asked.profile.prompts == 1 else []
-        prompt = asked.prompt_tokens // max(asked.profile.prompts, 1)
-        return [
-            Sequence(
-                0, max(prompt, 1), asked.output_tokens, hashes, priority=-asked.profile.priority
-            )
-            for _ in range(asked.profile.parts)
-        ]
 
     def _turn(self, machine: Machine, watch: Watch, turn: Turn) -> None:
         machine.runs_at(turn.step)
         always = {"healthy": True, "draining": False} if self._forced else {}
         watch.told = turn.state.model_copy(update=always)
+
+
+def _sequences(asked: Asked, block_size: int) -> list[Sequence]:
+    hashes = asked.hashes(block_size) if asked.profile.prompts == 1 else []
+    prompt = asked.prompt_tokens // max(asked.profile.prompts, 1)
+    return [
+        Sequence(0, max(prompt, 1), asked.output_tokens, hashes, priority=-asked.profile.priority)
+        for _ in range(asked.profile.parts)
+    ]
 
 
 def _machine(name: str, member: Member) -> Machine:

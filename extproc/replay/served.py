@@ -36,8 +36,9 @@ class Arrival:
     """What the router knows of it."""
     objective: Objective
     """What it aims for, whether the router knows or not."""
-    sequences: Callable[[], list[Sequence]]
-    """What an engine makes of it, anew for each that gets it; at least one."""
+    sequences: Callable[[int], list[Sequence]]
+    """What an engine with KV blocks of so many tokens makes of it, anew for each that gets it; at
+    least one."""
     among: frozenset[str] | None = None
     """The only replicas that it may be sent to; None: any."""
 

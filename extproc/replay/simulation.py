@@ -125,8 +125,8 @@ class Simulation(ABC):
         self._send(served)
 
     def _send(self, served: Served) -> None:
-        served.sequences = served.arrival.sequences()
         machine = self.machines[served.replica]
+        served.sequences = served.arrival.sequences(machine.engine.pool.block_size)
         if not machine.up:
             self._retry(served)
             return

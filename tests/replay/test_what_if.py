@@ -11,7 +11,9 @@ import pytest
 
 from extproc import cli
 from extproc.observe.record import Line, Refused, Replica, Request, Start, text_of
-from extproc.replay.recorded import read
+from extproc.predict.inputs import Floats
+from extproc.replay.play import play
+from extproc.replay.recorded import Recorded, read
 from extproc.replay.scene import scene_of
 from extproc.replay.speeds import step_times
 from tests.replay.record import A10, BEGAN, address, lines, replica, requests, start, write
@@ -175,6 +177,20 @@ def test_prompts_that_begin_alike_are_cached(tmp_path: Path, ask: Ask) -> None:
     ]
     answer = ask(write(tmp_path / "alone", alone), status=1)
     assert answer["replay"]["completion_s"]["off"]["p95"] > 0.5
+
+
+def test_each_replica_has_blocks_of_its_own_size() -> None:
+    asked = [
+        msgspec.structs.replace(one, replica=address(2)) for one in requests(2.0, 60.0, shared=40)
+    ]
+
+    def completions(*block_sizes: int) -> Floats:
+        """Of requests that all go to the second."""
+        fleet = [replica(number, block_size=size) for number, size in enumerate(block_sizes, 1)]
+        scene = scene_of(Recorded(start(), asked, {one.id: [one] for one in fleet}))
+        return play(scene, 0, forced=True).completion_s
+
+    assert completions(64, 16).tolist() == completions(16, 16).tolist()
 
 
 def test_halves_of_keys_may_be_alike_where_prompts_are_not(tmp_path: Path, ask: Ask) -> None:
