@@ -18,7 +18,7 @@ import numpy as np
 from extproc.observe.record import Replica, Request
 from extproc.predict.fit import coefficients, descend, relative
 from extproc.predict.hardware import profile_or_default
-from extproc.predict.inputs import Floats
+from extproc.predict.inputs import Floats, Indices
 from extproc.predict.step import StepModel
 from extproc.predict.windows import Work
 from extproc.replica_state import ReplicaState
@@ -115,8 +115,8 @@ def _stretches(
         terms = (steps, *tokens, steps * kv(start, end) / (took or 1.0))
         return _Stretch((start + end) / 2.0, Work(took, terms))
 
-    scraped = [one.scraped_at for one in states]
-    preemptions = [one.preemptions for one in states]
+    scraped = np.array([one.scraped_at for one in states])
+    preemptions = np.array([one.preemptions for one in states], float)
 
     def preempted(*span: float) -> bool:
         """Whether any request was, as far as lines tell."""
@@ -197,20 +197,24 @@ def _fitted(profile: str, streams: Sequence[_Stretch], counted: Sequence[_Stretc
     return StepModel(*(units * solution).tolist())
 
 
-def _near(moments: Sequence[float], counted: Sequence[_Stretch]) -> Floats:
-    """Which stretches tell of the speed at which moments: 1 or 0, a row for each moment."""
-    if not counted:
-        return np.zeros((len(moments), 0))
-    distance = np.abs(np.subtract.outer(moments, [one.at for one in counted]))
-    near: Floats = np.where(distance <= np.maximum(distance.min(1)[:, None], _SMOOTHED_S), 1.0, 0.0)
-    return near
+def _near(moments: Sequence[float], counted: Sequence[_Stretch]) -> tuple[Indices, Indices]:
+    """Which stretches, in order of time, tell of the speed at each moment: the first of them, and
+    the first after them. Where none is near it is the nearest."""
+    at, when = np.array([one.at for one in counted]), np.array(moments)
+    nearest = ((at[1:] + at[:-1]) / 2.0).searchsorted(when)
+    first = np.minimum(at.searchsorted(when - _SMOOTHED_S), nearest)
+    after = np.maximum(at.searchsorted(when + _SMOOTHED_S, "right"), nearest + 1)
+    return first, after
 
 
-def _slower(near: Floats, counted: Sequence[_Stretch], costs: Floats) -> Floats:
+def _slower(near: tuple[Indices, Indices], counted: Sequence[_Stretch], costs: Floats) -> Floats:
     """How many times as long as over the whole record work took about each moment."""
+    first, after = near
     if not counted:
-        return np.ones(len(near))
-    took = np.array([one.work.seconds for one in counted])
+        return np.ones(len(first))
     expected = np.array([one.work.terms for one in counted]) @ costs
-    slower: Floats = (near @ took) / (near @ expected) * (expected.sum() / took.sum())
+    until = np.cumsum([[one.work.seconds for one in counted], expected], axis=1)
+    until = np.pad(until, ((0, 0), (1, 0)))
+    took, expected = until[:, after] - until[:, first]
+    slower: Floats = took / expected * (until[1, -1] / until[0, -1])
     return slower

@@ -1,6 +1,7 @@
 """``extproc what-if`` on records of which it is known what happened, and what would have."""
 
 import json
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,23 @@ def test_what_is_no_record_is_told(
     file.write_text(text)
     assert cli.main(["what-if", str(file)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_long_record_takes_little_memory() -> None:
+    """Half a day; one number for each pair of moments in it would be 150 MB."""
+    seconds = 12 * 3600.0
+    streams = [msgspec.structs.replace(one, ttft_s=0.2, keys="") for one in requests(0.1, seconds)]
+    told = [
+        replica(1, at=BEGAN + at, steps=40 * at, prompt_tokens=90 * at, generated_tokens=11 * at)
+        for at in range(0, int(seconds), 10)
+    ]
+    tracemalloc.start()
+    try:
+        step_times({address(1): told}, streams)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 100_000_000
 
 
 def test_step_times_are_told_from_counters() -> None:
