@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints how far the replay is from what happened, and what a change would make of it.
 
     Raises:
-        UsageError: there is no such record, or can be no such change.
+        UsageError: there is no such record, or can be no such change, or replicas cannot carry it.
         CommandError: the replay is too far from what happened.
     """
     try:

@@ -50,6 +50,9 @@ def play(
         seed: of the policy's draws, and of when requests come to the hundredth of a second.
         forced: each request goes where and when it went.
         show: told the share that is done, now and then.
+
+    Raises:
+        ValueError: the replicas cannot carry it.
     """
     simulation = _Replay(scene, seed, forced)
     ttft, completion = (np.full(len(scene.requests), np.nan) for _ in range(2))

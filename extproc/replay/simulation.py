@@ -62,7 +62,11 @@ class Simulation(ABC):
         """A request as the router and the engines see it."""
 
     def run(self, trace: Items[Traced]) -> Iterator[Served]:
-        """Plays the trace; yields every request that was answered when it has finished."""
+        """Plays the trace; yields every request that was answered when it has finished.
+
+        Raises:
+            ValueError: hours after the last request some have not ended.
+        """
         last = trace[-1].at if trace else 0.0
         arrivals = iter(trace)
         upcoming = next(arrivals, None)
@@ -81,7 +85,11 @@ class Simulation(ABC):
             if upcoming is None:
                 self._give_up_on_hung()
             if now > last + _LONGEST_DRAIN:
-                raise RuntimeError(f"{len(self._open)} requests do not end")
+                raise ValueError(
+                    f"{len(self._open) + self._held} requests have not ended "
+                    f"{_LONGEST_DRAIN / 3600.0:g} hours after the last one came: the replicas "
+                    "cannot carry so much. Try less traffic, or more or faster replicas"
+                )
 
     # -- requests ---------------------------------------------------------------------------
 

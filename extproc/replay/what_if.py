@@ -80,7 +80,7 @@ def replay(scene: Scene, show: Show) -> Replayed:
     """Plays what happened, each request where it went.
 
     Raises:
-        ValueError: there is nothing to compare it with.
+        ValueError: there is nothing to compare it with, or the replicas cannot carry it.
     """
     played = play(scene, SEEDS[0], forced=True, show=show)
     runs = {"recorded": recorded(scene), "replayed": played}
@@ -88,7 +88,11 @@ def replay(scene: Scene, show: Show) -> Replayed:
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
-    """Plays the scene without a change and with it."""
+    """Plays the scene without a change and with it.
+
+    Raises:
+        ValueError: the replicas cannot carry it.
+    """
     runs = [(one, seed) for seed in SEEDS for one in (scene, other)]
 
     def shown(number: int) -> Show:

@@ -343,6 +343,20 @@ def test_what_cannot_be_is_told(
     assert not told.out  # before anything is played
 
 
+def test_that_replicas_cannot_carry_so_much_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second takes a minute for a token, so that all went to the first."""
+    slow = replica(2, learned={"c0": 60.0, "c_prefill": 0.0, "c_batch": 0.0, "c_kv": 0.0})
+    began = start("completion")
+    began.config["poll"] = {"interval_s": 1.0}
+    asked = [msgspec.structs.replace(one, stream=False) for one in requests(1.0, 30.0)]
+    folder = write(tmp_path / "record", lines([A10], began, asked, [slow]))
+    assert cli.main(["what-if", str(folder), "--less", "a"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "the replicas cannot carry so much" in said
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
