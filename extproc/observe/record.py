@@ -23,7 +23,7 @@ class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
 
 class Start(_Line, frozen=True, tag="start"):
     """A router began to write, or began another file: what it decides by. All requests that came
-    from then on are in this file or a later one."""
+    from then on are in this file or a later one, but for those that :class:`Lost` tells of."""
 
     format: int
     pool: str
@@ -95,7 +95,15 @@ class Refused(_Line, frozen=True, tag="refused"):
     why: str
 
 
-Line = Start | Replica | Request | Refused
+class Lost(_Line, frozen=True, tag="lost"):
+    """Requests have no line, as the disk was full or too slow; ``at``: up to when, or since when,
+    about."""
+
+    requests: int
+    """How many, at most: of what failed to be written a part may have been."""
+
+
+Line = Start | Replica | Request | Refused | Lost
 
 
 def upper(key: int) -> int:

@@ -18,7 +18,17 @@ from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.tables import COSTS
 from extproc.observe.decisions import Outcome
-from extproc.observe.record import FORMAT, Line, Refused, Replica, Request, Start, text_of, upper
+from extproc.observe.record import (
+    FORMAT,
+    Line,
+    Lost,
+    Refused,
+    Replica,
+    Request,
+    Start,
+    text_of,
+    upper,
+)
 from extproc.own_thread import in_own_thread
 from extproc.predict.inputs import FleetView
 from extproc.predict.step import StepModel
@@ -45,6 +55,8 @@ _DECIDES = {
     "poll": {"interval_s"},
 }
 """Keys of the configuration that a replay needs."""
+_REQUEST = b'{"kind":"request"'
+"""What a line of one begins with."""
 _NOT_WRITTEN = (
     "the record is not written: make room, or set record.path to a folder that the router may "
     "write to"
@@ -76,6 +88,9 @@ class Recorder:
         self._kept = 0
         """Bytes that are not written yet."""
         self._lost = 0
+        """Requests of which no line was kept, since lines were last written."""
+        self._missing = 0
+        """Requests that are in no file, until a line says how many."""
         self._since = wall()
         """All that came since then is in the lines that are kept."""
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
@@ -172,16 +187,16 @@ class Recorder:
             self._lines.append(text)
             self._kept += len(text)
         else:
-            self._lost += 1
+            self._lost += isinstance(line, Request)
         return text
 
     async def _written(self) -> None:
         """Writes in a thread of its own: a router ends without one that hangs."""
         if self._lost:
-            logger.error("the disk is too slow for the record", extra={"lines_lost": self._lost})
-        lines, self._lines, self._lost = self._lines, [], 0
+            logger.error("the disk is too slow for the record", extra={"requests_lost": self._lost})
+        lines, self._lines, lost, self._lost = self._lines, [], self._lost, 0
         since, self._since = self._since, self._wall()
-        await in_own_thread(partial(self._write, lines, since))
+        await in_own_thread(partial(self._write, lines, since, lost))
         self._kept -= sum(map(len, lines))
 
     # -- replicas ---------------------------------------------------------------------------
@@ -204,10 +219,13 @@ class Recorder:
 
     # -- files ------------------------------------------------------------------------------
 
-    def _write(self, lines: list[bytes], since: float) -> None:
+    def _write(self, lines: list[bytes], since: float, lost: int) -> None:
         """Adds to the newest file, or begins another one that can be read without those before."""
-        text = b"".join(lines)
         with self._lock:
+            self._missing += lost
+            text = b"".join(lines)
+            if self._missing:
+                text = self._encode(Lost(at=since, requests=self._missing)) + b"\n" + text
             try:
                 if self._size < 0 or self._size + len(text) > self._most:
                     self._rotate()
@@ -217,8 +235,10 @@ class Recorder:
                 with self._file(0).open("ab") as file:
                     file.write(text)
                 self._size = self._file(0).stat().st_size
+                self._missing = 0
                 self._trouble.works()
             except OSError as error:
+                self._missing += sum(line.startswith(_REQUEST) for line in lines)
                 self._trouble.failed(error.strerror)
                 self._size = -1
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from extproc.observe.record import FORMAT, PATTERN, Line, Refused, Replica, Request, Start
+from extproc.observe.record import FORMAT, PATTERN, Line, Lost, Refused, Replica, Request, Start
 
 _UNREADABLE, _FEW_UNREADABLE = 0.01, 10
 """Share of the lines that may be, or so many: those a crash or a full disk cut short."""
@@ -24,7 +24,7 @@ class Recorded:
     """What happened, since the routers last began to decide otherwise than before."""
 
     start: Start
-    """What they decided by; ``at``: since when the record is whole."""
+    """What they decided by; ``at``: since when all was recorded but what is left out."""
     requests: list[Request]
     """Those that were served, in the order they came."""
     replicas: dict[str, list[Replica]]
@@ -112,6 +112,8 @@ def _of(routers: Sequence[Sequence[Line]], left_out: Counter[str]) -> Recorded:
             continue
         if isinstance(line, Refused):
             left_out[f"refused ({line.why})"] += 1
+        elif isinstance(line, Lost):
+            left_out["not written (the disk was full, or too slow)"] += line.requests
         elif isinstance(line, Request) and line.failed:
             left_out["failed"] += 1
         elif isinstance(line, Request) and line.replica not in told:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import json
 import os
 import stat
 from base64 import b64decode
@@ -141,6 +142,19 @@ async def test_a_full_disk_costs_no_more_than_what_comes_while_it_is_full(
     assert len(read(empty).requests) == 400
 
 
+async def test_requests_that_a_full_disk_did_not_take_are_counted(
+    services: Services, folder: Path
+) -> None:
+    await many(services)
+    with full_disk():
+        await many(services)
+        await many(services)
+    await many(services)
+    record = read(folder)
+    assert len(record.requests) == 800
+    assert record.left_out == {"not written (the disk was full, or too slow)": 800}
+
+
 async def test_a_disk_that_hangs_holds_up_nobody(
     services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,10 +179,13 @@ async def test_what_a_disk_that_hangs_has_yet_to_take_is_bounded(
     writing.cancel()
     with suppress(asyncio.CancelledError):
         await writing
-    requests = [one for one in os.read(reads, 1 << 16).splitlines() if b'"kind":"request"' in one]
+    lines = os.read(reads, 1 << 16).splitlines()
     os.close(reads)
+    requests = [one for one in lines if b'"kind":"request"' in one]
     assert requests
     assert sum(map(len, requests)) < 4000
+    lost = [json.loads(one)["requests"] for one in lines if b'"kind":"lost"' in one]
+    assert len(requests) + sum(lost) == 100
 
 
 async def test_replicas_are_told_of_whatever_the_wall_clock_does(
