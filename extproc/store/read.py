@@ -96,9 +96,13 @@ class Follower(ABC, Generic[T]):
                     async for one in self._found():
                         yield one
                     self._backoff.reset()
+                    async with in_time():
+                        await pubsub.ping()
                 elif message["type"] == "message":
                     for one in await self._pushed(message["data"]):
                         yield one
+                elif message["type"] == "pong":
+                    self._caught_up()
 
     @abstractmethod
     def _found(self) -> AsyncIterator[T]:
@@ -107,6 +111,9 @@ class Follower(ABC, Generic[T]):
     @abstractmethod
     async def _pushed(self, data: bytes) -> Iterable[T]:
         """What a message says."""
+
+    def _caught_up(self) -> None:
+        """All that was pushed before it was found what Redis has is passed."""
 
     def _cut_off(self, error: Exception) -> Iterable[T]:
         """What an attempt that failed says."""

@@ -150,6 +150,8 @@ class StateReader(Follower[Change]):
     def __init__(self, redis: Redis, pool: str, random: Random) -> None:
         super().__init__(redis, pool, random)
         self._outage = outage(redis)
+        self._scraped_at: dict[str, float] = {}
+        """When what the snapshot has of each replica was scraped, while older news may come."""
 
     @property
     def lost(self) -> bool:
@@ -190,11 +192,24 @@ class StateReader(Follower[Change]):
     async def _found(self) -> AsyncIterator[Change]:
         snapshot = await self.read()
         self._outage.works()
+        self._scraped_at = {state.id: state.scraped_at for state in snapshot.states}
         yield snapshot
 
     async def _pushed(self, data: bytes) -> Iterable[Change]:
         message = self._garbage.read(self._keys.changes, _Message.model_validate_json, data)
-        return message.changes() if message else ()
+        return filter(self._is_news, message.changes()) if message else ()
+
+    def _is_news(self, change: Change) -> bool:
+        """Not what was pushed before the snapshot was read: counters that fall tell of a restart.
+
+        Only then are times compared, for the next poller of a replica may have another clock.
+        """
+        if not isinstance(change, Put):
+            return True
+        return change.state.scraped_at >= self._scraped_at.get(change.state.id, 0.0)
+
+    def _caught_up(self) -> None:
+        self._scraped_at.clear()
 
     def _cut_off(self, error: Exception) -> Iterable[Change]:
         self._outage.failed(error)

@@ -15,6 +15,7 @@ from extproc.clock import monotonic
 from extproc.replica_state import ReplicaState
 from extproc.store.connection import connect
 from extproc.store.keys import Keys
+from extproc.store.read import keys_after
 from extproc.store.replicas import Change, Put, Removed, Snapshot, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.store.servers import HOST, proxied
@@ -148,6 +149,28 @@ async def test_nothing_written_while_a_reader_starts_is_missed(
                         seen = {state.id: state for state in states}
                     case Put(state):
                         seen[state.id] = state
+
+
+async def test_what_was_pushed_before_a_snapshot_was_read_is_not_news_after_it(
+    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large fleet takes longer to read than it takes until the next poll."""
+    writer = StateWriter(redis_client, "test", ttl_s=60)
+    older, newer = (A.model_copy(update={"scraped_at": at, "steps": at}) for at in (10.0, 11.0))
+
+    async def slowly(redis: Redis, beginning: str) -> list[str]:
+        await writer.put([older])
+        await writer.put([newer])
+        return await keys_after(redis, beginning)
+
+    monkeypatch.setattr("extproc.store.replicas.keys_after", slowly)
+    async with reading(redis_server.url) as following:
+        assert await following() == Snapshot((newer,))
+        assert await following() == Put(newer)
+        await writer.put([B])
+        assert await following() == Put(B)
+        await writer.put([older])  # by another poller, whose clock is slow
+        assert await following() == Put(older)
 
 
 async def test_redis_that_starts_after_the_reader(
