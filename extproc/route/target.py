@@ -68,6 +68,8 @@ class Target:
         scores, prediction = choice.scores, situation.prediction
         if bounded:
             scores = _OWN * prediction.completion + prediction.cost_to_others + prediction.avoidable
+        elif not (meets & (scores < np.inf)).any():  # it drew others
+            scores = prediction.completion
         return Choice(lowest(np.where(meets, scores, np.inf), random), choice.scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:

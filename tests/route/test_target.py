@@ -135,6 +135,12 @@ def test_other_policies_are_led_too(policy: str) -> None:
     assert {decide(router, of(ttft_s=first * 0.9)).replica for _ in range(10)} == {FAST}
 
 
+def test_a_policy_that_looks_at_two_alone_is_led_to_the_one_that_meets_it() -> None:
+    router = router_of(fleet_of(ManualClock(), *[A10] * 9, H100), "power_of_two")
+    first = decide(router_of(router.fleet), of()).prediction.ttft[0]
+    assert {decide(router, of(ttft_s=first * 0.9)).replica for _ in range(30)} == {replica(10)}
+
+
 def test_its_session_comes_first() -> None:
     fleet = fleet_of(ManualClock(), A10, H100)
     fleet.sessions.saw("s", FAST)
