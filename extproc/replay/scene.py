@@ -106,13 +106,13 @@ class Scene:
 
     @property
     def names(self) -> dict[str, str]:
-        """``ip:port`` of each replica, by what people call it; that itself, where others have its
-        name."""
+        """``ip:port`` of each replica, by what people call it, in that order; that itself, where
+        others have its name."""
         found = dict[str, str]()
         for replica, member in self.members.items():
             name = member.state.name
             found[replica if not name or name in found else name] = replica
-        return found
+        return dict(sorted(found.items()))
 
 
 def scene_of(recorded: Recorded) -> Scene:
