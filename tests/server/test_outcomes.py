@@ -63,22 +63,6 @@ async def test_a_failure_through_a_tunnel_is_one_of_the_replica_chosen(
     assert excluded.why == "it failed several requests in a row"
 
 
-async def test_a_replica_that_fails_fast_gets_nothing_more(
-    envoy: EnvoySide, services: Services
-) -> None:
-    bad, good = replica(1), replica(2)
-    for _ in range(3):
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            await stream.request_body(CHAT)
-            await stream.response_headers(500, upstream=bad)
-            await stream.end()
-    for _ in range(10):
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            assert destination(await stream.request_body(CHAT)) == [good]
-
-
 @pytest.mark.parametrize(
     ("status", "tried_again", "polled", "learned"),
     [

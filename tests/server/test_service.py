@@ -233,6 +233,22 @@ async def test_a_retry_is_booked_where_it_was_served(envoy: EnvoySide, services:
         await stream.end()
 
 
+async def test_a_replica_that_fails_fast_gets_nothing_more(
+    envoy: EnvoySide, services: Services
+) -> None:
+    bad, good = replica(1), replica(2)
+    for _ in range(3):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+            await stream.response_headers(500, upstream=bad)
+            await stream.end()
+    for _ in range(10):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            assert destination(await stream.request_body(CHAT)) == [good]
+
+
 async def test_a_request_may_name_a_policy(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         await stream.request_headers(headers={"x-extproc-policy": "round_robin"})
@@ -374,9 +390,9 @@ async def test_a_response_broken_off_is_no_completion(envoy: EnvoySide, services
 async def test_a_choice_that_envoy_passed_over_is_left_out(
     envoy: EnvoySide, services: Services
 ) -> None:
-    for _ in range(8):
+    for _ in range(30):
         async with envoy.stream() as stream:
-            await stream.request_headers(headers={"x-extproc-policy": "round_robin"})
+            await stream.request_headers()
             await stream.request_body(CHAT)
             await stream.response_headers(upstream=replica(2))
             await stream.end()
