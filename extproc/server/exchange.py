@@ -70,8 +70,8 @@ class Exchange:
         """Takes the stream's first message, which says how Envoy speaks; it is not answered yet."""
         self._services = services
         told, config = first.HasField("protocol_config"), first.protocol_config
-        self._buffered = told and config.request_body_mode == messages.BUFFERED
-        """Whether a body is whole, be it that trailers follow."""
+        self._body_mode = config.request_body_mode if told else None
+        """None: an older Envoy does not tell."""
         self._response_body_mode = config.response_body_mode
         self._subset = messages.subset_of(first)
         """The only endpoints that may be chosen, where a gateway says so."""
@@ -215,7 +215,9 @@ class Exchange:
 
     def _route_body(self, asked: Asked, message: HttpBody) -> Iterable[bytes]:
         """The replies to a body that came in one piece."""
-        came, whole = message.body, message.end_of_stream or self._buffered
+        came = message.body
+        # Trailers may follow a whole one.
+        whole = message.end_of_stream or self._body_mode == messages.BUFFERED
 
         def replied(reply: bytes, body: bytes) -> Iterable[bytes]:
             if body is came:

@@ -11,6 +11,9 @@ from extproc.server.exchange import Exchange
 from extproc.server.proto.ext_proc_pb2 import HttpHeaders, ProcessingRequest
 from extproc.server.services import Services
 
+_HELD_BACK = None, messages.BUFFERED, messages.BUFFERED_PARTIAL
+"""Modes in which the headers wait for the body."""
+
 
 class HeadersFirst(Exchange):
     """Two messages before a request leaves, where no filter after ext_proc holds it back; and one
@@ -19,9 +22,6 @@ class HeadersFirst(Exchange):
 
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         super().__init__(services, first)
-        told = first.HasField("protocol_config")
-        config = first.protocol_config
-        self._body_mode = config.request_body_mode if told else messages.BUFFERED
         self._waiting: Asked | None = None
         """For its body."""
 
@@ -33,7 +33,7 @@ class HeadersFirst(Exchange):
             return [self._pass_on("request_headers", headers)]
         if message.end_of_stream:
             return self._route("request_headers", asked, b"", partial=False)
-        if asked.readable and self._body_mode in (messages.BUFFERED, messages.BUFFERED_PARTIAL):
+        if asked.readable and self._body_mode in _HELD_BACK:
             model = self._too_large_for(asked)
             return [self._wait_for_body(asked)] if model is None else self._by_length(asked, model)
         # The headers leave before the body is seen, so its length must do.
@@ -54,7 +54,7 @@ class HeadersFirst(Exchange):
         reads = asked.endpoint is Endpoint.RESPONSES  # their ids
         self._unseen = not (sees or reads or services.config.route.answer_asked_name)
         if self._unseen:
-            return messages.body_only(self._body_mode)
+            return messages.body_only(self._body_mode or messages.BUFFERED)
         return messages.proceed("request_headers")
 
     def _too_large_for(self, asked: Asked) -> str | None:

@@ -363,6 +363,15 @@ def test_news_that_is_old_does_not_count_until_there_is_new() -> None:
     assert not two.peers.stale
 
 
+def _six_decode(clock: ManualClock) -> list[Fleet]:
+    """Two routers before one replica, and requests of the first that the other has heard of."""
+    one, two = routers(clock, 2, replicas=1)
+    for _ in range(6):
+        one.first_token(one.dispatch(replica(1), chat(5000, 2000)))
+    tell(one, two, clock=clock)
+    return [one, two]
+
+
 def _polled(clock: ManualClock, *fleets: Fleet) -> None:
     """Both polls see six running requests, of 5,000 tokens each."""
     for _ in range(2):
@@ -373,10 +382,7 @@ def _polled(clock: ManualClock, *fleets: Fleet) -> None:
 
 def test_what_polls_saw_of_others_stays_however_often_their_news_is_old() -> None:
     clock = ManualClock()
-    one, two = routers(clock, 2, replicas=1)
-    for _ in range(6):
-        one.first_token(one.dispatch(replica(1), chat(5000, 2000)))
-    tell(one, two, clock=clock)
+    one, two = _six_decode(clock)
     _polled(clock, one, two)
     for _ in range(3):
         tell(one, two, clock=clock)
@@ -407,10 +413,7 @@ def test_what_came_after_the_poll_is_not_taken_out_of_what_it_saw() -> None:
 
 def test_what_polls_saw_while_news_was_old_is_others_when_there_is_new() -> None:
     clock = ManualClock()
-    one, two = routers(clock, 2, replicas=1)
-    for _ in range(6):
-        one.first_token(one.dispatch(replica(1), chat(5000, 2000)))
-    tell(one, two, clock=clock)
+    one, two = _six_decode(clock)
     clock.advance(0.11)
     assert seen(two, "requests")[0] == [0]
     _polled(clock, one, two)
