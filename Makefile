@@ -60,12 +60,12 @@ lock:
 	$(LOCK) --constraint requirements.txt --output-file requirements-image.txt
 
 proto: venv
-	$(BIN)/python -m grpc_tools.protoc -I extproc/server/proto --python_out=extproc/server/proto \
-	  --pyi_out=extproc/server/proto extproc/server/proto/ext_proc.proto
+	$(BIN)/python -m grpc_tools.protoc -I extproc/proxy/proto --python_out=extproc/proxy/proto \
+	  --pyi_out=extproc/proxy/proto extproc/proxy/proto/ext_proc.proto
 
 # The files in envoy/, from their templates.
 envoy-files: venv
-	$(BIN)/python -m tests.envoy_config.test_templates
+	$(BIN)/python -m tests.envoy.test_templates
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.lab.harness.stack import SimulatedReplica, Stack
 
 
 class Attached(Stack):

@@ -31,9 +31,9 @@ from benchmarks import arguments
 from extproc.config import RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.lab.replay.clock import VirtualClock
 from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
-from extproc.replay.clock import VirtualClock
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect

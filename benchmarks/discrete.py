@@ -13,22 +13,22 @@ from benchmarks.speeds import Speeds
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.config import HoldSettings, ServeSettings
 from extproc.fleet.fleet import Fleet
+from extproc.lab.replay import simulation
+from extproc.lab.replay.clock import VirtualClock
+from extproc.lab.replay.machine import Machine
+from extproc.lab.replay.polling import Watch
+from extproc.lab.replay.routers import Node, Routers
+from extproc.lab.replay.served import Arrival, Traced
+from extproc.lab.simulator.blocks import trace_hashes
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.sequence import Sequence
 from extproc.predict.lengths import OutputLengths
 from extproc.predict.typical import Typical
-from extproc.replay import simulation
-from extproc.replay.clock import VirtualClock
-from extproc.replay.machine import Machine
-from extproc.replay.polling import Watch
-from extproc.replay.routers import Node, Routers
-from extproc.replay.served import Arrival, Traced
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
 from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
-from extproc.simulator.blocks import trace_hashes
-from extproc.simulator.engine import Engine
-from extproc.simulator.sequence import Sequence
 
 KNOWN = ("lengths", "coefficients")
 STREAMED = 0.5

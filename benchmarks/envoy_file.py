@@ -1,6 +1,6 @@
 """The project's Envoy file, changed for a measurement."""
 
-from extproc.demo.envoy_config import Bootstrap, manager_of
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 
 _ASKING = ("local_ratelimit", "set_filter_state", "ext_proc", "buffer")
 

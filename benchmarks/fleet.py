@@ -14,10 +14,10 @@ from pydantic import (
 )
 
 from benchmarks.imbalance import speed
+from extproc.ground.yaml_file import read_yaml
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.speculation import ACCEPTANCE, Speculation
 from extproc.predict.hardware import HardwareProfile, hardware_profile
-from extproc.simulator.engine import Engine
-from extproc.simulator.speculation import ACCEPTANCE, Speculation
-from extproc.yaml_file import read_yaml
 
 Happening = Literal["down", "up", "hang"]
 

@@ -8,17 +8,17 @@ from random import Random
 import numpy as np
 
 from extproc.fleet.prefixes import Held
+from extproc.lab.replay.clock import VirtualClock
+from extproc.lab.replay.machine import Machine
+from extproc.lab.replay.routers import News, Routers
+from extproc.lab.replay.served import Arrival, Served
+from extproc.lab.simulator.sequence import Sequence
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Candidates, FleetView, Floats, Sequences
-from extproc.replay.clock import VirtualClock
-from extproc.replay.machine import Machine
-from extproc.replay.routers import News, Routers
-from extproc.replay.served import Arrival, Served
 from extproc.request.profile import RequestProfile
 from extproc.route.policy import Choice, Situation, lowest
 from extproc.route.router import Decision
-from extproc.simulator.sequence import Sequence
 
 WEIGHTS = (0.5, 1.0, 2.0)
 """Weights of the cost to others to try. Of these, 0, ¼ and the policy's own rule, 1 had the lowest

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from extproc.demo.processes import Process
+from extproc.lab.harness.processes import Process
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 

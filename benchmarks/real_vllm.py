@@ -33,16 +33,16 @@ from benchmarks import arguments
 from benchmarks.attached import Attached
 from benchmarks.pages import decisions, get_json
 from benchmarks.vllm import MODEL, described, vllm_servers
-from extproc.address import split_address
 from extproc.cli.arguments import above_zero, probability, whole
-from extproc.demo.processes import ProcessError
-from extproc.demo.samples import Kind, Lengths, Sample, samples
-from extproc.demo.stack import Stack
-from extproc.demo.traffic import Answer, send_all
-from extproc.layout import Column, table
+from extproc.ground.address import split_address
+from extproc.ground.layout import Column, table
+from extproc.lab.demo.samples import Kind, Lengths, Sample, samples
+from extproc.lab.harness.processes import ProcessError
+from extproc.lab.harness.stack import Stack
+from extproc.lab.harness.traffic import Answer, send_all
+from extproc.lab.replay.distribution import distribution, rank_correlation
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.predict.step import StepModel
-from extproc.replay.distribution import distribution, rank_correlation
 from extproc.route.policies import POLICIES
 
 _PROMPT = Lengths(80, 1.0, 8, 1000)

@@ -5,9 +5,9 @@ from math import inf
 
 import numpy as np
 
+from extproc.lab.replay.machine import Machine
 from extproc.predict.inputs import FleetView, Floats
 from extproc.predict.step import StepModel
-from extproc.replay.machine import Machine
 
 _AFTER = 30.0
 """Seconds after a change by which it should be learned."""

@@ -10,8 +10,8 @@ from random import Random
 
 from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
-from extproc.store.connection import connect
-from extproc.store.replicas import StateWriter
+from extproc.share.connection import connect
+from extproc.share.replicas import StateWriter
 
 MODEL = "model"
 PROFILE = "llama-8b-h100"

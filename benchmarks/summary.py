@@ -10,8 +10,8 @@ import numpy as np
 
 from benchmarks.discrete import Simulation
 from benchmarks.imbalance import imbalance
-from extproc.replay.distribution import FIGURES, distribution, rank_correlation
-from extproc.replay.served import Failed, Served, Traced
+from extproc.lab.replay.distribution import FIGURES, distribution, rank_correlation
+from extproc.lab.replay.served import Failed, Served, Traced
 
 Run = dict[str, Any]
 """One run's figures, in the form of the JSON report; times in seconds."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.processes import together
-from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Process, answers
+from extproc.lab.harness.ports import pick_ports
+from extproc.lab.harness.processes import Process, answers
 from extproc.predict.step import StepModel
 
 MODEL = "model"

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from extproc.address import shift_port, split_address
+from extproc.ground.address import shift_port, split_address
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
 from extproc.redis_url import parse
 from extproc.replica_state import SILENT_AFTER_S

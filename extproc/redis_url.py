@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from extproc import named_file
-from extproc.address import split_address
-from extproc.nearest import nearest
+from extproc.ground import named_file
+from extproc.ground.address import split_address
+from extproc.ground.nearest import nearest
 
 _FORMS = (
     "not an address of Redis: write redis://[user:password@]host:port/database, "

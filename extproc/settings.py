@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from extproc.config import Config, ReplicaSource
-from extproc.nearest import nearest
-from extproc.yaml_file import parse_yaml, read_yaml
+from extproc.ground.nearest import nearest
+from extproc.ground.yaml_file import parse_yaml, read_yaml
 
 ENV_PREFIX = "EXTPROC_"
 ENV_FILE = "EXTPROC_CONFIG"

@@ -12,6 +12,6 @@ def worker_pid(supervisor: int, number: int) -> int:
     (pid,) = (
         int(pid)
         for pid, parent, arguments in processes
-        if int(parent) == supervisor and arguments.endswith(f"extproc.server.worker {number}")
+        if int(parent) == supervisor and arguments.endswith(f"extproc.proxy.worker {number}")
     )
     return pid

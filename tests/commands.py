@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 from extproc.cli import main
 from extproc.config import AdminSettings
 from extproc.observe.admin import serve_admin
-from extproc.server.admin import admin_routes
-from extproc.server.services import Services
+from extproc.proxy.admin import admin_routes
+from extproc.proxy.services import Services
 from tests.certificates import Authority
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 
-from extproc.demo.processes import Process, free_port, start_redis
-from extproc.store import connection, read
-from extproc.store.connection import connect
+from extproc.lab.harness.processes import Process, free_port, start_redis
+from extproc.share import connection, read
+from extproc.share.connection import connect
 from tests.waiting import PATIENCE_S
 
 # Tests with gRPC threads start processes: gRPC's own handlers around a fork may abort the child.

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from extproc.demo.envoy_config import endpoints, socket_address
+from extproc.lab.harness.envoy_config import endpoints, socket_address
 
 _REPLICAS = "httproute/default/vllm/rule/0"
 _ROUTER = "envoyextensionpolicy/default/vllm/extproc/0"

@@ -7,7 +7,7 @@ the route is what the VirtualService asks for that the file's comment names.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from extproc.demo.envoy_config import endpoints, socket_address
+from extproc.lab.harness.envoy_config import endpoints, socket_address
 
 REPLICAS = "outbound|8000||vllm.default.svc.cluster.local"
 ROUTER = "outbound|50051||router.default.svc.cluster.local"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from extproc.demo.processes import free_port
+from extproc.lab.harness.processes import free_port
 from extproc.poll import in_cluster
 from tests.certificates import Authority
 from tests.waiting import until

@@ -37,7 +37,7 @@ from benchmarks.compare.play import play
 from benchmarks.compare.router import Router
 from benchmarks.report import figures
 from extproc.cli.arguments import number, probability
-from extproc.demo.processes import ProcessError
+from extproc.lab.harness.processes import ProcessError
 from extproc.route.policies import POLICIES
 
 _PICKERS = {one.name: one for one in (LlmD(), AIBrix())}

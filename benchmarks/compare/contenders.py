@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.compare.fleets import Fleet, Servers
-from extproc.demo.processes import Process
+from extproc.lab.harness.processes import Process
 
 Requests = Sequence[Mapping[str, Any]]
 """As the load client recorded them."""

@@ -11,10 +11,10 @@ from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.envoy_file import drop_ext_proc
 from benchmarks.pages import get_text
-from extproc.demo.access_log import add_access_log
-from extproc.demo.envoy_config import Bootstrap, addressed, manager_of
-from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Process, answers, envoy_command
+from extproc.lab.demo.access_log import add_access_log
+from extproc.lab.harness.envoy_config import Bootstrap, addressed, manager_of
+from extproc.lab.harness.ports import pick_ports
+from extproc.lab.harness.processes import Process, answers, envoy_command
 
 _TYPES = {
     "round_robin": "round_robin.v3.RoundRobin",

@@ -12,8 +12,8 @@ import aiohttp
 from benchmarks.compare.contenders import Front
 from benchmarks.compare.fleets import Servers
 from benchmarks.pages import get_json
-from extproc.clock import wall
-from extproc.demo.processes import Process
+from extproc.ground.clock import wall
+from extproc.lab.harness.processes import Process
 
 TIMEOUT_S = 45.0
 """For an answer, in a turn with a fault: what waits for a part that hangs ends here."""

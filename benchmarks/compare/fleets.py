@@ -9,9 +9,9 @@ from typing import Any
 from benchmarks.fleet import FleetFile, ReplicaGroup
 from benchmarks.pages import get_json
 from benchmarks.processes import together
-from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Process, answers
-from extproc.simulator.replica import DEFAULT_MODEL_LEN
+from extproc.lab.harness.ports import pick_ports
+from extproc.lab.harness.processes import Process, answers
+from extproc.lab.simulator.replica import DEFAULT_MODEL_LEN
 
 _READY_S = 30.0
 

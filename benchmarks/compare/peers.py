@@ -15,8 +15,8 @@ from prometheus_client.samples import Sample
 from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.pages import get_json, get_samples
-from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Process
+from extproc.lab.harness.ports import pick_ports
+from extproc.lab.harness.processes import Process
 
 INSTALLED = Path(__file__).parents[2] / ".peers"
 """Where ``make peers`` puts them."""

@@ -16,9 +16,9 @@ from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.envoy import envoy_stats, replica_trouble, start_envoy
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.pages import get_samples
-from extproc.demo.envoy_config import Bootstrap, addressed, socket_address
-from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Process, listening
+from extproc.lab.harness.envoy_config import Bootstrap, addressed, socket_address
+from extproc.lab.harness.ports import pick_ports
+from extproc.lab.harness.processes import Process, listening
 
 FAIR = Path(__file__).parents[2] / "envoy" / "endpoint_picker.yaml"
 """This project's Envoy file for any endpoint picker of the Gateway API Inference Extension."""

@@ -15,8 +15,8 @@ from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.validity import between, hits, validity, watching
 from benchmarks.imbalance import Stay, imbalance
 from benchmarks.load.__main__ import SENDING
-from extproc.clock import wall
-from extproc.demo.processes import Process, ProcessError
+from extproc.ground.clock import wall
+from extproc.lab.harness.processes import Process, ProcessError
 
 _BEGINS_S = 60.0
 """Until the load client sends its first request: it reads the trace, and asks the server."""

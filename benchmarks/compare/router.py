@@ -11,7 +11,7 @@ from benchmarks.compare.envoy import envoy_stats, replica_trouble, says_who
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.discrete import poll_interval
 from benchmarks.pages import decisions
-from extproc.demo.envoy_config import Bootstrap
+from extproc.lab.harness.envoy_config import Bootstrap
 
 _DECISIONS_KEPT = 25_000
 _PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks.compare.fleets import Servers, lateness
 from benchmarks.load.summary import LATE_S
 from benchmarks.pages import get_text
-from extproc.clock import Clock
+from extproc.ground.clock import Clock
 from extproc.poll.metrics_text import EngineFigures, read_metrics
 
 _INTERVAL_S = 1.0

@@ -27,10 +27,10 @@ from benchmarks.fit.recording import Recording
 from benchmarks.fit.replay import Fitted, fit
 from benchmarks.vllm import described
 from extproc.cli.arguments import above_zero
-from extproc.demo.processes import ProcessError
-from extproc.layout import Column, table
+from extproc.ground.layout import Column, table
+from extproc.lab.harness.processes import ProcessError
+from extproc.lab.replay.distribution import FIGURES
 from extproc.poll.scrape import ScrapeError
-from extproc.replay.distribution import FIGURES
 
 _HERE = Path(__file__).parents[1]
 RECORDED = _HERE / "recordings" / "vllm-cpu-29m.json.gz"

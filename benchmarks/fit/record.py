@@ -16,8 +16,8 @@ from benchmarks.fit.replay import bursts
 from benchmarks.pages import get_json
 from benchmarks.trace import TracedRequest
 from benchmarks.vllm import MODEL, vllm_servers
-from extproc.clock import monotonic
-from extproc.demo import traffic
+from extproc.ground.clock import monotonic
+from extproc.lab.harness import traffic
 from extproc.poll.scrape import open_session, scrape
 from extproc.predict.windows import EngineCounts
 

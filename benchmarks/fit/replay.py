@@ -17,14 +17,14 @@ import numpy as np
 
 from benchmarks.fit.recording import Limits, Recording, Request, Run
 from benchmarks.trace import TracedRequest
+from extproc.lab.replay.distribution import distribution
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.sequence import Sequence
 from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import PROFILES, HardwareProfile
 from extproc.predict.inputs import Floats
 from extproc.predict.step import StepModel
 from extproc.predict.windows import EngineCounts
-from extproc.replay.distribution import distribution
-from extproc.simulator.engine import Engine
-from extproc.simulator.sequence import Sequence
 
 MEASURED, LEARNED = "measured", "learned"
 """Where step times come from."""

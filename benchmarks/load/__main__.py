@@ -29,9 +29,9 @@ from benchmarks.load.plan import OBJECTIVE_HEADER, URGENT, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import PATHS, TargetError, ask
 from extproc.cli.arguments import above_zero, probability
-from extproc.clock import monotonic
-from extproc.demo.traffic import POLICY_HEADER, Client
-from extproc.replay.progress import progress
+from extproc.ground.clock import monotonic
+from extproc.lab.harness.traffic import POLICY_HEADER, Client
+from extproc.lab.replay.progress import progress
 
 SENDING = "sending"
 """Printed when the first request is sent."""

@@ -9,8 +9,8 @@ from typing import Any
 from benchmarks.load.prompts import prompt
 from benchmarks.load.target import PATHS, Endpoint, Target, body
 from benchmarks.trace import TracedRequest
-from extproc.demo.traffic import Request
-from extproc.simulator.server import OUTPUT_TOKENS_STATE, REQUEST_STATE
+from extproc.lab.harness.traffic import Request
+from extproc.lab.simulator.server import OUTPUT_TOKENS_STATE, REQUEST_STATE
 
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
 """As in the Gateway API Inference Extension; the router's ``hold.objective_header`` may name it."""

@@ -11,7 +11,7 @@ from hashlib import shake_128
 import numpy as np
 
 from benchmarks.trace import ID_TOKENS, TracedRequest
-from extproc.simulator.tokens import WORDS
+from extproc.lab.simulator.tokens import WORDS
 
 _WORDS = np.array([word.encode() for word in WORDS])
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.load.plan import Planned
-from extproc import layout
-from extproc.demo.traffic import Answer, Client
-from extproc.layout import Column, figure
-from extproc.replay.distribution import FIGURES, distribution
+from extproc.ground import layout
+from extproc.ground.layout import Column, figure
+from extproc.lab.harness.traffic import Answer, Client
+from extproc.lab.replay.distribution import FIGURES, distribution
 
 Figures = dict[str, Any]
 """In the form of the JSON report; times in seconds."""

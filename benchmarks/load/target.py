@@ -8,7 +8,7 @@ from typing import Any, Literal
 import aiohttp
 
 from benchmarks.load.prompts import DECK, Counting, some_words
-from extproc.demo.traffic import Client, Request
+from extproc.lab.harness.traffic import Client, Request
 
 Endpoint = Literal["chat", "completions"]
 

@@ -19,8 +19,8 @@ from benchmarks.limits import allow_many_connections
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.stack import Cores, Setup, Stack, running
 from benchmarks.overhead.streams import RATES, measure_streams
-from extproc.demo.envoy_config import TEMPLATE
-from extproc.demo.processes import ProcessError
+from extproc.lab.harness.envoy_config import TEMPLATE
+from extproc.lab.harness.processes import ProcessError
 
 _AT_ONCE = 64
 _RATE = 300

@@ -11,14 +11,14 @@ import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc.server.messages import proceed
-from extproc.server.proto.ext_proc_pb2 import ProcessingRequest
-from extproc.server.service import SERVICE
+from extproc.proxy.messages import proceed
+from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
+from extproc.proxy.service import SERVICE
 
 
 async def process(_: object, context: grpc.aio.ServicerContext) -> None:
     """Answers each message with a continue. It is shielded for the reason that
-    :meth:`~extproc.server.service.ExternalProcessor.process` has."""
+    :meth:`~extproc.proxy.service.ExternalProcessor.process` has."""
     await asyncio.shield(_answer(context))
 
 

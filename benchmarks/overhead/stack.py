@@ -15,9 +15,16 @@ from benchmarks.overhead.client import Report
 from benchmarks.pages import get_text
 from benchmarks.processes import cpu_s, memory_kb
 from benchmarks.states import addresses
-from extproc.demo.envoy_config import TEMPLATE, addressed, manager_of
-from extproc.demo.ports import pick_ports
-from extproc.demo.processes import Check, Process, answers, envoy_command, listening, start_redis
+from extproc.lab.harness.envoy_config import TEMPLATE, addressed, manager_of
+from extproc.lab.harness.ports import pick_ports
+from extproc.lab.harness.processes import (
+    Check,
+    Process,
+    answers,
+    envoy_command,
+    listening,
+    start_redis,
+)
 
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _PORTS = ("envoy", "envoy-admin", "router", "router-admin", "redis", "upstream")

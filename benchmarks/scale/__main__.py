@@ -23,8 +23,8 @@ from redis.asyncio import Redis
 
 from benchmarks import arguments
 from benchmarks.processes import cpu_s
-from extproc.demo.processes import Process, free_port, start_redis
-from extproc.store.connection import connect
+from extproc.lab.harness.processes import Process, free_port, start_redis
+from extproc.share.connection import connect
 
 _POOL = "scale"
 _PORT = 8000

@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.states import MODEL
 from extproc.config import Config, RedisSettings
+from extproc.proxy.app import build, follow_state
+from extproc.proxy.services import Services
+from extproc.proxy.sharing import share
 from extproc.request.endpoint import Endpoint
 from extproc.request.profile import RequestProfile
-from extproc.server.app import build, follow_state
-from extproc.server.services import Services
-from extproc.server.sharing import share
 
 _READY_S = 60.0
 _LOOK_EVERY_S = 0.05

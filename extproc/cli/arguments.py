@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf, nan
 from typing import Any, NoReturn
 
-from extproc.nearest import nearest
+from extproc.ground.nearest import nearest
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,9 +7,6 @@ import sys
 from itertools import starmap
 from pathlib import Path
 
-from extproc.check.judge import check_envoy
-from extproc.check.live import check_live
-from extproc.check.replicas_file import check_replicas_files
 from extproc.cli.configuration import add_flags, configured
 from extproc.cli.errors import CommandError, UsageError
 from extproc.config import (
@@ -22,15 +19,18 @@ from extproc.config import (
     TlsFiles,
     XdsSettings,
 )
+from extproc.envoy.check.judge import check_envoy
+from extproc.envoy.check.live import check_live
+from extproc.envoy.check.replicas_file import check_replicas_files
 from extproc.envoy.finding import Finding, Level
-from extproc.layout import printable
+from extproc.envoy.xds.resources import watched
+from extproc.ground.layout import printable
+from extproc.ground.yaml_file import read_yaml
 from extproc.observe.token import read_token
 from extproc.observe.traces import Traces
 from extproc.request.tokens import TokenCounter, TokenizerError
-from extproc.store.connection import address, connect
+from extproc.share.connection import address, connect
 from extproc.tls import certificates
-from extproc.xds.resources import watched
-from extproc.yaml_file import read_yaml
 
 _SILENT = logging.NullHandler()
 """For what runs here as in a router or poller: what is wrong is a finding, and no line of a log."""

@@ -7,7 +7,7 @@ import uvloop
 
 from extproc.cli.arguments import above_zero, whole
 from extproc.cli.errors import CommandError, UsageError
-from extproc.demo.processes import ProcessError
+from extproc.lab.harness.processes import ProcessError
 
 _REQUESTS = 200
 _RATE = 20.0
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.once:
         raise UsageError("--json needs --once")
     try:
-        from extproc.demo.app import demo  # what it needs is an extra of the package
+        from extproc.lab.demo.app import demo  # what it needs is an extra of the package
     except ModuleNotFoundError as error:
         raise CommandError(f"{error.name} is missing: pip install 'extproc[demo]'") from None
     try:

@@ -7,10 +7,10 @@ import json
 from extproc.cli.arguments import whole
 from extproc.cli.configuration import add_file, configured
 from extproc.cli.errors import CommandError
-from extproc.explain.ask import ask
-from extproc.explain.records import read_records
-from extproc.explain.show import comparison, decisions
 from extproc.observe.client import AskError
+from extproc.observe.explain.ask import ask
+from extproc.observe.explain.records import read_records
+from extproc.observe.explain.show import comparison, decisions
 
 _LAST = 20
 

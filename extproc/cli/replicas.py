@@ -9,15 +9,15 @@ from redis.exceptions import RedisError, ResponseError
 from extproc.cli.arguments import Parser, number
 from extproc.cli.configuration import add_file, add_flag, configured
 from extproc.cli.errors import CommandError, UsageError
-from extproc.clock import monotonic, wall
 from extproc.config import Config
-from extproc.nearest import nearest
+from extproc.ground.clock import monotonic, wall
+from extproc.ground.nearest import nearest
 from extproc.predict.hardware import DEFAULT_PROFILE
 from extproc.replicas.change import add, drain, remove
 from extproc.replicas.pool import Pool, ReplicaError
 from extproc.replicas.show import as_json, as_table
 from extproc.replicas.wait import until_empty
-from extproc.store.connection import address, connect
+from extproc.share.connection import address, connect
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

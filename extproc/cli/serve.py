@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _router(config: Config) -> Coroutine[Any, Any, None]:
     if config.serve.workers > 1:
-        from extproc.server.supervisor import supervise  # needs neither gRPC nor numpy
+        from extproc.proxy.supervisor import supervise  # needs neither gRPC nor numpy
 
         return supervise(config)
-    from extproc.server.app import run_router
+    from extproc.proxy.app import run_router
 
     return run_router(config)

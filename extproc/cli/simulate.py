@@ -7,13 +7,13 @@ from dataclasses import fields
 
 import uvloop
 
-from extproc.address import join_address
 from extproc.cli.arguments import above_zero, probability, whole
 from extproc.cli.errors import CommandError, UsageError
+from extproc.ground.address import join_address
+from extproc.ground.signals import until_signalled
+from extproc.lab.simulator.replica import Replica, ReplicaSettings
+from extproc.lab.simulator.server import start
 from extproc.predict.hardware import PROFILES
-from extproc.signals import until_signalled
-from extproc.simulator.replica import Replica, ReplicaSettings
-from extproc.simulator.server import start
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from contextlib import aclosing, contextmanager
 from extproc.cli.configuration import add_file, configured
 from extproc.cli.errors import CommandError
 from extproc.config import AdminSettings
-from extproc.dashboard.follow import follow
-from extproc.dashboard.terminal import screen
-from extproc.layout import WIDTH
+from extproc.ground.layout import WIDTH
 from extproc.observe.client import AskError
+from extproc.observe.dashboard.follow import follow
+from extproc.observe.dashboard.terminal import screen
 
 _BEGIN, _END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """Another page of the terminal, without a cursor; and back."""

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from extproc.cli.arguments import above_zero
 from extproc.cli.errors import CommandError, UsageError
-from extproc.replay import show
-from extproc.replay.change import Change, changed
-from extproc.replay.comparison import too_far
-from extproc.replay.page import page
-from extproc.replay.progress import progress
-from extproc.replay.recorded import read
-from extproc.replay.scene import Scene, scene_of
-from extproc.replay.what_if import replay, what_if
+from extproc.lab.replay import show
+from extproc.lab.replay.change import Change, changed
+from extproc.lab.replay.comparison import too_far
+from extproc.lab.replay.page import page
+from extproc.lab.replay.progress import progress
+from extproc.lab.replay.recorded import read
+from extproc.lab.replay.scene import Scene, scene_of
+from extproc.lab.replay.what_if import replay, what_if
 from extproc.route.policies import POLICIES
 
 

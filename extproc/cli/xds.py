@@ -4,7 +4,7 @@ import argparse
 
 from extproc.cli.configuration import add_flags
 from extproc.cli.service import run_service
-from extproc.xds.control_plane import run_xds
+from extproc.envoy.xds.control_plane import run_xds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

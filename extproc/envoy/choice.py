@@ -7,7 +7,7 @@ from envoy_data_plane.envoy.config.route.v3 import RouteAction
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey
 
-from extproc.server.messages import DESTINATION, METADATA_NAMESPACE
+from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 
 
 def is_subset(cluster: Cluster) -> bool:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.schema import field_name, field_names, held_by, is_plain, message_type
-from extproc.nearest import nearest
+from extproc.ground.nearest import nearest
 
 _BY_KEY: dict[str, type[Message]] = {
     "clusters": Cluster,

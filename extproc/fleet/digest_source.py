@@ -5,7 +5,6 @@ from math import inf
 
 import numpy as np
 
-from extproc.clock import Clock
 from extproc.fleet.digest import (
     ALIVE_S,
     EVERY_S,
@@ -16,6 +15,7 @@ from extproc.fleet.digest import (
 )
 from extproc.fleet.progress import Progress
 from extproc.fleet.tables import Replicas, Requests
+from extproc.ground.clock import Clock
 from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Floats, Indices
 from extproc.replica_state import ReplicaState

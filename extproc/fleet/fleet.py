@@ -8,7 +8,6 @@ from uuid import uuid4
 
 import numpy as np
 
-from extproc.clock import Clock, monotonic, wall
 from extproc.fleet import sent
 from extproc.fleet.adapters import Adapters
 from extproc.fleet.digest import Digest, Kind
@@ -25,6 +24,7 @@ from extproc.fleet.progress import Progress
 from extproc.fleet.reconcile import Reconciliation
 from extproc.fleet.sent import SentPrompts
 from extproc.fleet.tables import SEEN, Replicas, Requests
+from extproc.ground.clock import Clock, monotonic, wall
 from extproc.predict.adapter import AdapterTimes
 from extproc.predict.correction import Corrections
 from extproc.predict.first_token import FirstTokens

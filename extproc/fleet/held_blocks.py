@@ -8,9 +8,9 @@ from math import inf, nan
 
 import numpy as np
 
-from extproc.clock import Clock
 from extproc.fleet.block_news import BlockNews, is_up_to
 from extproc.fleet.key_holders import KeyHolders
+from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Prefix, seed_of, token_keys

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from extproc.clock import Clock
 from extproc.fleet.tables import Replicas
+from extproc.ground.clock import Clock
 from extproc.predict.firsthand import Firsthand, Served, work_of
 from extproc.predict.hardware import profile_or_default
 from extproc.predict.step import StepModel

@@ -7,7 +7,6 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from extproc.clock import Clock
 from extproc.fleet.digest import (
     BACKLOG,
     DECODING,
@@ -22,6 +21,7 @@ from extproc.fleet.digest import (
     Kind,
 )
 from extproc.fleet.tables import Replicas
+from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats, Indices
 
 STALE_S = 0.1

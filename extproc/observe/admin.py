@@ -8,8 +8,8 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from extproc.address import join_address, split_address
 from extproc.config import AdminSettings
+from extproc.ground.address import join_address, split_address
 from extproc.observe.token import Token
 from extproc.tls.context import server_context
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from math import exp
 
-from extproc.clock import Clock
-from extproc.hold.waiting import Waiting
+from extproc.ground.clock import Clock
 from extproc.predict.work import work
 from extproc.route.router import Decision
+from extproc.route.waiting import Waiting
 
 _MEMORY_S = 60.0
 """In which what came loses two thirds of its weight, and what waits is to be done."""

@@ -12,11 +12,13 @@ from threading import Lock
 
 from msgspec.json import Encoder
 
-from extproc.address import split_address
-from extproc.clock import Clock
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.tables import COSTS
+from extproc.ground.address import split_address
+from extproc.ground.clock import Clock
+from extproc.ground.outage_log import Trouble
+from extproc.ground.own_thread import in_own_thread
 from extproc.observe.decisions import Outcome
 from extproc.observe.record import (
     FORMAT,
@@ -29,13 +31,11 @@ from extproc.observe.record import (
     text_of,
     upper,
 )
-from extproc.own_thread import in_own_thread
 from extproc.predict.inputs import FleetView
 from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import seed_of
 from extproc.request.profile import RequestProfile
-from extproc.trouble import Trouble
 
 logger = logging.getLogger(__name__)
 

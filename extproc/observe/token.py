@@ -4,8 +4,8 @@ from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 
-from extproc import named_file
-from extproc.watched_file import Watched
+from extproc.ground import named_file
+from extproc.ground.watched_file import Watched
 
 
 class Token:

@@ -5,7 +5,7 @@ from socket import gethostname
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from extproc.address import split_address
+from extproc.ground.address import split_address
 from extproc.observe.decisions import TERMS, Outcome, told
 from extproc.request.endpoint import Endpoint
 from extproc.route.router import Decision

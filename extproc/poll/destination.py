@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.membership import Membership
 from extproc.replica_state import ReplicaState
-from extproc.store.leases import Held
+from extproc.share.leases import Held
 
 
 class Destination:

@@ -10,14 +10,14 @@ from random import Random
 
 from pydantic import ValidationError
 
-from extproc.address import join_address, with_name
 from extproc.config import Config, KubernetesService, ReplicaSource
+from extproc.ground.address import join_address, with_name
+from extproc.ground.watched_file import Watched
+from extproc.ground.yaml_file import read_yaml
 from extproc.poll.membership import Membership
 from extproc.poll.resolve import Host, Resolve, resolve_host
 from extproc.poll.service_watch import ServiceWatch
 from extproc.replica_state import ReplicaState
-from extproc.watched_file import Watched
-from extproc.yaml_file import read_yaml
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict
 from pydantic.alias_generators import to_camel
 
-from extproc.address import join_address
+from extproc.ground.address import join_address
 
 
 class _Part(BaseModel):

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterable
 
-from extproc.clock import Clock
-from extproc.store.leases import Leases
-from extproc.trouble import Trouble
+from extproc.ground.clock import Clock
+from extproc.ground.outage_log import Trouble
+from extproc.share.leases import Leases
 
 _STUCK_S = 10.0
 """Seconds without a round of all replicas: five times as long as one takes whose every question to

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
-from extproc.address import join_address
+from extproc.ground.address import join_address
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where kubelet puts what a pod needs: it renews the token."""

@@ -10,7 +10,7 @@ from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.poller import Poller
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.replica_state import ReplicaState
-from extproc.store.leases import Held
+from extproc.share.leases import Held
 
 
 class IntoFleet(Destination):

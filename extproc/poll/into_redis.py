@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from extproc.clock import monotonic
 from extproc.config import Config
+from extproc.ground.clock import monotonic
+from extproc.ground.signals import until_signalled
 from extproc.observe.admin import serve_admin
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import names_replicas
@@ -22,12 +23,11 @@ from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.poller import Poller
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.replica_state import ReplicaState
-from extproc.signals import until_signalled
-from extproc.store.blocks import BlockWriter
-from extproc.store.connection import connect, outage, reconnecting
-from extproc.store.desired import DesiredStore
-from extproc.store.leases import Held, Leases
-from extproc.store.replicas import StateReader, StateWriter
+from extproc.share.blocks import BlockWriter
+from extproc.share.connection import connect, outage, reconnecting
+from extproc.share.desired import DesiredStore
+from extproc.share.leases import Held, Leases
+from extproc.share.replicas import StateReader, StateWriter
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import NamedTuple, NoReturn
 import zmq
 import zmq.asyncio
 
-from extproc.address import join_address, split_address
-from extproc.clock import Clock
+from extproc.ground.address import join_address, split_address
+from extproc.ground.clock import Clock
+from extproc.ground.outage_log import Trouble
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import read_batch
-from extproc.trouble import Trouble
 
 log = logging.getLogger(__name__)
 

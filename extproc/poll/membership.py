@@ -6,9 +6,9 @@ from contextlib import suppress
 
 from redis.exceptions import RedisError, ResponseError
 
-from extproc.clock import Clock
 from extproc.config import ReplicaSource
-from extproc.store.desired import Desired, DesiredStore
+from extproc.ground.clock import Clock
+from extproc.share.desired import Desired, DesiredStore
 
 _EVERY_S = 0.25
 """Seconds between two looks: that soon a command has its effect."""

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from extproc.ground.outage_log import Trouble
 from extproc.poll.scrape import ScrapeError
-from extproc.trouble import Trouble
 
 log = logging.getLogger(__name__)
 

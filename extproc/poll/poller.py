@@ -10,8 +10,8 @@ from random import Random
 import aiohttp
 import zmq.asyncio
 
-from extproc.clock import monotonic, wall
 from extproc.config import Config
+from extproc.ground.clock import monotonic, wall
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Discovery, Target
 from extproc.poll.kv_blocks import KvBlocks
@@ -21,7 +21,7 @@ from extproc.poll.scrape import open_session
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.typical import Typical
 from extproc.replica_state import ReplicaState
-from extproc.store.leases import TEND_S
+from extproc.share.leases import TEND_S
 
 log = logging.getLogger(__name__)
 

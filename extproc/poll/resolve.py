@@ -12,8 +12,8 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
-from extproc.own_thread import in_own_thread
-from extproc.trouble import Trouble
+from extproc.ground.outage_log import Trouble
+from extproc.ground.own_thread import in_own_thread
 
 log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from random import Random
 import aiohttp
 from pydantic import BaseModel
 
-from extproc.backoff import Backoff
 from extproc.config import KubernetesService
+from extproc.ground.backoff import Backoff
+from extproc.ground.outage_log import Trouble
 from extproc.poll import in_cluster
 from extproc.poll.endpoint_slices import EndpointSlice, EndpointSliceList, Pod, pods_of
 from extproc.poll.in_cluster import ApiError
-from extproc.trouble import Trouble
 
 log = logging.getLogger(__name__)
 

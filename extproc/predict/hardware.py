@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from extproc.nearest import nearest
+from extproc.ground.nearest import nearest
 from extproc.predict.step import StepModel
 
 

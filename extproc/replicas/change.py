@@ -4,12 +4,12 @@ import asyncio
 
 from pydantic import ValidationError
 
-from extproc.address import join_address
 from extproc.config import ReplicaSource
+from extproc.ground.address import join_address
 from extproc.poll.resolve import is_address, one_family, resolve_host
 from extproc.replicas.pool import Pool, Replica, ReplicaError
 from extproc.replicas.wait import left
-from extproc.store.desired import Desired, Wish
+from extproc.share.desired import Desired, Wish
 
 _RESOLVE_S = 5.0
 

@@ -5,11 +5,11 @@ from random import Random
 
 from redis.asyncio import Redis
 
-from extproc.address import with_name
-from extproc.nearest import nearest
+from extproc.ground.address import with_name
+from extproc.ground.nearest import nearest
 from extproc.replica_state import ReplicaState
-from extproc.store.desired import Desired, DesiredStore
-from extproc.store.replicas import StateReader
+from extproc.share.desired import Desired, DesiredStore
+from extproc.share.replicas import StateReader
 
 
 class ReplicaError(Exception):

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from extproc.clock import Clock
+from extproc.ground.clock import Clock
 from extproc.replica_state import ReplicaState
 from extproc.replicas.pool import Pool, Replica, ReplicaError
 

@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from extproc import named_file
 from extproc.config import CertificateFiles, TlsFiles
-from extproc.named_file import read_certificates
-from extproc.watched_file import Watched
+from extproc.ground import named_file
+from extproc.ground.named_file import read_certificates
+from extproc.ground.watched_file import Watched
 
 logger = logging.getLogger(__name__)
 

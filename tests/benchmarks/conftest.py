@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from extproc.simulator.replica import Replica, ReplicaSettings
-from extproc.simulator.server import start
+from extproc.lab.simulator.replica import Replica, ReplicaSettings
+from extproc.lab.simulator.server import start
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ import yaml
 from aiohttp import web
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc.server.messages import pass_chunk, proceed, send_to
-from extproc.server.proto.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
-from extproc.server.service import SERVICE
+from extproc.proxy.messages import pass_chunk, proceed, send_to
+from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
+from extproc.proxy.service import SERVICE
 
 LIE = "PICKER_LIE"
 """In the environment, what it lies about: its ``policy``, the ``replica`` or ``failures``."""

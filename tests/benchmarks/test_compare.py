@@ -20,7 +20,7 @@ from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.peers import PRODUCTS, Peer, trouble
 from benchmarks.compare.play import part, work
 from benchmarks.compare.validity import Look, between, hits, ticks, validity
-from extproc.demo.processes import ProcessError, free_port
+from extproc.lab.harness.processes import ProcessError, free_port
 
 FLEETS = Path("benchmarks/fleets")
 FLEET = """

@@ -19,7 +19,7 @@ from benchmarks.compare.play import play
 from benchmarks.report.faults import Harm, harm
 from benchmarks.report.page import html
 from benchmarks.report.results import Results, Run, read
-from extproc.demo.access_log import Access, AccessLog
+from extproc.lab.demo.access_log import Access, AccessLog
 from extproc.predict.hardware import hardware_profile
 
 Json = dict[str, Any]

@@ -12,9 +12,9 @@ from benchmarks.fit.record import Plan, Player
 from benchmarks.fit.recording import Limits, Recording, Request, Run
 from benchmarks.fit.replay import LEARNED, MEASURED, Fitted, bursts, fit, measured, replay
 from benchmarks.trace import TracedRequest
+from extproc.lab.simulator.replica import Replica, ReplicaSettings
+from extproc.lab.simulator.server import start
 from extproc.predict.step import StepModel
-from extproc.simulator.replica import Replica, ReplicaSettings
-from extproc.simulator.server import start
 
 TRACE = RECORDED.parents[1] / "traces" / "azure-2023-conv.jsonl.gz"
 LIMITS = Limits(max_num_seqs=16, token_budget=2048, block_size=128, kv_tokens=32_768)

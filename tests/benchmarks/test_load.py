@@ -20,8 +20,8 @@ from benchmarks.load.prompts import Counting
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import Target
 from benchmarks.trace import TracedRequest
-from extproc.demo.processes import free_port
-from extproc.demo.traffic import Answer, Client
+from extproc.lab.harness.processes import free_port
+from extproc.lab.harness.traffic import Answer, Client
 from tests.benchmarks.conftest import complaint_of
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "azure-2023-conv.jsonl.gz"

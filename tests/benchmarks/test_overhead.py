@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 from benchmarks.overhead import __main__ as overhead
 from benchmarks.overhead import streams
 from benchmarks.overhead.client import Load, request
-from extproc.demo.processes import free_port
+from extproc.lab.harness.processes import free_port
 
 
 async def serve(statuses: list[int]) -> TestServer:

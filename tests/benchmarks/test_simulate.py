@@ -12,9 +12,9 @@ from benchmarks.discrete import Simulation
 from benchmarks.simulate import main
 from benchmarks.summary import summary
 from benchmarks.trace import TracedRequest
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.steps import Gauges
 from extproc.route.policies import POLICIES
-from extproc.simulator.engine import Engine
-from extproc.simulator.steps import Gauges
 
 HERE = Path(__file__).parents[2] / "benchmarks"
 CONVERSATION = HERE / "traces" / "azure-2023-conv.jsonl.gz"

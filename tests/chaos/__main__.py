@@ -16,8 +16,8 @@ from random import Random
 
 import aiohttp
 
-from extproc.demo.stack import Stack
-from extproc.layout import Column, table
+from extproc.ground.layout import Column, table
+from extproc.lab.harness.stack import Stack
 from tests.chaos.figures import HEADINGS, Figures, Times
 from tests.chaos.load import Load
 from tests.chaos.scenes import SCENES, Scene

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from extproc.demo.access_log import Access
-from extproc.demo.traffic import Answer
+from extproc.lab.demo.access_log import Access
+from extproc.lab.harness.traffic import Answer
 from tests.chaos.scenes import Scene
 
 GRACE_S = 4.0

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from extproc.demo.stack import MODEL, SimulatedReplica, Stack
+from extproc.lab.harness.stack import MODEL, SimulatedReplica, Stack
 from tests.waiting import until
 
 _WORDS, _TOKENS = 1000, 120

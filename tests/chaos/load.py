@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from random import Random
 from typing import Self
 
-from extproc.demo.samples import Kind, Lengths, samples
-from extproc.demo.stack import MODEL
-from extproc.demo.traffic import Answer, Client, Request, to_send
+from extproc.lab.demo.samples import Kind, Lengths, samples
+from extproc.lab.harness.stack import MODEL
+from extproc.lab.harness.traffic import Answer, Client, Request, to_send
 
 _GIVE_UP_S = 60.0
 _SHORT = Kind("short", 1.0, Lengths(60, 0.7, 20, 200), Lengths(25, 0.6, 8, 64))

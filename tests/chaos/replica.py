@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from extproc.cli import simulate
-from extproc.simulator.replica import Replica, ReplicaSettings
-from extproc.simulator.server import ReplicaServer
+from extproc.lab.simulator.replica import Replica, ReplicaSettings
+from extproc.lab.simulator.server import ReplicaServer
 
 _CHUNK = b"vllm:num_requests_running{} 1\n" * 2000
 _HUGE = 200 * 2**20

@@ -21,7 +21,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.processes import memory_kb
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.lab.harness.stack import SimulatedReplica, Stack
 from tests.chaos.load import Load
 
 METRICS_SECONDS = (0.2, 2.0)

@@ -9,8 +9,8 @@ from typing import Any
 
 import aiohttp
 
-from extproc.demo.access_log import Access, AccessLog
-from extproc.demo.stack import SimulatedReplica, Stack
+from extproc.lab.demo.access_log import Access, AccessLog
+from extproc.lab.harness.stack import SimulatedReplica, Stack
 from tests.chaos.load import Load
 from tests.waiting import until
 

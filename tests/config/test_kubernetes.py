@@ -18,10 +18,10 @@ import yaml
 from jsonschema import Draft4Validator
 
 from extproc import settings
-from extproc.address import split_address
 from extproc.config import Config
-from extproc.demo.processes import free_port
-from tests.envoy_config.test_envoy import around_the_fragment, running
+from extproc.ground.address import split_address
+from extproc.lab.harness.processes import free_port
+from tests.envoy.test_envoy import around_the_fragment, running
 from tests.kubernetes_api import KIND, RECORDED, endpoint_slice, terminating
 
 ROOT = Path(__file__).parents[2]

@@ -58,7 +58,7 @@ def test_text_lines_are_readable_and_quote_what_is_not_one_word(
 
 def test_the_level_is_ours_and_libraries_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup(LogSettings(level="debug"))
-    logging.getLogger("extproc.server").debug("ours")
+    logging.getLogger("extproc.proxy").debug("ours")
     logging.getLogger("aiohttp.access").info("theirs")
     logging.getLogger("redis").warning("their warning")
     lines = capsys.readouterr().err.splitlines()

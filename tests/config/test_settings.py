@@ -9,7 +9,7 @@ from extproc.cli.configuration import add_flags, configured
 from extproc.config import Config, PolicyName
 from extproc.route.policies import POLICIES
 from extproc.settings import ConfigError, load
-from extproc.store.connection import address, connect
+from extproc.share.connection import address, connect
 
 
 def write(tmp_path: Path, text: str) -> Path:

@@ -18,7 +18,7 @@ import yaml
 from docker.client import DockerClient
 from docker.errors import DockerException, ImageNotFound
 
-from extproc.demo.processes import answers, free_port
+from extproc.lab.harness.processes import answers, free_port
 from tests.waiting import until
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]

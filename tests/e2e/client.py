@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from extproc.clock import monotonic
-from extproc.demo.stack import MODEL
+from extproc.ground.clock import monotonic
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.stack import Stack
 from tests.waiting import PATIENCE_S, until
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import yaml
 
-from extproc.demo import stack
-from extproc.demo.envoy_config import Bootstrap, manager_of
-from extproc.demo.processes import Check, free_port, listening
-from extproc.demo.stack import SimulatedReplica
+from extproc.lab.harness import stack
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
+from extproc.lab.harness.processes import Check, free_port, listening
+from extproc.lab.harness.stack import SimulatedReplica
 from tests.patched import patched
 
 ENVOY = Path(__file__).parents[2] / "envoy"

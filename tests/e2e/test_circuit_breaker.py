@@ -7,8 +7,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from extproc.demo.envoy_config import Bootstrap
-from extproc.demo.stack import SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
 from tests.waiting import until

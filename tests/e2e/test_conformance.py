@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from extproc.demo.envoy_config import Bootstrap, endpoints, manager_of
-from extproc.demo.stack import SimulatedReplica
-from extproc.simulator.server import SERVED_BY_HEADER
+from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
+from extproc.lab.harness.stack import SimulatedReplica
+from extproc.lab.simulator.server import SERVED_BY_HEADER
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack, on_ports
 from tests.waiting import until

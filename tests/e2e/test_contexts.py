@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
 from tests.e2e.stack import Stack
 

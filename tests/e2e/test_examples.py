@@ -12,13 +12,13 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.demo.envoy_config import Bootstrap
-from extproc.demo.processes import answers
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.processes import answers
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests import envoy_gateway, istio
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import ENVOY, Stack, XdsStack, on_ports
-from tests.envoy_config.test_envoy import around_the_fragment
+from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

@@ -8,8 +8,8 @@ from math import log2
 
 import pytest
 
-from extproc.clock import monotonic
-from extproc.demo.stack import MODEL
+from extproc.ground.clock import monotonic
+from extproc.lab.harness.stack import MODEL
 from extproc.predict.hardware import PROFILES
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
 from tests.e2e.stack import Stack

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
 from tests.waiting import until

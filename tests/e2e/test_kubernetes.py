@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.stack import SimulatedReplica
+from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
 from tests.e2e.test_failures import IN_TURN, more, traffic

@@ -10,9 +10,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.processes import free_port
-from extproc.demo.stack import MODEL, SimulatedReplica
-from extproc.simulator import tokens
+from extproc.lab.harness.processes import free_port
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.simulator import tokens
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack

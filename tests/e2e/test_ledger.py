@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from extproc.demo.envoy_config import Bootstrap, manager_of
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack, ext_proc_of

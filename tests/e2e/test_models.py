@@ -6,7 +6,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
 from tests.waiting import until

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.demo.envoy_config import Bootstrap
-from extproc.demo.stack import SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import MESSAGES, Answer, Client
 from tests.e2e.stack import Stack, on_ports
 

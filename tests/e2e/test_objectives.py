@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from extproc.check.judge import check_envoy
 from extproc.config import Config
-from extproc.demo.envoy_config import Bootstrap
-from extproc.demo.stack import SimulatedReplica
+from extproc.envoy.check.judge import check_envoy
 from extproc.envoy.finding import Level
+from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.stack import SimulatedReplica
 from extproc.request.objective import FAIRNESS_ID, OBJECTIVE, TARGETS
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack, ext_proc_of

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from extproc.demo.envoy_config import Bootstrap, manager_of
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
 from tests.e2e.test_membership import replicas

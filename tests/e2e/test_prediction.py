@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from extproc.demo.stack import SimulatedReplica
+from extproc.lab.harness.stack import SimulatedReplica
 from extproc.predict.hardware import PROFILES
 from extproc.predict.step import StepModel
 from tests.e2e.client import Answer, Client

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 
 from extproc import cli
-from extproc.demo.samples import samples
-from extproc.demo.stack import MODEL, SimulatedReplica
-from extproc.demo.traffic import send_all
-from extproc.replay.recorded import Recorded, read
+from extproc.lab.demo.samples import samples
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.traffic import send_all
+from extproc.lab.replay.recorded import Recorded, read
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack
 

@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from redis.asyncio import Redis
 
-from extproc.demo.stack import FLEET, MODEL
+from extproc.lab.harness.stack import FLEET, MODEL
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
 

@@ -8,10 +8,10 @@ from typing import Any
 import grpc
 import pytest
 
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
-from tests.server.envoy_side import EnvoySide, destination
+from tests.proxy.envoy_side import EnvoySide, destination
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]

@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.envoy_config import Bootstrap, manager_of
-from extproc.demo.stack import SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
+from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
 from tests.waiting import until

@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.envoy_config import Bootstrap
-from extproc.demo.processes import free_port
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.processes import free_port
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack, on_ports
 from tests.waiting import until

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.demo.envoy_config import Bootstrap, manager_of
-from extproc.demo.stack import SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
+from extproc.lab.harness.stack import SimulatedReplica
 from tests.certificates import Authority
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack

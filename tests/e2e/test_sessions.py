@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from extproc.demo.envoy_config import Bootstrap
-from extproc.demo.stack import SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack, ext_proc_of
 from tests.e2e.test_membership import replicas

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from extproc.clock import monotonic
-from extproc.demo.processes import Process
-from extproc.server.service import LAME_DUCK_S
+from extproc.ground.clock import monotonic
+from extproc.lab.harness.processes import Process
+from extproc.proxy.service import LAME_DUCK_S
 from tests.e2e.client import Client
 from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack

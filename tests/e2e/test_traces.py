@@ -11,12 +11,12 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from extproc.check.judge import check_envoy
 from extproc.config import Config
-from extproc.demo.envoy_config import Bootstrap, manager_of, socket_address
-from extproc.demo.processes import Check, free_port, listening
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.envoy.check.judge import check_envoy
 from extproc.envoy.finding import Level
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of, socket_address
+from extproc.lab.harness.processes import Check, free_port, listening
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
 from tests.spans import Spans, attributes

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from extproc.demo.envoy_config import Bootstrap
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.envoy_config import Bootstrap
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
 from tests.e2e.stack import Stack, ext_proc_of, on_ports
 from tests.e2e.test_examples import EXAMPLES

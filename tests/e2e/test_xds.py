@@ -10,8 +10,8 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.demo.processes import Process, answers, free_port
-from extproc.demo.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.processes import Process, answers, free_port
+from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack, XdsStack
 from tests.e2e.test_failures import more, traffic

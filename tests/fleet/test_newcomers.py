@@ -5,8 +5,8 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.predict.lengths import OutputLengths
-from extproc.server.app import apply
-from extproc.store.replicas import Snapshot
+from extproc.proxy.app import apply
+from extproc.share.replicas import Snapshot
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10, H100 = "llama-8b-a10", "llama-8b-h100"

@@ -9,10 +9,10 @@ import pytest
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.sequence import Sequence
 from extproc.predict.hardware import hardware_profile
 from extproc.replica_state import ReplicaState
-from extproc.simulator.engine import Engine
-from extproc.simulator.sequence import Sequence
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 
 A10, A100, H100 = "llama-8b-a10", "llama-3-8b-a100", "llama-8b-h100"

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from extproc.fleet.fleet import Fleet
-from extproc.hold.waiting import fits, peak_pressure
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision, Router
+from extproc.route.waiting import fits, peak_pressure
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10 = "llama-8b-a10"

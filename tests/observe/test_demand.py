@@ -8,10 +8,10 @@ import pytest
 from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile, ReplicaGroup
 from benchmarks.trace import TracedRequest
-from extproc.hold.waiting import Waiting
+from extproc.lab.replay.served import Served
 from extproc.observe.demand import Demand
-from extproc.replay.served import Served
 from extproc.route.router import Decision, Router
+from extproc.route.waiting import Waiting
 from tests.fakes import ManualClock, chat, fleet_of
 
 A10 = "llama-8b-a10"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from extproc.config import Config
-from extproc.demo.processes import free_port
+from extproc.lab.harness.processes import free_port
 from extproc.poll.into_redis import run_poller
 from extproc.replica_state import ReplicaState
-from extproc.store.connection import connect
-from extproc.store.replicas import Put, Removed, Snapshot, StateReader
+from extproc.share.connection import connect
+from extproc.share.replicas import Put, Removed, Snapshot, StateReader
 from tests.conftest import RedisServer
 from tests.poll.replica import Replica
 from tests.waiting import PATIENCE_S

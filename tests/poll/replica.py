@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from extproc.demo.processes import free_port
+from extproc.lab.harness.processes import free_port
 from tests.waiting import PATIENCE_S
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

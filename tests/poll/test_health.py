@@ -5,8 +5,8 @@ import pytest
 from redis.asyncio import Redis
 
 from extproc.poll.health import Health
-from extproc.store.connection import outage as outage_of
-from extproc.store.leases import Leases
+from extproc.share.connection import outage as outage_of
+from extproc.share.leases import Leases
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling

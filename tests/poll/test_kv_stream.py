@@ -10,9 +10,9 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from extproc.clock import monotonic
-from extproc.demo.processes import free_port
 from extproc.fleet.fleet import Fleet
+from extproc.ground.clock import monotonic
+from extproc.lab.harness.processes import free_port
 from extproc.poll import kv_stream
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target

@@ -16,14 +16,14 @@ from aiohttp import web
 
 from extproc.cli import main
 from extproc.config import ReplicaSource
-from extproc.demo.processes import answers
+from extproc.lab.harness.processes import answers
 from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import EngineFigures, read_metrics
 from extproc.poll.precedence import goes_by_priority
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
-from extproc.store.connection import connect
-from extproc.store.replicas import Put, StateReader, StateWriter
+from extproc.share.connection import connect
+from extproc.share.replicas import Put, StateReader, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
 from tests.poll.polling import SOON, config, healthy, polling, unhealthy, watching
 from tests.poll.replica import (

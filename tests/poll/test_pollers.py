@@ -14,12 +14,12 @@ from redis.asyncio import Redis
 from redis.utils import str_if_bytes
 
 from extproc.config import Config
-from extproc.demo.processes import Process, free_port
+from extproc.lab.harness.processes import Process, free_port
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
-from extproc.store.connection import connect
-from extproc.store.keys import Keys
-from extproc.store.replicas import StateWriter
+from extproc.share.connection import connect
+from extproc.share.keys import Keys
+from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.poll.polling import Seen, config, polling, watching
 from tests.poll.replica import Handler, Replica, page, serving, text
@@ -174,7 +174,7 @@ async def test_redis_comes_back_empty_and_everyone_has_what_it_had(
     logged: Logged,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("extproc.store.leases.LIFE_S", 60.0)  # so long each claims its own
+    monkeypatch.setattr("extproc.share.leases.LIFE_S", 60.0)  # so long each claims its own
     async with several(4) as replicas:
         first, second = (config(redis_server, *replicas) for _ in range(2))
         async with watching(first) as seen, polling(second):

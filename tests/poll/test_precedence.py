@@ -8,10 +8,10 @@ from random import Random
 import pytest
 from aiohttp import web
 
+from extproc.lab.simulator.replica import Replica, ReplicaSettings
+from extproc.lab.simulator.server import start
 from extproc.poll.precedence import goes_by_priority
 from extproc.poll.scrape import ScrapeError, open_session
-from extproc.simulator.replica import Replica, ReplicaSettings
-from extproc.simulator.server import start
 from tests.poll.replica import Handler, serving, text
 from tests.waiting import PATIENCE_S, until
 

@@ -18,8 +18,8 @@ from extproc.poll.into_redis import IntoRedis
 from extproc.poll.poller import Poller
 from extproc.poll.scrape_metrics import PollMetrics
 from extproc.replica_state import ReplicaState
-from extproc.store.connection import connect
-from extproc.store.replicas import StateWriter
+from extproc.share.connection import connect
+from extproc.share.replicas import StateWriter
 from tests.poll.replica import serving
 from tests.waiting import PATIENCE_S
 

@@ -6,7 +6,7 @@ from io import BytesIO
 import pytest
 from aiohttp import web
 
-from extproc.demo.processes import free_port
+from extproc.lab.harness.processes import free_port
 from extproc.poll.scrape import (
     ScrapeError,
     SilentError,

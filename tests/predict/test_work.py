@@ -6,13 +6,13 @@ from random import Random
 
 import pytest
 
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.sequence import Sequence
 from extproc.predict.hardware import HardwareProfile, hardware_profile
 from extproc.predict.work import work
 from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Router
-from extproc.simulator.engine import Engine
-from extproc.simulator.sequence import Sequence
 from tests.fakes import ManualClock, chat, embedding, fleet_of
 
 A10, H100 = "llama-8b-a10", "llama-8b-h100"

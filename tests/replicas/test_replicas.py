@@ -12,14 +12,14 @@ from extproc.cli import main
 from extproc.poll.membership import Membership
 from extproc.replicas.pool import Pool
 from extproc.replicas.wait import until_empty
-from extproc.store.connection import connect
-from extproc.store.desired import Desired, DesiredStore
-from extproc.store.keys import Keys
+from extproc.share.connection import connect
+from extproc.share.desired import Desired, DesiredStore
+from extproc.share.keys import Keys
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
 from tests.poll.polling import config, polling, watching
 from tests.poll.replica import Replica, page, serving, text
-from tests.store.servers import command
+from tests.share.servers import command
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process

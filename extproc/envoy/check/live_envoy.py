@@ -1,0 +1,93 @@
+"""What there is to say about an Envoy that runs: its configuration, and who is in its clusters."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import aiohttp
+
+from extproc.config import Config
+from extproc.envoy.check.config_dump import refused, running
+from extproc.envoy.check.envoy_file import EnvoyFile
+from extproc.envoy.check.judge import check_envoy
+from extproc.envoy.choice import is_destination
+from extproc.envoy.finding import Finding, Level
+from extproc.ground.address import join_address, with_name
+
+_PATIENCE = aiohttp.ClientTimeout(total=10.0)
+_SILENT = (
+    "{}: is Envoy running, and is that its admin address? --envoy-admin takes http://HOST:PORT"
+)
+_REFUSED = "it refused what its control plane told and goes on with what it had: {}"
+_NO_ROUTER = (
+    "cluster {!r} has no healthy member: Envoy's fallback serves, and nothing is routed. Start a "
+    "router at its address"
+)
+_ILL = "cluster {!r}: it holds {} for ill ({}), and sends nothing there"
+_STRANGER = (
+    "cluster {!r} has {}, which no poller knows: it gets requests by Envoy's fallback alone. Name "
+    "it in replicas, or take it out of the cluster"
+)
+_MISSING = (
+    "no cluster has {}, which routers choose: that choice is ignored. Add it to the cluster, or "
+    "have 'extproc xds' tell Envoy its members"
+)
+_DOWN = ("UNHEALTHY", "TIMEOUT")
+
+
+async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]) -> list[Finding]:
+    """What its admin address tells of it, beside the ``replicas`` that routers know (``ip:port`` →
+    name)."""
+    where = f"Envoy {url}"
+    try:
+        async with aiohttp.ClientSession(timeout=_PATIENCE, raise_for_status=True) as session:
+            dump = await _get(session, f"{url}/config_dump")
+            clusters = await _get(session, f"{url}/clusters?format=json")
+        tree, refusals = running(dump), [*refused(dump)]
+        hosts = {one["name"]: _hosts(one) for one in clusters["cluster_statuses"]}
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        return [Finding("envoy", Level.ERROR, where, _SILENT.format(error or "no answer"))]
+    except (LookupError, TypeError, AttributeError):
+        return [Finding("envoy", Level.ERROR, where, _SILENT.format("this is not what Envoy says"))]
+    said = [(Level.ERROR, _REFUSED.format(reason)) for reason in refusals]
+    said += _members(EnvoyFile(tree), hosts, replicas)
+    found = [Finding("envoy", level, where, text) for level, text in said]
+    return found + check_envoy(tree, config)
+
+
+async def _get(session: aiohttp.ClientSession, url: str) -> Any:
+    async with session.get(url) as response:
+        return await response.json(content_type=None)
+
+
+def _hosts(cluster: Mapping[str, Any]) -> dict[str, str]:
+    """``ip:port`` of each member → what is wrong with it, by Envoy."""
+    hosts = {}
+    for one in cluster.get("host_statuses", ()):
+        if address := one["address"].get("socket_address"):
+            health = one.get("health_status", {})
+            wrong = [flag for flag, is_so in health.items() if is_so is True or is_so in _DOWN]
+            hosts[join_address(address["address"], address["port_value"])] = ", ".join(wrong)
+    return hosts
+
+
+def _members(
+    file: EnvoyFile, hosts: Mapping[str, Mapping[str, str]], replicas: Mapping[str, str]
+) -> Iterator[tuple[Level, str]]:
+    routers = [part.message.name for part in file.router_clusters]
+    fixed = [one.message for one in file.replica_clusters if not is_destination(one.message)]
+    for name in [*routers, *(one.name for one in fixed)]:
+        for host, wrong in hosts.get(name, {}).items():
+            if wrong:
+                yield Level.WARNING, _ILL.format(name, _titled(host, replicas), wrong)
+    for name in routers:
+        if all(hosts.get(name, {}).values()):
+            yield Level.ERROR, _NO_ROUTER.format(name)
+    there = {host: one.name for one in fixed for host in hosts.get(one.name, {})}
+    for host in there.keys() - replicas.keys():
+        yield Level.WARNING, _STRANGER.format(there[host], host)
+    for host in replicas.keys() - there.keys() if fixed else ():
+        yield Level.ERROR, _MISSING.format(_titled(host, replicas))
+
+
+def _titled(host: str, replicas: Mapping[str, str]) -> str:
+    return with_name(host, replicas.get(host, ""))

@@ -1,0 +1,1 @@
+"""Small parts that every room may use: addresses, files, the clock, signals."""

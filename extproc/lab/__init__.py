@@ -1,0 +1,1 @@
+"""Everything that imitates production: simulated replicas, replays of records, the demo."""

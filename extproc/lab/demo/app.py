@@ -1,0 +1,170 @@
+"""The demo's course: start everything, send requests, show what happens, stop everything."""
+
+import argparse
+import asyncio
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
+from itertools import count, islice
+from pathlib import Path
+from random import Random
+
+import aiohttp
+from rich.console import Console
+from rich.live import Live
+
+from extproc.lab.demo.by_hand import instructions
+from extproc.lab.demo.journal import Journal
+from extproc.lab.demo.report import Report, Run
+from extproc.lab.demo.samples import samples
+from extproc.lab.demo.screen import Screen, plain
+from extproc.lab.harness.processes import Process, ProcessError
+from extproc.lab.harness.stack import MODEL, USUAL_PORTS, Stack
+from extproc.lab.harness.traffic import send_all
+
+_SEED = 1
+_OPENING_REQUESTS = 60
+_OPENING_RATE = 6.0
+_GENTLE_RATE = 1.0
+_REFRESH_S = 0.25
+_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+async def demo(args: argparse.Namespace) -> int:
+    """Run the demo and return its exit status; SIGINT or SIGTERM ends it early, and every process
+    with it."""
+    console = Console(highlight=False)
+    stop = asyncio.Event()  # an event, not a cancellation: a second Ctrl-C changes nothing
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    work = asyncio.create_task(_in_directory(args, console))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    work.cancel()
+    try:
+        await work
+    except asyncio.CancelledError:
+        console.print("\nstopped")
+        return _INTERRUPTED if args.once else 0
+    return 0
+
+
+async def _in_directory(args: argparse.Namespace, console: Console) -> None:
+    """Keeps the configurations and logs of a run that failed, and says where."""
+    directory = Path(tempfile.mkdtemp(prefix="extproc-demo-"))
+    try:
+        await _with_stack(args, directory, console)
+    except (ProcessError, OSError) as error:
+        raise ProcessError(f"{error}\nlogs: {directory}") from None
+    except asyncio.CancelledError:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _with_stack(args: argparse.Namespace, directory: Path, console: Console) -> None:
+    console.print("Starting Redis, 4 simulated vLLM replicas, poller, router and Envoy …")
+    async with (
+        Stack(directory, usual_ports=USUAL_PORTS) as stack,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session,
+    ):
+        console.print(f"Ready after {stack.ready_s:.1f} s: Envoy listens on {stack.url}")
+        for name, port in USUAL_PORTS.items():
+            if stack.ports[name] != port:
+                console.print(f"Port {port} is taken: {name} has {stack.ports[name]} instead.")
+        journal = Journal(stack, session)
+        if args.once:
+            await _compare(args, stack, journal, console)
+        else:
+            await _show(stack, journal, console)
+
+
+# -- until Ctrl-C ---------------------------------------------------------------------------
+
+
+async def _show(stack: Stack, journal: Journal, console: Console) -> None:
+    random = Random(_SEED)
+    async with _displayed(stack, journal, console):
+        opening = islice(samples(MODEL, _OPENING_RATE, random), _OPENING_REQUESTS)
+        await send_all(stack.url, opening, "sample")
+    advice = instructions(stack)
+    console.print(advice, markup=False, soft_wrap=True)
+    async with _displayed(stack, journal, console, reserved=advice.count("\n") + 1):
+        for minute in count(1):
+            gentle = islice(samples(MODEL, _GENTLE_RATE, random), int(60 * _GENTLE_RATE))
+            await send_all(stack.url, gentle, f"gentle-{minute}")
+
+
+# -- once -----------------------------------------------------------------------------------
+
+
+async def _compare(
+    args: argparse.Namespace, stack: Stack, journal: Journal, console: Console
+) -> None:
+    async def run(name: str, policy: str | None) -> Run:
+        under = policy or "the default policy"
+        console.print(f"\n{args.requests} requests, {args.rate:g}/s, under {under}", style="bold")
+        requests = islice(samples(MODEL, args.rate, Random(_SEED)), args.requests)
+        async with _displayed(stack, journal, console):
+            answers = await send_all(stack.url, requests, name, policy)
+        await journal.settle({answer.request_id for answer in answers})
+        return Run(answers, dict(journal.entries), stack.names)
+
+    report = Report(stack.ready_s, await run("default", None), await run("again", "round_robin"))
+    console.print(f"\n{report}", markup=False, soft_wrap=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    if report.failure:
+        raise ProcessError(report.failure)
+
+
+# -- display --------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def _displayed(
+    stack: Stack, journal: Journal, console: Console, reserved: int = 0
+) -> AsyncIterator[None]:
+    """Shows what happens in the meantime: as a live table on a terminal, else line by line."""
+    screen = Screen(stack, journal, reserved)
+    live = Live(screen, console=console, auto_refresh=False) if console.is_terminal else None
+
+    async def step() -> None:
+        ended = await journal.refresh()
+        for process in stack.ended():
+            console.print(_obituary(process, stack), style="red", markup=False, soft_wrap=True)
+        if live is not None:
+            live.refresh()
+        else:
+            for entry in ended:
+                console.print(plain(entry, stack), markup=False, soft_wrap=True)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            with live or nullcontext():
+                following = tasks.create_task(_repeat(step))
+                yield
+                following.cancel()
+                await asyncio.sleep(_REFRESH_S)  # Envoy writes its log with some delay
+                await step()
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None  # one reason is enough
+
+
+async def _repeat(step: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await step()
+        await asyncio.sleep(_REFRESH_S)
+
+
+def _obituary(process: Process, stack: Stack) -> str:
+    event = f"{process.name} ended with status {process.returncode}"
+    if process.name == "envoy":
+        raise ProcessError(f"{event}; the end of {process.log}:\n{process.last_lines()}")
+    if process.name == "router" and process.returncode in (-signal.SIGKILL, -signal.SIGTERM, 0):
+        return f"{event}: Envoy goes on without it. Start it again: {stack.router_command}"
+    return f"{event}; the end of {process.log}:\n{process.last_lines(5)}"

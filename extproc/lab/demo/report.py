@@ -1,0 +1,154 @@
+"""What two runs of the same requests under two policies came to."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from extproc.ground.layout import Column, table
+from extproc.lab.demo.journal import Entry
+from extproc.lab.harness.traffic import Answer
+
+_Percentiles = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Requests sent under one policy, and what is known of them."""
+
+    answers: list[Answer]
+    entries: Mapping[str, Entry]
+    """By request id."""
+    names: Mapping[str, str]
+    """``ip:port`` → name of the replica."""
+
+    @cached_property
+    def figures(self) -> dict[str, Any]:
+        """Requests with a whole answer, those that a replica served which the router named, those
+        whose replica Envoy chose, and all by replica; seconds to the end of an answer and, where it
+        was streamed, to the first token."""
+        known, whole = self._known(), [answer for answer in self.answers if answer.ok]
+        served = Counter(entry.access.upstream for entry in known if entry.access)
+        return {
+            "ok": len(whole),
+            "routed": sum(entry.routed for entry in known),
+            "fallback": sum(entry.fallback for entry in known),
+            "per_replica": {name: served[address] for address, name in self.names.items()},
+            "completion_s": percentiles([answer.completion_s for answer in whole]),
+            "ttft_s": percentiles([answer.ttft_s for answer in whole if answer.ttft_s]),
+        }
+
+    @property
+    def added_ms(self) -> _Percentiles:
+        """Of the milliseconds requests waited for the router, as Envoy counts them."""
+        waits = [entry.access.added_ms for entry in self._known() if entry.access]
+        return percentiles([wait for wait in waits if wait is not None])
+
+    @property
+    def predicted_error_median(self) -> float | None:
+        """Median of \\|predicted - actual\\| ÷ actual completion."""
+        return percentiles(
+            [
+                abs(entry.decision.predicted_completion_s / answer.completion_s - 1.0)
+                for answer in self.answers
+                if answer.ok
+                and (entry := self.entries.get(answer.request_id))
+                and entry.decision is not None
+            ]
+        )["p50"]
+
+    def failure(self, policy: str) -> str:
+        """Why it did not show what it should, under a policy of that name; empty when it did."""
+        sent = len(self.answers)
+        ok, routed, fallback = (self.figures[name] for name in ("ok", "routed", "fallback"))
+        if ok < sent:
+            problem = next(answer.account for answer in self.answers if not answer.ok)
+            return f"under {policy}, {sent - ok} of {sent} requests failed: {problem}"
+        if fallback:
+            return f"under {policy}, Envoy's fallback served {fallback} of {sent} requests"
+        if routed < sent:
+            return f"under {policy}, {sent - routed} of {sent} requests were not routed"
+        return ""
+
+    def _known(self) -> list[Entry]:
+        found = (self.entries.get(answer.request_id) for answer in self.answers)
+        return [entry for entry in found if entry is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The default policy beside round robin."""
+
+    ready_s: float
+    run: Run
+    round_robin: Run
+
+    @property
+    def p99_ratio(self) -> float | None:
+        """p99 completion under round robin ÷ under the default policy."""
+        ours, theirs = (one.figures["completion_s"]["p99"] for one in (self.run, self.round_robin))
+        return theirs / ours if ours and theirs else None
+
+    @property
+    def failure(self) -> str:
+        """Why the demo did not show what it should; empty when it did."""
+        return self.run.failure("the default policy") or self.round_robin.failure("round_robin")
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures; seconds and milliseconds as the names say."""
+        added_ms = self.run.added_ms
+        return {
+            "requests": len(self.run.answers),
+            **self.run.figures,
+            "predicted_error_median": self.run.predicted_error_median,
+            "added_ms_p50": added_ms["p50"],
+            "added_ms_p99": added_ms["p99"],
+            "ready_s": self.ready_s,
+            "round_robin": self.round_robin.figures,
+            "p99_ratio": self.p99_ratio,
+        }
+
+    def __str__(self) -> str:
+        """Both runs side by side, and what follows."""
+        runs = self.run.figures, self.round_robin.figures
+        rows = [
+            ["answered", *(str(one["ok"]) for one in runs)],
+            ["routed / by fallback", *(f"{one['routed']} / {one['fallback']}" for one in runs)],
+        ]
+        for title, name in (("completion", "completion_s"), ("first token", "ttft_s")):
+            for at in ("p50", "p99"):
+                rows.append([f"{title} {at}", *(_seconds(one[name][at]) for one in runs)])
+        for replica in runs[0]["per_replica"]:
+            served = (str(one["per_replica"][replica]) for one in runs)
+            rows.append([f"served by {replica}", *served])
+        title = f"{len(self.run.answers)} requests"
+        columns = [Column(title, left=True), Column("default"), Column("round_robin")]
+        return "\n".join([*table(columns, rows), "", *self._conclusions()])
+
+    def _conclusions(self) -> list[str]:
+        lines, added_ms = [], self.run.added_ms
+        if self.p99_ratio is not None:
+            lines.append(f"p99 completion: {self.p99_ratio:.1f} times as long under round_robin")
+        if (error := self.run.predicted_error_median) is not None:
+            lines.append(
+                f"prediction error: {error:.0%} in the median, the answers' lengths being unknown"
+            )
+        if (p50 := added_ms["p50"]) is not None:
+            p99 = added_ms["p99"]
+            lines.append(f"the router adds {p50:.1f} ms in the median, {p99:.1f} ms at p99")
+        return lines
+
+
+def percentiles(values: list[float]) -> _Percentiles:
+    """``p50`` and ``p99``; None of no values."""
+    if not values:
+        return {"p50": None, "p99": None}
+    p50, p99 = np.percentile(values, (50, 99))
+    return {"p50": float(p50), "p99": float(p99)}
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"

@@ -1,0 +1,1 @@
+"""Starts Envoy, Redis, replicas, pollers and routers for the demo, tests and benchmarks."""

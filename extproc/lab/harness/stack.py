@@ -1,0 +1,341 @@
+"""The whole system on loopback: Redis, simulated replicas, poller, router and Envoy."""
+
+import asyncio
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import aiohttp
+import yaml
+
+from extproc.ground.address import shift_port
+from extproc.lab.demo.access_log import add_access_log
+from extproc.lab.harness.envoy_config import Bootstrap, addressed
+from extproc.lab.harness.ports import pick_ports
+from extproc.lab.harness.processes import (
+    Check,
+    Process,
+    answers,
+    envoy_command,
+    start_redis,
+)
+
+MODEL = "llama-8b"
+"""What every replica serves."""
+
+_ENVOY_WORKERS = 2
+_FLUSH_MS = 100
+"""Envoy writes its access log out this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedReplica:
+    """A replica of the stack."""
+
+    name: str
+    profile: str
+    """Hardware profile it has, and is known to the router to have."""
+    arguments: tuple[str, ...] = ()
+    """Further ones of ``extproc simulate``."""
+    program: tuple[str, ...] = ("extproc", "simulate")
+    """What ``python -m`` runs: another program may take the same arguments."""
+    kv_events_ports: tuple[int, int] | None = None
+    """Where it tells of its KV blocks, and where it tells so again."""
+
+
+FLEET = (
+    SimulatedReplica("fast-1", "llama-8b-h100"),
+    SimulatedReplica("fast-2", "llama-8b-h100"),
+    SimulatedReplica("slow-1", "llama-8b-a10"),
+    SimulatedReplica("slow-2", "llama-8b-a10"),
+)
+
+USUAL_PORTS: Mapping[str, int] = MappingProxyType(
+    {"envoy": 8080, "envoy-admin": 9901, "router": 50051, "router-admin": 9090}
+)
+"""Ports that people know; the demo takes them where they are free."""
+
+_OTHER_PORTS = ("envoy", "envoy-admin", "redis")
+
+
+class Stack:
+    """Runs the system within an ``async with`` block, and stops every process at its end.
+
+    Processes are called ``redis``, ``poller``, ``router``, ``envoy``, and by the names of the
+    replicas; further pollers and routers ``poller-2``, ``router-2`` and so on. Each may be killed
+    and started again; it keeps its ports.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        replicas: Sequence[SimulatedReplica] = FLEET,
+        settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+        usual_ports: Mapping[str, int] = MappingProxyType({}),
+        workers: int = 1,
+        routers: int = 1,
+        pollers: int = 1,
+    ) -> None:
+        """A stack that does not run yet.
+
+        Args:
+            directory: where configurations and logs go.
+            settings: sections of the configuration of router and poller, added to those needed
+                here; ``{"route": {"policy": "lmetric"}}``.
+            usual_ports: ports to take where they are free, by the names in ``ports``.
+            workers: processes of each router; Envoy lists them all.
+        """
+        self.directory = directory
+        self.replicas = replicas
+        self.routers = _names("router", routers)
+        self.pollers = _names("poller", pollers)
+        own = [*self.routers, *(f"{name}-admin" for name in (*self.routers, *self.pollers))]
+        wanted = dict.fromkeys((*_OTHER_PORTS, *own, *(one.name for one in replicas)), 0)
+        in_a_row = {name: workers for name in wanted if name.startswith("router")}
+        self.ports = pick_ports({**wanted, **usual_ports}, in_a_row)
+        self.config_file = directory / "extproc.yaml"
+        self.access_log = directory / "access.log"
+        self.ready_s = 0.0
+        """Seconds it took until the first request could be routed."""
+        self._settings = settings
+        self._workers = range(workers)
+        self._processes: dict[str, Process] = {}
+        self._dismissed: set[str] = set()
+
+    # -- where things are -------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Where clients send requests: Envoy."""
+        return self._url("envoy")
+
+    @property
+    def envoy_admin(self) -> str:
+        """Envoy's admin address."""
+        return self._url("envoy-admin")
+
+    @property
+    def router_admin(self) -> str:
+        """The router's admin address; its first worker's, where it has several."""
+        return self.admin("router")
+
+    def worker_admins(self, router: str = "router") -> list[str]:
+        """The admin address of each worker of a router."""
+        first = self.address(f"{router}-admin")
+        return [f"http://{shift_port(first, number)}" for number in self._workers]
+
+    @property
+    def redis_url(self) -> str:
+        """Where the state is shared."""
+        return f"redis://{self.address('redis')}/0"
+
+    @property
+    def router_command(self) -> str:
+        """The shell command that runs this stack's router."""
+        return shlex.join(self._service("router"))
+
+    @property
+    def explain_command(self) -> str:
+        """The shell command that shows this router's decisions."""
+        router = self.address("router-admin")
+        return shlex.join(self._command("extproc", "explain", "--router", router))
+
+    def admin(self, name: str) -> str:
+        """Admin address of a router or a poller."""
+        return self._url(f"{name}-admin")
+
+    def address(self, name: str) -> str:
+        """``ip:port`` of a replica, or of one of the other ports."""
+        return f"127.0.0.1:{self.ports[name]}"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """``ip:port`` → name of the replica."""
+        return {self.address(one.name): one.name for one in self.replicas}
+
+    def name_of(self, address: str) -> str:
+        """The replica at ``ip:port``; the address itself where there is none."""
+        return self.names.get(address, address)
+
+    def process(self, name: str) -> Process:
+        """The process of that name, as it was started last."""
+        return self._processes[name]
+
+    def ended(self) -> list[Process]:
+        """Processes that ended though nobody asked this stack to end them; each is told once."""
+        gone = [
+            process
+            for name, process in self._processes.items()
+            if not process.running and name not in self._dismissed
+        ]
+        self._dismissed.update(process.name for process in gone)
+        return gone
+
+    def _url(self, name: str) -> str:
+        return f"http://{self.address(name)}"
+
+    # -- life -------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        """Start everything at once; return when a request would be routed to any replica."""
+        started = time.monotonic()
+        self._write_configurations()
+        replicas = [one.name for one in self.replicas]
+        names = [*replicas, *self.routers, *self.pollers, "redis", "envoy"]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name in names:
+                    tasks.create_task(self.start(name))
+            await self.wait_routing()
+        except BaseException as error:
+            await self._stop_all()
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+        self.ready_s = time.monotonic() - started
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop_all()
+
+    async def start(self, name: str) -> None:
+        """Start a process (again), and return when it answers."""
+        if name == "redis":
+            process = await start_redis(self.directory, self.ports["redis"])
+        else:
+            argv, ready = self._recipe(name)
+            log = self.directory / f"{name}.log"
+            process = await Process.start(name, argv, log=log, ready=ready)
+        self._processes[name] = process
+        self._dismissed.discard(name)
+
+    async def kill(self, name: str) -> None:
+        """End a process with SIGKILL, as a crash would."""
+        self._dismissed.add(name)
+        await self._processes[name].kill()
+
+    async def stop(self, name: str) -> None:
+        """End a process with SIGTERM, as an operator would."""
+        self._dismissed.add(name)
+        await self._processes[name].stop()
+
+    async def wait_routing(self) -> None:
+        """Return when every router knows every replica, and Envoy uses every router."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=1.0)) as session:
+            ready = partial(self._routes, session)
+            await self._processes["router"].wait_ready(ready)
+
+    async def _stop_all(self) -> None:
+        self._dismissed.update(self._processes)
+        if envoy := self._processes.get("envoy"):
+            await envoy.stop()  # first: with its requests gone nobody else has to wait for them
+        await asyncio.gather(*(process.stop() for process in self._processes.values()))
+
+    # -- what runs --------------------------------------------------------------------------
+
+    def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
+        if name == "envoy":
+            return self._envoy_command(), answers(f"{self.envoy_admin}/ready")
+        if name in (*self.routers, *self.pollers):
+            return self._service(name), answers(f"{self.admin(name)}/healthz")
+        replica = next(one for one in self.replicas if one.name == name)
+        options = {"port": self.ports[name], "model": MODEL, "profile": replica.profile}
+        ports = replica.kv_events_ports
+        told = ("--kv-events-ports", *ports) if ports else ()
+        argv = self._command(*replica.program, *_flags(options), *told, *replica.arguments)
+        return argv, answers(f"{self._url(name)}/health")
+
+    def _service(self, name: str) -> list[str]:
+        command = "serve" if name in self.routers else "poll"
+        own = {f"{command}.admin": self.address(f"{name}-admin")}
+        if command == "serve":
+            own["serve.listen"] = self.address(name)
+        shared = self._command("extproc", command, "--config", self.config_file)
+        return shared if name in ("router", "poller") else [*shared, *_flags(own)]
+
+    def _command(self, *program: str | Path | int) -> list[str]:
+        return [sys.executable, "-m", *map(str, program)]
+
+    def _envoy_command(self) -> list[str | Path]:
+        command = envoy_command(self.directory / "envoy.yaml", _ENVOY_WORKERS)
+        return [*command, "--file-flush-interval-msec", str(_FLUSH_MS)]
+
+    def _write_configurations(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.config_file.write_text(yaml.safe_dump(self._configuration(), sort_keys=False))
+        bootstrap = self._bootstrap()
+        add_access_log(bootstrap, self.access_log)
+        (self.directory / "envoy.yaml").write_text(yaml.safe_dump(bootstrap, sort_keys=False))
+
+    def _bootstrap(self) -> Bootstrap:
+        return addressed(
+            listen=self.address("envoy"),
+            admin=self.address("envoy-admin"),
+            routers=self._listening,
+            replicas=[self.address(one.name) for one in self.replicas],
+        )
+
+    @property
+    def _listening(self) -> list[str]:
+        """Address of each process that Envoy asks."""
+        first = map(self.address, self.routers)
+        return [shift_port(one, number) for one in first for number in self._workers]
+
+    def _configuration(self) -> dict[str, Any]:
+        """What router and poller read."""
+        sections: dict[str, dict[str, object]] = {
+            "redis": {"url": self.redis_url},
+            "serve": {
+                "listen": self.address("router"),
+                "admin": self.address("router-admin"),
+                "workers": len(self._workers),
+            },
+            "route": {"allow_policy_header": True},
+            "poll": {"admin": self.address("poller-admin")},
+        }
+        for name, keys in self._settings.items():
+            sections[name] = {**sections.get(name, {}), **keys}
+        events = ("kv_events_port", "kv_events_replay_port")
+        replicas = [
+            {"url": self.address(one.name), "name": one.name, "profile": one.profile}
+            | dict(zip(events, one.kv_events_ports or (), strict=False))
+            for one in self.replicas
+        ]
+        return {"replicas": replicas, **sections}
+
+    # -- readiness --------------------------------------------------------------------------
+
+    async def _routes(self, session: aiohttp.ClientSession) -> bool:
+        try:
+            for admin in chain.from_iterable(map(self.worker_admins, self.routers)):
+                if not await self._knows_all(session, admin):
+                    return False
+            return await self._envoy_asks(session)
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def _knows_all(self, session: aiohttp.ClientSession, admin: str) -> bool:
+        async with session.get(f"{admin}/fleet") as response:
+            fleet = await response.json()
+        healthy = {replica["name"] for replica in fleet["replicas"] if replica["healthy"]}
+        return healthy == {replica.name for replica in self.replicas}
+
+    async def _envoy_asks(self, session: aiohttp.ClientSession) -> bool:
+        async with session.get(f"{self.envoy_admin}/clusters") as response:
+            members = await response.text()
+        return all(f"::{one}::health_flags::healthy" in members for one in self._listening)
+
+
+def _names(first: str, count: int) -> tuple[str, ...]:
+    return (first, *(f"{first}-{number}" for number in range(2, count + 1)))
+
+
+def _flags(options: Mapping[str, object]) -> list[str]:
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]

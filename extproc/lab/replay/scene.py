@@ -1,0 +1,234 @@
+"""What is replayed: requests, replicas and what the router decides by, as recorded or changed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from extproc.config import Config
+from extproc.lab.replay.recorded import Recorded
+from extproc.lab.replay.speeds import step_times
+from extproc.observe.record import Replica, Request, keys_of
+from extproc.predict.hardware import HardwareProfile, profile_or_default
+from extproc.predict.step import StepModel
+from extproc.replica_state import ReplicaState
+from extproc.request.endpoint import Endpoint
+from extproc.request.objective import Objective
+from extproc.request.prefix import Keys, Prefix
+from extproc.request.profile import RequestProfile
+
+_JOINED_S = 5.0
+"""Seconds after the start of a record within which it tells of every replica that there is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request of the record."""
+
+    index: int
+    """Among all."""
+    at: float
+    """Seconds from the start."""
+    prompt_tokens: int
+    output_tokens: int
+    """Of each of its sequences."""
+    profile: RequestProfile
+    held: Keys
+    """Keys of its prompt and, as far as a later prompt shows them, of its answer."""
+    unit: float
+    """Tokens of each of these, the same in all requests for the model."""
+    replica: str
+    waited_s: float
+    ttft_s: float
+    """These two since it was sent; not a number where they were not seen."""
+    completion_s: float
+
+    def hashes(self, block_size: int) -> list[int]:
+        """Of its blocks, equal where the beginnings are."""
+        ends = np.arange(1, int(len(self.held) * self.unit / block_size) + 1) * block_size
+        units = np.minimum(np.ceil(ends / self.unit).astype(int), len(self.held)) - 1
+        hashes: list[int] = (self.held[units] + ends.astype(np.uint64)).tolist()
+        return hashes
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is so of a replica from some time on."""
+
+    at: float
+    step: StepModel
+    state: ReplicaState
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica: its limits, and what became of it."""
+
+    hardware: HardwareProfile
+    turns: tuple[Turn, ...]
+    """The first is so from the start."""
+
+    @property
+    def state(self) -> ReplicaState:
+        """As it was in the end."""
+        return self.turns[-1].state
+
+    def called(self, replica: str, name: str) -> "Member":
+        """One like it."""
+        called = {"id": replica, "name": name}
+        turns = (replace(one, state=one.state.model_copy(update=called)) for one in self.turns)
+        return replace(self, turns=tuple(turns))
+
+    def on(self, hardware: HardwareProfile, step: StepModel | None) -> "Member":
+        """The same on other hardware, with these step times, or those of its profile."""
+        capacity = hardware.kv_tokens
+        told: dict[str, object] = {"profile": hardware.name, "kv_tokens": capacity, "learned": step}
+        if (longest := self.state.max_model_len) is not None:
+            told["max_model_len"] = min(longest, capacity)
+        turns = (
+            replace(one, step=step or hardware.step, state=one.state.model_copy(update=told))
+            for one in self.turns
+        )
+        return Member(hardware, tuple(turns))
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """All that a replay begins with."""
+
+    config: Config
+    """What the router decides by."""
+    members: Mapping[str, Member]
+    """By ``ip:port``."""
+    requests: Sequence[Asked]
+    lasts_s: float
+
+    @property
+    def names(self) -> dict[str, str]:
+        """``ip:port`` of each replica, by what people call it, in that order; that itself, where
+        others have its name."""
+        found = dict[str, str]()
+        for replica, member in self.members.items():
+            name = member.state.name
+            found[replica if not name or name in found else name] = replica
+        return dict(sorted(found.items()))
+
+
+def scene_of(recorded: Recorded) -> Scene:
+    """What happened.
+
+    Raises:
+        ValueError: something in it cannot be replayed.
+    """
+    start = recorded.start
+    began = start.at
+    try:
+        # Where drafts are accepted, as many steps as there are: the engine decodes one by one.
+        per_step = {
+            name: next(line.tokens_per_step for line in reversed(lines) if line.state is not None)
+            for name, lines in recorded.replicas.items()
+        }
+        requests = list(_asked(recorded.requests, began, per_step))
+        learned = step_times(recorded.replicas, recorded.requests)
+        members = {
+            name: _member(lines, learned[name], began) for name, lines in recorded.replicas.items()
+        }
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"the record has a line that cannot be understood: {error}") from None
+    lasts_s = max(one.at + one.seconds for one in recorded.requests) - began
+    return Scene(Config.model_validate(start.config), members, requests, lasts_s)
+
+
+# -- requests -------------------------------------------------------------------------------
+
+
+def _asked(
+    lines: Sequence[Request], began: float, per_step: Mapping[str, float]
+) -> Iterator[Asked]:
+    keys = [keys_of(line.keys) for line in lines]
+    units = {
+        model: median(line.unit for line in lines if line.model == model and line.unit)
+        for model in {line.model for line in lines if line.unit}
+    }
+    held = list(keys)
+    last = dict[int, int]()
+    for index, line in enumerate(lines):
+        if (before := last.get(line.asked)) is not None:
+            known = keys[index][: int(line.answered / max(line.unit, 1.0))]
+            held[before] = max(held[before], known, key=len)
+        if line.whole:
+            last[line.whole] = index
+    for index, line in enumerate(lines):
+        unit = units.get(line.model, 1.0)
+        seen = line.complete or (line.stream and not line.cut)
+        steps = round(line.output_tokens / per_step[line.replica])
+        yield Asked(
+            index,
+            line.at - began,
+            max(line.prompt_tokens, 1),
+            max(steps, 1) if line.sequences else 0,
+            _profile(line, keys[index]),
+            held[index],
+            unit,
+            line.replica,
+            line.waited_s,
+            np.nan if line.ttft_s is None else line.ttft_s,
+            line.seconds if seen else np.nan,
+        )
+
+
+def _profile(line: Request, keys: Keys) -> RequestProfile:
+    targets = line.ttft_target_s, line.tpot_target_s, line.completion_target_s
+    return RequestProfile(
+        Endpoint(line.endpoint),
+        line.model,
+        line.estimated_tokens,
+        0,
+        output_bound=line.output_bound,
+        sequences=line.sequences,
+        stream=line.stream,
+        least_output=line.least_output,
+        tenant=line.tenant,
+        prompts=line.prompts,
+        longest_share=line.longest_share,
+        session=line.session,
+        objective=Objective(line.objective, line.priority, False, *targets),
+        prefix=Prefix(
+            keys, line.unit, line.estimated_tokens, line.whole, line.asked, line.answered
+        ),
+    )
+
+
+# -- replicas -------------------------------------------------------------------------------
+
+
+def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) -> Member:
+    there = [line for line in lines if line.state is not None]
+    states = [ReplicaState.model_validate(line.state) for line in there]
+    last = states[-1]
+    if max(state.engines for state in states) > 1:
+        raise ValueError(
+            f"{last.name or last.id} is a data-parallel server, and those are not replayed"
+        )
+    profile = profile_or_default(last.profile)
+    hardware = replace(
+        profile,
+        step=steps[0],
+        kv_tokens=last.kv_tokens or profile.kv_tokens,
+        token_budget=int(there[-1].token_budget),
+        max_num_seqs=int(min(line.max_num_seqs for line in there)),
+    )
+    step, state = steps[0], states[0]
+    known = zip(steps, states, strict=True)
+    turns = []
+    for line in lines:
+        if line.state is None:
+            state = state.model_copy(update={"healthy": False})
+        else:
+            step, state = next(known)
+        turns.append(Turn(max(line.at - began, 0.0), step, state))
+    if turns[0].at > _JOINED_S:  # until then it was not there
+        gone = turns[0].state.model_copy(update={"healthy": False})
+        turns.insert(0, replace(turns[0], at=0.0, state=gone))
+    return Member(hardware, tuple(turns))

@@ -1,0 +1,251 @@
+"""Discrete-event simulation: the production router against the simulator's engines."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from itertools import count
+from math import inf
+from operator import itemgetter
+
+from extproc.lab.replay.clock import VirtualClock
+from extproc.lab.replay.machine import Machine
+from extproc.lab.replay.polling import Watch
+from extproc.lab.replay.routers import Node, Routers
+from extproc.lab.replay.served import Arrival, Failed, Served, Traced
+from extproc.lab.simulator.steps import Outcome
+from extproc.request.errors import Refusal
+from extproc.route.queue import LET_GO_EVERY_S
+from extproc.route.router import Decision
+from extproc.route.waiting import Waiting
+
+_LONGEST_DRAIN = 7200.0
+"""Seconds after the last request in which all must have ended."""
+
+Event = tuple[float, Callable[[], None]]
+"""Something that happens, and when."""
+
+
+class Simulation(ABC):
+    """Replicas, and whoever decides which gets a request; what the requests are, subclasses say."""
+
+    def __init__(
+        self,
+        machines: Mapping[str, Machine],
+        watches: Collection[Watch],
+        routers: Routers,
+        clock: VirtualClock,
+        poll_s: float,
+        hold: bool,
+        events: Iterable[Event],
+    ) -> None:
+        self.machines = machines
+        self.clock = clock
+        self.failed: list[Failed] = []
+        """Requests that got no whole answer."""
+        self._watches = watches
+        self._routers = routers
+        self._poll_s = poll_s
+        self._poll_at = 0.0
+        self._hold = hold
+        self._events = sorted(events, key=itemgetter(0))[::-1]
+        self._sent = 0
+        self._open: dict[int, Served] = {}
+        self._owners: dict[int, Served] = {}
+        """By sequence id."""
+        self._ids = count(1)
+        self._look_at = 0.0
+        self._held = 0
+        """Requests that wait at the routers."""
+
+    @abstractmethod
+    def _arrival(self, number: int, traced: Traced) -> Arrival:
+        """A request as the router and the engines see it."""
+
+    def run(self, trace: Items[Traced]) -> Iterator[Served]:
+        """Plays the trace; yields every request that was answered when it has finished.
+
+        Raises:
+            ValueError: hours after the last request some have not ended.
+        """
+        last = trace[-1].at if trace else 0.0
+        arrivals = iter(trace)
+        upcoming = next(arrivals, None)
+        while upcoming is not None or self._open or self._held:
+            arrives_at = upcoming.at if upcoming is not None else inf
+            happens_at = self._events[-1][0] if self._events else inf
+            now = min(arrives_at, happens_at, self._poll_at)
+            yield from self._advance(now)
+            if now == happens_at:
+                self._events.pop()[1]()
+            elif now == self._poll_at:
+                self._poll()
+            elif upcoming is not None:
+                self._arrive(upcoming)
+                upcoming = next(arrivals, None)
+            if upcoming is None:
+                self._give_up_on_hung()
+            if now > last + _LONGEST_DRAIN:
+                raise ValueError(
+                    f"{len(self._open) + self._held} requests have not ended "
+                    f"{_LONGEST_DRAIN / 3600.0:g} hours after the last one came: the replicas "
+                    "cannot carry so much. Try less traffic, or more or faster replicas"
+                )
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def _arrive(self, traced: Traced) -> None:
+        self._sent += 1
+        arrival = self._arrival(self._sent, traced)
+        decision = self._routers.decide(arrival)
+        if decision and self._hold and self._routers.owner(arrival).queue.keeps(decision):
+            self._wait(arrival, decision)
+        else:
+            self._begin(arrival, decision)
+
+    def _wait(self, arrival: Arrival, decision: Decision) -> None:
+        def go(outcome: Decision | Exception | None) -> None:
+            self._held -= 1
+            if isinstance(outcome, Refusal):
+                outcome = None
+            elif isinstance(outcome, Exception):
+                raise outcome
+            self._begin(arrival, outcome)
+
+        self._held += 1
+        node, profile, now = self._routers.owner(arrival), decision.profile, self.clock()
+
+        def decide() -> Decision | None:
+            return node.router.decide(profile, waited=self.clock() - now)
+
+        try:
+            node.queue.enter(Waiting(decision, now, decide, go))
+        except Refusal as refusal:
+            go(refusal)
+
+    def _begin(self, arrival: Arrival, decision: Decision | None) -> None:
+        if decision is None:
+            self.failed.append(Failed(arrival.traced, "", self.clock()))
+            return
+        whole = not decision.profile.stream
+        served = Served(arrival, decision, whole, decision.replica, self.clock())
+        self._open[served.number] = served
+        self._routers.tell(served, Node.sent)
+        self._send(served)
+
+    def _send(self, served: Served) -> None:
+        machine = self.machines[served.replica]
+        served.sequences = served.arrival.sequences(machine.engine.pool.block_size)
+        if not machine.up:
+            self._retry(served)
+            return
+        served.frontend = machine.step_model.frontend
+        try:
+            for sequence in served.sequences:
+                sequence.id = next(self._ids)
+                self._owners[sequence.id] = served
+                machine.add(sequence, self.clock())
+        except ValueError:  # longer than the replica's context
+            self._answer(served, well=True)
+            self._fail(served)
+            return
+        if served.profile.stream and not machine.hung:
+            self._answer(served, well=True)  # headers come at once, only tokens take time
+
+    def _retry(self, served: Served) -> None:
+        """Its replica is gone; Envoy tries the second choice, once and only before an answer."""
+        second = served.decision.second
+        if served.answered or served.retried or second is None:
+            self._fail(served)
+            return
+        served.retried = True
+        served.replica = second
+        served.first_token = None
+        self._send(served)
+
+    def _fail(self, served: Served) -> None:
+        self._answer(served, well=False)
+        self._routers.ended(served)
+        del self._open[served.number]
+        self.failed.append(Failed(served.traced, served.replica, self.clock()))
+
+    def _answer(self, served: Served, well: bool) -> None:
+        """Response headers pass, once; they say which replica it was in the end."""
+        if served.answered:
+            return
+        served.answered = True
+        if served.replica != served.decision.replica:
+            self._routers.tell(served, Node.retried)
+        self._routers.tell(served, Node.answered if well else Node.failed)
+
+    def _give_up_on_hung(self) -> None:
+        """The last requests wait for replicas that never come back."""
+        if not self._events and all(self.machines[s.replica].hung for s in self._open.values()):
+            for served in list(self._open.values()):
+                self._fail(served)
+
+    def _went_down(self, machine: Machine) -> None:
+        """What it was doing is tried again elsewhere."""
+        for served in list(self._open.values()):
+            if served.replica == machine.name:
+                self._retry(served)
+
+    # -- replicas ---------------------------------------------------------------------------
+
+    def _advance(self, until: float) -> Iterator[Served]:
+        """Runs every engine up to a time; the routers hear of what happened in its order."""
+        while self._held and (step_ends := self._next_step()) < until:
+            yield from self._advance_at_once(step_ends)
+            self._look(step_ends)
+        yield from self._advance_at_once(until)
+
+    def _look(self, now: float) -> None:
+        if now >= self._look_at:
+            self._look_at = now + LET_GO_EVERY_S
+            for node in self._routers.nodes:
+                node.queue.look()
+
+    def _next_step(self) -> float:
+        """When the next step of any engine ends."""
+        ends = (machine.step_ends_at for machine in self.machines.values())
+        return min((end for end in ends if end is not None), default=inf)
+
+    def _advance_at_once(self, until: float) -> Iterator[Served]:
+        happened = [pair for machine in self.machines.values() for pair in machine.advance(until)]
+        happened.sort(key=itemgetter(0))
+        for at, outcome in happened:
+            self._routers.deliver(at)
+            self.clock.time = at
+            yield from self._hear(outcome)
+        self._routers.deliver(until)
+        self.clock.time = until
+
+    def _hear(self, outcome: Outcome) -> Iterator[Served]:
+        for sequence in outcome.prefilled:
+            self._first_token(self._owners[sequence.id])
+        for sequence in outcome.finished:
+            served = self._owners.pop(sequence.id)
+            if all(one.finished is not None for one in served.sequences):
+                del self._open[served.number]
+                self._finish(served)
+                yield served
+                self._routers.tell(served, Node.let_go)
+
+    def _first_token(self, served: Served) -> None:
+        if served.first_token is not None:
+            return  # it was preempted since
+        served.first_token = self.clock()
+        if served.profile.stream:
+            self._answer(served, well=True)
+            self._routers.tell(served, Node.first_token)
+
+    def _finish(self, served: Served) -> None:
+        served.finished = self.clock()
+        self._answer(served, well=True)
+        self._routers.ended(served)
+
+    def _poll(self) -> None:
+        for watch in self._watches:
+            state = watch.poll(self.clock())
+            if state is not None:
+                self._routers.publish(state)
+        self._poll_at += self._poll_s

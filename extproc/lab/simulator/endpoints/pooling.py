@@ -1,0 +1,165 @@
+"""Embeddings, pooling, classes, scores and ranks: prompts are computed, nothing is decoded.
+
+Vectors and scores are drawn from the prompt alone: the same one gets the same answer everywhere.
+"""
+
+from abc import ABC, abstractmethod
+from array import array
+from base64 import b64encode
+from hashlib import blake2b
+from math import hypot
+from random import Random
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import AliasChoices, Field, model_validator
+
+from extproc.lab.simulator import tokens
+from extproc.lab.simulator.endpoints.base import Body, Prompts, encode_prompts
+from extproc.lab.simulator.errors import RequestError
+
+EMBEDDING_DIMENSIONS = 64
+
+Item = str | dict[str, Any]
+Items = Item | list[Item]
+
+
+class PoolingBody(Body, ABC):
+    """A request that only computes prompts; each becomes an item of the reply."""
+
+    id_prefix: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def prompts(self) -> list[bytes]:
+        """The encoded prompts."""
+
+    @abstractmethod
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """What is answered to one prompt."""
+
+    def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
+        """The reply, once all prompts are computed: an item for each, in order."""
+        items = [{"index": index, **self.item(one)} for index, one in enumerate(self.prompts)]
+        head = {"id": f"{self.id_prefix}-{id_}", "object": "list", "created": created}
+        total = sum(tokens.count(prompt) for prompt in self.prompts)
+        usage = {"prompt_tokens": total, "total_tokens": total, "completion_tokens": 0}
+        return {**head, "model": model, "data": items, "usage": usage}
+
+
+class EmbeddingBody(PoolingBody):
+    """A vector for each input."""
+
+    id_prefix = "embd"
+    result: ClassVar = "embedding"
+    field: ClassVar = "embedding"
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """Each input."""
+        return encode_prompts(self.input)
+
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """The vector."""
+        rng = _random(prompt)
+        drawn = [rng.gauss(0, 1) for _ in range(EMBEDDING_DIMENSIONS)]
+        length = hypot(*drawn)
+        vector: Any = [value / length for value in drawn]
+        if self.encoding_format == "base64":
+            vector = b64encode(array("f", vector).tobytes()).decode()
+        return {"object": self.result, self.field: vector}
+
+
+class PoolBody(EmbeddingBody):
+    """The same, in the words of ``/pooling``."""
+
+    id_prefix = "pool"
+    result: ClassVar = "pooling"
+    field: ClassVar = "data"
+
+
+class ClassifyBody(EmbeddingBody):
+    """One of two classes for each input."""
+
+    id_prefix = "classify"
+
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """The class, and how probable each is."""
+        score = _score(prompt)
+        probs = [1 - score, score]
+        return {"label": f"LABEL_{round(score)}", "probs": probs, "num_classes": 2}
+
+
+class ScoreBody(PoolingBody):
+    """How well texts fit: one to many, or pair by pair. Each pair is one prompt."""
+
+    id_prefix = "score"
+
+    left: Items = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    right: Items = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+
+    @model_validator(mode="after")
+    def _in_pairs(self) -> Self:
+        left, right = len(_listed(self.left)), len(_listed(self.right))
+        if not left or not right:
+            raise ValueError("At least one text of each kind is needed")
+        if left not in (1, right):
+            raise ValueError("Input lengths must be either 1:1, 1:N or N:N")
+        return self
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """Each pair."""
+        right = _listed(self.right)
+        left = _listed(self.left)
+        pairs = zip(left * (len(right) if len(left) == 1 else 1), right, strict=True)
+        return [tokens.encode_content([one, other]) for one, other in pairs]
+
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """The score."""
+        return {"object": "score", "score": _score(prompt)}
+
+
+class RerankBody(PoolingBody):
+    """Which documents fit a query best."""
+
+    id_prefix = "rerank"
+
+    query: Item
+    documents: Items
+    top_n: int = Field(default=0, ge=0)
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """The query with each document."""
+        documents = _listed(self.documents)
+        if not documents:
+            raise RequestError("at least one document is needed", "documents")
+        return [tokens.encode_content([self.query, document]) for document in documents]
+
+    def item(self, prompt: bytes) -> dict[str, Any]:
+        """How well a document fits."""
+        return {"relevance_score": _score(prompt)}
+
+    def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
+        """The best documents first."""
+        reply = super().reply(id_, model, created)
+        items: list[dict[str, Any]] = reply["data"]
+        for item, document in zip(items, _listed(self.documents), strict=True):
+            item["document"] = {"text": document if isinstance(document, str) else None}
+        best = sorted(items, key=lambda item: -item["relevance_score"])[: self.top_n or None]
+        return {"id": reply["id"], "model": model, "usage": reply["usage"], "results": best}
+
+
+def _listed(items: Items) -> list[Item]:
+    return items if isinstance(items, list) else [items]
+
+
+def _random(prompt: bytes) -> Random:
+    return Random(blake2b(prompt, digest_size=8).digest())
+
+
+def _score(prompt: bytes) -> float:
+    return _random(prompt).random()

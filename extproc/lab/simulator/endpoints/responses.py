@@ -1,0 +1,151 @@
+"""``/v1/responses``."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import PrivateAttr
+
+from extproc.lab.simulator import tokens
+from extproc.lab.simulator.endpoints.base import (
+    Bound,
+    GenerateBody,
+    Output,
+    Reply,
+    Usage,
+    event,
+)
+from extproc.lab.simulator.errors import RequestError
+from extproc.lab.simulator.sequence import FinishReason
+
+
+class ResponsesBody(GenerateBody):
+    """The request."""
+
+    bounds = ("max_output_tokens",)
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    max_output_tokens: Bound | None = None
+    store: bool | None = True
+    background: bool | None = False
+    previous_response_id: str | None = None
+    _earlier: bytes = PrivateAttr(b"")
+
+    def begin_with(self, conversation: bytes) -> None:
+        """Go on from a conversation, encoded."""
+        self._earlier = conversation
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """What was said before, instructions, tools, input, framed, and the head of the answer."""
+        if not self.input:
+            raise RequestError("the input must not be empty", "input")
+        turns = []
+        if self.instructions:
+            turns.append(tokens.encode_turn("system", tokens.encode(self.instructions)))
+        if self.tools:
+            turns.append(tokens.encode_turn("tools", tokens.encode(json.dumps(self.tools))))
+        items = [{"content": self.input}] if isinstance(self.input, str) else self.input
+        for item in items:
+            content = tokens.encode_content(item.get("content", item))
+            turns.append(tokens.encode_turn(str(item.get("role", "user")), content))
+        return [self._earlier + b"".join(turns) + tokens.encode("<|assistant|>")]
+
+
+class ResponsesReply(Reply):
+    """The reply. Its events are numbered."""
+
+    id_prefix = "resp_"
+
+    def __post_init__(self) -> None:
+        """Name it and its message, and begin to number."""
+        super().__post_init__()
+        self._number = -1
+        self._item = {"item_id": f"msg_{self.key}", "output_index": 0, "content_index": 0}
+
+    def prelude(self) -> bytes:
+        """The response begins."""
+        response = self._response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def opening(self, sequences: int) -> bytes:
+        """An empty message, an empty part in it."""
+        message = self._message("in_progress", [])
+        return self._event(
+            "response.output_item.added", output_index=0, item=message
+        ) + self._event("response.content_part.added", **self._item, part=self._part(""))
+
+    def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
+        """A piece of the text."""
+        return self._event("response.output_text.delta", **self._item, delta=text, logprobs=[])
+
+    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
+        """The text, the part, the message and the response are done."""
+        output = outputs[0]
+        part = self._part(output.text)
+        message = self._message("completed", [part])
+        return (
+            self._event("response.output_text.done", **self._item, text=output.text, logprobs=[])
+            + self._event("response.content_part.done", **self._item, part=part)
+            + self._event("response.output_item.done", output_index=0, item=message)
+            + self._event("response.completed", response=self.whole(outputs, usage))
+        )
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """The message and the usage."""
+        output = outputs[0]
+        cut = output.reason == FinishReason.LENGTH
+        response = self._response("incomplete" if cut else "completed")
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        response["output"] = [self._message("completed", [self._part(output.text)])]
+        response["usage"] = {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached},
+            "output_tokens": usage.completion,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt + usage.completion,
+        }
+        return response
+
+    def queued(self) -> dict[str, Any]:
+        """The response before any work on it."""
+        return self._response("queued")
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number, **fields})
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "model": self.model,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": None,
+            "output": [],
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": None,
+            "usage": None,
+        }
+
+    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._item["item_id"],
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": content,
+        }
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}

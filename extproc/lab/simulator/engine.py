@@ -1,0 +1,564 @@
+"""The scheduling of vLLM V1, without a model: what runs in a step, and how long the step takes."""
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
+from operator import attrgetter
+
+from extproc.lab.simulator.adapters import Adapters
+from extproc.lab.simulator.block_events import BlockEvents
+from extproc.lab.simulator.blocks import BlockPool
+from extproc.lab.simulator.sequence import FinishReason, Sequence
+from extproc.lab.simulator.speculation import Speculation
+from extproc.lab.simulator.steps import Counters, Gauges, Outcome, Step
+from extproc.lab.simulator.stretch import Stretch
+from extproc.predict.hardware import HardwareProfile
+from extproc.predict.step import StepModel
+
+_rank = attrgetter("rank")
+
+
+class Engine:
+    """Schedules sequences as vLLM V1 does; the caller's time is the only clock.
+
+    In each step the running sequences come first, in the order they were admitted: one token for
+    each that decodes, a chunk of the prompt for the one whose prefill is not complete. Then waiting
+    ones are admitted, in order, until the token budget or the number of sequences is used up, or
+    one does not fit into the free KV blocks as a whole. When blocks run out, the last admitted
+    sequences lose theirs and wait at the head of the queue to be computed again, and nothing is
+    admitted in that step. By priority, the queue is in its order, and the sequences that are last
+    in it lose their blocks; those that wait take none from those that run. A waiting sequence whose
+    adapter would be one too many in the batch lets those behind it pass.
+
+    A step costs O(1) for sequences that only decode, whatever their number: tokens in KV cache are
+    summed, blocks are needed by position modulo block size, and ends are known in steps. With
+    speculative decoding it costs a draw for each. A draft is cut short where no block is left;
+    vLLM would preempt for it.
+
+    Run it either step by step (:meth:`schedule`, wait, :meth:`complete`) or up to a time
+    (:meth:`advance`); both give the same results.
+    """
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        block_size: int = 16,
+        kv_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        prefix_caching: bool = True,
+        speculation: Speculation | None = None,
+        adapters: Adapters | None = None,
+        events: BlockEvents | None = None,
+        by_priority: bool = False,
+    ) -> None:
+        """An idle engine; what is not given is taken from the profile.
+
+        Raises:
+            ValueError: the token budget is below the number of sequences, with their drafts, or
+                there is no KV block.
+        """
+        self.profile = profile
+        self.max_num_seqs = max_num_seqs or profile.max_num_seqs
+        self.token_budget = profile.token_budget
+        self.speculation = speculation
+        self._drafted = speculation.tokens if speculation else 0
+        """Draft tokens of each sequence in a step."""
+        if self.token_budget < self.max_num_seqs * (1 + self._drafted):
+            drafts = f", each with {self._drafted} drafts" if self._drafted else ""
+            raise ValueError(
+                f"token budget {self.token_budget} is less than max_num_seqs {self.max_num_seqs}"
+                f"{drafts}: raise the one or lower the other"
+            )
+        blocks = (kv_tokens or profile.kv_tokens) // block_size
+        if blocks < 1:
+            raise ValueError(f"{kv_tokens} KV tokens do not fill a block of {block_size}")
+        self.pool = BlockPool(blocks, block_size)
+        self.events = events
+        """Told of blocks that can be hit, and of those that no longer can."""
+        if events:
+            self.pool.evicted = events.removed
+        self.prefix_caching = prefix_caching
+        self.by_priority = by_priority
+        self.adapters = adapters
+        """None: it serves no LoRA adapters."""
+        self.counters = Counters()
+        self.steps = 0
+        """Steps completed, also those that vLLM does not count."""
+        self.gauges = Gauges()
+        self._model: StepModel = profile.step
+        self._slow = 1.0
+        self._now = 0.0
+        self._step: Step | None = None
+        self._stretch: Stretch | None = None
+        self._waiting: deque[Sequence] = deque()
+        self._deferred = 0
+        """Of those waiting, the sequences that the last step let others pass."""
+        self._prefilling: dict[int, Sequence] = {}
+        self._decoding: dict[int, Sequence] = {}
+        self._kv = 0
+        """Tokens in KV cache of the decoding sequences."""
+        self._needing = [0] * block_size
+        """How many need a new block in a step, by its number modulo the block size."""
+        self._ends: list[tuple[int, int, Sequence]] = []
+        """Heap of last steps; entries of sequences that left early are skipped."""
+
+    @property
+    def slow(self) -> float:
+        """How many times as long as the profile says a step takes; set it at any time."""
+        return self._slow
+
+    @slow.setter
+    def slow(self, factor: float) -> None:
+        self._slow = factor
+        self._model = self.profile.step.slowed(factor)
+        self._stretch = None
+
+    @property
+    def running(self) -> int:
+        """Sequences admitted."""
+        return len(self._decoding) + len(self._prefilling)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences not admitted yet, or preempted."""
+        return len(self._waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """Fraction of KV blocks in use, 0…1; cached blocks that nobody uses are free."""
+        return self.pool.usage
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the KV cache holds: no sequence can be longer."""
+        return self.pool.blocks * self.pool.block_size
+
+    @property
+    def next_end(self) -> float | None:
+        """When the step in progress ends; None where none is in progress."""
+        return self._step.ends_at if self._step else None
+
+    @property
+    def step(self) -> Step | None:
+        """The step in progress; None where none is."""
+        return self._step
+
+    @property
+    def decoding(self) -> Collection[Sequence]:
+        """Sequences whose prompt is computed, in the order they were admitted."""
+        return self._decoding.values()
+
+    @property
+    def queued(self) -> Iterator[Sequence]:
+        """The others: first those whose prefill has begun, then the waiting in their order."""
+        return chain(self._prefilling.values(), self._waiting)
+
+    def generated(self, sequence: Sequence) -> int:
+        """Tokens generated for ``sequence`` up to the last completed step."""
+        if sequence.id in self._decoding:
+            return sequence.output_tokens - (sequence.last_step - self.steps)
+        return sequence.generated
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Queue a sequence; the next step that is scheduled may admit it.
+
+        With :meth:`advance`, advance to ``now`` first.
+
+        Raises:
+            ValueError: it has no prompt, or would never fit into the KV cache.
+        """
+        if sequence.prompt_tokens < 1 or sequence.output_tokens < 0:
+            raise ValueError(f"sequence {sequence.id} needs a prompt of at least one token")
+        tokens = sequence.prompt_tokens + max(sequence.output_tokens - 1, 0)
+        if tokens > self.capacity:
+            raise ValueError(
+                f"sequence {sequence.id} grows to {tokens} tokens; the KV cache holds "
+                f"{self.capacity}"
+            )
+        if self._step is None and not self.running and not self._waiting:
+            self._now = max(self._now, now)
+        sequence.arrived = now
+        if self.by_priority:
+            insort(self._waiting, sequence, key=_rank)
+        else:
+            self._waiting.append(sequence)
+
+    def abort(self, sequence: Sequence, now: float) -> None:
+        """End a sequence that has not finished: it gets nothing from the step in progress."""
+        if sequence.id in self._decoding:
+            self._stop_decoding(sequence)
+        elif sequence.id in self._prefilling:
+            self._stop_prefilling(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        else:
+            return
+        sequence.reason = FinishReason.ABORT
+        sequence.finished = now
+        if self._step is None:
+            self._show(self.waiting)
+
+    def schedule(self, now: float) -> Step | None:
+        """Begin a step at ``now``, the one before being complete; None where there is nothing to
+        do."""
+        self._now = now
+        return self._begin(now)
+
+    def complete(self) -> Outcome:
+        """End the step in progress: hand out its tokens, let go what is finished."""
+        step = self._step
+        assert step is not None, "no step is in progress"
+        self._step = None
+        self._now = step.ends_at
+        decoded = list(self._decoding.values())
+        self.steps += step.steps
+        self._kv += step.steps * len(decoded)
+        accepted = self._accept(decoded, self.speculation) if self.speculation else {}
+        finished = list(self._finish_decoded(step.ends_at))
+        prefilled = [
+            sequence
+            for sequence, chunk in step.chunks
+            if sequence.id in self._prefilling and self._prefill_ends(sequence, chunk)
+        ]
+        for sequence in prefilled:
+            self._end_prefill(sequence, step.ends_at)
+        finished += [sequence for sequence in prefilled if sequence.finished is not None]
+        first = [sequence for sequence in prefilled if sequence.first_token == step.ends_at]
+        outcome = Outcome(step.ends_at, step.steps, decoded, accepted, prefilled, first, finished)
+        self._count(outcome)
+        self._show(min(step.waiting, self.waiting))
+        return outcome
+
+    def advance(self, until: float) -> list[Outcome]:
+        """Run every step that ends by ``until``, many at once where they only decode.
+
+        The step that is in progress at ``until`` stays so. Sequences added afterwards wait for its
+        end, as they would with :meth:`schedule`.
+        """
+        outcomes: list[Outcome] = []
+        while True:
+            step = self._step or self._begin(until)
+            if step is None or step.ends_at > until:
+                return outcomes
+            outcomes.append(self.complete())
+
+    def _begin(self, until: float) -> Step | None:
+        """Schedule one step from now on, or as many like it as end by ``until``."""
+        preempted = self._make_room()
+        self.pool.take(self._decode_blocks())
+        chunks = self._continue_prefill()
+        if not preempted:
+            self._admit_waiting(chunks)
+        if chunks:
+            self._stretch = None
+            ends_at = self._now + self._load_time(chunks) + self._step_time(chunks)
+            self._step = Step(self._now, ends_at, self.waiting, 1, chunks)
+        elif self._decoding:
+            self._step = self._decode(until, single=preempted or self._drafted > 0)
+        return self._step
+
+    def _make_room(self) -> bool:
+        """Have blocks for what runs: a token for all that decode, a chunk for whose prefill is not
+        complete. Returns whether sequences had to be preempted for it."""
+        preempted = False
+        while self._decode_blocks() + self._chunk_blocks() > self.pool.free:
+            self._preempt()
+            preempted = True
+        return preempted
+
+    def _decode_blocks(self) -> int:
+        return self._needing[self.steps % self.pool.block_size]
+
+    def _chunk_blocks(self) -> int:
+        left = self._prefilling.values()
+        return sum(self._blocks_missing(one, self._chunk(one)) for one in left)
+
+    def _chunk(self, sequence: Sequence) -> int:
+        return min(sequence.context - sequence.computed, self._budget_left())
+
+    def _preempt(self) -> None:
+        """Send the sequence admitted last back to the head of the queue; by priority, the one that
+        is the last in it to its place there."""
+        if self.by_priority:
+            last = max(chain(self._decoding.values(), self._prefilling.values()), key=_rank)
+        else:
+            last = next(reversed((self._prefilling or self._decoding).values()))
+        if last.id in self._prefilling:
+            self._stop_prefilling(last)
+        else:
+            self._stop_decoding(last)
+        last.preemptions += 1
+        self.counters.preemptions += 1
+        if self.by_priority:
+            insort(self._waiting, last, key=_rank)
+        else:
+            self._waiting.appendleft(last)
+
+    def _continue_prefill(self) -> list[tuple[Sequence, int]]:
+        """Schedule the next chunk of the prefill that is not complete; there is at most one."""
+        chunks = [(sequence, self._chunk(sequence)) for sequence in self._prefilling.values()]
+        for sequence, chunk in chunks:
+            self._extend(sequence, chunk)
+        return chunks
+
+    def _admit_waiting(self, chunks: list[tuple[Sequence, int]]) -> None:
+        """Admit waiting sequences, in order, while budget, room for sequences and blocks last."""
+        budget = self._budget_left() - sum(chunk for _, chunk in chunks)
+        deferred: list[Sequence] = []
+        while self._waiting and budget > 0 and self.running < self.max_num_seqs:
+            sequence = self._waiting[0]
+            if not self._adapter_fits(sequence):
+                deferred.append(self._waiting.popleft())
+                continue
+            if not self._take_prefix(sequence):
+                break
+            self._waiting.popleft()
+            self._prefilling[sequence.id] = sequence
+            if sequence.admitted is None:
+                sequence.admitted = self._now
+            chunk = min(sequence.context - sequence.computed, budget)
+            self._extend(sequence, chunk)
+            chunks.append((sequence, chunk))
+            budget -= chunk
+        self._waiting.extendleft(reversed(deferred))
+        self._deferred = len(deferred)
+
+    def _adapter_fits(self, sequence: Sequence) -> bool:
+        if self.adapters is None or not sequence.adapter:
+            return True
+        return self.adapters.admits(sequence.adapter, self._in_batch())
+
+    def _in_batch(self) -> list[str]:
+        """Adapters of the sequences admitted."""
+        return _adapters_of(chain(self._decoding.values(), self._prefilling.values()))
+
+    def _load_time(self, chunks: list[tuple[Sequence, int]]) -> float:
+        """Seconds in which a step with these chunks stands still until adapters are loaded."""
+        if self.adapters is None or not any(sequence.adapter for sequence, _ in chunks):
+            return 0.0
+        return self.adapters.use(self._in_batch())
+
+    def _budget_left(self) -> int:
+        return self.token_budget - len(self._decoding) * (1 + self._drafted)
+
+    def _take_prefix(self, sequence: Sequence) -> bool:
+        """Share the blocks of the longest cached prefix, if all of the sequence fits.
+
+        A hit covers whole blocks and leaves at least one token to compute.
+        """
+        hits = 0
+        if self.prefix_caching:
+            limit = (sequence.context - 1) // self.pool.block_size
+            hits = self.pool.cached(sequence.hashes, limit)
+        shared = sequence.hashes[:hits]
+        needed = self.pool.blocks_for(sequence.context) - hits + self.pool.idle(shared)
+        if needed > self.pool.free:
+            return False
+        self.pool.share(shared)
+        sequence.held = list(shared)
+        sequence.blocks = hits
+        sequence.computed = hits * self.pool.block_size
+        if not sequence.preemptions:
+            sequence.cached_tokens = sequence.computed
+            if self.prefix_caching:
+                self.counters.prefix_queries += sequence.prompt_tokens
+                self.counters.prefix_hits += sequence.computed
+        return True
+
+    def _blocks_missing(self, sequence: Sequence, chunk: int) -> int:
+        return self.pool.blocks_for(sequence.computed + chunk) - sequence.blocks
+
+    def _extend(self, sequence: Sequence, chunk: int) -> None:
+        """Take the blocks of a chunk; the full ones of them can be hit from now on."""
+        missing = self._blocks_missing(sequence, chunk)
+        self.pool.take(missing)
+        sequence.blocks += missing
+        if self.prefix_caching:
+            size = self.pool.block_size
+            self._publish(sequence, sequence.computed // size, (sequence.computed + chunk) // size)
+
+    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+        """Make blocks of a sequence known by their content."""
+        new = self.pool.publish(sequence.hashes[first:end])
+        sequence.held += new
+        if self.events and new:
+            self.events.stored(sequence, first, new)
+
+    def _step_time(self, chunks: list[tuple[Sequence, int]]) -> float:
+        """Seconds for a step that prefills ``chunks`` and decodes the rest.
+
+        To verify a draft takes what to prefill as many tokens would.
+        """
+        prefill = sum(chunk for _, chunk in chunks) + self._drafted * len(self._decoding)
+        context = sum(sequence.computed for sequence, _ in chunks)
+        # Each token of a chunk attends to all before it: on average to half the chunk.
+        attention = sum(chunk * (sequence.computed + chunk / 2) for sequence, chunk in chunks)
+        attention += self._drafted * self._kv
+        return self._model.step_time(prefill, self.running, self._kv + context, attention)
+
+    def _decode(self, until: float, single: bool) -> Step:
+        """Schedule a step of decoding alone, and the steps after it that are like it.
+
+        Nothing comes in between before a sequence ends or blocks run out: whatever waits found no
+        room, and decoding makes none.
+        """
+        stretch = self._stretch
+        if stretch is None or stretch.end(self.steps - 1) != self._now:
+            batch = len(self._decoding)
+            time = self._step_time([])
+            stretch = Stretch(self._now, self.steps, time, self._model.c_kv * batch)
+            self._stretch = stretch
+        last = self.steps
+        if not single and stretch.end(last) < until:
+            last = self._last_end() - 1
+            if stretch.end(last) > until:
+                last = stretch.last_until(until)
+        more = self._take_blocks_ahead(last - self.steps)
+        return Step(self._now, stretch.end(self.steps + more), self.waiting, 1 + more)
+
+    def _last_end(self) -> int:
+        """Number of steps after which the next decoding sequence ends."""
+        while self._ends:
+            step, _, sequence = self._ends[0]
+            if sequence.id in self._decoding and sequence.last_step == step:
+                return step
+            heapq.heappop(self._ends)
+        raise AssertionError("no sequence decodes")
+
+    def _take_blocks_ahead(self, steps: int) -> int:
+        """Take the blocks of up to ``steps`` steps after the next; returns for how many there were
+        enough."""
+        if steps == 0:
+            return 0
+        size, free = self.pool.block_size, self.pool.free
+        # Over a full cycle of block_size steps every sequence needs one block.
+        cycles = min(steps // size, free // len(self._decoding))
+        taken, ahead = cycles * len(self._decoding), cycles * size
+        while ahead < steps:
+            needed = self._needing[(self.steps + 1 + ahead) % size]
+            if taken + needed > free:
+                break
+            taken += needed
+            ahead += 1
+        self.pool.take(taken)
+        return ahead
+
+    def _accept(self, decoded: list[Sequence], speculation: Speculation) -> dict[int, int]:
+        """Move sequences that decoded on by what is accepted of their drafts; returns the tokens
+        that each got so, by sequence id."""
+        counters, gained = self.counters, {}
+        counters.drafts += len(decoded)
+        counters.draft_tokens += len(decoded) * speculation.tokens
+        for sequence in decoded:
+            accepted = min(speculation.accepted(), self._room(sequence))
+            counters.accepted_tokens += accepted
+            if tokens := min(accepted, sequence.last_step - self.steps):
+                self._skip(sequence, tokens)
+                gained[sequence.id] = tokens
+        return gained
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens it may go on by, in the blocks it has and those that are free."""
+        tokens, pool = sequence.offset + self.steps, self.pool
+        return (pool.blocks_for(tokens) + pool.free) * pool.block_size - tokens
+
+    def _skip(self, sequence: Sequence, tokens: int) -> None:
+        """Move a decoding sequence on, as if it had begun so many steps before."""
+        before, pool = sequence.offset + self.steps, self.pool
+        pool.take(pool.blocks_for(before + tokens) - pool.blocks_for(before))
+        self._needing[-sequence.offset % pool.block_size] -= 1
+        sequence.offset += tokens
+        self._needing[-sequence.offset % pool.block_size] += 1
+        sequence.last_step -= tokens
+        heapq.heappush(self._ends, (sequence.last_step, sequence.id, sequence))
+        self._kv += tokens
+        self._stretch = None
+
+    def _finish_decoded(self, now: float) -> Iterator[Sequence]:
+        while self._decoding and self._last_end() <= self.steps:
+            _, _, sequence = heapq.heappop(self._ends)
+            self._stop_decoding(sequence)
+            self._finish(sequence, now)
+            yield sequence
+
+    def _prefill_ends(self, sequence: Sequence, chunk: int) -> bool:
+        sequence.computed += chunk
+        return sequence.computed == sequence.context
+
+    def _end_prefill(self, sequence: Sequence, now: float) -> None:
+        """Hand out the first token, and decode the rest."""
+        if sequence.first_token is None:
+            sequence.first_token = now
+        sequence.generated += sequence.output_tokens > 0
+        if sequence.generated == sequence.output_tokens:
+            self._stop_prefilling(sequence)
+            self._finish(sequence, now)
+        else:
+            self._start_decoding(sequence)
+
+    def _start_decoding(self, sequence: Sequence) -> None:
+        del self._prefilling[sequence.id]
+        self._decoding[sequence.id] = sequence
+        sequence.offset = sequence.computed - self.steps
+        sequence.last_step = self.steps + sequence.output_tokens - sequence.generated
+        heapq.heappush(self._ends, (sequence.last_step, sequence.id, sequence))
+        self._needing[-sequence.offset % self.pool.block_size] += 1
+        self._kv += sequence.computed
+        self._stretch = None
+
+    def _stop_decoding(self, sequence: Sequence) -> None:
+        """Take a sequence out of the batch, and its blocks back."""
+        sequence.generated = self.generated(sequence)
+        del self._decoding[sequence.id]
+        tokens = sequence.offset + self.steps
+        self._kv -= tokens
+        self._needing[-sequence.offset % self.pool.block_size] -= 1
+        self._stretch = None
+        # The step in progress has taken room for one more token.
+        sequence.blocks = self.pool.blocks_for(tokens + (self._step is not None))
+        if self.prefix_caching:
+            size = self.pool.block_size
+            self._publish(sequence, sequence.prompt_tokens // size, tokens // size)
+        self._release(sequence)
+
+    def _stop_prefilling(self, sequence: Sequence) -> None:
+        del self._prefilling[sequence.id]
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self.adapters and sequence.adapter:
+            self.adapters.use([sequence.adapter])
+        self.pool.release(sequence.blocks - len(sequence.held), sequence.held)
+        sequence.held = []
+        sequence.blocks = sequence.computed = 0
+
+    def _count(self, outcome: Outcome) -> None:
+        if not outcome.decoded and not outcome.prefilled:
+            return
+        counters, first = self.counters, outcome.first
+        prompt_tokens = sum(sequence.prompt_tokens for sequence in first)
+        cached = sum(sequence.cached_tokens for sequence in first)
+        tokens = len(outcome.decoded) + sum(outcome.accepted.values())
+        tokens += sum(sequence.output_tokens > 0 for sequence in outcome.prefilled)
+        counters.first_tokens += len(first)
+        counters.prompt_tokens += prompt_tokens
+        counters.cached_tokens += cached
+        counters.generated_tokens += tokens + (outcome.steps - 1) * len(outcome.decoded)
+        counters.iteration_tokens.observe(tokens + prompt_tokens - cached, outcome.steps)
+
+    def _show(self, waiting: int) -> None:
+        self.gauges = Gauges(self.running, waiting, self.kv_usage)
+        if self.adapters:
+            used = _adapters_of(self._decoding.values())
+            deferred = min(self._deferred, waiting)
+            self.gauges = self.gauges._replace(deferred=deferred, adapters=used)
+
+    def _finish(self, sequence: Sequence, now: float) -> None:
+        sequence.finished = now
+        self.counters.finished[sequence.reason] += 1
+
+
+def _adapters_of(sequences: Iterable[Sequence]) -> list[str]:
+    return list(dict.fromkeys(sequence.adapter for sequence in sequences if sequence.adapter))

@@ -1,0 +1,184 @@
+"""An engine in real time."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
+
+from extproc.ground.clock import Clock
+from extproc.lab.simulator import tokens
+from extproc.lab.simulator.endpoints.base import Output, Usage
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.lateness import Lateness
+from extproc.lab.simulator.metrics import Metrics
+from extproc.lab.simulator.sequence import FinishReason, Sequence
+from extproc.lab.simulator.steps import Outcome
+
+MAX_LAG_S = 1.0
+"""Seconds of steps that are caught up on at once when the process was kept from running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One sequence of a request."""
+
+    sequence: Sequence
+    bound: int
+    """Most tokens it may generate."""
+    start: int
+    """Where in the vocabulary its text begins."""
+
+    def output(self) -> Output:
+        """What was generated, once it has ended."""
+        generated = self.sequence.generated
+        text = tokens.generated_text(self.start, generated)
+        return Output(text, generated, self.sequence.reason)
+
+
+class Token(NamedTuple):
+    """What a step generated: its text, and the reason if it is the last of its answer."""
+
+    answer: int
+    text: str
+    reason: FinishReason | None
+
+
+class Generation:
+    """The answers to one request, ``choices`` for each prompt, and what came of them so far."""
+
+    def __init__(self, answers: list[Answer], choices: int, streamed: bool) -> None:
+        self.answers = answers
+        self.choices = choices
+        self._streamed = streamed
+        self._generated = [0] * len(answers)
+        self._left = len(answers)
+        self._tokens: list[Token] = []
+        self._changed = asyncio.Event()
+
+    def outputs(self) -> list[Output]:
+        """All answers, once they have ended."""
+        return [answer.output() for answer in self.answers]
+
+    def usage(self) -> Usage:
+        """Tokens so far; a prompt counts once, whatever the number of its choices."""
+        prompts = [answer.sequence for answer in self.answers[:: self.choices]]
+        return Usage(
+            prompt=sum(sequence.prompt_tokens for sequence in prompts),
+            completion=sum(answer.sequence.generated for answer in self.answers),
+            cached=sum(sequence.cached_tokens for sequence in prompts),
+        )
+
+    def longest(self) -> list[int]:
+        """Tokens of the longest choice for each prompt, once they have ended."""
+        generated = [answer.sequence.generated for answer in self.answers]
+        return [
+            max(generated[start : start + self.choices])
+            for start in range(0, len(generated), self.choices)
+        ]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all answers have ended."""
+        return not self._left
+
+    async def stream(self) -> AsyncIterator[list[Token]]:
+        """The tokens as they come, for a request that is streamed; several when reading lags."""
+        while self._left or self._tokens:
+            await self._changed.wait()
+            self._changed.clear()
+            batch, self._tokens = self._tokens, []
+            yield batch
+
+    async def done(self) -> None:
+        """Wait for the end of all sequences, for a request that is not streamed."""
+        await self._changed.wait()
+
+    def add_tokens(self, index: int, count: int) -> None:
+        """Tokens of answer ``index`` were generated in a step: they are sent as one."""
+        if self._streamed:
+            answer = self.answers[index]
+            reason = answer.sequence.reason if answer.sequence.finished is not None else None
+            text = tokens.generated_text(answer.start + self._generated[index], count)
+            self._tokens.append(Token(index, text, reason))
+            self._changed.set()
+        self._generated[index] += count
+
+    def end(self) -> None:
+        """An answer has ended."""
+        self._left -= 1
+        if not self._left:
+            self._changed.set()
+
+
+class LiveEngine:
+    """Runs an engine's steps at the times they end."""
+
+    def __init__(self, engine: Engine, metrics: Metrics, clock: Clock, speed: float = 1.0) -> None:
+        """An engine that does not run yet; :meth:`run` runs it ``speed`` times as fast."""
+        self.engine = engine
+        self.speed = speed
+        self.lateness = Lateness()
+        self._metrics = metrics
+        self._clock = clock
+        self._started = clock()
+        self._owners: dict[int, tuple[Generation, int]] = {}
+        self._next_id = 0
+        self._arrival = asyncio.Event()
+        self.awake = asyncio.Event()
+        """While it is not set, the engine stands still."""
+        self.awake.set()
+
+    def next_id(self) -> int:
+        """A sequence id that is not in use."""
+        self._next_id += 1
+        return self._next_id
+
+    def submit(self, generation: Generation) -> None:
+        """Queue the sequences of a request."""
+        now = self._now()
+        for index, answer in enumerate(generation.answers):
+            self.engine.add(answer.sequence, now)
+            self._owners[answer.sequence.id] = (generation, index)
+        self._arrival.set()
+
+    def abort(self, generation: Generation) -> None:
+        """End what has not finished of a request."""
+        now = self._now()
+        for answer in generation.answers:
+            if self._owners.pop(answer.sequence.id, None):
+                self.engine.abort(answer.sequence, now)
+
+    async def run(self) -> NoReturn:
+        """Run steps until cancelled. Each begins when the last was due, so delays do not add up."""
+        now = self._now()
+        while True:
+            step = self.engine.schedule(now)
+            if step is None:
+                self._arrival.clear()
+                await self._arrival.wait()
+                now = self._now()
+                continue
+            await asyncio.sleep(max(0.0, (step.ends_at - self._now()) / self.speed))
+            await self.awake.wait()
+            self._deliver(self.engine.complete(), (step.ends_at - step.starts_at) / self.speed)
+            late = (self._now() - step.ends_at) / self.speed
+            self.lateness.delivered(max(late, 0.0))
+            self.lateness.lost(max(late - MAX_LAG_S, 0.0))
+            now = max(step.ends_at, self._now() - MAX_LAG_S * self.speed)
+
+    def _now(self) -> float:
+        return (self._clock() - self._started) * self.speed
+
+    def _deliver(self, outcome: Outcome, duration: float) -> None:
+        self._metrics.observe("inter_token_latency_seconds", duration, len(outcome.decoded))
+        for sequence in (*outcome.decoded, *outcome.prefilled):
+            if sequence.output_tokens:
+                generation, index = self._owners[sequence.id]
+                generation.add_tokens(index, 1 + outcome.accepted.get(sequence.id, 0))
+        for sequence in outcome.first:
+            self._metrics.first_token_came(sequence, self.speed)
+        for sequence in outcome.finished:
+            generation, index = self._owners.pop(sequence.id)
+            bound = generation.answers[index].bound
+            self._metrics.sequence_finished(sequence, bound, self.speed)
+            generation.end()

@@ -1,0 +1,191 @@
+"""A simulated replica: one model on one engine, and the requests it takes."""
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from random import Random
+from zlib import crc32
+
+from extproc.ground.clock import Clock, monotonic
+from extproc.lab.simulator import tokens
+from extproc.lab.simulator.adapters import Adapters
+from extproc.lab.simulator.block_events import BlockEvents
+from extproc.lab.simulator.blocks import chain_hashes
+from extproc.lab.simulator.endpoints.base import Body, GenerateBody
+from extproc.lab.simulator.endpoints.pooling import PoolingBody
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.errors import RequestError
+from extproc.lab.simulator.lengths import output_length
+from extproc.lab.simulator.live import Answer, Generation, LiveEngine
+from extproc.lab.simulator.metrics import Metrics
+from extproc.lab.simulator.sequence import FinishReason, Sequence
+from extproc.lab.simulator.speculation import ACCEPTANCE, Speculation
+from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
+
+DEFAULT_MODEL_LEN = 32_768
+"""Context length in tokens, unless the KV cache holds less."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """What a replica simulates. None: what the hardware profile says."""
+
+    model: str = "simulated"
+    profile: str = DEFAULT_PROFILE
+    speed: float = 1.0
+    """How many times as fast as the profile it runs."""
+    kv_tokens: int | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    scheduling_policy: str = "fcfs"
+    """In which order it admits requests: ``fcfs`` or by ``priority``."""
+    block_size: int = 16
+    output_median: int = 120
+    """Median of the output lengths, in tokens, before any bound."""
+    seed: int = 0
+    """Of output lengths, and of what is accepted of drafts."""
+    draft_tokens: int = 0
+    """Tokens drafted for a sequence in each step; 0: it does not decode speculatively."""
+    acceptance: float = ACCEPTANCE
+    """Probability that a drafted token is accepted where those before it are."""
+    prefix_caching: bool = True
+    adapters: tuple[str, ...] = ()
+    """Names of LoRA adapters of the model."""
+    max_loras: int = 1
+    """Adapters in a batch, at most."""
+    adapter_load_s: float = 0.1
+    """Seconds that it takes to load one, at the profile's speed."""
+    enable_prompt_tokens_details: bool = False
+    """Whether chat, completions and messages report cached prompt tokens, as vLLM's flag."""
+    kv_events_ports: tuple[int, int] | None = None
+    """Where it tells of its KV blocks, and where it tells so again; None: it does not."""
+
+
+class Replica:
+    """Turns requests into sequences for its engine."""
+
+    def __init__(self, settings: ReplicaSettings, clock: Clock = monotonic) -> None:
+        """A replica whose engine does not run yet.
+
+        Raises:
+            KeyError: there is no such hardware profile.
+            ValueError: the settings contradict each other.
+        """
+        drafts, random = settings.draft_tokens, Random(settings.seed)
+        self.settings = settings
+        self.engine = Engine(
+            hardware_profile(settings.profile),
+            settings.block_size,
+            settings.kv_tokens,
+            settings.max_num_seqs,
+            prefix_caching=settings.prefix_caching,
+            speculation=Speculation(drafts, settings.acceptance, random) if drafts else None,
+            adapters=Adapters(settings.max_loras, settings.adapter_load_s)
+            if settings.adapters
+            else None,
+            events=BlockEvents(settings.block_size) if settings.kv_events_ports else None,
+            by_priority=settings.scheduling_policy == "priority",
+        )
+        self.max_model_len = settings.max_model_len or min(DEFAULT_MODEL_LEN, self.engine.capacity)
+        if self.max_model_len > self.engine.capacity:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} is more than the KV cache holds "
+                f"({self.engine.capacity} tokens): raise kv_tokens or lower max_model_len"
+            )
+        self.metrics = Metrics(self.engine, settings.model)
+        self.live = LiveEngine(self.engine, self.metrics, clock, settings.speed)
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse a model that is not served here."""
+        if model and model != self.settings.model and model not in self.settings.adapters:
+            raise RequestError(
+                f"The model `{model}` does not exist.", "model", HTTPStatus.NOT_FOUND
+            )
+
+    def generate(self, body: GenerateBody, output_tokens: int | None) -> Generation:
+        """Queue a request that generates text: so many tokens in each sequence, if it says so,
+        within its bound."""
+        prompts = body.prompts
+        bounds = [self._bound(body, tokens.count(prompt)) for prompt in prompts]
+        answers = [
+            self._answer(body, prompt, bound, choice, output_tokens)
+            for prompt, bound in zip(prompts, bounds, strict=True)
+            for choice in range(body.choices)
+        ]
+        generation = Generation(answers, body.choices, bool(body.stream))
+        self.live.submit(generation)
+        return generation
+
+    def pool(self, body: PoolingBody) -> Generation:
+        """Queue prompts of which nothing is decoded."""
+        for prompt in body.prompts:
+            self._check_length(tokens.count(prompt), self.max_model_len)
+        answers = [Answer(self._sequence(body, prompt, "", 0), 0, 0) for prompt in body.prompts]
+        generation = Generation(answers, 1, streamed=False)
+        self.live.submit(generation)
+        return generation
+
+    def _answer(
+        self,
+        body: GenerateBody,
+        prompt: bytes,
+        bound: int,
+        choice: int,
+        output_tokens: int | None,
+    ) -> Answer:
+        if body.ignore_eos:
+            output_tokens = bound
+        elif output_tokens is None:
+            median, seed = self.settings.output_median, self.settings.seed
+            output_tokens = output_length(median, seed, prompt, choice)
+        output_tokens = min(max(output_tokens, body.min_tokens), bound)
+        start = crc32(prompt) + choice
+        text = tokens.generated_text(start, output_tokens)
+        sequence = self._sequence(body, prompt, text, output_tokens)
+        if output_tokens == bound:
+            sequence.reason = FinishReason.LENGTH
+        return Answer(sequence, bound, start)
+
+    def _sequence(self, body: Body, prompt: bytes, text: str, output_tokens: int) -> Sequence:
+        adapter = body.model if body.model in self.settings.adapters else ""
+        block_bytes = self.settings.block_size * tokens.BYTES_PER_TOKEN
+        content = prompt + tokens.encode(text)
+        hashes = chain_hashes(content, block_bytes, adapter.encode())
+        return Sequence(
+            self.live.next_id(),
+            tokens.count(prompt),
+            output_tokens,
+            hashes,
+            adapter,
+            content if self.engine.events else b"",
+            body.priority,
+        )
+
+    def _bound(self, body: GenerateBody, prompt_tokens: int) -> int:
+        """Most tokens a sequence may generate, by vLLM's rules."""
+        if body.bound is not None and body.bound > self.max_model_len:
+            raise RequestError(
+                f"max_tokens={body.bound} cannot be greater than "
+                f"max_model_len={self.max_model_len}. Please request fewer output tokens.",
+                "max_tokens",
+            )
+        self._check_length(prompt_tokens, self.max_model_len - 1)
+        left = self.max_model_len - prompt_tokens
+        bound = left if body.bound is None else min(left, body.bound)
+        if body.min_tokens > bound:
+            raise RequestError(
+                f"min_tokens must be less than or equal to max_tokens={bound}, "
+                f"got {body.min_tokens}.",
+                "min_tokens",
+            )
+        return bound
+
+    def _check_length(self, prompt_tokens: int, limit: int) -> None:
+        if prompt_tokens < 1:
+            raise RequestError("the prompt must not be empty", "prompt")
+        if prompt_tokens > limit:
+            raise RequestError(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"your prompt contains {prompt_tokens} input tokens. Please reduce the length of "
+                "the input prompt.",
+                "input_tokens",
+            )

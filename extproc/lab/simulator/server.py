@@ -1,0 +1,424 @@
+"""The OpenAI-compatible HTTP server around a replica."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from random import Random
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
+from uuid import uuid4
+
+from aiohttp import web
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from extproc.ground.address import join_address
+from extproc.lab.simulator import tokens
+from extproc.lab.simulator.endpoints.audio import AudioBody
+from extproc.lab.simulator.endpoints.base import Body, GenerateBody, Reply
+from extproc.lab.simulator.endpoints.chat import ChatBody, ChatReply, Message, encode_chat
+from extproc.lab.simulator.endpoints.completions import CompletionBody, CompletionReply
+from extproc.lab.simulator.endpoints.messages import MessagesBody, MessagesReply
+from extproc.lab.simulator.endpoints.pooling import (
+    ClassifyBody,
+    EmbeddingBody,
+    PoolBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+)
+from extproc.lab.simulator.endpoints.responses import ResponsesBody, ResponsesReply
+from extproc.lab.simulator.errors import RequestError, anthropic_error, invalid, openai_error
+from extproc.lab.simulator.kv_events import publishing
+from extproc.lab.simulator.live import Generation
+from extproc.lab.simulator.metrics import CONTENT_TYPE
+from extproc.lab.simulator.replica import Replica
+from extproc.lab.simulator.stored import ResponseStore
+from extproc.request.endpoint import Endpoint
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 256 << 20
+
+OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
+"""How many tokens to generate, within the request's bound."""
+
+OUTPUT_TOKENS_STATE = "simulate-output-tokens"
+"""The same as an entry of ``tracestate``, which gets through proxies that drop unknown headers."""
+
+REQUEST_STATE = "simulate-request"
+"""Its client's name for a request, there too: some gateways put their own into ``x-request-id``."""
+
+VLLM_VERSION = "0.32.0"
+"""Whose behaviour is simulated."""
+
+PRIORITY_HEADER = "x-vllm-priority"
+"""Counts instead of the ``priority`` in a body."""
+
+SERVED_BY_HEADER = "x-served-by"
+"""In every response: the ``ip:port`` that answered."""
+
+BACKLOG = 2048
+"""Connections that wait to be accepted, as many as vLLM's own server lets wait."""
+
+GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
+    Endpoint.CHAT: (ChatBody, ChatReply),
+    Endpoint.COMPLETIONS: (CompletionBody, CompletionReply),
+    Endpoint.RESPONSES: (ResponsesBody, ResponsesReply),
+    Endpoint.MESSAGES: (MessagesBody, MessagesReply),
+}
+POOLING: dict[str, type[PoolingBody]] = {
+    Endpoint.EMBEDDINGS: EmbeddingBody,
+    Endpoint.POOLING: PoolBody,
+    Endpoint.CLASSIFY: ClassifyBody,
+    **dict.fromkeys((Endpoint.SCORE, "/score"), ScoreBody),
+    **dict.fromkeys((Endpoint.RERANK, "/rerank", "/v2/rerank"), RerankBody),
+}
+AUDIO = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
+_INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+Asked = TypeVar("Asked", bound=Body)
+Result = TypeVar("Result")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class TokenizeBody(Body):
+    """``/tokenize``: a text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+Seconds = Annotated[float, Field(ge=0, le=60)]
+
+
+class Faults(BaseModel):
+    """``/simulate``: what shall go wrong from now on. For chaos tests and demos only.
+
+    What is not given stays as it is.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    slow: float = Field(default=1.0, gt=0, le=1000)
+    """Every step takes so many times as long, as on a throttled card."""
+    hang: bool = False
+    """Accept, and never answer: requests, streams, /health and /metrics stand still."""
+    fail: Literal[0] | Annotated[int, Field(ge=400, le=599)] = 0
+    """Answer inference at once with this status, /health and /metrics as ever; 0: do not."""
+    metrics_seconds: tuple[Seconds, Seconds] = (0.0, 0.0)
+    """Answer /metrics after a time between these two, drawn anew for each."""
+
+
+class ReplicaServer:
+    """Answers HTTP for one replica."""
+
+    engine: asyncio.Task[NoReturn]
+
+    def __init__(self, replica: Replica, random: Random) -> None:
+        self.replica = replica
+        self._random = random
+        self._responses = ResponseStore()
+        self._faults = Faults()
+        self._in_flight: list[str] = []
+
+    def app(self) -> web.Application:
+        """The application; it runs the replica's engine while it is up."""
+        app = web.Application(middlewares=[self._fault, _errors], client_max_size=MAX_BODY_BYTES)
+        app.cleanup_ctx.append(self._engine)
+        app.on_response_prepare.append(_sign)
+        for path in GENERATING:
+            app.router.add_post(path, self._generate)
+        for path in POOLING:
+            app.router.add_post(path, self._pool)
+        for path in AUDIO:
+            app.router.add_post(path, self._transcribe)
+        app.router.add_get(f"{Endpoint.RESPONSES}/{{name}}", self._response)
+        app.router.add_post(f"{Endpoint.RESPONSES}/{{name}}/cancel", self._cancel_response)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/simulate", self._simulate)
+        app.router.add_get("/simulate/late", self._late)
+        app.router.add_get("/simulate/requests", self._requests)
+        app.router.add_get("/version", _version)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/health", _healthy)
+        return app
+
+    async def _engine(self, app: web.Application) -> AsyncIterator[None]:
+        self.engine = asyncio.create_task(self.replica.live.run())
+        yield
+        self.engine.cancel()
+        await asyncio.wait([self.engine])
+
+    @web.middleware
+    async def _fault(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path == "/simulate":
+            return await handler(request)
+        await self.replica.live.awake.wait()
+        if request.path not in _INFERENCE:
+            return await handler(request)
+        if self._faults.fail:
+            return _error(request, self._faults.fail, "This failure was asked for with /simulate.")
+        name = _trace_state(request, REQUEST_STATE) or ""
+        self._in_flight.append(name)
+        try:
+            return await handler(request)
+        finally:
+            self._in_flight.remove(name)
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body_type, reply_type = GENERATING[request.path]
+        body = await _asked(request, body_type)
+        self.replica.check_model(body.model)
+        self._responses.resume(body)
+        generation = self.replica.generate(body, _output_tokens(request))
+        settings = self.replica.settings
+        reply = reply_type(
+            uuid4().hex,
+            body.model or settings.model,
+            int(time.time()),
+            generation.usage().prompt,
+            settings.enable_prompt_tokens_details,
+        )
+        if body.stream:
+            stream = _stream(request, generation, reply, body.include_usage)
+            return await self._finish(stream, body, reply, generation)
+        work = self._finish(generation.done(), body, reply, generation)
+        if (
+            isinstance(body, ResponsesBody)
+            and body.background
+            and isinstance(reply, ResponsesReply)
+        ):
+            return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
+        await work
+        return web.json_response(reply.whole(generation.outputs(), generation.usage()))
+
+    async def _finish(
+        self, work: Awaitable[Result], body: GenerateBody, reply: Reply, generation: Generation
+    ) -> Result:
+        try:
+            return await work
+        finally:
+            self._leave(generation)
+            self._responses.keep(body, reply, generation)
+
+    async def _response(self, request: web.Request) -> web.Response:
+        return web.json_response(self._responses.response(request.match_info["name"]))
+
+    async def _cancel_response(self, request: web.Request) -> web.Response:
+        return web.json_response(self._responses.cancel(request.match_info["name"]))
+
+    async def _pool(self, request: web.Request) -> web.Response:
+        body = await _asked(request, POOLING[request.path])
+        self.replica.check_model(body.model)
+        await self._whole(self.replica.pool(body))
+        return web.json_response(
+            body.reply(uuid4().hex, body.model or self.replica.settings.model, int(time.time()))
+        )
+
+    async def _transcribe(self, request: web.Request) -> web.Response:
+        form = await request.post()
+        file = form.get("file")
+        if not isinstance(file, web.FileField):
+            raise RequestError("file: an audio file is needed", "file")
+        body = AudioBody(model=str(form.get("model", "")), file=file.file.read())
+        self.replica.check_model(body.model)
+        generation = self.replica.generate(body, _output_tokens(request))
+        await self._whole(generation)
+        return web.json_response(body.reply(generation.outputs()))
+
+    async def _whole(self, generation: Generation) -> None:
+        try:
+            await generation.done()
+        finally:
+            self._leave(generation)
+
+    def _leave(self, generation: Generation) -> None:
+        """Count its prompts if it is complete; end what a client that hung up left behind."""
+        if generation.complete:
+            for longest in generation.longest():
+                self.replica.metrics.request_finished(longest, generation.choices)
+        else:
+            self.replica.live.abort(generation)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await _parse(request, TokenizeBody)
+        self.replica.check_model(body.model)
+        if body.messages is not None:
+            encoded = encode_chat(body.messages)
+        elif body.prompt is not None:
+            encoded = tokens.encode(body.prompt)
+        else:
+            raise RequestError("either prompt or messages is needed", "prompt")
+        ids = tokens.token_ids(encoded)
+        limit = self.replica.max_model_len
+        return web.json_response(
+            {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": None}
+        )
+
+    async def _simulate(self, request: web.Request) -> web.Response:
+        given = (await _parse(request, Faults)).model_dump(exclude_unset=True)
+        self._faults = faults = self._faults.model_copy(update=given)
+        self.replica.engine.slow = faults.slow
+        awake = self.replica.live.awake
+        (awake.clear if faults.hang else awake.set)()
+        now = faults.model_dump()
+        logger.info("simulated faults changed", extra=now)
+        return web.json_response(now)
+
+    async def _late(self, request: web.Request) -> web.Response:
+        return web.json_response(self.replica.live.lateness.to_json())
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        """The name of each request in flight: who is hit when this replica fails."""
+        return web.json_response(self._in_flight)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        settings = self.replica.settings
+        base: dict[str, Any] = {
+            "id": settings.model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "vllm",
+            "root": settings.model,
+            "parent": None,
+            "max_model_len": self.replica.max_model_len,
+        }
+        # Of an adapter vLLM tells no context length: it has its model's.
+        of_adapter = {"parent": settings.model, "max_model_len": None}
+        adapters = [base | of_adapter | {"id": name, "root": name} for name in settings.adapters]
+        return web.json_response({"object": "list", "data": [base, *adapters]})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        await asyncio.sleep(self._random.uniform(*self._faults.metrics_seconds))
+        page = self.replica.metrics.page()
+        return web.Response(body=page.encode(), headers={"content-type": CONTENT_TYPE})
+
+
+async def _sign(request: web.Request, response: web.StreamResponse) -> None:
+    """Say who answered, so that a client behind a proxy can tell replicas apart."""
+    host, port, *_ = request.get_extra_info("sockname") or ("", 0)
+    response.headers[SERVED_BY_HEADER] = join_address(host, port)
+
+
+async def _version(request: web.Request) -> web.Response:
+    return web.json_response({"version": VLLM_VERSION})
+
+
+async def _healthy(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def _stream(
+    request: web.Request, generation: Generation, reply: Reply, include_usage: bool
+) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+    )
+    with suppress(ConnectionError):  # the client is gone
+        await response.prepare(request)
+        await response.write(reply.prelude())
+        pending = reply.opening(len(generation.answers))
+        async for batch in generation.stream():
+            pending += b"".join([reply.token(*token) for token in batch])
+            if generation.complete:
+                pending += reply.closing(generation.outputs(), generation.usage(), include_usage)
+            await response.write(pending)
+            pending = b""
+    return response
+
+
+async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
+    """The request's body."""
+    try:
+        return body.model_validate_json(await request.read())
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+async def _asked(request: web.Request, body: type[Asked]) -> Asked:
+    """The body of a request for inference, with the priority that a header says."""
+    asked = await _parse(request, body)
+    try:
+        asked.priority = int(request.headers.get(PRIORITY_HEADER, asked.priority))
+    except ValueError:
+        raise RequestError(f"{PRIORITY_HEADER} is not an integer") from None
+    return asked
+
+
+def _output_tokens(request: web.Request) -> int | None:
+    """What the header says, or the trace state."""
+    value = request.headers.get(OUTPUT_TOKENS_HEADER, _trace_state(request, OUTPUT_TOKENS_STATE))
+    if value is None:
+        return None
+    if not (value.isascii() and value.isdigit() and 0 < len(value) < 10 and int(value)):
+        raise RequestError(f"{OUTPUT_TOKENS_HEADER}: {value!r} is not a number above 0")
+    return int(value)
+
+
+def _trace_state(request: web.Request, name: str) -> str | None:
+    """An entry of ``tracestate``, which is ``key=value`` with commas between (W3C)."""
+    for entry in ",".join(request.headers.getall("tracestate", [])).split(","):
+        key, _, value = entry.strip().partition("=")
+        if key == name:
+            return value
+    return None
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return _error(request, error.status, str(error), error.param)
+    except web.HTTPClientError as error:
+        return _error(request, error.status, error.reason)
+
+
+def _error(
+    request: web.Request, status: int, message: str, param: str | None = None
+) -> web.Response:
+    if request.path == Endpoint.MESSAGES:
+        return web.json_response(anthropic_error(status, message), status=status)
+    return web.json_response(openai_error(status, message, param), status=status)
+
+
+class Serving(NamedTuple):
+    """A replica that is up."""
+
+    runner: web.AppRunner
+    """Clean it up to end."""
+    port: int
+    engine: asyncio.Task[NoReturn]
+    """Ends before only if the engine fails; nothing is answered from then on."""
+
+
+async def start(replica: Replica, host: str, port: int) -> Serving:
+    """Serve a replica; the system chooses the port where ``port`` is 0.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    # A handler must end when its client hangs up: it holds a place in the batch. Bodies are taken
+    # as they come, whatever encoding they claim, as vLLM takes them.
+    server = ReplicaServer(replica, Random(replica.settings.seed))
+    app = server.app()
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        auto_decompress=False,
+        shutdown_timeout=0.5,
+    )
+    if replica.engine.events and replica.settings.kv_events_ports:
+        events = publishing(replica.engine.events, host, *replica.settings.kv_events_ports)
+        app.cleanup_ctx.append(lambda _: events)
+    try:
+        await runner.setup()
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    return Serving(runner, runner.addresses[0][1], server.engine)

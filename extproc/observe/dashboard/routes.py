@@ -1,0 +1,95 @@
+"""The page over HTTP: its files, its news as server-sent events, and one decision."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from pydantic_core import to_json
+
+from extproc.observe.admin import MAY_LOOK, decision_number
+from extproc.observe.dashboard.pool import Pool
+from extproc.observe.dashboard.stream import Live
+from extproc.observe.explain.records import read_records
+from extproc.observe.explain.show import compare
+
+_FILES = Path(__file__).parent / "page"
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""Nothing comes from elsewhere, nothing goes there, and nothing is written into scripts."""
+_PATIENCE_S = 5.0
+"""With who takes nothing."""
+_MOST_VIEWERS = 100
+
+
+def page_routes() -> list[web.RouteDef]:
+    """The page itself, which holds nothing that anybody may not see."""
+    files = (*_FILES.glob("*.js"), *_FILES.glob("*.css"))
+    beside = [web.get(f"/dashboard/{file.name}", _file(file)) for file in files]
+    return [web.get("/", _file(_FILES / "index.html")), *beside]
+
+
+def news_routes(pools: Sequence[Pool]) -> list[web.RouteDef]:
+    """What the page shows, of the pools of one router."""
+    live, log, places = Live(pools), pools[0].log, asyncio.Semaphore(_MOST_VIEWERS)
+
+    async def events(request: web.Request) -> web.StreamResponse:
+        if places.locked():
+            raise web.HTTPServiceUnavailable(text=f"{_MOST_VIEWERS} look already\n")
+        async with places:
+            return await follow(request)
+
+    async def follow(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            async for frame in live.frames():
+                if not request.app[MAY_LOOK](request):
+                    break
+                async with asyncio.timeout(_PATIENCE_S):
+                    await response.write(b"data: %s\n\n" % frame)
+        except ConnectionError:
+            pass  # whoever looked is gone
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def decision(request: web.Request) -> web.Response:
+        number = decision_number(request, "number")
+        for record in log.after(number - 1, 1):
+            if record.number == number:
+                # Words for a thousand candidates take long: requests come first.
+                body = await asyncio.to_thread(_words, record.to_json())
+                return web.Response(body=body, content_type="application/json", headers=_HEADERS)
+        raise web.HTTPNotFound(text="that decision is no longer kept (serve.decisions_kept)\n")
+
+    return [
+        web.get("/dashboard/events", events, allow_head=False),
+        web.get("/dashboard/decision", decision),
+    ]
+
+
+def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:
+    text, kind = file.read_text(encoding="utf-8"), _KINDS[file.suffix]
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=text, content_type=kind, headers=_HEADERS)
+
+    return answer
+
+
+def _words(record: dict[str, Any]) -> bytes:
+    """The comparison that ``extproc explain`` prints, in its parts."""
+    (one,) = read_records([record])
+    return to_json(asdict(compare(one)))

@@ -1,0 +1,139 @@
+"""What whoever looks at the page should know first, in words.
+
+The words stay the same for as long as what they tell does: a screen reader reads new ones aloud.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from extproc.observe.accuracy import Ended
+from extproc.observe.dashboard.pool import Pool
+from extproc.predict.inputs import FleetView
+from extproc.replica_state import SILENT_AFTER_S
+
+_MOST_REASONS, _MOST_NAMES = 5, 3
+_DRIFT = 1.5
+"""Decode time ÷ predicted, against that of the other replicas."""
+_ENOUGH_TOKENS, _FOUND = 5_000.0, 0.5
+"""Expected in a prefix cache before it is judged, and the share of them that it should have."""
+_LATELY_S = 60.0
+_NEARLY = 0.9
+"""Of a limit."""
+
+
+def router_warnings(pools: Sequence[Pool]) -> Iterator[str]:
+    """What concerns the router as a whole."""
+    serve = pools[0].config.serve
+    streams = sum(pool.fleet.in_flight + len(pool.queue) for pool in pools)
+    if streams >= _NEARLY * serve.max_streams:
+        yield (
+            f"This router is nearly full: it looks after at most {serve.max_streams} requests at a "
+            "time (serve.max_streams), and Envoy goes on with further ones without it."
+        )
+    lately = pools[0].log.since(pools[0].wall() - _LATELY_S)
+    if any(one.outcome.overloaded for one in lately):
+        yield (
+            "A circuit breaker of Envoy was full in the last minute: it answered 503 itself. Raise "
+            "its limits (circuit_breakers)."
+        )
+
+
+def pool_warnings(pool: Pool, view: FleetView, ended: Sequence[Ended]) -> Iterator[str]:
+    """What concerns one pool, of which ``view`` has all replicas and ``ended`` the last
+    requests."""
+    yield from _news(pool)
+    yield from _left_out(pool, view)
+    yield from _drifts(view)
+    yield from _cold(view, ended)
+    yield from _held(pool)
+
+
+def _news(pool: Pool) -> Iterator[str]:
+    fleet, shares = pool.fleet, pool.config.state == "redis"
+    if shares and fleet.pollers is None:
+        yield "Redis does not answer: this router goes by what it knew and what it sends itself."
+    elif shares and not fleet.pollers:
+        yield "No poller is alive: start one (extproc poll)."
+    if not fleet.members:
+        yield "No replica is known yet: Envoy's own load balancing serves."
+    elif pool.clock() - fleet.eligibility.silence.heard_at > SILENT_AFTER_S:
+        yield f"Stale news: nothing was heard of any replica for more than {SILENT_AFTER_S:.0f} s."
+    if fleet.peers.stale:
+        yield "Stale news of other routers: what they have in flight is known from polls alone."
+
+
+def _left_out(pool: Pool, view: FleetView) -> Iterator[str]:
+    """Replicas that get no requests, and that nobody asked to drain."""
+    reasons = defaultdict[str, list[str]](list)
+    for one in view.excluded:
+        state = pool.fleet.members.get(one.id)
+        if state is None or not state.draining:
+            reasons[one.why].append(one.name)
+    if len(view) and not any(state.healthy for state in pool.fleet.members):
+        yield "No replica is healthy: Envoy's own load balancing serves."
+    by_size = sorted(reasons.items(), key=lambda reason: -len(reason[1]))
+    for why, names in by_size[:_MOST_REASONS]:
+        yield f"{_listed(names)} left out: {why}."
+    if rest := sum(len(names) for _, names in by_size[_MOST_REASONS:]):
+        yield f"{rest} more left out, each for a reason of its own."
+
+
+def _drifts(view: FleetView) -> Iterator[str]:
+    """Replicas whose times are no longer as predicted, unlike those of the others."""
+    if not len(view):
+        return
+    low, high = (np.quantile(view.stretch, 0.5, method=which) for which in ("lower", "higher"))
+    for word, drifting in (
+        ("longer", view.stretch > _DRIFT * max(low, 1.0)),
+        ("shorter", view.stretch < min(high, 1.0) / _DRIFT),
+    ):
+        if names := [view.names[place] for place in drifting.nonzero()[0].tolist()]:
+            yield (
+                f"{_listed(names)} drifting from the prediction: answers take much {word} than the "
+                "speed that was measured says."
+            )
+
+
+def _cold(view: FleetView, ended: Sequence[Ended]) -> Iterator[str]:
+    """Replicas that do not find in their prefix cache what was sent there before."""
+    sums = defaultdict[str, list[float]](lambda: [0.0, 0.0])
+    for one in ended:
+        if one.cached is not None:
+            sums[one.replica][0] += one.expected_cached
+            sums[one.replica][1] += one.cached
+    names = dict(zip(view.ids, view.names, strict=True))
+    cold = [
+        names[replica]
+        for replica, (expected, found) in sums.items()
+        if replica in names and expected >= _ENOUGH_TOKENS and found < _FOUND * expected
+    ]
+    if cold:
+        yield (
+            f"{_listed(cold)} not finding in the prefix cache half of what was sent there before: "
+            "is the cache on, and large enough?"
+        )
+
+
+def _held(pool: Pool) -> Iterator[str]:
+    hold, waiting = pool.config.hold, len(pool.queue)
+    if waiting >= _NEARLY * hold.most:
+        yield f"Nearly as many requests wait as may ({hold.most}, hold.most): others get 429."
+    oldest = next(iter(pool.queue), None)
+    if oldest is not None and pool.clock() - oldest.since > hold.longest_s / 2:
+        yield (
+            f"Requests have waited for more than half of the {hold.longest_s:g} s after which they "
+            "are refused (hold.longest_s): there are too few replicas."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``a is``; ``a and b are``; ``a, b, c and 9 more are``."""
+    shown = [*names[:_MOST_NAMES]]
+    if more := len(names) - len(shown):
+        shown.append(f"{more} more")
+    *first, last = shown
+    if not first:
+        return f"{last} is"
+    return f"{', '.join(first)} and {last} are"

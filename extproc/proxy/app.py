@@ -1,0 +1,232 @@
+"""``extproc serve``: the router's parts, put together and run."""
+
+import asyncio
+import gc
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from random import Random
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.members import ModelNames
+from extproc.ground.clock import monotonic, wall
+from extproc.observe.admin import serve_admin
+from extproc.observe.dashboard.routes import page_routes
+from extproc.observe.decisions import DecisionLog
+from extproc.observe.demand import Demand
+from extproc.observe.metrics import RouterMetrics
+from extproc.observe.traces import Traces
+from extproc.poll.discovery import names_replicas
+from extproc.poll.into_fleet import poll_into
+from extproc.poll.scrape_metrics import PollMetrics
+from extproc.predict.lengths import OutputLengths
+from extproc.proxy.admin import admin_routes, readiness
+from extproc.proxy.service import GrpcServer
+from extproc.proxy.services import Services, recorder_of, router_of
+from extproc.proxy.sharing import share
+from extproc.proxy.watch import Reader
+from extproc.request.tokens import TokenCounter
+from extproc.route.queue import LET_GO_EVERY_S, Queue
+from extproc.share.connection import connect
+from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_EVERY = 1.0
+"""Seconds."""
+
+
+async def run_router(
+    config: Config, worker: int = 0, ready: Callable[[], None] = lambda: None
+) -> None:
+    """Runs a router until SIGTERM or SIGINT, then lets open streams end; calls ``ready`` when it
+    listens.
+
+    Raises:
+        OSError: an address cannot be listened on.
+        ValueError: the configuration names a tokenizer that does not exist, or no
+            replicas where it is the router that polls them; or traces, where OpenTelemetry is
+            not installed.
+    """
+    if config.state == "memory" and not names_replicas(config):
+        raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
+    registry = CollectorRegistry()
+    services = build(config, registry, worker)
+    services.metrics.worker.set(worker)
+    others = {one.pool: services.of_pool(one) for one in config.each_pool[1:]}
+    pools = (services, *others.values())
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    server = GrpcServer(services, others)
+    async with (
+        _admin(pools, registry, stopping) as admin,
+        _background(server.end_lost(), stopping) as ending,
+        _background(let_go(pools), stopping) as letting_go,
+        _background(_states(pools, registry), stopping) as state,
+        _background(_housekeeping(pools), stopping) as housekeeping,
+    ):
+        port = await server.start(config.serve.listen)
+        names = ", ".join(one.config.pool for one in pools)
+        logger.info("router ready", extra={"port": port, "admin": admin, "pool": names})
+        gc.collect()
+        gc.freeze()  # what is loaded by now is never garbage: to go through it takes 15 ms
+        ready()
+        await stopping.wait()
+        logger.info("stopping", extra={"in_flight": sum(one.fleet.in_flight for one in pools)})
+        await server.stop(config.serve.drain_s)
+        if services.traces is not None:
+            await asyncio.to_thread(services.traces.close)
+    for part in (state, housekeeping, letting_go, ending):
+        if part.done() and not part.cancelled():
+            part.result()
+
+
+@asynccontextmanager
+async def _admin(
+    pools: Sequence[Services], registry: CollectorRegistry, stopping: asyncio.Event
+) -> AsyncIterator[str]:
+    address = pools[0].config.serve.admin
+    async with AsyncExitStack() as stack:
+        try:
+            serving = serve_admin(
+                address,
+                registry,
+                admin_routes(*pools),
+                page_routes(),
+                pools[0].config.admin,
+                ready=readiness(pools, stopping),
+            )
+            bound = await stack.enter_async_context(serving)
+        except OSError as error:
+            reason = f"cannot listen on {address} (serve.admin): {error.strerror}"
+            raise OSError(reason) from None
+        yield bound
+
+
+def build(config: Config, registry: CollectorRegistry, worker: int = 0) -> Services:
+    """The parts of a router, from its configuration; ``worker``: the number of this process.
+
+    Raises:
+        ValueError: as :func:`run_router`.
+    """
+    if config.serve.stream_sample is not None:
+        logger.warning(
+            "serve.stream_sample is deprecated: set serve.chunks_per_s instead",
+            extra={"chunks_per_s": config.serve.chunk_budget},
+        )
+    generator = Random(config.route.seed)
+    fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
+    return Services(
+        config=config,
+        router=router_of(config.route, fleet, generator),
+        tokens=TokenCounter(config.request),
+        log=DecisionLog(config.serve.decisions_kept),
+        metrics=RouterMetrics(registry),
+        clock=monotonic,
+        wall=wall,
+        random=generator,
+        reader=Reader(config.serve.chunk_budget),
+        queue=Queue(fleet, config.hold, monotonic),
+        demand=Demand(monotonic),
+        traces=Traces(endpoint, worker) if (endpoint := config.traces.endpoint) else None,
+        recorder=recorder_of(config, fleet, monotonic, wall),
+    )
+
+
+async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> None:
+    """What tells the fleets of replicas and other routers: Redis, or pollers in this process. And
+    what writes down what comes of it."""
+    if pools[0].config.state == "redis":
+        parts = [follow_state(one.config, one.fleet) for one in pools]
+        parts += [share(one.config, one.fleet, one.metrics) for one in pools]
+    else:
+        metrics = PollMetrics(registry)
+        parts = [poll_into(one.fleet, one.config, metrics) for one in pools]
+    parts += [one.recorder.run() for one in pools if one.recorder]
+    async with asyncio.TaskGroup() as tasks:  # at the end it waits for each, farewells included
+        for part in parts:
+            tasks.create_task(part)
+
+
+async def follow_state(config: Config, fleet: Fleet) -> None:
+    """Brings every change that pollers write into the fleet, for ever."""
+    async with (
+        connect(config.redis.url, config.pool) as redis,
+        aclosing(StateReader(redis, config.pool, Random()).changes()) as changes,
+    ):
+        async for change in changes:
+            await apply(change, fleet)
+
+
+async def apply(change: Change, fleet: Fleet) -> None:
+    """One change of the shared state, brought into the fleet, replica by replica: a message or a
+    snapshot tells of many, and requests come first."""
+    match change:
+        case Snapshot(states, ages):
+            # A Redis that was just started holds few of them yet: what is missing is dropped
+            # only when it stays silent. Those not measured first: at a router's start they are no
+            # newcomers among the others.
+            for state in sorted(states, key=lambda state: state.measured):
+                fleet.put(state, age=ages.get(state.id, 0.0))
+                await asyncio.sleep(0)
+            fleet.known.set()
+        case Put(state):
+            # Pushed at once: it took less than the clocks of two machines differ by.
+            fleet.put(state)
+        case Removed(replica):
+            fleet.remove(replica)
+    await asyncio.sleep(0)
+
+
+async def _housekeeping(pools: Sequence[Services]) -> None:
+    metrics, clock, fleets = pools[0].metrics, pools[0].clock, [one.fleet for one in pools]
+    while True:
+        for one in pools:
+            one.fleet.drop_silent(one.config.poll.ttl_s)
+            metrics.replicas_needed.labels(one.config.pool).set(one.demand.replicas(one.queue))
+        states = [state for fleet in fleets for state in fleet.members]
+        metrics.forget_all_but({state.id for state in states})
+        metrics.tell_left_out(one for fleet in fleets for one in fleet.eligibility.against())
+        healthy = sum(state.healthy for state in states)
+        metrics.replicas.labels("healthy").set(healthy)
+        metrics.replicas.labels("unhealthy").set(len(states) - healthy)
+        held = [(*kind, count) for one in pools for kind, count in one.queue.held().items()]
+        got = [pair for one in pools for pair in one.queue.shares().items()]
+        metrics.tell_waiting(held, got)
+        metrics.in_flight.set(sum(fleet.in_flight for fleet in fleets))
+        metrics.known_blocks.set(sum(fleet.blocks.look() for fleet in fleets))
+        metrics.other_routers.set(max(len(fleet.peers) for fleet in fleets))
+        # Of a pool that never had a replica there is no news.
+        heard = [fleet for fleet in fleets if fleet.members] or fleets[:1]
+        oldest = min(fleet.eligibility.silence.heard_at for fleet in heard)
+        metrics.state_age.set(clock() - oldest)
+        await asyncio.sleep(_HOUSEKEEPING_EVERY)
+
+
+async def let_go(pools: Sequence[Services]) -> None:
+    """What waits may go, too, when a poll or another router told of room; for ever."""
+    while True:
+        for one in pools:
+            one.queue.look()
+        await asyncio.sleep(LET_GO_EVERY_S)
+
+
+@asynccontextmanager
+async def _background(
+    part: Coroutine[Any, Any, None], stopping: asyncio.Event
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs a part of the router beside the rest; should it end, the router stops."""
+    task = asyncio.create_task(part)
+    task.add_done_callback(lambda _: stopping.set())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task

@@ -1,0 +1,264 @@
+"""Envoy's external processing messages: read from bytes, built as bytes.
+
+The upb classes of ``proto/ext_proc.proto`` parse and build a message in a few microseconds, a
+hundredth of what typed Python classes take.
+"""
+
+from collections.abc import Container, Mapping
+from datetime import timedelta
+from functools import cache, lru_cache
+
+from extproc.proxy.proto.ext_proc_pb2 import (
+    HeaderMutation,
+    HeadersResponse,
+    HttpHeaders,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+
+DESTINATION = "x-gateway-destination-endpoint"
+"""Header, and metadata key, of the chosen endpoint: ``ip:port[,ip:port]``
+(Gateway API Inference Extension, endpoint picker protocol)."""
+SERVED = "x-gateway-destination-endpoint-served"
+"""Metadata key of the endpoint that served, as gateways tell it with the response's headers."""
+SUBSET = "x-gateway-destination-endpoint-subset"
+"""Metadata key of the only endpoints that may be chosen."""
+UNSEEN = "x-extproc-unseen"
+"""Header by which Envoy says that it will not tell of the response, as in ``envoy/envoy.yaml``."""
+PRIORITY = "x-vllm-priority"
+"""Header that vLLM takes before a body's ``priority``."""
+METADATA_NAMESPACE = "envoy.lb"
+TOLD_NAMESPACE = "extproc"
+"""Of what is told of a decision."""
+_SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+_CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)
+_ATTRIBUTES = "envoy.filters.http.ext_proc"
+_OWN_ATTRIBUTES = {
+    ":path": "request.path",
+    ":method": "request.method",
+    "x-request-id": "request.id",
+}
+
+NONE, STREAMED, BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX_STREAMED = range(5)
+"""``ProcessingMode.BodySendMode``."""
+_SEND, _SKIP = 1, 2
+"""Of headers and trailers. Envoy closes the stream when it has nothing more to send: a request in
+flight would be taken for one that has ended, were it not for trailers that may come."""
+_OVERWRITE_OR_ADD = 2
+
+_PHASES = (
+    "request_headers",
+    "request_body",
+    "request_trailers",
+    "response_headers",
+    "response_body",
+    "response_trailers",
+)
+
+
+def _empty_reply(phase: str) -> bytes:
+    reply = ProcessingResponse()
+    getattr(reply, phase).SetInParent()
+    return reply.SerializeToString()
+
+
+_EMPTY_REPLIES = {phase: _empty_reply(phase) for phase in _PHASES}
+
+
+def proceed(phase: str) -> bytes:
+    """Reply to a phase: nothing to change. A phase unknown here gets an empty message."""
+    return _EMPTY_REPLIES.get(phase, b"")
+
+
+def _not_this_request() -> bytes:
+    reply = ProcessingResponse(request_headers=HeadersResponse())
+    reply.request_headers.response.header_mutation.remove_headers.extend(_CONTROL_HEADERS)
+    reply.mode_override.response_header_mode = _SKIP
+    return reply.SerializeToString()
+
+
+LEAVE_ALONE: bytes = _not_this_request()
+"""Reply to request headers: send neither this request's body nor anything of its response.
+
+What a client says of its destination is taken out; so it is where a destination is set.
+"""
+
+
+@cache
+def body_only(mode: int) -> bytes:
+    """Reply to request headers: send this request's body, and nothing of its response.
+
+    ``mode``: how Envoy sends the body, for the reply says it anew.
+    """
+    reply = ProcessingResponse(request_headers=HeadersResponse())
+    reply.mode_override.request_body_mode = mode
+    reply.mode_override.response_header_mode = _SKIP
+    reply.mode_override.response_trailer_mode = _SEND
+    return reply.SerializeToString()
+
+
+@cache
+def wait(seconds: float) -> bytes:
+    """Tells Envoy to wait for the reply, which comes within so many seconds.
+
+    It does where its ``max_message_timeout`` is as long, and passes over this where it is not.
+    """
+    reply = ProcessingResponse()
+    reply.override_message_timeout.FromTimedelta(timedelta(seconds=seconds))
+    return reply.SerializeToString()
+
+
+@cache
+def watch_response(changes: bool = False) -> bytes:
+    """Reply to response headers: send this response's body too, as it passes.
+
+    With ``changes`` its length is not known in advance.
+    """
+    reply = ProcessingResponse(response_headers=HeadersResponse())
+    if changes:
+        mutation = reply.response_headers.response.header_mutation
+        mutation.remove_headers.append("content-length")
+    reply.mode_override.response_body_mode = STREAMED
+    reply.mode_override.response_trailer_mode = _SEND
+    return reply.SerializeToString()
+
+
+@lru_cache(maxsize=4096)  # to build one takes five microseconds; pairs of replicas may be many
+def send_to(
+    phase: str,
+    destination: str,
+    clear_route_cache: bool = False,
+    leave_body: bool = False,
+    priority: int | None = None,
+) -> bytes:
+    """Reply to request headers or body: forward to ``destination`` (``ip:port[,ip:port]``).
+
+    With ``leave_body``, to request headers alone, Envoy sends the body to the replica only; with
+    ``priority`` its header that names one says so, whatever the client's said.
+    """
+    reply = ProcessingResponse()
+    if leave_body:
+        reply.mode_override.request_body_mode = NONE
+        reply.mode_override.response_trailer_mode = _SEND
+    common = getattr(reply, phase).response
+    _set_header(common.header_mutation, DESTINATION, destination.encode())
+    common.header_mutation.remove_headers.extend((SUBSET, SERVED))
+    if priority is not None:
+        _set_header(common.header_mutation, PRIORITY, b"%d" % priority)
+    common.clear_route_cache = clear_route_cache
+    metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
+    metadata.fields[DESTINATION].string_value = destination
+    return reply.SerializeToString()
+
+
+def _set_header(mutation: HeaderMutation, name: str, value: bytes) -> None:
+    option = mutation.set_headers.add()
+    option.header.key, option.header.raw_value = name, value
+    option.append_action = _OVERWRITE_OR_ADD
+
+
+def with_metadata(reply: bytes, told: Mapping[str, str | float]) -> bytes:
+    """A reply with so much more metadata, in a namespace of its own: Envoy's subsets go by all that
+    is in the other."""
+    changed = ProcessingResponse.FromString(reply)
+    changed.dynamic_metadata.fields[TOLD_NAMESPACE].struct_value.update(told)
+    return changed.SerializeToString()
+
+
+def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
+    """A reply to a request's body that replaces it.
+
+    Args:
+        reply: what :func:`send_to` made.
+        body: the new one.
+        length: bytes of all that the replica will get; None: not known.
+    """
+    changed = ProcessingResponse.FromString(reply)
+    common = changed.request_body.response
+    common.body_mutation.body = body
+    if length is not None:
+        _set_header(common.header_mutation, "content-length", b"%d" % length)
+    return changed.SerializeToString()
+
+
+def replace_chunk(body: bytes) -> bytes:
+    """Reply to a chunk of a response's body: send this instead."""
+    reply = ProcessingResponse()
+    reply.response_body.response.body_mutation.body = body
+    return reply.SerializeToString()
+
+
+def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:
+    """Reply to a body chunk in full duplex, where what is not sent back is lost."""
+    reply = ProcessingResponse()
+    chunk = getattr(reply, phase).response.body_mutation.streamed_response
+    chunk.body = body
+    chunk.end_of_stream = end_of_stream
+    return reply.SerializeToString()
+
+
+def answer(status: int, body: bytes, retry_after: int = 0) -> bytes:
+    """Answers the request in Envoy: ``status`` and a JSON body.
+
+    Args:
+        status: HTTP status.
+        body: JSON.
+        retry_after: seconds after which the client may try again; 0: it is not said.
+    """
+    reply = ProcessingResponse()
+    reply.immediate_response.status.code = status
+    reply.immediate_response.body = body
+    _set_header(reply.immediate_response.headers, "content-type", b"application/json")
+    if retry_after:
+        _set_header(reply.immediate_response.headers, "retry-after", b"%d" % retry_after)
+    return reply.SerializeToString()
+
+
+def headers_of(message: HttpHeaders, names: Container[str]) -> dict[str, str]:
+    """The last values of those headers that are there; Envoy sends names in lower case."""
+    return {
+        name: header.raw_value.decode("utf-8", "replace") or header.value
+        for header in message.headers.headers
+        if (name := header.key) in names
+    }
+
+
+def attributes_of(message: ProcessingRequest, names: frozenset[str]) -> dict[str, str]:
+    """Those headers that Envoy tells in ``request_attributes``, where the body comes first."""
+    if _ATTRIBUTES not in message.attributes:
+        return {}
+    fields = message.attributes[_ATTRIBUTES].fields
+    told = [(name, key) for name, key in _expressions(names) if key in fields]
+    return {name: fields[key].string_value.decode("utf-8", "replace") for name, key in told}
+
+
+@cache
+def _expressions(names: frozenset[str]) -> list[tuple[str, str]]:
+    return [(name, expression_of(name)) for name in names]
+
+
+def expression_of(header: str) -> str:
+    """The attribute by which Envoy tells a header of the request."""
+    return _OWN_ATTRIBUTES.get(header, f"request.headers['{header}']")
+
+
+def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
+    """The only endpoints that may be chosen, ``ip:port``; None where the gateway names none."""
+    namespaces = message.metadata_context.filter_metadata
+    if _SUBSET_NAMESPACE not in namespaces or SUBSET not in namespaces[_SUBSET_NAMESPACE].fields:
+        return None
+    hint = namespaces[_SUBSET_NAMESPACE].fields[SUBSET]
+    listed = [value.string_value for value in hint.list_value.values]
+    return frozenset(name.strip() for name in listed or hint.string_value.split(",") if name)
+
+
+def served_by(message: ProcessingRequest) -> str:
+    """The endpoint whose response this is, ``ip:port``; empty where Envoy does not tell."""
+    if _ATTRIBUTES in message.attributes:
+        address = message.attributes[_ATTRIBUTES].fields["upstream.address"].string_value
+        if address:
+            return address.decode()
+    namespaces = message.metadata_context.filter_metadata
+    if METADATA_NAMESPACE not in namespaces:
+        return ""
+    return namespaces[METADATA_NAMESPACE].fields[SERVED].string_value

@@ -1,0 +1,304 @@
+"""The ext_proc gRPC server."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Container, Mapping
+from math import inf
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from extproc.proxy import threads, tls
+from extproc.proxy.body_first import BodyFirst
+from extproc.proxy.exchange import Exchange
+from extproc.proxy.gateway import Gateway
+from extproc.proxy.headers_first import HeadersFirst
+from extproc.proxy.messages import FULL_DUPLEX_STREAMED
+from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
+from extproc.proxy.services import Services
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+POOL = "x-extproc-pool"
+"""Metadata of the gRPC stream: the pool that a request is for."""
+_UNKNOWN_REMEMBERED = 100
+_NO_OTHERS: Mapping[str, Services] = MappingProxyType({})
+
+_HEALTH_NAMES = ("", SERVICE, "readiness")
+"""Envoy asks for the first or second, gateways for the last."""
+_LIVENESS = "liveness"
+"""Of the endpoint picker's protocol: one that stops still lives."""
+_LARGEST_MESSAGE = 128 * 2**20
+"""Bytes: a buffered body comes in one message, and requests carry images."""
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
+    ("grpc.max_send_message_length", _LARGEST_MESSAGE),
+    # A body of tens of MB arrives several times sooner than with gRPC's small windows.
+    ("grpc.http2.lookahead_bytes", 16 * 2**20),
+    # Two servers on one port would silently share it; an error is better.
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+    # An Envoy that vanished is found out, however long its streams are silent.
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+]
+_KEEPALIVE_S = 20.0
+_LOOK_EVERY_S = 1.0
+"""Seconds between two looks for replicas that hang."""
+LAME_DUCK_S = 1.5
+"""Seconds for which a router that stops still takes new streams: Envoy, as in ``envoy/*.yaml``,
+asks for its health every 0.5 s, and leaves it out after two bad answers."""
+
+
+class ExternalProcessor:
+    """Serves ``Process``: a stream of messages is one HTTP request.
+
+    Handlers take and give raw bytes, so that no message is parsed twice.
+    """
+
+    def __init__(self, services: Services, pools: Mapping[str, Services] = _NO_OTHERS) -> None:
+        """Takes the services of the configuration's own pool, and those of others by name."""
+        self._services = services
+        self._pools = {services.config.pool: services, **pools}
+        self._of_none = services.of_pool(services.config)
+        """For pools that do not exist: without replicas, so that Envoy's fallback policy serves."""
+        self._unknown: set[str] = set()
+        self._most = services.config.serve.max_streams
+        self._open = 0
+        self._exchanges: dict[Exchange, Callable[[bytes], Awaitable[None]]] = {}
+        """That have begun, and what sends a reply."""
+        self._opened_at = -inf
+        """When the last stream began."""
+        self._full = False
+        """Whether streams were turned away of late."""
+        services.metrics.open_streams.set_function(lambda: self._open)
+
+    async def process(self, _: object, context: grpc.aio.ServicerContext) -> None:
+        """One request, from its headers to the end of its response.
+
+        An error here ends the stream, and Envoy goes on without the router.
+
+        Envoy resets each stream that it has closed, and gRPC cancels its handler then. It never
+        frees what a cancelled handler was waiting for
+        (https://github.com/grpc/grpc/issues/43360): so what serves the stream is not cancelled,
+        and reads that the stream has ended.
+        """
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        serving = asyncio.ensure_future(self._process(context, ended))
+        # Its error was logged, or is of a stream that is over: asyncio need not log it, too.
+        serving.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            await asyncio.shield(serving)
+        finally:
+            ended.cancel()
+
+    async def _process(
+        self, context: grpc.aio.ServicerContext, ended: asyncio.Future[None]
+    ) -> None:
+        """Serves a stream until it ends; ``ended`` is done when it was reset.
+
+        Messages are read one by one, for gRPC's iterator of them keeps the last one, and that may
+        be a body of many MB for as long as the answer takes.
+        """
+        if self._open >= self._most:
+            await self._turn_away(context)
+        if self._full and self._open < self._most // 2:
+            self._full = False
+            logger.info("again fewer requests are in flight than serve.max_streams allows")
+        services, exchange, reading = self._asked_for(context), None, None
+        writing = asyncio.Lock()
+
+        async def write(reply: bytes) -> None:
+            """gRPC takes one at a time, and a request may be ended meanwhile."""
+            async with writing:
+                await context.write(reply)
+
+        self._open += 1
+        self._opened_at = self._services.clock()
+        try:
+            while (raw := await (reading or context.read())) is not grpc.aio.EOF:
+                message = ProcessingRequest.FromString(raw)
+                if exchange is None:
+                    exchange = _protocol(message)(services, message)
+                    self._exchanges[exchange] = write
+                    if services.traces is not None:
+                        exchange.trace = services.traces.begin(context.invocation_metadata() or ())
+                replies = exchange.answer(message)
+                reading = None
+                del raw, message  # see above
+                for reply in replies:
+                    await write(reply)
+                if (waiting := exchange.waiting) is not None:
+                    exchange.waiting = None
+                    reading = asyncio.ensure_future(context.read())
+                    await _first_of(waiting, reading)
+                    if reading.done() and reading.result() is not grpc.aio.EOF:
+                        await _first_of(waiting, ended)  # what came has its turn then
+                    if not waiting.done():
+                        break
+                    replies = waiting.result()
+                    del waiting  # see above
+                    for reply in replies:
+                        await write(reply)
+                    del replies
+        except DecodeError:
+            logger.warning("a client sent what is no ProcessingRequest", extra=_peer(context))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a ProcessingRequest")
+        except grpc.aio.BaseError:
+            raise  # Envoy gave the stream up, or the server stopped: that is passed over
+        except Exception:
+            logger.exception("a request could not be routed; Envoy goes on without the router")
+            raise
+        finally:
+            self._open -= 1
+            if exchange is not None:
+                del self._exchanges[exchange]
+                exchange.close()
+
+    async def end_lost(self) -> None:
+        """Ends the requests on replicas that hang: they would last as long as clients wait."""
+        if not (after := self._services.config.serve.hung_s):
+            return
+        fleets = (pool.fleet for pool in self._pools.values())
+        hung = {one for fleet in fleets for one in fleet.eligibility.hung(after)}
+        if not hung:
+            return
+        lost = [(_lose(one, hung), write) for one, write in self._exchanges.items()]
+        told = [write(answer) for answer, write in lost if answer is not None]
+        if told:
+            extra = {"replicas": ", ".join(sorted(hung)), "requests": len(told)}
+            logger.error("replicas hang, and what they had in flight is ended", extra=extra)
+            await asyncio.gather(*told, return_exceptions=True)  # some may be over meanwhile
+
+    @property
+    def idle(self) -> bool:
+        """Whether no stream is open, nor any came of late."""
+        return not self._open and self._services.clock() - self._opened_at > LAME_DUCK_S
+
+    async def _turn_away(self, context: grpc.aio.ServicerContext) -> None:
+        """For too many are open; Envoy goes on without the router."""
+        self._services.metrics.requests.add("overload")
+        if not self._full:
+            self._full = True
+            logger.error(
+                "as many requests are in flight as serve.max_streams allows: Envoy goes on with "
+                "further ones without the router",
+                extra={"streams": self._open},
+            )
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many requests in flight")
+
+    def _asked_for(self, context: grpc.aio.ServicerContext) -> Services:
+        """The pool that Envoy's route names in the stream's metadata, which no client can set."""
+        metadata = context.invocation_metadata() or ()
+        pool = next((value for key, value in reversed(metadata) if key == POOL), None)
+        if pool is None:
+            return self._services
+        if pool in self._pools:
+            return self._pools[pool]
+        if pool not in self._unknown and len(self._unknown) < _UNKNOWN_REMEMBERED:
+            self._unknown.add(pool)
+            known = ", ".join(self._pools)
+            logger.error(
+                "an Envoy route names a pool that is not configured, so Envoy's fallback serves",
+                extra={"pool": pool, "configured": known} | _peer(context),
+            )
+        return self._of_none
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The handler to add to a gRPC server."""
+        process = grpc.stream_stream_rpc_method_handler(self.process)
+        return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
+
+
+def _protocol(first: ProcessingRequest) -> type[Exchange]:
+    """How Envoy speaks, by the first message of a stream."""
+    if first.WhichOneof("request") == "request_body":
+        return BodyFirst
+    full_duplex = first.protocol_config.request_body_mode == FULL_DUPLEX_STREAMED
+    return Gateway if full_duplex else HeadersFirst
+
+
+async def _first_of(*futures: asyncio.Future[Any]) -> None:
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+
+def _lose(exchange: Exchange, hung: Container[str]) -> bytes | None:
+    try:
+        return exchange.lose(hung)
+    except Exception:  # this request's alone
+        logger.exception("a request on a replica that hangs could not be ended")
+        return None
+
+
+def _peer(context: grpc.aio.ServicerContext) -> dict[str, str]:
+    return {"peer": context.peer()}
+
+
+class GrpcServer:
+    """The gRPC server with its health service."""
+
+    def __init__(
+        self,
+        services: Services,
+        pools: Mapping[str, Services] = _NO_OTHERS,
+        keepalive_s: float = _KEEPALIVE_S,
+    ) -> None:
+        """A server that does not listen yet; ``pools``: services of further pools, by name.
+
+        A peer that is silent for ``keepalive_s`` seconds is asked whether it is there. It has as
+        long again to answer; then its requests are over.
+        """
+        serve = services.config.serve
+        self._files = serve
+        keepalive_ms = round(keepalive_s * 1000)
+        options = [
+            *_OPTIONS,
+            ("grpc.max_concurrent_streams", serve.max_streams),  # of a connection
+            ("grpc.keepalive_time_ms", keepalive_ms),
+            ("grpc.keepalive_timeout_ms", keepalive_ms),
+            ("grpc.http2.ping_timeout_ms", keepalive_ms),  # of other pings; one is sent at a time
+        ]
+        with threads.patient():
+            self._server = grpc.aio.server(options=options)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._processor = ExternalProcessor(services, pools)
+        self._server.add_generic_rpc_handlers((self._processor.handler(),))
+
+    async def start(self, address: str) -> int:
+        """Listens on ``host:port`` and returns the port (of use where it was 0)."""
+        port = tls.open_port(self._server, address, self._files, "serve")
+        with threads.patient():
+            await self._server.start()
+        serving = health_pb2.HealthCheckResponse.SERVING
+        await self._health.set(_LIVENESS, serving)
+        await self._report(serving)
+        return port
+
+    async def end_lost(self) -> None:
+        """Ends, for ever, the requests on replicas that hang."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            await self._processor.end_lost()
+
+    async def stop(self, drain_s: float) -> None:
+        """Ends within ``drain_s`` seconds.
+
+        Its health is bad at once. It takes new streams until Envoy must have noticed, unless it is
+        idle; a stream that is refused would be a request without the router, though others might be
+        there. Open ones have the rest of the time to end.
+        """
+        await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
+        lame_duck_s = 0.0 if self._processor.idle else min(LAME_DUCK_S, drain_s)
+        await asyncio.sleep(lame_duck_s)
+        await self._server.stop(drain_s - lame_duck_s)
+
+    async def _report(self, status: int) -> None:
+        for service in _HEALTH_NAMES:
+            await self._health.set(service, status)

@@ -1,0 +1,216 @@
+"""Replica state in Redis: pollers write it, every router hears of each change.
+
+A state is a value, not an event: the last one wins, and a lost one is repaired by the next.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from pydantic import BaseModel
+from redis.asyncio import Redis
+
+from extproc.replica_state import ReplicaState
+from extproc.share.connection import in_time, outage
+from extproc.share.keys import Keys
+from extproc.share.read import Follower, keys_after
+
+_IN_A_MESSAGE = 16
+"""States at most. To receive a message of one costs every router as much as to read and to apply
+the state in it; a message of 16 keeps it from its requests for a millisecond."""
+_IN_A_PAGE = 64
+"""States at most that are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All states in Redis. It comes first, and again whenever pushes may have been missed."""
+
+    states: tuple[ReplicaState, ...]
+    ages: dict[str, float] = field(default_factory=dict, compare=False)
+    """Seconds that Redis has had each, by its id and by Redis's clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A replica's new state."""
+
+    state: ReplicaState
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """A replica left the pool."""
+
+    id: str
+
+
+Change = Snapshot | Put | Removed
+
+
+class _Message(BaseModel):
+    """What the channel carries: states, or the id of a replica that left; nothing for a kind of
+    message this version does not know."""
+
+    put: tuple[ReplicaState, ...] = ()
+    removed: str | None = None
+
+    def changes(self) -> Iterator[Change]:
+        """Each change it tells of."""
+        yield from map(Put, self.put)
+        if self.removed is not None:
+            yield Removed(self.removed)
+
+
+# KEYS: of each state its lease and its own. ARGV: the poller that must hold the lease (empty:
+# nobody must), TTL in ms, channel, values. Whoever lost a lease has seen less than its new holder.
+# A full Redis refuses values, and still passes them on.
+_PUT = f"""
+local refused
+local held = {{}}
+for i = 1, #KEYS / 2 do
+  if ARGV[1] == '' or redis.call('GET', KEYS[2 * i - 1]) == ARGV[1] then
+    local value = ARGV[3 + i]
+    local set = redis.pcall('SET', KEYS[2 * i], value, 'PX', ARGV[2])
+    if set.err then refused = set end
+    held[#held + 1] = value
+  end
+end
+for first = 1, #held, {_IN_A_MESSAGE} do
+  local last = math.min(first + {_IN_A_MESSAGE} - 1, #held)
+  redis.call('PUBLISH', ARGV[3], '{{"put":[' .. table.concat(held, ',', first, last) .. ']}}')
+end
+return refused
+"""
+
+# KEYS: of each replica its lease, its state, its blocks and what is known of its KV events. ARGV:
+# the poller that removes it (empty: whoever has the lease), channel, messages. Whoever has the
+# lease meanwhile scrapes it.
+_REMOVE = """
+for i = 1, #KEYS / 4 do
+  local holder = redis.call('GET', KEYS[4 * i - 3])
+  if ARGV[1] == '' or not holder or holder == ARGV[1] then
+    redis.call('DEL', KEYS[4 * i - 2], KEYS[4 * i - 1], KEYS[4 * i])
+    redis.call('PUBLISH', ARGV[2], ARGV[2 + i])
+  end
+end
+"""
+
+# KEYS: states. What is none is neither here nor there: nil, as with MGET.
+_READ = """
+local values, left = {}, {}
+for i = 1, #KEYS do
+  local value = redis.pcall('GET', KEYS[i])
+  values[i] = type(value) == 'string' and value
+  left[i] = redis.call('PTTL', KEYS[i])
+end
+return {values, left}
+"""
+
+
+class StateWriter:
+    """Writes replica states, which live for ``ttl_s`` seconds, and tells the pool's routers, each
+    in one round trip. A ``poller`` writes only what it holds the lease on.
+
+    Each method raises RedisError where Redis did not take all of it.
+    """
+
+    def __init__(self, redis: Redis, pool: str, ttl_s: float, poller: str = "") -> None:
+        self._redis = redis
+        self._keys = Keys(pool)
+        self._ttl_ms = max(1, round(ttl_s * 1000))
+        self._poller = poller
+
+    async def put(self, states: Sequence[ReplicaState]) -> None:
+        """Write and announce the states; each lives for the TTL."""
+        if not states:
+            return
+        kinds = (self._keys.lease, self._keys.replica)
+        keys = [kind + state.id for state in states for kind in kinds]
+        values = [state.model_dump_json() for state in states]
+        options = (self._poller, self._ttl_ms, self._keys.changes)
+        async with in_time():
+            await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
+
+    async def remove(self, replicas: Sequence[str]) -> None:
+        """Delete what is known of them and announce it; not of what another poller has."""
+        if not replicas:
+            return
+        of = self._keys
+        kinds = (of.lease, of.replica, of.blocks, of.kv_stream)
+        keys = [kind + replica for replica in replicas for kind in kinds]
+        messages = [_Message(removed=one).model_dump_json(exclude_none=True) for one in replicas]
+        async with in_time():
+            await self._redis.eval(_REMOVE, len(keys), *keys, self._poller, of.changes, *messages)
+
+
+class StateReader(Follower[Change]):
+    """Reads replica states, and how they change; logs that Redis is away."""
+
+    def __init__(self, redis: Redis, pool: str, random: Random) -> None:
+        super().__init__(redis, pool, random)
+        self._outage = outage(redis)
+        self._scraped_at: dict[str, float] = {}
+        """When what the snapshot has of each replica was scraped, while older news may come."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether Redis is away, so that changes are not heard of."""
+        return bool(self._outage.problem)
+
+    def changes(self) -> AsyncGenerator[Change]:
+        """A snapshot, then every change as it is pushed, for ever.
+
+        While Redis is away it yields nothing; then it begins with a snapshot again. A state whose
+        life has ended is not pushed: it is missing from the next snapshot.
+        """
+        return self._follow(self._keys.changes)
+
+    async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
+        """The states of these replicas that are in Redis now; None: all.
+
+        It reads page by page: to read a thousand at once keeps a router from its requests.
+        """
+        if replicas is None:
+            keys = await keys_after(self._redis, self._keys.replica)
+        else:
+            keys = [self._keys.replica + replica for replica in replicas]
+        states: list[ReplicaState] = []
+        ages: dict[str, float] = {}
+        for first in range(0, len(keys), _IN_A_PAGE):
+            page = keys[first : first + _IN_A_PAGE]
+            async with in_time():
+                values, left = await self._redis.eval(_READ, len(page), *page)
+            for key, value, left_ms in zip(page, values, left, strict=True):
+                if value is None:
+                    continue
+                if state := self._garbage.read(key, ReplicaState.model_validate_json, value):
+                    states.append(state)
+                    ages[state.id] = max(state.life_s - left_ms / 1000, 0.0)
+        return Snapshot(tuple(states), ages)
+
+    async def _found(self) -> AsyncIterator[Change]:
+        snapshot = await self.read()
+        self._outage.works()
+        self._scraped_at = {state.id: state.scraped_at for state in snapshot.states}
+        yield snapshot
+
+    async def _pushed(self, data: bytes) -> Iterable[Change]:
+        message = self._garbage.read(self._keys.changes, _Message.model_validate_json, data)
+        return filter(self._is_news, message.changes()) if message else ()
+
+    def _is_news(self, change: Change) -> bool:
+        """Not what was pushed before the snapshot was read: counters that fall tell of a restart.
+
+        Only then are times compared, for the next poller of a replica may have another clock.
+        """
+        if not isinstance(change, Put):
+            return True
+        return change.state.scraped_at >= self._scraped_at.get(change.state.id, 0.0)
+
+    def _caught_up(self) -> None:
+        self._scraped_at.clear()
+
+    def _cut_off(self, error: Exception) -> Iterable[Change]:
+        self._outage.failed(error)
+        return ()

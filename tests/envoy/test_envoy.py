@@ -1,0 +1,497 @@
+"""Our Envoy files in a real Envoy."""
+
+import asyncio
+import io
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+import yaml
+from aiohttp import web
+from envoy_data_plane.envoy.service.ext_proc.v3 import (
+    BodyResponse,
+    CommonResponse,
+    HeadersResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+from envoy_data_plane.google.protobuf import Struct, Value
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from yarl import URL
+
+from extproc.lab.harness.envoy_config import (
+    Bootstrap,
+    addressed,
+    endpoints,
+    manager_of,
+    socket_address,
+)
+from extproc.lab.harness.processes import Process, answers, envoy_binary, free_port, listening
+from tests.e2e.stack import patient
+from tests.waiting import until
+
+pytestmark = pytest.mark.process
+
+ENVOY = Path(__file__).parents[2] / "envoy"
+DESTINATION = "x-gateway-destination-endpoint"
+ENOUGH = 40
+"""By chance Envoy takes the same of two so often in one of 500,000,000,000 cases."""
+
+
+async def validate(config: Path) -> str:
+    """What ``envoy --mode validate`` says, which must be that the file is good."""
+    process = await asyncio.create_subprocess_exec(
+        envoy_binary(), "--mode", "validate", "-c", config,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output = (await process.communicate())[0].decode()
+    assert process.returncode == 0, output
+    return output
+
+
+async def test_the_whole_file_is_valid_and_names_nothing_deprecated() -> None:
+    assert "eprecated" not in await validate(ENVOY / "envoy.yaml")
+
+
+async def test_the_fragment_merged_as_it_says_is_valid(tmp_path: Path) -> None:
+    config = tmp_path / "envoy.yaml"
+    config.write_text(yaml.safe_dump({"static_resources": merged()}), encoding="utf-8")
+    assert "eprecated" not in await validate(config)
+
+
+def merged(port: int = 0) -> dict[str, Any]:
+    """The fragment in an Envoy that listens on that port, as its comments say."""
+    part = yaml.safe_load((ENVOY / "ext_proc.yaml").read_text(encoding="utf-8"))
+    types = "type.googleapis.com/envoy.extensions.filters"
+    router = {"@type": f"{types}.http.router.v3.Router"}
+    manager = {
+        "@type": f"{types}.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "mine",
+        **part["http_connection_manager"],
+        "route_config": {
+            "virtual_hosts": [
+                {
+                    "name": "mine",
+                    "domains": ["*"],
+                    "routes": part["routes"],
+                }
+            ]
+        },
+    }
+    manager["http_filters"].append({"name": "router", "typed_config": router})
+    filters = [{"name": "http", "typed_config": manager}]
+    listener = {
+        "name": "mine",
+        "address": socket_address(f"127.0.0.1:{port}"),
+        "filter_chains": [{"filters": filters}],
+        **part["listener"],
+    }
+    return {"listeners": [listener], "clusters": part["clusters"]}
+
+
+def around_the_fragment(port: int, admin: int, router: str, replicas: Sequence[str]) -> Bootstrap:
+    """A whole configuration with the fragment in it, on these ports of loopback."""
+    resources = merged(port)
+    members = {"extproc_router": [router], "vllm_replicas": replicas}
+    for cluster in resources["clusters"]:
+        cluster["load_assignment"]["endpoints"] = endpoints(members[cluster["name"]])
+    return {
+        "admin": {"address": socket_address(f"127.0.0.1:{admin}")},
+        "static_resources": resources,
+    }
+
+
+@asynccontextmanager
+async def replica(name: str) -> AsyncIterator[str]:
+    """A replica that tells its name and what it was sent; gives its ``ip:port``."""
+
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.read()
+        header = request.headers.get(DESTINATION)
+        told = {"name": name, "header": header, "bytes": len(body), "path": request.raw_path}
+        return web.json_response(told | {"headers": dict(request.headers)})
+
+    app = web.Application(client_max_size=2**28)
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def dying_replica() -> AsyncIterator[str]:
+    """A replica that takes a request and dies before it answers."""
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+class Chooser:
+    """An ext_proc server that sends every request where it is told."""
+
+    def __init__(self) -> None:
+        self.destination = ""
+        self.served_by = ""
+        self.asked: list[str] = []
+        """The messages that came before the request left."""
+        self.told: dict[str, str] = {}
+        """What was told of the last request's headers."""
+
+    async def process(
+        self, requests: AsyncIterator[ProcessingRequest], _: object
+    ) -> AsyncIterator[ProcessingResponse]:
+        async for request in requests:
+            if request.response_headers is not None:
+                fields = request.attributes["envoy.filters.http.ext_proc"].fields
+                self.served_by = fields["upstream.address"].string_value or ""
+                assert fields["response.code"].number_value == 200
+                yield ProcessingResponse(response_headers=HeadersResponse(CommonResponse()))
+            elif request.request_headers is not None:
+                self.asked.append("headers")
+                yield ProcessingResponse(
+                    request_headers=HeadersResponse(CommonResponse()),
+                    dynamic_metadata=self._choice(),
+                )
+            else:
+                self.asked.append("body")
+                for told in request.attributes.values():
+                    self.told = {key: one.string_value or "" for key, one in told.fields.items()}
+                yield ProcessingResponse(
+                    request_body=BodyResponse(CommonResponse()), dynamic_metadata=self._choice()
+                )
+
+    def _choice(self) -> Struct:
+        chosen = Struct(fields={DESTINATION: Value(string_value=self.destination)})
+        return Struct(fields={"envoy.lb": Value(struct_value=chosen)} if self.destination else {})
+
+
+@asynccontextmanager
+async def serve(chooser: Chooser) -> AsyncIterator[int]:
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", 2**28)])
+    method = grpc.stream_stream_rpc_method_handler(
+        chooser.process,
+        request_deserializer=ProcessingRequest.parse,
+        response_serializer=bytes,
+    )
+    service = "envoy.service.ext_proc.v3.ExternalProcessor"
+    handler = grpc.method_handlers_generic_handler(service, {"Process": method})
+    servicer = health.aio.HealthServicer()
+    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def envoy(
+    directory: Path,
+    router_ports: Sequence[int],
+    replicas: Sequence[str],
+    change: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> AsyncIterator[str]:
+    """Our envoy.yaml, running, with a change; gives its URL."""
+    port, admin = free_port(), free_port()
+    bootstrap = addressed(
+        listen=f"127.0.0.1:{port}",
+        admin=f"127.0.0.1:{admin}",
+        routers=[f"127.0.0.1:{one}" for one in router_ports],
+        replicas=replicas,
+    )
+    change(bootstrap)
+    async with running(directory, bootstrap, admin):
+        yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def envoy_of_the_fragment(
+    directory: Path, router_port: int, replicas: Sequence[str]
+) -> AsyncIterator[str]:
+    """Our ext_proc.yaml in an Envoy that runs; gives its URL."""
+    port, admin = free_port(), free_port()
+    bootstrap = around_the_fragment(port, admin, f"127.0.0.1:{router_port}", replicas)
+    async with running(directory, bootstrap, admin):
+        yield f"http://127.0.0.1:{port}"
+
+
+@asynccontextmanager
+async def running(
+    directory: Path, bootstrap: Bootstrap, admin: int, options: Sequence[str] = ()
+) -> AsyncIterator[None]:
+    config = directory / "envoy.yaml"
+    text = patient(yaml.safe_dump(bootstrap))  # what is slow is not tested
+    config.write_text(text, encoding="utf-8")
+    argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
+    async with await Process.start(
+        "envoy",
+        [*argv, "--concurrency", "1", *options],
+        log=directory / "envoy.log",
+        ready=answers(f"http://127.0.0.1:{admin}/ready"),
+    ):
+        yield
+
+
+async def post(
+    url: str,
+    headers: dict[str, str] | None = None,
+    body: bytes = b"{}",
+    path: str = "/v1/completions",
+) -> dict[str, Any]:
+    """Asks for a path just as it is written."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            URL(url + path, encoded=True),
+            data=io.BytesIO(body),
+            headers=headers,
+        ) as response,
+    ):
+        assert response.status == 200, await response.text()
+        answer: dict[str, Any] = await response.json()
+        return answer | {"request_id": response.headers.get("x-request-id")}
+
+
+@pytest.fixture
+async def whole_file(tmp_path: Path) -> AsyncIterator[tuple[Chooser, str]]:
+    """A router, and the URL of our envoy.yaml before it and a replica."""
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [a]) as url,
+    ):
+        chooser.destination = a
+        yield chooser, url
+
+
+@pytest.fixture
+def refusing() -> Iterator[int]:
+    """A port that refuses connections: taken, but never listened on."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+async def test_the_first_choice_serves_and_the_router_hears_who_it_was(tmp_path: Path) -> None:
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [a, b]) as url,
+    ):
+        for name, address in [("a", a), ("b", b), ("a", a)]:
+            chooser.destination = address
+            assert (await post(url))["name"] == name
+            assert chooser.served_by == address
+
+
+@pytest.mark.parametrize(
+    ("asked", "arrives"),
+    [
+        # What clients of such servers send stays as it is.
+        *[(path, path) for path in (
+            "/v1/chat/completions", "/v1/models/org%2Fmodel", "/v1/models/a%20b%C3%A9:7b@main",
+            "/v1/files/f.1/content?u=http://x//y&z=..", "/v1/responses", "/",
+        )],
+        ("//v1//completions", "/v1/completions"),
+        ("/v1/../metrics", "/metrics"),
+        ("/v1/./models/%2e%2e/completions", "/v1/completions"),
+    ],
+)  # fmt: skip
+async def test_router_and_replica_see_one_path(
+    whole_file: tuple[Chooser, str], asked: str, arrives: str
+) -> None:
+    chooser, url = whole_file
+    assert (await post(url, path=asked))["path"] == arrives
+    assert chooser.told["request.path"] == arrives
+
+
+async def test_a_request_leaves_after_one_message(whole_file: tuple[Chooser, str]) -> None:
+    chooser, url = whole_file
+    named = {"x-request-id": "mine", "content-encoding": "identity", "x-other": "o"}
+    answer = await post(url, named)
+    assert chooser.asked == ["body"]
+    assert chooser.told == {
+        "request.path": "/v1/completions",
+        "request.id": "mine",
+        "request.headers['content-encoding']": "identity",
+    }
+    assert answer["header"] == chooser.destination  # for logs and other filters
+
+
+async def test_of_many_responses_a_hundred_a_second_are_told(
+    tmp_path: Path,
+) -> None:
+    def two(tree: dict[str, Any]) -> None:
+        limit, *_ = manager_of(tree)["http_filters"]
+        bucket = limit["typed_config"]["token_bucket"]
+        assert bucket["tokens_per_fill"] / float(bucket["fill_interval"].removesuffix("s")) == 100
+        bucket |= {"max_tokens": 2, "tokens_per_fill": 1, "fill_interval": "3600s"}
+
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [a], two) as url,
+    ):
+        chooser.destination = a
+        for number in range(4):
+            chooser.served_by = ""
+            answer = await post(url)
+            assert answer["header"] == a
+            told = number < 2
+            assert chooser.served_by == (a if told else "")
+            assert ("request.headers['x-extproc-unseen']" in chooser.told) is not told
+            assert "x-extproc-unseen" not in {name.lower() for name in answer["headers"]}
+        await post(url, path="/v1/responses")
+        assert chooser.served_by == a
+
+
+@pytest.mark.parametrize("fragment", [False, True])
+async def test_no_client_keeps_its_response_from_the_router(tmp_path: Path, fragment: bool) -> None:
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        serve(chooser) as port,
+        envoy_of_the_fragment(tmp_path, port, [a])
+        if fragment
+        else envoy(tmp_path, [port], [a]) as url,
+    ):
+        chooser.destination = a
+        await post(url, {"X-Extproc-Unseen": "1"})
+        assert chooser.served_by == a
+        assert "request.headers['x-extproc-unseen']" not in chooser.told
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "asked"),
+    [
+        ("/v1/models", 0, ["headers"]),
+        ("/pool/v1/responses/resp_1/cancel?a=b", 0, ["headers"]),
+        ("/v1/responses", 10, ["body"]),
+        ("/v1/completions", 8 * 2**20, ["body"]),
+        ("/v1/completions", 8 * 2**20 + 1, ["headers", "body"]),
+        ("/v1/completions", 0, []),
+    ],
+)
+async def test_what_has_no_body_or_a_large_one_is_decided_on_its_headers(
+    whole_file: tuple[Chooser, str], path: str, size: int, asked: list[str]
+) -> None:
+    chooser, url = whole_file
+    answer = await post(url, body=bytes(size), path=path)
+    assert chooser.asked == asked
+    assert answer["bytes"] == size
+    assert answer["header"] == (chooser.destination if asked else None)
+
+
+@pytest.mark.parametrize("in_compose", [False, True])
+async def test_only_in_a_container_others_reach_the_admin_port(
+    tmp_path: Path, in_compose: bool
+) -> None:
+    compose = yaml.safe_load((ENVOY.parent / "compose.yaml").read_text(encoding="utf-8"))
+    option, _, *overrides = compose["services"]["envoy"]["command"]
+    assert option == "-c"
+    tree = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
+    admin = tree["admin"]["address"]["socket_address"]["port_value"] = free_port()
+    tree["static_resources"] = {}
+    options = overrides if in_compose else []
+    async with running(tmp_path, tree, admin, options):
+        # Another address of this machine: only who listens on all of them answers there.
+        assert await listening(admin, "127.0.0.2")() is in_compose
+
+
+async def test_headers_with_underscores_do_not_pass_for_those_without(
+    whole_file: tuple[Chooser, str],
+) -> None:
+    _, url = whole_file
+    forged = {DESTINATION.replace("-", "_"): "1.2.3.4:5", "x-mine": "kept"}
+    arrived = (await post(url, forged))["headers"]
+    assert arrived["x-mine"] == "kept"
+    assert not [name for name in arrived if "_" in name]
+
+
+async def test_requests_are_refused_before_the_memory_is_full(tmp_path: Path) -> None:
+    def nearly_full(tree: dict[str, Any]) -> None:
+        heap = tree["overload_manager"]["resource_monitors"][0]["typed_config"]
+        heap["max_heap_size_bytes"] = 2**20
+
+    async with replica("a") as a, envoy(tmp_path, [1], [a], nearly_full) as url:
+
+        async def refused() -> bool:
+            async with aiohttp.ClientSession() as session, session.get(url) as response:
+                return response.status == 503 and "overloaded" in await response.text()
+
+        await until(refused)
+
+
+async def test_when_the_first_choice_is_dead_the_second_serves(
+    tmp_path: Path, refusing: int
+) -> None:
+    chooser = Chooser()
+    dead = f"127.0.0.1:{refusing}"
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        dying_replica() as dying,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [dead, dying, a, b]) as url,
+    ):
+        for first in (dead, dying):
+            for name, second in [("a", a), ("b", b)]:
+                chooser.destination = f"{first},{second}"
+                assert (await post(url))["name"] == name
+                assert chooser.served_by == second
+
+
+async def test_a_choice_that_is_no_member_is_passed_over(tmp_path: Path) -> None:
+    chooser = Chooser()
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        serve(chooser) as port,
+        envoy(tmp_path, [port], [a, b]) as url,
+    ):
+        chooser.destination = f"127.0.0.1:1,{b}"
+        assert (await post(url))["name"] == "b"
+
+
+@pytest.mark.parametrize("case", ["no router", "no router behind the fragment", "no choice"])
+async def test_a_client_cannot_choose_where_the_router_does_not(
+    tmp_path: Path, refusing: int, case: str
+) -> None:
+    dead = f"127.0.0.1:{refusing}"
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        serve(Chooser()) as port,
+        envoy_of_the_fragment(tmp_path, refusing, [a, b])
+        if "fragment" in case
+        else envoy(tmp_path, [port if case == "no choice" else refusing], [a, b, dead]) as url,
+    ):
+        forged = [await post(url, {DESTINATION: a}) for _ in range(ENOUGH)]
+    assert {answer["name"] for answer in forged} == {"a", "b"}
+    assert {answer["header"] for answer in forged} == {None}
+
+
+async def test_a_callers_request_id_is_kept_and_told(tmp_path: Path, refusing: int) -> None:
+    async with replica("a") as a, envoy(tmp_path, [refusing], [a]) as url:
+        assert (await post(url, {"x-request-id": "mine"}))["request_id"] == "mine"
+        assert (await post(url))["request_id"]

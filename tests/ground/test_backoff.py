@@ -1,0 +1,13 @@
+from random import Random
+
+from extproc.ground.backoff import Backoff
+
+
+def test_waits_double_up_to_the_limit_and_are_cut_by_up_to_half() -> None:
+    backoff = Backoff(0.1, 1.0, Random(1))
+    waits = [backoff.next() for _ in range(5000)]
+    for wait, most in zip(waits, [0.1, 0.2, 0.4, 0.8] + [1.0] * 4996, strict=True):
+        assert most / 2 <= wait <= most
+    assert len(set(waits)) > 4000
+    backoff.reset()
+    assert backoff.next() <= 0.1

@@ -1,0 +1,130 @@
+"""``extproc demo`` as its user runs it."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from asyncio.subprocess import PIPE, STDOUT
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.waiting import PATIENCE_S
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc"),
+]
+
+ROOT = Path(__file__).parents[3]
+
+
+@asynccontextmanager
+async def demo(
+    *arguments: str | Path, installed: Path | None = None
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The demo of this clone, or of a package installed in that folder."""
+    where = {} if installed is None else {"PYTHONPATH": str(installed)}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "extproc", "demo", *map(str, arguments)),
+        stdout=PIPE,
+        stderr=PIPE,
+        cwd=installed,
+        env=os.environ | where,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def children(pid: int) -> set[int]:
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return {int(child) for thread in threads for child in (thread / "children").read_text().split()}
+
+
+def running(pids: set[int]) -> set[int]:
+    return {pid for pid in pids if Path(f"/proc/{pid}").exists()}
+
+
+async def line_with(process: asyncio.subprocess.Process, words: str) -> str:
+    assert process.stdout is not None
+    async with asyncio.timeout(PATIENCE_S):
+        async for line in process.stdout:
+            if words in line.decode():
+                return line.decode()
+    raise AssertionError(f"the demo ended without {words!r}")
+
+
+async def test_once_compares_two_policies_and_writes_the_figures(
+    tmp_path: Path, installed: Path
+) -> None:
+    file = tmp_path / "figures.json"
+    options = ("--once", "--requests", "16", "--rate", "20", "--json", file)
+    async with demo(*options, installed=installed) as process:
+        await line_with(process, "Ready after")
+        started = children(process.pid)
+        stdout, stderr = await process.communicate()
+    assert len(started) == 8  # Redis, four replicas, poller, router, Envoy
+    assert not running(started)
+    assert "round_robin" in stdout.decode()
+    figures = json.loads(file.read_text())
+    assert figures["requests"] == 16
+    runs = (figures, turns := figures["round_robin"])
+    for run in runs:
+        assert (run["ok"], run["routed"] + run["fallback"]) == (16, 16)
+        assert sum(run["per_replica"].values()) == 16
+    assert all(abs(count - 4) <= turns["fallback"] for count in turns["per_replica"].values())
+    # Envoy waits 2 s for the router, which on a busy machine may not be enough.
+    all_routed = not any(run["fallback"] for run in runs)
+    assert (process.returncode == 0, stderr == b"") == (all_routed, all_routed)
+    assert 0 < figures["added_ms_p50"] <= figures["added_ms_p99"]
+    assert 0 < figures["ttft_s"]["p50"] <= figures["completion_s"]["p99"]
+    assert figures["predicted_error_median"] > 0
+    theirs, ours = figures["round_robin"]["completion_s"], figures["completion_s"]
+    assert figures["p99_ratio"] == pytest.approx(theirs["p99"] / ours["p99"])
+
+
+async def test_a_signal_stops_every_process_quietly() -> None:
+    async with demo() as process:
+        await line_with(process, "sample-001")
+        started = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = await process.communicate()
+    assert (process.returncode, stderr) == (0, b"")
+    assert stdout.decode().endswith("stopped\n")
+    assert len(started) == 8
+    assert not running(started)
+
+
+async def test_figures_are_those_of_a_single_run(tmp_path: Path) -> None:
+    async with demo("--json", tmp_path / "file") as process:
+        _, stderr = await process.communicate()
+    assert process.returncode == 2
+    assert stderr.decode() == "extproc demo: --json needs --once\n"
+
+
+@pytest.fixture
+async def installed(tmp_path: Path) -> Path:
+    """The package as pip installs it, and no clone beside it."""
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    source.mkdir()
+    for name in ("extproc", "envoy"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    options = ("--no-deps", "--no-build-isolation", "--target", installed)
+    pip = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "pip", "install", *options, source), stdout=PIPE, stderr=STDOUT
+    )
+    output, _ = await pip.communicate()
+    assert pip.returncode == 0, output.decode()
+    shutil.rmtree(source)
+    return installed

@@ -1,0 +1,79 @@
+"""What a stream says, however it is cut into chunks."""
+
+import json
+
+import pytest
+
+from extproc.lab.harness.stream import read
+
+ROLE = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+USAGE = {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+DONE = b"data: [DONE]\n\n"
+
+
+def chat(text: str) -> bytes:
+    return event({"choices": [{"delta": {"content": text}}]})
+
+
+def event(value: object) -> bytes:
+    return b"data: %b\n\n" % json.dumps(value).encode()
+
+
+def test_the_first_token_is_not_the_role_and_the_last_is_not_the_usage() -> None:
+    chunks = [event(ROLE), chat("a"), chat("b"), chat("c"), event(USAGE), DONE]
+    found = read(chunks, [1.0, 2.0, 3.0, 5.0, 6.0, 7.0])
+    assert (found.first_at, found.gaps_s, found.problem) == (2.0, [1.0, 2.0], "")
+    assert found.usage == {"prompt_tokens": 3, "completion_tokens": 2}
+
+
+def test_tokens_that_come_together_are_one_chunk() -> None:
+    chunks = [event(ROLE) + chat("a") + chat("b"), chat("c") + event(USAGE) + DONE]
+    found = read(chunks, [1.0, 4.0])
+    assert (found.first_at, found.gaps_s) == (1.0, [3.0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 1000])
+def test_events_cut_anywhere(size: int) -> None:
+    whole = event(ROLE) + chat("a") + chat("b") + event(USAGE) + DONE
+    chunks = [whole[at : at + size] for at in range(0, len(whole), size)]
+    found = read(chunks, [float(at) for at in range(len(chunks))])
+    assert found.first_at == (len(event(ROLE) + chat("a")) - 3) // size
+    assert found.problem == ""
+    assert found.usage["completion_tokens"] == 2
+
+
+def test_completions_reasoning_and_tool_calls_are_tokens_too() -> None:
+    for choice in (
+        {"text": "a"},
+        {"delta": {"reasoning_content": "a"}},
+        {"delta": {"tool_calls": [{"index": 0}]}},
+    ):
+        assert read([event({"choices": [choice]}), DONE], [1.0, 2.0]).first_at == 1.0
+
+
+def test_lines_that_end_as_on_windows() -> None:
+    chunks = [one.replace(b"\n", b"\r\n") for one in (chat("a"), chat("b"), DONE)]
+    found = read(chunks, [1.0, 2.0, 3.0])
+    assert (found.first_at, found.gaps_s, found.problem) == (1.0, [1.0], "")
+
+
+@pytest.mark.parametrize(
+    ("chunks", "problem"),
+    [
+        ([], "broken stream"),
+        ([chat("a")], "broken stream"),
+        ([chat("a"), b'data: {"choi'], "broken stream"),
+        ([chat("a"), event({"error": {"message": "no"}}), DONE], "error event"),
+        ([event({"object": "error", "message": "no"})], "error event"),
+        ([DONE], "not a completion"),
+        ([event({"choices": 5}), DONE], "not a completion"),
+        ([event({"choices": ["a"]}), DONE], "not a completion"),
+        ([event({"choices": [{"delta": "a"}]}), DONE], "not a completion"),
+        ([b"<html>\n</html>\n", DONE], "not a completion"),
+        ([event(USAGE), DONE], ""),
+        ([chat('it says "error"'), DONE], ""),
+        ([event({"error": None, "choices": [{"text": "a"}]}), DONE], ""),
+    ],
+)
+def test_what_went_wrong(chunks: list[bytes], problem: str) -> None:
+    assert read(chunks, [float(at) for at in range(len(chunks))]).problem == problem

@@ -1,0 +1,82 @@
+"""A record of a small fleet, made by the simulation itself: what happened is known exactly."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+
+import msgspec
+import numpy as np
+
+from extproc.lab.replay.play import play
+from extproc.lab.replay.recorded import Recorded
+from extproc.lab.replay.scene import scene_of
+from extproc.observe.record import FORMAT, Line, Replica, Request, Start, text_of
+from extproc.predict.hardware import PROFILES
+
+MODEL = "llama"
+BEGAN = 1_790_000_000.0
+A10 = "llama-8b-a10"
+
+
+def address(number: int) -> str:
+    return f"10.0.0.{number}:8000"
+
+
+def start(policy: str = "lmetric") -> Start:
+    config = {"route": {"policy": policy}, "hold": {"longest_s": 0.0}, "serve": {}, "poll": {}}
+    return Start(BEGAN, FORMAT, "default", config)
+
+
+def replica(number: int, profile: str = A10, at: float = BEGAN, **state: object) -> Replica:
+    """The first is called ``a``."""
+    named = {"id": address(number), "name": "abcdef"[number - 1], "profile": profile}
+    told = {"models": [MODEL], "measured": True, "kv_tokens": PROFILES[profile].kv_tokens}
+    return Replica(at, address(number), named | told | state, 2048.0, 256.0)
+
+
+def requests(rate: float, seconds: float, shared: int = 0) -> Iterator[Request]:
+    """``shared``: of the units of a prompt, the first that all have."""
+    random, at = Random(1), BEGAN
+    beginning = [random.getrandbits(64) for _ in range(shared)]
+    while (at := at + random.expovariate(rate)) < BEGAN + seconds:
+        prompt = random.randrange(64 * shared + 100, 64 * shared + 1500)
+        keys = [*beginning, *(random.getrandbits(64) for _ in range(prompt // 64 - shared))]
+        yield Request(
+            at=at,
+            endpoint="/v1/chat/completions",
+            model=MODEL,
+            replica=address(1),
+            seconds=1.0,
+            prompt_tokens=prompt,
+            estimated_tokens=prompt,
+            complete=True,
+            stream=True,
+            output_tokens=float(random.randrange(20, 200)),
+            keys=text_of(np.array(keys, np.uint64)),
+            unit=64.0,
+        )
+
+
+def lines(
+    profiles: Sequence[str], began: Start, asked: Sequence[Request], more: Sequence[Line] = ()
+) -> list[Line]:
+    """What happened to the requests, by the simulation, on these replicas."""
+    fleet = [replica(number, profile) for number, profile in enumerate(profiles, start=1)]
+    scene = scene_of(Recorded(began, list(asked), {one.id: [one] for one in fleet}))
+    played = play(scene, 0)
+    served = [
+        msgspec.structs.replace(
+            one,
+            replica=played.replicas[number],
+            ttft_s=float(played.ttft_s[number]),
+            seconds=float(played.completion_s[number]),
+        )
+        for number, one in enumerate(asked)
+    ]
+    return [began, *fleet, *served, *more]
+
+
+def write(folder: Path, every: Sequence[Line], name: str = "default-50051") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, every)) + b"\n")
+    return folder

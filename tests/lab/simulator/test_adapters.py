@@ -1,0 +1,127 @@
+"""LoRA adapters of a simulated replica behave as vLLM 0.32's do."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from prometheus_client.parser import text_string_to_metric_families
+
+from extproc.lab.simulator.adapters import Adapters
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.replica import Replica
+from extproc.lab.simulator.sequence import Sequence
+from extproc.lab.simulator.server import start
+from tests.lab.simulator.conftest import SETTINGS
+from tests.lab.simulator.test_engine import PROFILE, lone_request_time, run
+
+LOAD_S = 0.5
+
+
+def engine(slots: int) -> Engine:
+    return Engine(PROFILE, adapters=Adapters(slots, LOAD_S))
+
+
+def sequence(number: int, adapter: str, output: int = 10) -> Sequence:
+    return Sequence(number, 100, output, adapter=adapter)
+
+
+def test_an_adapter_waits_until_all_of_another_are_done_and_lets_others_pass() -> None:
+    one = engine(slots=1)
+    a, b, later_b = sequence(1, "a", 50), sequence(2, "b"), sequence(3, "b")
+    base, later_a = sequence(4, ""), sequence(5, "a", 80)
+    for each in (a, b, later_b, base, later_a):
+        one.add(each, 0.0)
+    run(one)
+    assert a.admitted == base.admitted == later_a.admitted == 0.0
+    assert b.admitted == later_b.admitted == later_a.finished
+    assert base.finished is not None
+    assert later_a.finished is not None
+    assert base.finished < later_a.finished
+
+
+def test_as_many_adapters_share_a_batch_as_there_are_slots() -> None:
+    two = engine(slots=2)
+    sequences = [sequence(number, name) for number, name in enumerate("abc")]
+    for each in sequences:
+        two.add(each, 0.0)
+    run(two)
+    assert [each.admitted for each in sequences[:2]] == [0.0, 0.0]
+    assert sequences[2].admitted == sequences[0].finished
+
+
+def test_what_was_used_the_longest_ago_has_to_be_loaded_again() -> None:
+    two, now, seconds = engine(slots=2), 0.0, []
+    for number, name in enumerate("aabbacabb"):
+        each = sequence(number, name)
+        two.add(each, now)
+        run(two)
+        assert each.finished is not None
+        seconds.append(each.finished - now - lone_request_time(100, 10, 256))
+        now = each.finished
+    loads = [LOAD_S, 0, LOAD_S, 0, 0, LOAD_S, 0, LOAD_S, 0]
+    assert seconds == pytest.approx(loads, abs=1e-9)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[ClientSession]:
+    settings = replace(SETTINGS, adapters=("a", "b"), adapter_load_s=1.0)
+    runner, port, _ = await start(Replica(settings), "127.0.0.1", 0)
+    async with ClientSession(f"http://127.0.0.1:{port}") as client:
+        yield client
+    await runner.cleanup()
+
+
+async def complete(client: ClientSession, model: str, **fields: object) -> dict[str, Any]:
+    body = {"model": model, "prompt": "word " * 100, "max_tokens": 2, **fields}
+    async with client.post("/v1/completions", json=body) as response:
+        answer: dict[str, Any] = await response.json()
+        assert response.status == 200, answer
+        return answer
+
+
+async def adapters_told(client: ClientSession) -> list[tuple[str, str, str]]:
+    async with client.get("/metrics") as response:
+        page = await response.text()
+    return [
+        (labels["max_lora"], labels["running_lora_adapters"], labels["waiting_lora_adapters"])
+        for family in text_string_to_metric_families(page)
+        for name, labels, *_ in family.samples
+        if name == "vllm:lora_requests_info"
+    ]
+
+
+async def test_its_list_says_whose_adapters_they_are(served: ClientSession) -> None:
+    async with served.get("/v1/models") as response:
+        listed = (await response.json())["data"]
+    assert [(one["id"], one["parent"]) for one in listed] == [
+        ("tiny", None),
+        ("a", "tiny"),
+        ("b", "tiny"),
+    ]
+    assert (await complete(served, "a"))["model"] == "a"
+
+
+async def test_adapters_do_not_share_prompts_cached(served: ClientSession) -> None:
+    cached = [
+        (await complete(served, model))["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for model in ("tiny", "a", "b", "a", "tiny")
+    ]
+    assert cached == [0, 0, 0, 112, 112]
+
+
+async def test_its_page_names_the_adapters_that_run(served: ClientSession) -> None:
+    assert await adapters_told(served) == []  # vLLM sets the gauge in its first step
+    await complete(served, "tiny")
+    assert await adapters_told(served) == [("1", "", "")]
+    long = asyncio.create_task(complete(served, "a", max_tokens=2000, ignore_eos=True))
+    waits = asyncio.create_task(complete(served, "b"))
+    deferred = False
+    while not deferred:
+        async with served.get("/metrics") as response:
+            deferred = 'reason="deferred"} 1.0' in await response.text()
+    assert await adapters_told(served) == [("1", "a", "a")]
+    await asyncio.gather(long, waits)
+    assert await adapters_told(served) == [("1", "", "")]

@@ -1,0 +1,140 @@
+"""The command, as a process."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import ClientError, ClientSession
+
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.process
+
+
+@asynccontextmanager
+async def replica(
+    *flags: str, python: tuple[str, ...] = ("-m", "extproc")
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *python,
+        "simulate",
+        *flags,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+BROKEN = """
+from extproc.lab.simulator.engine import Engine
+
+def fail(engine):
+    raise RuntimeError("out of blocks")
+
+Engine.complete = fail
+from extproc import __main__
+"""
+
+
+async def ready(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    line = (await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)).decode()
+    assert line.startswith("replica ready on http://127.0.0.1:")
+    return line.split()[-1]
+
+
+async def problem(process: asyncio.subprocess.Process) -> str:
+    _, errors = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    return errors.decode()
+
+
+async def test_it_serves_until_sigterm_even_while_streaming() -> None:
+    async with replica("--port", "0", "--model", "mine", "--speed", "2") as process:
+        url = await ready(process)
+        body = {"prompt": "a", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+        async with (
+            ClientSession(url) as session,
+            session.get("/v1/models") as models,
+            session.post("/v1/completions", json=body) as stream,
+        ):
+            assert (await models.json())["data"][0]["id"] == "mine"
+            assert await stream.content.readline()
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+
+
+async def test_clients_that_hang_up_in_the_middle_of_a_stream_are_not_in_the_log() -> None:
+    body = {"prompt": "a", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+    async with replica("--port", "0", "--speed", "100") as process:
+        async with ClientSession(await ready(process)) as session:
+
+            async def hang_up() -> None:
+                stream = await session.post("/v1/completions", json=body)
+                assert await stream.content.readline()
+                stream.close()
+
+            async def nobody_left() -> bool:
+                async with session.get("/simulate/requests") as requests:
+                    return not await requests.json()
+
+            await asyncio.gather(*(hang_up() for _ in range(20)))
+            await until(nobody_left)
+        process.send_signal(signal.SIGTERM)
+        assert await problem(process) == ""
+
+
+async def test_it_reports_cached_tokens_where_the_flag_says_so() -> None:
+    async with (
+        replica("--port", "0", "--enable-prompt-tokens-details") as process,
+        ClientSession(await ready(process)) as session,
+        session.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}) as response,
+    ):
+        usage = (await response.json())["usage"]
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+async def test_it_ends_when_its_engine_fails() -> None:
+    async with replica("--port", "0", python=("-c", BROKEN)) as process:
+        async with ClientSession(await ready(process)) as session:
+            with pytest.raises(ClientError):
+                await asyncio.wait_for(
+                    session.post("/v1/completions", json={"prompt": "a"}), PATIENCE_S
+                )
+        errors = await problem(process)
+        assert process.returncode == 1
+        assert errors.startswith("the engine failed")
+        assert errors.count("RuntimeError: out of blocks") == 1
+
+
+async def test_an_address_that_is_taken() -> None:
+    async with replica("--port", "0") as first:
+        port = (await ready(first)).rsplit(":", 1)[1]
+        async with replica("--port", port) as second:
+            errors = await problem(second)
+            assert second.returncode == 1
+            assert f"cannot listen on 127.0.0.1:{port}" in errors
+            assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-model-len", "9000", "--kv-tokens", "8000"], "max_model_len 9000 is more"),
+        (["--max-num-seqs", "100000"], "token budget"),
+        (["--speed", "0"], "'0' is not a number above 0"),
+        (["--profile", "abacus"], "invalid choice: 'abacus'"),
+    ],
+)
+async def test_flags_that_make_no_sense(flags: list[str], message: str) -> None:
+    async with replica("--port", "0", *flags) as process:
+        assert message in await problem(process)
+        assert process.returncode == 2

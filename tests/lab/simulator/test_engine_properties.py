@@ -1,0 +1,186 @@
+"""Whatever arrives and whatever is aborted: nothing leaks, everything ends, one step at a time or
+many."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.sequence import FinishReason, Sequence
+from extproc.lab.simulator.speculation import Speculation
+from extproc.predict.hardware import HardwareProfile
+from extproc.predict.step import StepModel
+
+PROFILE = HardwareProfile("test", StepModel(0.013, 1e-4, 1e-3, 1e-5, 1e-8), 160, 24, 6)
+BLOCK = 4
+
+
+@dataclass(frozen=True)
+class Arrival:
+    gap: float
+    prompt: int
+    output: int
+    prefix: int
+    priority: int
+    patience: float | None
+
+
+@dataclass(frozen=True)
+class Event:
+    at: float
+    sequence: Sequence
+    abort: bool
+
+
+arrivals = st.lists(
+    st.builds(
+        Arrival,
+        gap=st.floats(0, 0.5),
+        prompt=st.integers(1, 90),
+        output=st.integers(0, 60),
+        prefix=st.integers(0, 2),
+        priority=st.integers(-1, 1),
+        patience=st.none() | st.floats(0, 1.0),
+    ),
+    max_size=25,
+)
+
+
+def events(arrivals: list[Arrival]) -> list[Event]:
+    listed, now = [], 0.0
+    for number, arrival in enumerate(arrivals):
+        now += arrival.gap
+        blocks = (arrival.prompt + arrival.output) // BLOCK
+        # Prompts of one prefix differ after 40 tokens.
+        hashes = [
+            arrival.prefix * 1000 + block if block < 10 else (number + 5) * 1000 + block
+            for block in range(blocks)
+        ]
+        sequence = Sequence(number, arrival.prompt, arrival.output, hashes)
+        sequence.priority = arrival.priority
+        listed.append(Event(now, sequence, abort=False))
+        if arrival.patience is not None:
+            listed.append(Event(now + arrival.patience, sequence, abort=True))
+    return sorted(listed, key=lambda event: event.at)
+
+
+def apply(engine: Engine, event: Event) -> None:
+    if event.abort:
+        engine.abort(event.sequence, event.at)
+    else:
+        engine.add(event.sequence, event.at)
+
+
+def in_stretches(engine: Engine, listed: list[Event]) -> None:
+    for event in listed:
+        engine.advance(event.at)
+        check(engine)
+        apply(engine, event)
+    engine.advance(float("inf"))
+
+
+def step_by_step(engine: Engine, listed: list[Event]) -> None:
+    now, pending = 0.0, list(listed)
+    while True:
+        step = engine.schedule(now)
+        check(engine)
+        if step is None:
+            if not pending:
+                return
+            now = max(now, pending[0].at)
+            apply(engine, pending.pop(0))
+            continue
+        while pending and pending[0].at < step.ends_at:
+            apply(engine, pending.pop(0))
+        engine.complete()
+        check(engine)
+        now = step.ends_at
+
+
+def check(engine: Engine) -> None:
+    assert 0 <= engine.pool.free <= engine.pool.blocks
+    assert engine.running <= engine.max_num_seqs
+    if not engine.running:
+        assert engine.kv_usage == 0
+
+
+def outcome(
+    drive: Callable[[Engine, list[Event]], None],
+    arrivals: list[Arrival],
+    kv_tokens: int,
+    drafts: int,
+    by_priority: bool,
+) -> tuple[Engine, list[Sequence]]:
+    speculation = Speculation(drafts, 0.7, Random(1)) if drafts else None
+    engine = Engine(
+        PROFILE,
+        BLOCK,
+        kv_tokens,
+        max_num_seqs=4,
+        speculation=speculation,
+        by_priority=by_priority,
+    )
+    listed = events(arrivals)
+    drive(engine, listed)
+    return engine, [event.sequence for event in listed if not event.abort]
+
+
+sizes = st.sampled_from([152, 200, 400, 4000])
+drafts = st.sampled_from([0, 0, 1, 5])
+
+
+@given(arrivals, sizes, drafts, st.booleans())
+def test_everything_ends_and_nothing_leaks(
+    arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool
+) -> None:
+    engine, sequences = outcome(in_stretches, arrivals, kv_tokens, drafts, by_priority)
+    assert (engine.running, engine.waiting, engine.kv_usage) == (0, 0, 0)
+    assert engine.pool.free == engine.pool.blocks
+    for sequence in sequences:
+        assert sequence.finished is not None
+        assert not sequence.held
+        if sequence.reason == FinishReason.ABORT:
+            assert sequence.generated <= sequence.output_tokens
+        else:
+            assert sequence.generated == sequence.output_tokens
+    counters = engine.counters
+    whole = [sequence for sequence in sequences if sequence.reason != FinishReason.ABORT]
+    assert counters.finished.total() == len(whole)
+    assert counters.generated_tokens == sum(sequence.generated for sequence in sequences)
+    prefilled = [sequence for sequence in sequences if sequence.first_token is not None]
+    assert counters.first_tokens == len(prefilled)
+    assert counters.prompt_tokens == sum(sequence.prompt_tokens for sequence in prefilled)
+    computed = counters.prompt_tokens - counters.cached_tokens
+    assert counters.iteration_tokens.sum == counters.generated_tokens + computed
+    assert counters.steps <= engine.steps
+
+
+@given(arrivals, sizes, drafts, st.booleans())
+def test_one_step_at_a_time_or_many_is_the_same(
+    arrivals: list[Arrival], kv_tokens: int, drafts: int, by_priority: bool
+) -> None:
+    one, single = outcome(step_by_step, arrivals, kv_tokens, drafts, by_priority)
+    other, many = outcome(in_stretches, arrivals, kv_tokens, drafts, by_priority)
+    assert [_record(sequence) for sequence in single] == [_record(sequence) for sequence in many]
+    assert one.steps == other.steps
+    assert one.counters.preemptions == other.counters.preemptions
+    assert one.counters.prefix_hits == other.counters.prefix_hits
+    assert one.counters.finished == other.counters.finished
+    assert one.counters.iteration_tokens.cumulative() == (
+        other.counters.iteration_tokens.cumulative()
+    )
+
+
+def _record(sequence: Sequence) -> tuple[object, ...]:
+    return (
+        sequence.reason,
+        sequence.admitted,
+        sequence.first_token,
+        sequence.finished,
+        sequence.generated,
+        sequence.cached_tokens,
+        sequence.preemptions,
+    )

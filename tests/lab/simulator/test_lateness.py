@@ -1,0 +1,34 @@
+import pytest
+from aiohttp import ClientSession
+
+from extproc.lab.simulator.lateness import Lateness
+
+
+def test_delays_come_to_a_mean_a_bound_of_their_p99_and_the_most() -> None:
+    lateness = Lateness()
+    for _ in range(99):
+        lateness.delivered(0.0008)
+    lateness.delivered(0.4)
+    lateness.lost(0.25)
+    assert lateness.to_json() == {
+        "steps": 100,
+        "late_s": {"mean": pytest.approx(0.0047920), "p99": 0.001, "max": 0.4},
+        "lost_s": 0.25,
+    }
+
+
+def test_the_p99_of_few_is_no_more_than_the_most() -> None:
+    lateness = Lateness()
+    assert lateness.to_json()["late_s"] == {"mean": 0.0, "p99": 0.0, "max": 0.0}
+    lateness.delivered(0.0001)
+    lateness.delivered(3.0)
+    assert lateness.to_json()["late_s"]["p99"] == 3.0
+
+
+async def test_a_replica_says_how_late_its_steps_were(client: ClientSession) -> None:
+    async with client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 5}) as answer:
+        assert answer.status == 200
+    async with client.get("/simulate/late") as answer:
+        late = await answer.json()
+    assert late["steps"] >= 5
+    assert 0 < late["late_s"]["p99"] <= late["late_s"]["max"]

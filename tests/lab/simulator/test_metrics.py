@@ -1,0 +1,145 @@
+"""The page is vLLM's, as far as it goes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from aiohttp import ClientSession
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from extproc.ground.clock import monotonic
+from extproc.lab.simulator.replica import Replica
+from extproc.lab.simulator.server import start
+from tests.lab.simulator.conftest import SETTINGS
+
+SERIES = Path(__file__).parents[2] / "data" / "vllm_0_32_series.txt"
+KEYS = ("finished_reason", "le", "reason", "source")
+
+MUST_HAVE = (
+    *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"),
+    *("kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+    *("prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached", "generation_tokens"),
+    *("request_success", "iteration_tokens_total", "request_prompt_tokens"),
+    *("request_generation_tokens", "request_params_max_tokens", "time_to_first_token_seconds"),
+    *("inter_token_latency_seconds", "e2e_request_latency_seconds", "cache_config_info"),
+)
+
+
+async def samples(client: ClientSession) -> list[Sample]:
+    async with client.get("/metrics") as response:
+        text = await response.text()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+async def values(client: ClientSession) -> dict[str, float]:
+    return {
+        ".".join(
+            [s.name.removeprefix("vllm:"), *(s.labels[key] for key in KEYS if key in s.labels)]
+        ): (s.value)
+        for s in await samples(client)
+    }
+
+
+def line(sample: Sample) -> str:
+    if sample.name == "vllm:cache_config_info":
+        return sample.name
+    labels = [f"{key}={sample.labels[key]}" for key in KEYS if key in sample.labels]
+    return " ".join([sample.name, ",".join(sorted(sample.labels)), *labels])
+
+
+async def test_names_labels_and_buckets_are_vllms(client: ClientSession) -> None:
+    known = set(SERIES.read_text().splitlines())
+    page = await samples(client)
+    assert [line(sample) for sample in page if line(sample) not in known] == []
+    names = {sample.name for sample in page}
+    for name in MUST_HAVE:
+        assert any(known.startswith(f"vllm:{name}") for known in names), name
+
+
+async def test_the_cache_is_told_in_blocks(client: ClientSession) -> None:
+    page = await samples(client)
+    labels = next(sample.labels for sample in page if sample.name == "vllm:cache_config_info")
+    assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", "25000")
+
+
+async def test_requests_are_counted(client: ClientSession) -> None:
+    prompt = {"prompt": "word " * 100, "max_tokens": 20, "ignore_eos": True}
+    for _ in range(2):
+        async with client.post("/v1/completions", json=prompt) as response:
+            assert response.status == 200
+    seen = await values(client)
+    assert seen["prompt_tokens_total"] == 250
+    assert seen["prompt_tokens_cached_total"] == seen["prefix_cache_hits_total"] == 112
+    assert seen["prompt_tokens_by_source_total.local_compute"] == 138
+    assert seen["prefix_cache_queries_total"] == 250
+    assert seen["generation_tokens_total"] == 40
+    assert seen["request_success_total.length"] == 2
+    assert seen["iteration_tokens_total_count"] == 40
+    assert seen["iteration_tokens_total_sum"] == 178
+    assert seen["request_params_max_tokens_sum"] == 40
+    assert seen["request_generation_tokens_bucket.20.0"] == 2
+    assert seen["e2e_request_latency_seconds_count"] == 2
+    assert seen["inter_token_latency_seconds_count"] == 38
+    assert (seen["num_requests_running"], seen["kv_cache_usage_perc"]) == (0, 0)
+
+
+async def test_a_first_token_counts_when_it_comes_and_an_aborted_request_never(
+    client: ClientSession,
+) -> None:
+    body = {"prompt": "word", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    async with client.post("/v1/completions", json=body) as response:
+        await response.content.readany()
+        seen = await values(client)
+        assert seen["time_to_first_token_seconds_count"] == seen["prompt_tokens_total"] == 1
+        assert seen["num_requests_running"] == 1
+    while seen["num_requests_running"]:
+        seen = await values(client)
+    assert seen["request_generation_tokens_count"] == seen["request_success_total.abort"] == 0
+
+
+async def test_each_prompt_counts_as_a_request_whatever_its_choices(client: ClientSession) -> None:
+    body = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 5, "ignore_eos": True}
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+    seen = await values(client)
+    assert seen["time_to_first_token_seconds_count"] == 6
+    assert seen["request_params_n_count"] == 3
+    assert seen["request_params_n_sum"] == 6
+
+
+async def test_drafts_are_counted_and_come_with_the_token_they_follow() -> None:
+    settings = replace(SETTINGS, draft_tokens=3, acceptance=1.0)
+    runner, port, _ = await start(Replica(settings), "127.0.0.1", 0)
+    body = {"prompt": "word", "max_tokens": 9, "ignore_eos": True}
+    async with ClientSession(f"http://127.0.0.1:{port}") as client:
+        async with client.post("/v1/completions", json=body) as response:
+            whole = (await response.json())["choices"][0]["text"]
+        async with client.post("/v1/completions", json=body | {"stream": True}) as response:
+            lines = (await response.text()).split("\n\n")
+        seen = await values(client)
+    await runner.cleanup()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if "text" in line]
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert [len(text.split()) for text in texts] == [1, 4, 4]
+    assert "".join(texts) == whole
+    assert seen["spec_decode_num_drafts_total"] == 4
+    assert seen["spec_decode_num_draft_tokens_total"] == 12
+    assert seen["spec_decode_num_accepted_tokens_total"] == 12
+    assert seen["iteration_tokens_total_count"] == 6
+
+
+async def test_times_are_what_clients_see(client: ClientSession) -> None:
+    body = {"prompt": "word", "max_tokens": 200, "ignore_eos": True}
+    began = monotonic()
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+    took = monotonic() - began
+    seen = await values(client)
+    # 200 steps of 6.5 ms and a little, at 20 times the speed: without it more than it took.
+    whole, between = (
+        seen[f"{name}_latency_seconds_sum"] for name in ("e2e_request", "inter_token")
+    )
+    assert 0.065 <= whole <= took
+    assert between <= whole
+    assert seen["inter_token_latency_seconds_count"] == 199

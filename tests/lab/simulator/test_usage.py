@@ -1,0 +1,96 @@
+"""What a replica reports is read by the router as the replica counted it."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+
+from extproc.lab.simulator.replica import Replica
+from extproc.lab.simulator.server import GENERATING
+from extproc.request.endpoint import Endpoint
+from extproc.request.usage import Usage, UsageReader
+from tests.lab.simulator.conftest import SETTINGS
+
+TEXT = "a prompt of several blocks " * 20
+MESSAGES = [{"role": "user", "content": TEXT}]
+USAGE_ASKED_FOR = {"stream_options": {"include_usage": True}}
+
+BODIES: dict[str, dict[str, Any]] = {
+    Endpoint.CHAT: {"messages": MESSAGES, "max_tokens": 5},
+    Endpoint.COMPLETIONS: {"prompt": [TEXT, "another"], "max_tokens": 5},
+    Endpoint.RESPONSES: {"input": TEXT, "max_output_tokens": 5},
+    Endpoint.MESSAGES: {"messages": MESSAGES, "max_tokens": 5},
+    Endpoint.EMBEDDINGS: {"input": [TEXT, "another"]},
+    Endpoint.POOLING: {"input": [TEXT, "another"]},
+    Endpoint.CLASSIFY: {"input": [TEXT, "another"]},
+    Endpoint.SCORE: {"text_1": TEXT, "text_2": ["one", "another"]},
+    Endpoint.RERANK: {"query": TEXT, "documents": ["one", "another"]},
+}
+STREAMED = {
+    path: {**BODIES[path], "stream": True}
+    | (USAGE_ASKED_FOR if path in (Endpoint.CHAT, Endpoint.COMPLETIONS) else {})
+    for path in GENERATING
+}
+REQUESTS = [*BODIES.items(), *STREAMED.items()]
+IDS = [*BODIES, *(f"{path}, streamed" for path in STREAMED)]
+
+
+@pytest.fixture(params=[True, False], ids=["details", "no details"])
+def replica(request: pytest.FixtureRequest) -> Replica:
+    return Replica(replace(SETTINGS, enable_prompt_tokens_details=request.param))
+
+
+async def chunks(client: ClientSession, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+    async with client.post(path, json={**body, "ignore_eos": True}) as response:
+        assert response.status == 200, await response.text()
+        async for chunk in response.content.iter_any():
+            yield chunk
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=IDS)
+async def test_the_router_reads_what_the_replica_counted(
+    client: ClientSession, replica: Replica, path: str, body: dict[str, Any]
+) -> None:
+    counters = replica.engine.counters
+    for repeated in (False, True):
+        prompt, generated = counters.prompt_tokens, counters.generated_tokens
+        cached = counters.cached_tokens
+        reader = UsageReader()
+        async for chunk in chunks(client, path, body):
+            reader.feed(chunk)
+        hits = counters.cached_tokens - cached
+        details = replica.settings.enable_prompt_tokens_details and Endpoint(path).decodes
+        told = details or path == Endpoint.RESPONSES
+        assert reader.usage() == Usage(
+            counters.prompt_tokens - prompt,
+            counters.generated_tokens - generated,
+            hits if told else None,
+        )
+        if repeated:
+            assert counters.cached_tokens > cached
+
+
+@pytest.mark.parametrize("body", [BODIES, STREAMED], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (Endpoint.CHAT, b'"prompt_tokens_details"'),
+        (Endpoint.COMPLETIONS, b'"prompt_tokens_details"'),
+        (Endpoint.MESSAGES, b'"cache_read_input_tokens"'),
+    ],
+)
+async def test_cached_tokens_are_reported_where_that_is_enabled(
+    client: ClientSession, replica: Replica, path: str, field: bytes, body: dict[str, Any]
+) -> None:
+    sent = b"".join([chunk async for chunk in chunks(client, path, body[path])])
+    assert (field in sent) is replica.settings.enable_prompt_tokens_details
+
+
+@pytest.mark.parametrize("body", [BODIES, STREAMED], ids=["whole", "streamed"])
+async def test_responses_always_report_cached_tokens(
+    client: ClientSession, body: dict[str, Any]
+) -> None:
+    sent = chunks(client, Endpoint.RESPONSES, body[Endpoint.RESPONSES])
+    assert b'"cached_tokens"' in b"".join([chunk async for chunk in sent])

@@ -1,0 +1,137 @@
+"""A headless Chromium, driven through its DevTools protocol."""
+
+import asyncio
+import base64
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from extproc.lab.harness.processes import Process
+from tests.waiting import PATIENCE_S, until
+
+BINARY = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+_FLAGS = (
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+    ),
+    *("--disable-quic", "--no-first-run", "--no-default-browser-check", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-extensions"),
+    "--remote-debugging-port=0",
+)
+
+
+class Page:
+    """A tab."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._numbers = count(1)
+        self.problems: list[str] = []
+        """What the console, the content security policy or a script complained of."""
+        self.requested: list[str] = []
+        """Every address that was asked for."""
+        self.received = 0
+        """Pieces of answers that came."""
+
+    async def ask(self, method: str, **parameters: object) -> dict[str, Any]:
+        """One command, and its result."""
+        number = next(self._numbers)
+        await self._socket.send_json({"id": number, "method": method, "params": parameters})
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                message = await self._socket.receive_json()
+                if message.get("id") == number:
+                    assert "error" not in message, message["error"]
+                    return dict(message["result"])
+                self._note(message)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        told = event.get("params", {})
+        match event.get("method"):
+            case "Network.requestWillBeSent":
+                self.requested.append(told["request"]["url"])
+            case "Network.dataReceived":
+                self.received += 1
+            case "Runtime.exceptionThrown":
+                self.problems.append(json.dumps(told["exceptionDetails"]))
+            case "Log.entryAdded":
+                self.problems.append(told["entry"]["text"])
+            case "Runtime.consoleAPICalled":
+                self.problems.append(json.dumps(told["args"]))
+
+    async def open(self, url: str) -> None:
+        """Goes to an address; returns when all of it is loaded."""
+        for domain in ("Page", "Runtime", "Network", "Log", "Accessibility"):
+            await self.ask(f"{domain}.enable")
+        await self.ask("Page.navigate", url=url)
+        await self.until("document.readyState == 'complete'")
+
+    async def evaluate(self, expression: str) -> Any:
+        """The value of an expression of JavaScript, awaited."""
+        answer = await self.ask(
+            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
+        )
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    async def until(self, expression: str) -> None:
+        """Returns when the expression is true, as JavaScript sees it."""
+        await until(lambda: self.evaluate(f"Boolean({expression})"))
+
+    async def press(self, key: str, code: int) -> None:
+        """One key, down and up."""
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            await self.ask(
+                "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **text
+            )
+
+    async def look(self, width: int, height: int, scheme: str = "light") -> None:
+        """As on a screen of that size, in CSS pixels, light or dark."""
+        await self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        await self.ask("Emulation.setEmulatedMedia", features=features)
+
+    async def screenshot(self) -> bytes:
+        """A picture (PNG) of the whole page."""
+        answer = await self.ask("Page.captureScreenshot", captureBeyondViewport=True)
+        return base64.b64decode(answer["data"])
+
+
+@asynccontextmanager
+async def chromium(directory: Path) -> AsyncIterator[Page]:
+    """A browser with an empty tab, in a profile of its own; it ends with the block."""
+    assert BINARY is not None
+    told = directory / "profile" / "DevToolsActivePort"
+
+    async def ready() -> bool:
+        return told.exists() and len(told.read_text().splitlines()) == 2
+
+    argv = [BINARY, *_FLAGS, f"--user-data-dir={told.parent}", "about:blank"]
+    log = directory / "chromium.log"
+    process = await Process.start("chromium", argv, log=log, ready=ready, ready_s=PATIENCE_S)
+    async with process, aiohttp.ClientSession() as session:
+        port = told.read_text().splitlines()[0]
+        async with session.get(f"http://127.0.0.1:{port}/json/list") as response:
+            tab = next(one for one in await response.json() if one["type"] == "page")
+        async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+            yield Page(socket)
+            await socket.send_json({"id": 0, "method": "Browser.close"})

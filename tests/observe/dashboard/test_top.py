@@ -1,0 +1,162 @@
+"""``extproc top`` against a router's admin address, on a pipe and on a terminal."""
+
+import asyncio
+import os
+import pty
+import signal
+import sys
+import termios
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from pydantic_core import from_json, to_json
+
+from extproc.ground.clock import Clock
+from extproc.lab.harness.processes import free_port
+from extproc.observe.admin import serve_admin
+from extproc.observe.dashboard.snapshot import snapshot
+from extproc.observe.dashboard.terminal import screen
+from extproc.proxy.admin import admin_routes
+from extproc.proxy.app import apply
+from extproc.proxy.services import Services
+from extproc.share.replicas import Snapshot
+from tests.commands import printed, secured
+from tests.fakes import chat, replica
+from tests.large import thousand
+from tests.observe.dashboard.conftest import poll
+from tests.waiting import PATIENCE_S
+
+Top = Callable[..., Awaitable[list[str]]]
+
+
+@pytest.fixture
+async def router(services: Services) -> AsyncIterator[str]:
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services)) as address:
+        yield address
+
+
+@pytest.fixture
+def top(capsys: pytest.CaptureFixture[str]) -> Top:
+    return partial(printed, capsys, "top")
+
+
+def rows(lines: list[str]) -> list[str]:
+    """First cells of the table of replicas."""
+    begin = next(at for at, line in enumerate(lines) if line.startswith("replica "))
+    return [line.split()[0] for line in lines[begin + 1 :] if line.startswith("r")]
+
+
+async def test_trouble_is_on_top(services: Services, router: str, top: Top, clock: Clock) -> None:
+    services.fleet.dispatch(replica(3), chat(50_000, 100))
+    poll(services, clock, 4, healthy=False, problem="/health answered 503")
+    lines = await top("--router", router)
+    assert "3 of 4 replicas in use, 1 in flight, 0 waiting here" in lines[0]
+    assert any(line.startswith("! r4 is left out: ") for line in lines)
+    assert rows(lines) == ["r4", "r3", "r1", "r2"]
+    assert "down" in next(line for line in lines if line.startswith("r4"))
+
+
+async def test_decisions_are_listed(services: Services, router: str, top: Top) -> None:
+    decision = services.router.decide(chat(1234, 50))
+    assert decision is not None
+    services.log.add("request-7", 1_700_000_000.0, decision)
+    lines = await top("--once", "--router", router)
+    (line,) = (line for line in lines if "request-7" in line)
+    assert " 1234 " in line
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
+async def test_it_fits_the_width(services: Services, clock: Clock, width: int) -> None:
+    poll(services, clock, 1, name="\x1b[2Jr1")
+    poll(services, clock, 4, healthy=False, problem="/health answered 503")
+    lines = screen(from_json(to_json(await snapshot([services]))), width)
+    assert all(len(line) <= width for line in lines)
+    assert not any("\x1b" in line for line in lines)
+    (header,) = (line for line in lines if line.startswith("replica"))
+    assert ("out tok/s" in header) is (width >= 120)
+    assert not header.endswith("...")
+
+
+async def test_a_thousand_replicas_are_shown(services: Services, router: str, top: Top) -> None:
+    await apply(Snapshot(thousand()), services.fleet)
+    assert len(await top("--router", router)) > 1000
+
+
+async def test_token_and_tls_are_those_of_the_admin_address(
+    services: Services, top: Top, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with secured(services, tmp_path, monkeypatch) as other:
+        assert rows(await top()) == ["r1", "r2", "r3", "r4"]
+        monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(other))
+        (error,) = await top(status=1)
+        assert error.endswith("asks for another token (admin.token_file)")
+
+
+async def test_what_is_no_router_is_one_line(top: Top) -> None:
+    (error,) = await top("--router", f"127.0.0.1:{free_port()}", status=1)
+    assert "no router answers" in error
+    async with serve_admin("127.0.0.1:0", CollectorRegistry()) as poller:
+        (error,) = await top("--router", poller, status=1)
+        assert "is not the admin address (serve.admin) of a router: it answers status 404" in error
+
+
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self) -> None:
+        self.master, self.slave = pty.openpty()
+        termios.tcsetwinsize(self.slave, (24, 100))
+        self.before = termios.tcgetattr(self.slave)
+        self.seen = b""
+        self._more = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self.master, self._read)
+
+    def _read(self) -> None:
+        self.seen += os.read(self.master, 65536)
+        self._more.set()
+
+    async def shows(self, text: bytes, times: int = 1) -> None:
+        """Wait until it was written so often."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.seen.count(text) < times:
+                self._more.clear()
+                await self._more.wait()
+
+
+@pytest.fixture
+async def terminal() -> AsyncIterator[Terminal]:
+    made = Terminal()
+    yield made
+    asyncio.get_running_loop().remove_reader(made.master)
+    os.close(made.master)
+    os.close(made.slave)
+
+
+@pytest.mark.parametrize("end", ["q", "Ctrl-C"])
+async def test_on_a_terminal_it_goes_on_until_it_is_ended(
+    services: Services, terminal: Terminal, clock: Clock, end: str
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    routes = admin_routes(services)
+    async with serve_admin(address, CollectorRegistry(), routes):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "extproc", "top", "--router", address,
+            stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave,
+        )  # fmt: skip
+        await terminal.shows(b"4 of 4 replicas in use")
+        poll(services, clock, 4, healthy=False, problem="/health answered 503")
+        await terminal.shows(b"r4 is left out")
+    await terminal.shows(b"! no router answers")  # and what was seen stays
+    async with serve_admin(address, CollectorRegistry(), routes):
+        await terminal.shows(b"3 of 4 replicas in use", terminal.seen.count(b"3 of 4") + 2)
+        if end == "q":
+            os.write(terminal.master, b"xq")
+        else:
+            process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
+    await terminal.shows(b"\x1b[?25h\x1b[?1049l")
+    assert termios.tcgetattr(terminal.slave) == terminal.before
+    assert b"Traceback" not in terminal.seen

@@ -1,0 +1,389 @@
+"""The command against a router's admin address in this process, and against what is none."""
+
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from extproc.cli import main
+from extproc.config import Config
+from extproc.lab.harness.ports import pick_ports
+from extproc.lab.harness.processes import free_port
+from extproc.observe.admin import serve_admin
+from extproc.predict.inputs import Excluded
+from extproc.proxy.admin import admin_routes
+from extproc.proxy.app import build
+from extproc.proxy.services import Services
+from extproc.request.profile import RequestProfile
+from extproc.route.router import Decision, Router
+from tests.commands import printed, secured
+from tests.fakes import ManualClock, chat, embedding, replica, state
+
+ID = "0f3c2e9a-6f1d-4c0e-9d0a-3a5b7c9d1e2f"
+Explain = Callable[..., Awaitable[list[str]]]
+
+
+@pytest.fixture
+def services() -> Services:
+    return two_replicas()
+
+
+def two_replicas() -> Services:
+    """A router that knows an idle replica of each of two kinds."""
+    registry = CollectorRegistry()
+    made = build(Config.model_validate({"route": {"seed": 1}}), registry)
+    for number, profile in enumerate(("llama-8b-h100", "llama-8b-a10"), start=1):
+        made.fleet.put(state(number, profile, ManualClock()))
+    return made
+
+
+@pytest.fixture
+async def router(services: Services) -> AsyncIterator[str]:
+    routes = admin_routes(services)
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
+        yield address
+
+
+@pytest.fixture
+def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
+    async def explain(*arguments: str, status: int = 0) -> list[str]:
+        """The lines it prints; on standard error where it fails."""
+        lines = await printed(capsys, "explain", *arguments, status=status)
+        assert status or "--json" in arguments or all(len(line) <= 120 for line in lines)
+        return lines
+
+    return explain
+
+
+def decide(services: Services, profile: RequestProfile, request_id: str = ID) -> Decision:
+    decision = services.router.decide(profile)
+    assert decision is not None
+    services.log.add(request_id, 1_700_000_000.0, decision)
+    return decision
+
+
+async def test_the_last_decisions_are_a_table(
+    services: Services, router: str, explain: Explain
+) -> None:
+    for number in range(3):
+        decide(services, chat(100, 50), f"request-{number}")
+    outcome = services.log.of_request("request-2")[0].outcome
+    outcome.served_by, outcome.status, outcome.completion_s = replica(1), 200, 0.375
+    header, _, *lines = await explain("--router", router, "--last", "2")
+    rows = [line for line in lines if line[2] == ":"]
+    assert header.split()[:3] == ["time", "request", "replica"]
+    assert [row.split()[1] for row in rows] == ["request-1", "request-2"]
+    row = rows[-1]
+    assert re.match(r"\d\d:\d\d:\d\d  request-2  r1 +100 +4\d +0.010 +- +0.3\d\d +0.375$", row)
+    assert row.index("r1") == header.index("replica")
+    assert len(row) == len(header)
+    assert lines[lines.index(row) + 1].strip().startswith("llama: r1 finishes it in 0.3")
+
+
+async def test_one_request_is_compared_on_every_replica(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decision = decide(services, chat(1234, 50))
+    outcome = services.log.of_request(ID)[0].outcome
+    outcome.served_by, outcome.status = replica(1), 200
+    outcome.ttft_s, outcome.completion_s, outcome.output_tokens = 0.062, 0.41, 49
+    lines = await explain("--router", f"http://{router}/", ID)
+    text = " ".join(" ".join(lines).split())
+    assert lines[0] == f"request   {ID}"
+    assert "model llama, 1234 prompt tokens" in text
+    assert "chosen r1 (10.0.0.1:8000); for a retry r2 (10.0.0.2:8000)" in text
+    assert "why r1 finishes it in" in text
+    assert "first token after 0.062 s (predicted 0.053 s), finished after 0.410 s" in text
+    assert "49 output tokens" in text
+    header = next(line for line in lines if "prefill" in line)
+    first, second = lines[lines.index(header) + 1 :][:2]
+    assert first.startswith(">  r1")
+    assert second.startswith("   r2")
+    words = header.split()
+    for line, index in ((first.lstrip("> "), 0), (second, 1)):
+        cells = dict(zip(words, line.split(), strict=True))
+        terms = [float(cells[name]) for name in ("step", "admit", "prefill", "decode")]
+        assert float(cells["finish"]) == pytest.approx(sum(terms), abs=0.01)
+        predicted = decision.prediction.completion[index]
+        assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
+
+
+async def test_what_another_policy_would_have_chosen_is_shown_where_one_is_asked(
+    services: Services, router: str, explain: Explain
+) -> None:
+    for shadow in ("completion", "round_robin"):
+        asked = Router(services.fleet, "completion", Random(1), shadow=shadow)
+        decisions = (asked.decide(chat(1234, 50)) for _ in range(100))
+        decision = [one for one in decisions if one and one.shadow][1]
+        services.log.add(shadow, 1_700_000_000.0, decision)
+        ends = decision.prediction.completion[1]
+    text = " ".join(" ".join(await explain("--router", router, "completion")).split())
+    assert "shadow completion would have chosen the same" in text
+    text = " ".join(" ".join(await explain("--router", router, "round_robin")).split())
+    assert "shadow round_robin would have chosen r2 (10.0.0.2:8000): first token" in text
+    assert f"finished after {ends:.3f} s, others lose" in text
+
+
+async def test_how_far_predictions_were_off_as_of_late_is_shown_where_they_were(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, chat(100, 50), "before")
+    assert not any("×" in line for line in await explain("--router", router, "before"))
+    for _ in range(20):
+        services.fleet.decoded(replica(1), 1.0, 1.5)
+    services.fleet.put(next(iter(services.fleet.members)))
+    decision = decide(services, chat(100, 50), "after")
+    lines = await explain("--router", router, "after")
+    header = next(line for line in lines if "prefill" in line)
+    first, second = lines[lines.index(header) + 1 :][:2]
+    end = header.index("×") + 1
+    stretch = decision.situation.view.stretch[0]
+    assert stretch > 1.2
+    assert first[:end].endswith(f" {stretch:.2f}")
+    assert second[:end].endswith(" 1.00")
+    assert any(line.startswith("×: actual ÷ predicted decode time") for line in lines)
+
+
+async def test_what_an_adapter_adds_is_shown_where_a_request_is_for_one(
+    services: Services, router: str, explain: Explain
+) -> None:
+    for number in (1, 2):
+        served = state(number, "llama-8b-h100", ManualClock(), models=("llama", "law"))
+        told = {"adapters": ("law",), "max_loras": 1}
+        services.fleet.put(served.model_copy(update=told))
+    ticket = services.fleet.dispatch(replica(2), replace(chat(100, 50), model="law"))
+    decide(services, chat(100, 50), "plain")
+    assert not any("adapter" in line for line in await explain("--router", router, "plain"))
+    decision = decide(services, replace(chat(100, 5), model="law"), "adapted")
+    services.fleet.release(ticket)
+    lines = await explain("--router", router, "adapted")
+    header = next(line for line in lines if "prefill" in line)
+    first, second = lines[lines.index(header) + 1 :][:2]
+    end = header.index("adapter") + len("adapter")
+    assert [first.split()[1], first[:end].split()[-1]] == ["r2", "0.000"]
+    assert [second.split()[0], second[:end].split()[-1]] == ["r1", "0.100"]
+    assert "wasted" in header
+    cells = dict(zip(header.split(), second.split(), strict=True))
+    terms = sum(float(cells[name]) for name in ("step", "admit", "adapter", "prefill"))
+    assert float(cells["TTFT"]) == pytest.approx(terms, abs=0.002)
+    assert decision.predicted_ttft < 0.1
+    assert any(line.startswith("adapter: wait for a place of its LoRA") for line in lines)
+
+
+async def test_what_was_left_out_is_shown_with_the_reason(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decision = decide(services, chat(10))
+    decision.situation.view.excluded = (
+        Excluded(replica(3), "r3", "the last poll failed: connection refused"),
+        Excluded(replica(4), "a-longer-name", "does not serve llama"),
+    )
+    services.log.add("other", 1.0, decision)
+    lines = await explain("--router", router, "other")
+    assert lines[-3:] == [
+        "left out",
+        "r3             the last poll failed: connection refused",
+        "a-longer-name  does not serve llama",
+    ]
+
+
+async def test_a_model_that_was_asked_for_by_another_name_has_both(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, replace(chat(10), asked="chat"))
+    text = " ".join(" ".join(await explain("--router", router, ID)).split())
+    assert "model chat (served as llama), 10 prompt tokens" in text
+
+
+async def test_every_worker_is_asked(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = pick_ports({"admin": 0}, {"admin": 3})["admin"]
+    monkeypatch.setenv("EXTPROC_SERVE__ADMIN", f"127.0.0.1:{first}")
+    monkeypatch.setenv("EXTPROC_SERVE__WORKERS", "3")
+    async with AsyncExitStack() as stack:
+        for number in (0, 1):  # the third is just being started again
+            worker = two_replicas()
+            for count in range(2):
+                decision = worker.router.decide(chat(100))
+                assert decision is not None
+                worker.log.add(f"request-{number}-{count}", 2.0 * count + number, decision)
+            address = f"127.0.0.1:{first + number}"
+            serving = serve_admin(address, CollectorRegistry(), admin_routes(worker))
+            await stack.enter_async_context(serving)
+        records = json.loads("\n".join(await explain("--json", "--last", "3")))
+        assert [one["request_id"] for one in records] == [
+            "request-1-0",
+            "request-0-1",
+            "request-1-1",
+        ]
+        assert (await explain("request-1-0"))[0] == "request   request-1-0"
+        errors = await explain("request-2-0", status=1)
+    assert len(errors) == 3
+    assert "no router answers" in errors[2]
+
+
+async def test_json_is_what_the_router_answers(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, chat(10))
+    (record,) = json.loads("\n".join(await explain("--router", router, "--json", ID)))
+    assert record == services.log.of_request(ID)[0].to_json()
+    assert json.loads("\n".join(await explain("--router", router, "--json"))) == [record]
+
+
+async def test_more_than_a_page_of_decisions(
+    services: Services, router: str, explain: Explain
+) -> None:
+    for number in range(1, 131):
+        decide(services, chat(10), f"request-{number}")
+    for asked, shown in ((120, 120), (50, 50), (51, 51), (500, 130)):
+        answer = await explain("--router", router, "--json", "--last", str(asked))
+        numbers = [record["number"] for record in json.loads("\n".join(answer))]
+        assert numbers == list(range(131 - shown, 131))
+
+
+async def test_an_answer_that_went_wrong_is_remarked(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, chat(10))
+    outcome = services.log.of_request(ID)[0].outcome
+    outcome.served_by, outcome.status = replica(2), 503
+    assert (await explain("--router", router))[-1].endswith(
+        "[served by r2, answered with status 503]"
+    )
+    text = " ".join(await explain("--router", router, ID))
+    assert "served by r2 (10.0.0.2:8000) with status 503" in text
+
+
+async def test_how_long_it_waited_at_the_router_is_shown_where_it_did(
+    services: Services, router: str, explain: Explain
+) -> None:
+    decide(services, chat(10), "at-once")
+    decide(services, chat(10), "later")
+    outcome = services.log.of_request("later")[0].outcome
+    outcome.waited_s = 3.2
+    outcome.waited_for = "r1 would have needed 98% of its KV cache"
+    waited = "waited 3.200 s at the router, as r1 would have needed 98% of its KV cache"
+    listed = await explain("--router", router)
+    assert listed[-1].endswith(f"[{waited}]")
+    assert sum("waited" in line for line in listed) == 1
+    text = " ".join(" ".join(await explain("--router", router, "later")).split())
+    assert f"happened {waited}, no answer yet, or none that was seen" in text
+    outcome.served_by, outcome.status = replica(1), 200
+    text = " ".join(" ".join(await explain("--router", router, "later")).split())
+    assert f"happened {waited}, served by r1 (10.0.0.1:8000) with status 200" in text
+
+
+async def test_what_clients_write_is_neither_obeyed_nor_too_wide(
+    services: Services, router: str, explain: Explain
+) -> None:
+    profile = replace(chat(10), model="\x1b[31m" + "long/name " * 30)
+    decide(services, profile, "i" * 128)
+    decide(services, replace(embedding(10), stream=True), "")
+    for lines in (await explain("--router", router), await explain("--router", router, "i" * 128)):
+        assert any("?[31m" in line for line in lines)
+
+
+async def test_a_large_fleet_with_long_names_fits_the_page(
+    services: Services, router: str, explain: Explain
+) -> None:
+    for number in range(3, 60):
+        name = f"a-long-name-in-some-namespace-{number}"
+        services.fleet.put(state(number, "llama-8b-a10", ManualClock(), name=name))
+    for _ in range(300):
+        services.fleet.dispatch(replica(2), chat(100_000, 5000))
+        services.fleet.decoded(replica(2), 1.0, 3.0)
+    services.fleet.put(state(2, "llama-8b-a10", ManualClock()))
+    decide(services, chat(10_000))
+    lines = await explain("--router", router, ID)
+    assert sum(bool(re.match(r"[> ]  \.\.\.\S+-\d+ ", line)) for line in lines) == 57
+
+
+async def test_a_router_without_decisions(router: str, explain: Explain) -> None:
+    assert await explain("--router", router) == ["no decisions yet"]
+
+
+async def test_an_unknown_request_is_one_line(router: str, explain: Explain) -> None:
+    (line,) = await explain("--router", router, "nobody", status=1)
+    start = (
+        f"extproc explain: the router at http://{router} keeps no decision about request 'nobody'"
+    )
+    assert line.startswith(start)
+
+
+async def test_no_router_is_one_line(explain: Explain) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    (line,) = await explain("--router", address, status=1)
+    assert line.startswith(f"extproc explain: no router answers at http://{address}: ")
+    (line,) = await explain("--router", "http://", status=1)
+    assert "no router answers" in line
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "seen"),
+    [
+        (404, "Not Found", "status 404"),
+        (200, "<html>", "something else than application/json"),
+        (200, "{}", "something else than decisions"),
+        (200, "[1]", "something else than decisions"),
+        (200, '[{"number": 1}]', "cannot be read (0.request_id)"),
+    ],
+)
+async def test_what_is_no_router_is_one_line(
+    explain: Explain, status: int, body: str, seen: str
+) -> None:
+    kind = "application/json" if body[0] in "{[" else "text/html"
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(status=status, text=body, content_type=kind)
+
+    routes = [web.get("/decisions", answer)]
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address:
+        (line,) = await explain("--router", address, status=1)
+    assert seen in line
+
+
+async def test_the_router_of_the_configuration_is_asked(
+    router: str, explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "extproc.yaml"
+    file.write_text(f"serve: {{admin: '{router}'}}")
+    assert await explain("--config", str(file)) == ["no decisions yet"]
+    monkeypatch.setenv("EXTPROC_SERVE__ADMIN", router)
+    assert await explain() == ["no decisions yet"]
+    monkeypatch.setenv("EXTPROC_SERVE__ADMIN", "nowhere")
+    (line,) = await explain(status=2)
+    assert "serve.admin" in line
+
+
+@pytest.mark.parametrize("arguments", [["--last", "0"], ["--last", "5", ID], [""], [" "]])
+def test_what_cannot_be_asked(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["explain", *arguments])
+    assert caught.value.code == 2
+    if not arguments[0].strip():
+        assert "the request id is empty" in capsys.readouterr().err
+
+
+async def test_a_router_with_tls_and_a_token(
+    services: Services, explain: Explain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decide(services, chat(10))
+    async with secured(services, tmp_path, monkeypatch) as other:
+        assert (await explain(ID))[0] == f"request   {ID}"
+        monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(other))
+        (error,) = await explain(ID, status=1)
+        assert error.endswith("asks for another token (admin.token_file)")
+        other.unlink()
+        (error,) = await explain(ID, status=1)
+        assert f"admin.token_file: {other}: No such file" in error
+        monkeypatch.setenv("EXTPROC_ADMIN__TLS_CERT", str(other))
+        monkeypatch.setenv("EXTPROC_ADMIN__TOKEN_FILE", str(tmp_path / "token"))
+        (error,) = await explain(ID, status=1)
+        assert f"{other}: No such file" in error

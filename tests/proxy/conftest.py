@@ -1,0 +1,43 @@
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.proxy.app import build
+from extproc.proxy.services import Services
+from extproc.route.router import Router
+from tests.fakes import ManualClock, state
+from tests.proxy.envoy_side import EnvoySide, connected
+
+
+def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
+    """The same with this fleet, and with these of their other parts, such as the fleet's clock."""
+    return replace(services, router=Router(fleet, "completion", services.random), **parts)
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(
+        {"route": {"allow_policy_header": True, "seed": 1}, "serve": {"chunks_per_s": 1e6}}
+    )
+
+
+@pytest.fixture
+def services(config: Config) -> Services:
+    """A router that knows two idle replicas."""
+    services = build(config, CollectorRegistry())
+    clock = ManualClock(services.wall())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", clock))
+    services.fleet.known.set()
+    return services
+
+
+@pytest.fixture
+async def envoy(services: Services) -> AsyncIterator[EnvoySide]:
+    async with connected(services) as side:
+        yield side

@@ -1,0 +1,236 @@
+"""The messages Envoy sends, built with envoy-data-plane, over a real gRPC channel."""
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
+from envoy_data_plane.envoy.config.core.v3 import (
+    HeaderValueOptionHeaderAppendAction as Append,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+from envoy_data_plane.envoy.service.ext_proc.v3 import (
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingRequest,
+    ProcessingResponse,
+    ProtocolConfiguration,
+)
+from envoy_data_plane.google.protobuf import ListValue, Struct, Value
+
+from extproc.proxy.messages import DESTINATION, SUBSET
+from extproc.proxy.service import SERVICE, GrpcServer
+from extproc.proxy.services import Services
+
+CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50}]}
+
+
+class Stream:
+    """One HTTP request as Envoy tells it."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._first = True
+
+    async def send(self, **message: Any) -> ProcessingResponse:
+        """Sends one message and returns the reply."""
+        return await self.send_bytes(bytes(ProcessingRequest(**message)))
+
+    async def send_bytes(self, message: bytes) -> ProcessingResponse:
+        """The same with one that is written already."""
+        await self._call.write(message)
+        return await self.read()
+
+    async def write(self, request: ProcessingRequest) -> None:
+        await self._call.write(bytes(request))
+
+    async def read(self) -> ProcessingResponse:
+        reply = await self._call.read()
+        assert reply is not grpc.aio.EOF
+        return ProcessingResponse.parse(reply)
+
+    async def request_headers(self, *arguments: Any, **named: Any) -> ProcessingResponse:
+        """Sends the request's headers, as below, and returns the reply."""
+        await self.write_headers(*arguments, **named)
+        return await self.read()
+
+    async def write_headers(
+        self,
+        path: str = "/v1/chat/completions",
+        method: str = "POST",
+        end_of_stream: bool = False,
+        body_mode: BodyMode = BodyMode.BUFFERED,
+        response_mode: BodyMode = BodyMode.NONE,
+        headers: dict[str, str] | None = None,
+        subset: list[str] | None = None,
+    ) -> None:
+        """Sends the request's headers; in full duplex the reply waits for the body."""
+        hint = None if subset is None else {"envoy.lb.subset_hint": _listed(SUBSET, subset)}
+        await self.write(
+            ProcessingRequest(
+                request_headers=headers_message(
+                    {":path": path, ":method": method} | (headers or {}),
+                    end_of_stream=end_of_stream,
+                ),
+                protocol_config=ProtocolConfiguration(
+                    request_body_mode=body_mode, response_body_mode=response_mode
+                ),
+                metadata_context=None if hint is None else Metadata(filter_metadata=hint),
+            )
+        )
+
+    async def body_first(
+        self,
+        body: dict[str, Any] | bytes,
+        path: str = "/v1/chat/completions",
+        headers: dict[str, str] | None = None,
+        end_of_stream: bool = True,
+        mode: BodyMode = BodyMode.BUFFERED,
+    ) -> ProcessingResponse:
+        """Sends the body as the only message, with attributes as in ``envoy/envoy.yaml``."""
+        message = self.body_message(body, path, headers, end_of_stream, mode)
+        return await self.send_bytes(bytes(message))
+
+    def body_message(
+        self,
+        body: dict[str, Any] | bytes,
+        path: str = "/v1/chat/completions",
+        headers: dict[str, str] | None = None,
+        end_of_stream: bool = True,
+        mode: BodyMode = BodyMode.BUFFERED,
+    ) -> ProcessingRequest:
+        """What :meth:`body_first` sends."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        told = {f"request.headers['{name}']": value for name, value in (headers or {}).items()}
+        if request_id := (headers or {}).get("x-request-id"):
+            told["request.id"] = request_id
+        told["request.path"] = path
+        fields = {name: Value(string_value=value) for name, value in told.items()}
+        return ProcessingRequest(
+            request_body=HttpBody(body=data, end_of_stream=end_of_stream),
+            attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
+            protocol_config=ProtocolConfiguration(request_body_mode=mode),
+        )
+
+    async def write_body(self, body: bytes, end_of_stream: bool = True) -> None:
+        """Sends a chunk of the request's body."""
+        await self.write(
+            ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=end_of_stream))
+        )
+
+    async def request_body(
+        self, body: dict[str, Any] | bytes, end_of_stream: bool = True
+    ) -> ProcessingResponse:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.send(request_body=HttpBody(body=data, end_of_stream=end_of_stream))
+
+    async def response_headers(
+        self,
+        status: int = 200,
+        upstream: str = "",
+        content_type: str = "application/json",
+        end_of_stream: bool = False,
+    ) -> ProcessingResponse:
+        fields = {"upstream.address": Value(string_value=upstream)} if upstream else {}
+        return await self.send(
+            response_headers=headers_message(
+                {":status": str(status), "content-type": content_type},
+                end_of_stream=end_of_stream,
+            ),
+            attributes={"envoy.filters.http.ext_proc": Struct(fields=fields)},
+        )
+
+    async def response_body(
+        self, body: dict[str, Any] | bytes, end_of_stream: bool = True
+    ) -> ProcessingResponse:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.send(response_body=HttpBody(body=data, end_of_stream=end_of_stream))
+
+    async def request_trailers(self) -> ProcessingResponse:
+        return await self.send(request_trailers=HttpTrailers(trailers=HeaderMap()))
+
+    async def response_trailers(self) -> ProcessingResponse:
+        return await self.send(response_trailers=HttpTrailers(trailers=HeaderMap()))
+
+    async def end(self) -> None:
+        """Envoy closes the stream when the response has ended."""
+        await self._call.done_writing()
+        assert await self._call.read() is grpc.aio.EOF
+
+    async def end_unread(self) -> None:
+        """The same, with replies that nobody has read."""
+        await self._call.done_writing()
+        while await self._call.read() is not grpc.aio.EOF:
+            pass
+
+    def reset(self) -> None:
+        """Envoy gives the stream up."""
+        self._call.cancel()
+
+
+class EnvoySide:
+    """Opens streams to a router."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._process = channel.stream_stream(f"/{SERVICE}/Process")
+
+    @asynccontextmanager
+    async def stream(self, pool: str = "", traceparent: str = "") -> AsyncIterator[Stream]:
+        told = {"x-extproc-pool": pool, "traceparent": traceparent}
+        call = self._process(metadata=[pair for pair in told.items() if pair[1]])
+        try:
+            yield Stream(call)
+        finally:
+            call.cancel()
+
+
+@asynccontextmanager
+async def connected(
+    services: Services, pools: Mapping[str, Services] = MappingProxyType({})
+) -> AsyncIterator[EnvoySide]:
+    """Envoy's side of a router that runs until the block ends."""
+    server = GrpcServer(services, pools)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield EnvoySide(channel)
+    await server.stop(0)
+
+
+def destination(reply: ProcessingResponse) -> list[str]:
+    """The ``ip:port`` list the reply sends the request to; empty where it names none."""
+    headers = reply.request_headers
+    part = reply.request_body if headers is None else headers  # empty messages are falsy
+    assert part is not None
+    if part.response is None or part.response.header_mutation is None:
+        return []
+    for option in part.response.header_mutation.set_headers:
+        assert option.header is not None
+        if option.header.key == DESTINATION:
+            assert option.append_action == Append.OVERWRITE_IF_EXISTS_OR_ADD
+            return option.header.raw_value.decode().split(",")
+    return []
+
+
+def chosen(reply: ProcessingResponse) -> list[str]:
+    """The same, as the metadata says it; the only thing that counts where the body comes first."""
+    if reply.dynamic_metadata is None or "envoy.lb" not in reply.dynamic_metadata.fields:
+        return []
+    namespace = reply.dynamic_metadata.fields["envoy.lb"].struct_value
+    assert namespace is not None
+    return (namespace.fields[DESTINATION].string_value or "").split(",")
+
+
+def headers_message(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders:
+    items = [HeaderValue(key=key, raw_value=value.encode()) for key, value in headers.items()]
+    return HttpHeaders(headers=HeaderMap(headers=items), end_of_stream=end_of_stream)
+
+
+def _listed(key: str, names: list[str]) -> Struct:
+    values = [Value(string_value=name) for name in names]
+    return Struct(fields={key: Value(list_value=ListValue(values=values))})

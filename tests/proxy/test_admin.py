@@ -1,0 +1,89 @@
+"""What the admin address shows, and how little it holds requests up."""
+
+import asyncio
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from prometheus_client import CollectorRegistry
+
+from extproc.observe.admin import serve_admin
+from extproc.proxy.admin import admin_routes
+from extproc.proxy.app import apply
+from extproc.proxy.services import Services
+from extproc.share.replicas import Snapshot
+from tests.fakes import ManualClock, chat, fleet_of
+from tests.large import REPLICAS, hold_nobody_up, thousand
+from tests.proxy.conftest import on_fleet
+
+DECISIONS = 60
+PAGE = 50
+
+
+@pytest.fixture
+async def large(services: Services) -> Services:
+    """A router with a thousand replicas and some decisions among them. No time passes meanwhile:
+    on a busy machine the first ones would be silent when the last ones came."""
+    clock = ManualClock()
+    services = on_fleet(services, fleet_of(clock), clock=clock)
+    await apply(Snapshot(thousand()), services.fleet)
+    for number in range(DECISIONS):
+        decision = services.router.decide(chat(500, 200))
+        assert decision is not None
+        services.fleet.dispatch(decision.replica, decision.profile)
+        services.log.add(f"request-{number}", 1.0, decision)
+    return services
+
+
+async def get(services: Services, path: str) -> Any:
+    """Asked from another thread, whose work is none of the router's."""
+
+    def fetch(url: str) -> bytes:
+        with urllib.request.urlopen(url) as response:
+            return bytes(response.read())
+
+    async with serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services)) as address:
+        await hold_nobody_up(lambda: asyncio.to_thread(fetch, f"http://{address}{path}"))
+        return json.loads(await asyncio.to_thread(fetch, f"http://{address}{path}"))
+
+
+async def test_a_large_fleets_decisions_do_not_hold_requests_up(large: Services) -> None:
+    shown = await get(large, "/decisions")
+    assert [one["request_id"] for one in shown] == [
+        f"request-{number}" for number in range(DECISIONS - PAGE, DECISIONS)
+    ]
+    for one in shown:
+        assert one["compared"] == REPLICAS
+        assert 20 <= len(one["candidates"]) <= 21
+        assert one["replica"] in {candidate["replica"] for candidate in one["candidates"]}
+    assert await get(large, "/decisions?after=0") == (await get(large, "/decisions?after=0"))[:PAGE]
+
+
+async def test_one_requests_decision_shows_all_candidates(large: Services) -> None:
+    (shown,) = await get(large, "/decisions?request_id=request-7")
+    assert len(shown["candidates"]) == REPLICAS
+    assert await get(large, "/decisions?request_id=nobody") == []
+
+
+async def test_a_large_fleet_is_shown_without_holding_requests_up(large: Services) -> None:
+    shown = await get(large, "/fleet")
+    assert shown["in_flight"] == DECISIONS
+    assert len(shown["replicas"]) == REPLICAS
+    assert sum(one["in_flight"] for one in shown["replicas"]) == DECISIONS
+    assert {one["pool"] for one in shown["replicas"]} == {"default"}
+
+
+async def test_replicas_that_leave_while_a_fleet_is_shown_cut_nothing_off(large: Services) -> None:
+    routes = admin_routes(large)
+    async with (
+        serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address,
+        ClientSession() as session,
+        session.get(f"http://{address}/fleet") as response,
+    ):
+        for state in [*large.fleet.members][-10:]:
+            large.fleet.remove(state.id)
+        shown = await response.json()
+    assert shown["in_flight"] == DECISIONS
+    assert len(shown["replicas"]) == REPLICAS

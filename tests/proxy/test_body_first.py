@@ -1,0 +1,177 @@
+"""Requests of which Envoy tells the body first, with what matters of the headers beside it."""
+
+import gzip
+import json
+
+import pytest
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+
+from extproc.config import Config
+from extproc.proxy.services import Services
+from tests.fakes import replica
+from tests.proxy.envoy_side import CHAT, EnvoySide, chosen
+from tests.proxy.test_gateway import status_of
+from tests.proxy.test_names import body_of
+
+MEMBERS = {replica(1), replica(2)}
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(
+        {
+            "route": {
+                "allow_policy_header": True,
+                "session_header": "X-Session",
+                "session_cookie": "sid",
+                "models": {"chat": "llama"},
+                "seed": 1,
+            },
+            "request": {"tenant_header": "X-Tenant"},
+            "serve": {"chunks_per_s": 1e6},
+        }
+    )
+
+
+async def test_the_body_alone_routes_a_request_and_the_response_is_heard(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT, headers={"x-request-id": "abc"})
+        assert reply.request_body is not None
+        first, second = chosen(reply)
+        assert {first, second} == MEMBERS
+        assert services.fleet.in_flight_on(first) == 1
+        reply = await stream.response_headers(upstream=second)
+        assert reply.mode_override is not None
+        assert reply.mode_override.response_body_mode == BodyMode.STREAMED
+        assert services.fleet.in_flight_on(second) == 1
+        await stream.response_body({"usage": {"prompt_tokens": 75, "completion_tokens": 33}})
+        await stream.end()
+    assert services.fleet.in_flight == 0
+    (record,) = services.log.of_request("abc")
+    assert record.outcome.output_tokens == 33
+    assert record.outcome.served_by == second
+
+
+@pytest.mark.parametrize("named", [{"x-session": "s"}, {"cookie": "a=b; sid=s"}])
+async def test_headers_are_heard_in_attributes(
+    envoy: EnvoySide, services: Services, named: dict[str, str]
+) -> None:
+    async with envoy.stream() as stream, envoy.stream() as other:
+        await stream.body_first(CHAT, headers={"x-tenant": "t", **named})
+        await other.body_first(CHAT, headers={"x-extproc-policy": "round_robin"})
+        first, second = services.log.last(2)
+    assert first.decision.profile.tenant == "t"
+    assert first.decision.profile.session
+    assert not second.decision.profile.session
+    assert second.decision.policy == "round_robin"
+
+
+async def test_a_compressed_body_counts_by_its_length(envoy: EnvoySide, services: Services) -> None:
+    body = gzip.compress(json.dumps(CHAT).encode()) + bytes(10_000)
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(body, headers={"content-encoding": "gzip"})
+        assert set(chosen(reply)) == MEMBERS
+        (record,) = services.log.last(1)
+        assert record.decision.profile.prompt_tokens > 2000
+
+
+async def test_of_a_body_that_goes_on_the_beginning_counts(envoy: EnvoySide) -> None:
+    """No more fits into Envoy's buffer."""
+    async with envoy.stream() as stream:
+        body = json.dumps({"model": "llama", **CHAT}).encode()[:-20]
+        reply = await stream.body_first(body, end_of_stream=False, mode=BodyMode.BUFFERED_PARTIAL)
+        assert set(chosen(reply)) == MEMBERS
+
+
+async def test_a_body_before_trailers_is_whole(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        assert status_of(await stream.body_first(b"{", end_of_stream=False)) == 400
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT | {"model": "chat"}, end_of_stream=False)
+        assert body_of(reply) == json.dumps(CHAT).encode()
+        assert (await stream.request_trailers()).request_trailers is not None
+
+
+async def test_another_name_is_written_into_the_body(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT | {"model": "chat"})
+        assert body_of(reply) == json.dumps(CHAT).encode()
+        assert set(chosen(reply)) == MEMBERS
+
+
+async def test_what_is_not_to_be_served_is_refused(envoy: EnvoySide, services: Services) -> None:
+    for body, status in ((b"no json", 400), ({**CHAT, "model": "unknown"}, 404)):
+        async with envoy.stream() as stream:
+            assert status_of(await stream.body_first(body)) == status
+    assert services.fleet.in_flight == 0
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/responses/resp_1/cancel"])
+async def test_what_is_no_inference_goes_anywhere(
+    envoy: EnvoySide, services: Services, path: str
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT, path)
+        assert reply.request_body is not None
+        assert chosen(reply) == []
+        assert (await stream.response_headers()).response_headers is not None
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_a_stored_response_is_asked_for_where_it_is(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.responses.saw("resp_1", replica(2))
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(b"{}", "/v1/responses/resp_1/cancel")
+        assert chosen(reply) == [replica(2)]
+
+
+async def test_what_comes_twice_takes_one_place(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.body_first(CHAT)
+        assert (await stream.body_first(CHAT)).request_body is not None
+        await stream.request_headers()
+        assert services.fleet.in_flight == 1
+        await stream.end()
+    assert services.fleet.in_flight == 0
+    (requests,) = services.metrics.requests.collect()
+    assert "passed" not in {sample.labels["result"] for sample in requests.samples}
+
+
+async def test_headers_are_any_bytes(envoy: EnvoySide, services: Services) -> None:
+    """Envoy tells them as they came, though the message's field is text."""
+    async with envoy.stream() as stream:
+        message = stream.body_message(CHAT, headers={"x-session": "s?", "x-request-id": "abc"})
+        reply = await stream.send_bytes(bytes(message).replace(b"s?", b"s\xff"))
+        assert set(chosen(reply)) == MEMBERS
+    (record,) = services.log.of_request("abc")
+    assert record.decision.profile.session
+
+
+async def test_what_has_no_body_is_heard_of_with_its_response(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        assert (await stream.response_headers()).response_headers is not None
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_what_envoy_will_not_tell_of_is_not_missed(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        assert chosen(await stream.body_first(CHAT, headers={"x-extproc-unseen": "1"}))
+        await stream.end()
+    async with envoy.stream() as stream:
+        assert chosen(await stream.body_first(CHAT))
+        await stream.end()  # the client hung up
+    (requests,) = services.metrics.requests.collect()
+    counted = {sample.labels["result"]: sample.value for sample in requests.samples}
+    assert counted == {"routed": 2.0, "unanswered": 1.0}

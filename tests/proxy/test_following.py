@@ -1,0 +1,81 @@
+"""What a router takes from Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from redis.asyncio import Redis
+
+from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.ground.clock import wall
+from extproc.predict.lengths import OutputLengths
+from extproc.proxy.app import follow_state
+from extproc.replica_state import ReplicaState
+from extproc.share.connection import connect
+from extproc.share.replicas import StateWriter
+from tests.conftest import Logged, RedisServer
+from tests.fakes import MODEL, ManualClock, chat, state
+from tests.large import hold_nobody_up, thousand
+from tests.waiting import until
+
+pytestmark = pytest.mark.process
+
+LIFE_S = 60.0
+SKEW_S = 120.0
+
+
+@asynccontextmanager
+async def following(server: RedisServer) -> AsyncIterator[Fleet]:
+    """A fleet that hears of what is in Redis."""
+    fleet = Fleet(OutputLengths())
+    task = asyncio.create_task(
+        follow_state(Config.model_validate({"redis": {"url": server.url}}), fleet)
+    )
+    try:
+        yield fleet
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def knows(fleet: Fleet, wanted: list[ReplicaState]) -> Callable[[], Awaitable[bool]]:
+    async def known() -> bool:
+        return [*fleet.members] == wanted
+
+    return known
+
+
+async def test_a_pollers_clock_may_be_wrong(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    async with connect(redis_server.url, "default") as redis, following(redis_server) as fleet:
+        writer = StateWriter(redis, "default", LIFE_S)
+        clock = ManualClock(wall() - SKEW_S)
+        seen = state(1, "llama-8b-a10", clock, running=1, steps=1300.0, life_s=LIFE_S)
+        await writer.put([seen])
+        await until(knows(fleet, [seen]))
+        fleet.dispatch(seen.id, chat(10, 2000))
+        fleet.first_token(fleet.dispatch(seen.id, chat(10, 2000)))
+        before = fleet.sequences(fleet.view(MODEL)).remaining.max()
+        await redis.client_kill_filter(_type="pubsub")
+        await logged.line("redis is back")
+        await writer.put([other := state(2, "llama-8b-a10", clock)])
+        await until(knows(fleet, [seen, other]))
+        after = fleet.sequences(fleet.view(MODEL)).remaining.max()
+        assert after > before - 200  # else the skew is taken for steps done
+
+
+async def test_a_large_fleet_does_not_hold_requests_up_as_it_comes(
+    redis_server: RedisServer,
+) -> None:
+    replicas = thousand()
+    async with connect(redis_server.url, "default") as redis:
+        await StateWriter(redis, "default", LIFE_S).put(replicas)
+
+    async def follow() -> None:
+        async with following(redis_server) as fleet:
+            await until(lambda: len(fleet.members) == len(replicas))
+
+    await hold_nobody_up(follow)

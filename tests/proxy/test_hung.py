@@ -1,0 +1,221 @@
+"""Requests on a replica that hangs."""
+
+import asyncio
+from collections.abc import AsyncIterator, Container
+from pathlib import Path
+
+import grpc
+import pytest
+
+from extproc.config import Config
+from extproc.lab.replay.recorded import read
+from extproc.proxy.exchange import Exchange
+from extproc.proxy.service import GrpcServer
+from extproc.proxy.services import Services
+from tests.fakes import ManualClock, chat, fleet_of, replica, state
+from tests.proxy.conftest import on_fleet
+from tests.proxy.envoy_side import CHAT, EnvoySide, chosen
+from tests.proxy.test_record import written
+from tests.proxy.test_traces import SAMPLED, sent, spans, traced
+from tests.proxy.test_unseen import MARK
+from tests.spans import Spans, attributes
+from tests.waiting import until
+
+__all__ = ["spans"]
+
+IN_TURN = {"x-extproc-policy": "round_robin"}
+
+
+@pytest.fixture
+async def server(services: Services) -> AsyncIterator[GrpcServer]:
+    server = GrpcServer(services)
+    ending = asyncio.create_task(server.end_lost())
+    yield server
+    ending.cancel()
+    await server.stop(0)
+
+
+@pytest.fixture
+async def envoy(server: GrpcServer) -> AsyncIterator[EnvoySide]:
+    port = await server.start("127.0.0.1:0")
+    options = [("grpc.max_receive_message_length", -1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+        yield EnvoySide(channel)
+
+
+def hangs(services: Services, number: int, seconds: float) -> None:
+    clock = ManualClock(services.wall())
+    figures = {"healthy": False, "unanswered_s": seconds}
+    services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
+
+
+@pytest.mark.parametrize("mark", [{}, MARK])
+async def test_are_ended_and_those_on_others_go_on(
+    envoy: EnvoySide, services: Services, mark: dict[str, str]
+) -> None:
+    async with envoy.stream() as lost, envoy.stream() as kept:
+        on = chosen(await lost.body_first(CHAT, headers=IN_TURN | mark))[0]
+        other = chosen(await kept.body_first(CHAT, headers=IN_TURN | mark))[0]
+        assert {on, other} == {replica(1), replica(2)}
+        hangs(services, 1 + (on == replica(2)), 20.5)
+        answer = (await lost.read()).immediate_response
+        assert answer is not None
+        assert answer.status is not None
+        assert answer.status.code == 503
+        assert b"send it again" in answer.body
+        assert services.fleet.in_flight_on(on) == 0
+        assert services.fleet.in_flight_on(other) == 1
+        await lost.end()
+        await kept.end()
+    (requests,) = services.metrics.requests.collect()
+    counted = {sample.labels["result"]: sample.value for sample in requests.samples}
+    assert counted["lost"] == 1.0
+
+
+async def test_one_whose_answer_comes_is_not_ended(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as first, envoy.stream() as second:
+        on = chosen(await first.body_first(CHAT, headers=IN_TURN))[0]
+        assert chosen(await second.body_first(CHAT, headers=IN_TURN))[0] != on
+        await first.response_headers(upstream=on)
+        hangs(services, 1 + (on == replica(2)), 20.5)
+        for _ in range(3):
+            await first.response_body({"id": "1"}, end_of_stream=False)
+        assert not services.fleet.eligibility.hung(20.0)
+        await first.end()
+
+
+async def test_one_that_cannot_be_ended_keeps_no_other_from_it(
+    envoy: EnvoySide, services: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose, broken = Exchange.lose, list[Exchange]()
+
+    def first_fails(exchange: Exchange, hung: Container[str]) -> bytes | None:
+        broken.append(exchange)
+        if exchange is broken[0]:
+            raise RuntimeError
+        return lose(exchange, hung)
+
+    monkeypatch.setattr(Exchange, "lose", first_fails)
+    async with envoy.stream() as first, envoy.stream() as other, envoy.stream() as second:
+        on = chosen(await first.body_first(CHAT, headers=IN_TURN))[0]
+        await other.body_first(CHAT, headers=IN_TURN)
+        assert chosen(await second.body_first(CHAT, headers=IN_TURN))[0] == on
+        hangs(services, 1 + (on == replica(2)), 20.5)
+        assert (await second.read()).immediate_response
+        for stream in (first, other, second):
+            await stream.end()
+
+
+class TestNever:
+    """Where the setting says so."""
+
+    @pytest.fixture
+    def config(self) -> Config:
+        return Config.model_validate({"serve": {"hung_s": 0.0}})
+
+    async def test_nothing_is_ended(
+        self, envoy: EnvoySide, server: GrpcServer, services: Services
+    ) -> None:
+        async with envoy.stream() as stream:
+            on = chosen(await stream.body_first(CHAT, headers=IN_TURN))[0]
+            hangs(services, 1 + (on == replica(2)), 1000.0)
+            await server._processor.end_lost()
+            assert services.fleet.in_flight_on(on) == 1
+            await stream.end()
+
+
+class TestRecorded:
+    """Nobody knows how long it would have taken."""
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Config:
+        return Config.model_validate(
+            {"record": {"path": str(tmp_path / "record")}, "serve": {"hung_s": 0.1}}
+        )
+
+    @pytest.mark.parametrize("mark", [{}, MARK])
+    async def test_as_failed(
+        self, envoy: EnvoySide, services: Services, tmp_path: Path, mark: dict[str, str]
+    ) -> None:
+        async with envoy.stream() as lost, envoy.stream() as kept:
+            on = chosen(await lost.body_first(CHAT, headers=IN_TURN | mark))[0]
+            other = chosen(await kept.body_first(CHAT, headers=IN_TURN))[0]
+            await kept.response_headers(upstream=other)
+            await kept.response_body({"id": "1"})
+            await kept.end()
+            if not mark:
+                await lost.response_headers(upstream=on, content_type="text/event-stream")
+            hangs(services, 1 + (on == replica(2)), 0.1)
+            await until(lambda: not services.fleet.in_flight)
+        await written(services)
+        assert read(tmp_path / "record").left_out == {"failed": 1}
+
+
+class TestAnAnswerThatIsNotRead:
+    """And is cut off."""
+
+    @pytest.fixture
+    def config(self) -> Config:
+        return Config.model_validate({"serve": {"chunks_per_s": 0.0}})
+
+    @pytest.fixture
+    def clock(self) -> ManualClock:
+        return ManualClock(1000.0)
+
+    @pytest.fixture
+    def services(self, services: Services, clock: ManualClock) -> Services:
+        fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
+        return on_fleet(services, fleet, clock=clock)
+
+    async def test_tells_nothing_of_its_length(
+        self, envoy: EnvoySide, services: Services, clock: ManualClock
+    ) -> None:
+        for number in (1, 2):  # none is alone
+            services.fleet.dispatch(replica(number), chat(100, 10_000))
+        before = services.fleet.lengths.expected(0, 10_000.0)
+        async with envoy.stream() as stream:
+            on = chosen(await stream.body_first(CHAT | {"stream": True}))[0]
+            await stream.response_headers(upstream=on, content_type="text/event-stream")
+            for second in range(1, 61):
+                clock.advance(1.0)
+                for number in (1, 2):
+                    told = state(number, "llama-8b-a10", clock, running=2, steps=second * 30.0)
+                    services.fleet.put(told)
+            hangs(services, 1 + (on == replica(2)), 20.5)
+            assert (await stream.read()).immediate_response
+            await stream.end()
+        assert services.fleet.lengths.expected(0, 10_000.0) == before
+
+
+class TestAReplyThatIsOnItsWay:
+    """For it is large."""
+
+    @pytest.fixture
+    def config(self) -> Config:
+        return Config.model_validate({"route": {"models": {"chat": "llama"}}})
+
+    async def test_comes_before_the_end(self, envoy: EnvoySide, services: Services) -> None:
+        large = {"model": "chat", "messages": [{"role": "user", "content": "a" * 16_000_000}]}
+        async with envoy.stream() as stream:
+            await stream.write(stream.body_message(large))
+            await until(lambda: services.fleet.in_flight)
+            hangs(services, 1 + services.fleet.in_flight_on(replica(2)), 20.5)
+            await until(lambda: not services.fleet.in_flight)
+            assert chosen(await stream.read())
+            assert (await stream.read()).immediate_response
+            await stream.end()
+
+
+class TestASampledOne:
+    @pytest.fixture
+    def services(self, services: Services, spans: Spans) -> Services:
+        return traced(services, spans)
+
+    async def test_has_a_span(self, envoy: EnvoySide, services: Services, spans: Spans) -> None:
+        async with envoy.stream(traceparent=SAMPLED) as stream:
+            on = chosen(await stream.body_first(CHAT))[0]
+            hangs(services, 1 + (on == replica(2)), 20.5)
+            assert (await stream.read()).immediate_response
+            await stream.end()
+        told = attributes((await sent(services, spans))["chat llama"])
+        assert (told["http.response.status_code"], told["error.type"]) == (503, "503")

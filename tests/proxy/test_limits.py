@@ -1,0 +1,241 @@
+"""What a peer that is slow, silent or gone can hold of a router."""
+
+import asyncio
+import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+from prometheus_client import CollectorRegistry
+
+from extproc.config import Config
+from extproc.observe.admin import serve_admin
+from extproc.proxy.admin import admin_routes
+from extproc.proxy.room import Room
+from extproc.proxy.service import GrpcServer
+from extproc.proxy.services import Services
+from tests.conftest import Logged
+from tests.fakes import ManualClock, chat, replica, state
+from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+from tests.waiting import until
+
+MEMBERS = {replica(1), replica(2)}
+DUPLEX: dict[str, Any] = {
+    "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
+    "response_mode": BodyMode.FULL_DUPLEX_STREAMED,
+}
+ROOM = 10_000
+BEGUN = b'{"model": "llama", "messages": [{"role": "user", "content": "'
+
+
+class TestStreams:
+    @pytest.fixture
+    def config(self) -> Config:
+        return Config.model_validate({"serve": {"max_streams": 2}})
+
+    async def test_beyond_the_limit_envoy_goes_on_alone(
+        self, services: Services, logged: Logged
+    ) -> None:
+        """Beyond that of a connection, Envoy opens another one."""
+        server = GrpcServer(services)
+        port = await server.start("127.0.0.1:0")
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        async with (
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as one,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=own) as other,
+            EnvoySide(one).stream() as first,
+        ):
+            await first.request_headers()
+            async with EnvoySide(one).stream() as second:
+                await second.request_headers()
+                for _ in range(3):
+                    async with EnvoySide(other).stream() as third:
+                        with pytest.raises(grpc.aio.AioRpcError, match="too many requests"):
+                            await third.request_headers()
+                await second.end()
+            assert set(destination(await first.request_body(CHAT))) == MEMBERS
+            await first.end()
+            async with EnvoySide(other).stream() as fourth:
+                await fourth.request_headers()
+                assert set(destination(await fourth.request_body(CHAT))) == MEMBERS
+        await server.stop(0)
+        assert [line["levelname"] for line in logged.lines() if "max_streams" in str(line["msg"])]
+        assert len(logged.lines()) == 2  # when it begins, and when it is over
+
+
+class TestBodies:
+    @pytest.fixture
+    def services(self, services: Services) -> Services:
+        return replace(services, room=Room(ROOM))
+
+    async def test_what_all_streams_hold_back_is_bounded(
+        self, envoy: EnvoySide, services: Services
+    ) -> None:
+        async with envoy.stream() as silent, envoy.stream() as other:
+            await silent.write_headers(**DUPLEX)
+            await silent.write_body(BEGUN + b"a" * 6000, False)
+            await until(lambda: services.room.free < ROOM)
+            await other.write_headers(**DUPLEX)
+            await other.write_body(BEGUN + b"a" * 6000, False)
+            assert set(destination(await other.read())) == MEMBERS  # on what came
+            assert services.room.free > 0
+            silent.reset()
+            await until(lambda: services.room.free == ROOM)
+
+    async def test_room_comes_back_with_the_end_of_a_body(
+        self, envoy: EnvoySide, services: Services
+    ) -> None:
+        for _ in range(5):
+            async with envoy.stream() as stream:
+                await stream.write_headers(**DUPLEX)
+                await stream.write_body(BEGUN + b"a" * 6000, False)
+                await stream.write_body(b'"}]}')
+                assert set(destination(await stream.read())) == MEMBERS
+                await stream.read()
+                await until(lambda: services.room.free == ROOM)
+                assert services.log.last(1)[0].decision.profile.prompt_bytes > 6000
+            async with envoy.stream() as refused:
+                await refused.write_headers(**DUPLEX)
+                await refused.write_body(b"a" * 6000, False)
+                await refused.write_body(b"a" * 10)
+                assert (await refused.read()).immediate_response is not None
+                await until(lambda: services.room.free == ROOM)
+
+    async def test_replies_that_are_not_read_count_as_held(
+        self, envoy: EnvoySide, services: Services, logged: Logged
+    ) -> None:
+        size = 4 * 2**20  # more than gRPC takes in advance
+        services.room.free = size + 100
+        async with envoy.stream() as stream:
+            await stream.write_headers(**DUPLEX)
+            await stream.write_body(BEGUN + b"a" * size + b'"}]}')
+            await until(lambda: services.fleet.in_flight == 1)
+            assert services.room.free < 100
+            stream.reset()
+            await until(lambda: services.room.free == size + 100)
+        await until(lambda: services.fleet.in_flight == 0)
+        assert not logged.lines()
+
+
+async def test_a_request_in_flight_does_not_keep_its_body(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        tracemalloc.start()
+        try:
+            await stream.request_body(BEGUN + b"a" * 4 * 2**20 + b'"}]}')
+            held, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert most > 4 * 2**20
+        assert held < 2**20
+
+
+async def test_a_kept_decision_does_not_keep_what_was_in_flight(
+    envoy: EnvoySide, services: Services
+) -> None:
+    """Nobody needs it once the request is sent, and there may be thousands."""
+    kept, in_flight = 10, 5_000
+    left_out = state(3, "llama-8b-a10", ManualClock(services.wall()), healthy=False)
+    services.fleet.put(left_out)
+    for _ in range(in_flight):
+        services.fleet.dispatch(replica(1), chat(10))
+
+    async def ask() -> None:
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+
+    await ask()
+    tracemalloc.start()
+    try:
+        for _ in range(kept):
+            await ask()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(services.log.last(2 * kept)) == kept + 1
+    assert held < kept * in_flight * 8
+
+
+@asynccontextmanager
+async def stalling(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
+    """A way to a port that forwards until the event is set, and then keeps the connection, mute."""
+    stalled = asyncio.Event()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(OSError):
+                while data := await reader.read(65_536):
+                    if not stalled.is_set():
+                        writer.write(data)
+        finally:
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_connection("127.0.0.1", port)
+        for one in (forward(reader, back_writer), forward(back_reader, writer)):
+            tasks.add(asyncio.create_task(one))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield server.sockets[0].getsockname()[1], stalled
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_the_requests_of_an_envoy_that_vanished_are_over(services: Services) -> None:
+    server = GrpcServer(services, keepalive_s=2.0)
+    port = await server.start("127.0.0.1:0")
+    async with (
+        stalling(port) as (way, stalled),
+        grpc.aio.insecure_channel(f"127.0.0.1:{way}") as vanishing,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as staying,
+        EnvoySide(vanishing).stream() as lost,
+        EnvoySide(staying).stream() as kept,
+    ):
+        for stream in (lost, kept):
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+        assert services.fleet.in_flight == 2
+        stalled.set()
+        await until(lambda: services.fleet.in_flight == 1)
+        await kept.response_headers()  # silent for as long, and there
+        await kept.end()
+    await server.stop(0)
+
+
+async def test_what_people_are_shown_has_no_prompt(
+    envoy: EnvoySide, services: Services, logged: Logged
+) -> None:
+    secret = "correct horse battery staple"
+    chat = CHAT | {"messages": [{"role": "user", "content": secret}], "user": secret}
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"authorization": secret, "x-request-id": "mine"})
+        await stream.request_body(chat)
+        await stream.response_headers()
+        await stream.response_body({"choices": [{"message": {"content": secret}}]})
+        await stream.end()
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        await stream.request_body(secret.encode())  # refused
+    shown = []
+    async with (
+        serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services)) as address,
+        aiohttp.ClientSession(f"http://{address}") as session,
+    ):
+        for page in ("/decisions", "/fleet", "/metrics"):
+            async with session.get(page) as response:
+                shown.append(await response.text())
+    assert "mine" in shown[0]
+    assert not [text for text in [*shown, str(logged.lines())] if "battery" in text]

@@ -1,0 +1,124 @@
+"""A router that polls its replicas itself: no poller, no Redis."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import aiohttp
+import grpc
+import pytest
+from aiohttp import web
+
+from extproc.cli import main
+from extproc.lab.harness.processes import Process, answers, free_port
+from tests.poll.replica import Replica, models, page, serving, text
+from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+from tests.proxy.test_gateway import status_of
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def ports() -> tuple[int, int]:
+    return free_port(), free_port()
+
+
+def router(directory: Path, ports: tuple[int, int], *replicas: Replica) -> list[str]:
+    file = directory / "replicas.yaml"
+    file.write_text(str([replica.id for replica in replicas]))
+    listen, admin = (f"127.0.0.1:{port}" for port in ports)
+    serve = [sys.executable, "-m", "extproc", "serve", "--state", "memory", "--redis.url"]
+    where = ["--serve.listen", listen, "--serve.admin", admin, "--replicas_file", str(file)]
+    return [*serve, "redis://127.0.0.1:1", *where, "--poll.resolve_s", "0.1"]
+
+
+async def test_one_process_routes_to_replicas_that_come_and_go(
+    tmp_path: Path, ports: tuple[int, int]
+) -> None:
+    admin = f"http://127.0.0.1:{ports[1]}"
+    async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
+        argv = router(tmp_path, ports, one)
+        log = tmp_path / "router.log"
+        ready = answers(f"{admin}/healthz")
+
+        async def known() -> dict[str, int]:
+            async with session.get(f"{admin}/fleet") as response:
+                replicas = (await response.json())["replicas"]
+            return {state["id"]: state["running"] for state in replicas if state["healthy"]}
+
+        async def are(expected: dict[str, int]) -> bool:
+            return await known() == expected
+
+        async with await Process.start("router", argv, log=log, ready=ready) as process:
+            await until(lambda: are({one.id: 2}))
+            async with (
+                grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
+                EnvoySide(channel).stream() as stream,
+            ):
+                await stream.request_headers()
+                reply = await stream.request_body(CHAT | {"model": "tiny"})
+                assert destination(reply) == [one.id]
+            router(tmp_path, ports, one, two)
+            one.answers["/metrics"] = text(page(running=77))
+            await until(lambda: are({one.id: 77, two.id: 2}))
+            async with session.get(f"{admin}/metrics") as response:
+                assert "extproc_decisions_total{" in await response.text()
+            router(tmp_path, ports, two)
+            await until(lambda: are({two.id: 2}))
+            async with session.get(f"{admin}/metrics") as response:
+                assert 'extproc_poll_replicas{pool="default"} 1.0' in await response.text()
+            await process.stop(PATIENCE_S)
+        assert process.returncode == 0
+        assert "redis" not in log.read_text()
+
+
+async def test_no_model_is_unknown_before_each_replica_told_its_own(
+    tmp_path: Path, ports: tuple[int, int]
+) -> None:
+    admin = f"http://127.0.0.1:{ports[1]}"
+    async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
+        told = asyncio.Event()
+
+        async def slow(request: web.Request) -> web.StreamResponse:
+            await told.wait()
+            return await text(page(model="large"))(request)
+
+        two.answers |= {"/metrics": slow, "/v1/models": models("large")}
+
+        async def listed() -> bool:
+            async with session.get(f"{admin}/fleet") as response:
+                return "adapter" in await response.text()
+
+        argv = router(tmp_path, ports, one, two)
+        ready = answers(f"{admin}/healthz")
+        async with (
+            await Process.start("router", argv, log=tmp_path / "router.log", ready=ready),
+            grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
+        ):
+
+            async def asked(model: str) -> list[str] | int:
+                async with EnvoySide(channel).stream() as stream:
+                    await stream.request_headers()
+                    reply = await stream.request_body(CHAT | {"model": model})
+                    refused = reply.immediate_response is not None
+                    return status_of(reply) if refused else destination(reply)
+
+            async def unknown() -> bool:
+                return await asked("nobody's") == 404
+
+            await until(listed)
+            assert await asked("large") == [one.id, one.id]
+            told.set()
+            await until(unknown)
+            assert await asked("large") == [two.id, two.id]
+
+
+def test_a_poller_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["poll", "--replicas", "127.0.0.1:1", "--state", "memory"]) == 2
+    assert "the router polls its replicas itself" in capsys.readouterr().err
+
+
+def test_check_says_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--state", "memory", "--replicas", "127.0.0.1:1"]) == 0
+    assert "in the memory of the only router" in capsys.readouterr().out

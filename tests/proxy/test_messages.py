@@ -1,0 +1,89 @@
+"""What of a message other tests do not send: they all speak through an independent codec, too."""
+
+from typing import Any
+
+from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+from envoy_data_plane.envoy.service.ext_proc import v3 as envoy
+from envoy_data_plane.google.protobuf import ListValue, Struct, Value
+
+from extproc.proxy import messages
+from extproc.proxy.proto import ext_proc_pb2
+
+
+def test_request_headers_are_read() -> None:
+    theirs = envoy.ProcessingRequest(
+        request_headers=envoy.HttpHeaders(
+            headers=HeaderMap(
+                headers=[
+                    HeaderValue(key=":path", raw_value=b"/v1/models"),
+                    HeaderValue(key="x-old", value="plain"),
+                    HeaderValue(key="x-odd", raw_value=b"\xff"),
+                ]
+            ),
+            end_of_stream=True,
+        ),
+        protocol_config=envoy.ProtocolConfiguration(
+            request_body_mode=BodyMode.FULL_DUPLEX_STREAMED,
+            response_body_mode=BodyMode.STREAMED,
+            send_body_without_waiting_for_header_response=True,
+        ),
+        metadata_context=Metadata(
+            filter_metadata={"envoy.lb": Struct(fields={"a": Value(string_value="b")})}
+        ),
+    )
+    ours = ext_proc_pb2.ProcessingRequest.FromString(bytes(theirs))
+    assert ours.WhichOneof("request") == "request_headers"
+    assert ours.request_headers.end_of_stream
+    headers = messages.headers_of(ours.request_headers, {"x-old", "x-odd", "x-none"})
+    assert headers == {"x-old": "plain", "x-odd": "\ufffd"}
+    assert ours.protocol_config.request_body_mode == messages.FULL_DUPLEX_STREAMED
+    assert ours.protocol_config.response_body_mode == messages.STREAMED
+    assert ours.protocol_config.send_body_without_waiting_for_header_response
+    assert ours.metadata_context.filter_metadata["envoy.lb"].fields["a"].string_value == "b"
+
+
+def received(**fields: Any) -> ext_proc_pb2.ProcessingRequest:
+    """What Envoy sends, read with our codec."""
+    return ext_proc_pb2.ProcessingRequest.FromString(bytes(envoy.ProcessingRequest(**fields)))
+
+
+def told(namespace: str, **fields: Value) -> Metadata:
+    named = {name.replace("_", "-"): value for name, value in fields.items()}
+    return Metadata(filter_metadata={namespace: Struct(fields=named)})
+
+
+def test_who_served_is_read_from_attribute_or_metadata() -> None:
+    attribute = {"upstream.address": Value(string_value="10.0.0.2:8000")}
+    metadata = told(
+        "envoy.lb", x_gateway_destination_endpoint_served=Value(string_value="10.0.0.3:8000")
+    )
+    attributes = {"envoy.filters.http.ext_proc": Struct(fields=attribute)}
+    assert messages.served_by(received(attributes=attributes)) == "10.0.0.2:8000"
+    assert messages.served_by(received(metadata_context=metadata)) == "10.0.0.3:8000"
+    both = received(attributes=attributes, metadata_context=metadata)
+    assert messages.served_by(both) == "10.0.0.2:8000"
+    assert messages.served_by(received()) == ""
+
+
+def test_a_subset_is_read_as_list_or_text() -> None:
+    def subset(value: Value) -> frozenset[str] | None:
+        metadata = told("envoy.lb.subset_hint", x_gateway_destination_endpoint_subset=value)
+        return messages.subset_of(received(metadata_context=metadata))
+
+    names = [Value(string_value="10.0.0.1:8000"), Value(string_value="10.0.0.2:8000")]
+    both = frozenset({"10.0.0.1:8000", "10.0.0.2:8000"})
+    assert subset(Value(list_value=ListValue(values=names))) == both
+    assert subset(Value(string_value="10.0.0.1:8000, 10.0.0.2:8000")) == both
+    assert subset(Value(list_value=ListValue(values=[]))) == frozenset()
+    assert messages.subset_of(received()) is None
+    assert messages.subset_of(received(metadata_context=told("envoy.lb.subset_hint"))) is None
+
+
+def test_one_reply_does_not_change_another() -> None:
+    first = messages.send_to("request_body", "10.0.0.1:8000,10.0.0.2:8000")
+    messages.send_to("request_body", "10.0.0.3:8000")
+    messages.send_to("request_headers", "10.0.0.4:8000", leave_body=True)
+    assert messages.send_to("request_body", "10.0.0.1:8000,10.0.0.2:8000") == first

@@ -1,0 +1,158 @@
+"""What a request leaves in the metrics: of models and objectives, and of replicas."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from extproc.config import Config
+from extproc.observe.metrics import RouterMetrics
+from extproc.proxy.services import Services
+from extproc.route.router import Router
+from tests.fakes import MODEL, ManualClock, fleet_of, replica
+from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+
+BY = {"model": MODEL, "objective": "chat"}
+TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+USAGE = (
+    b'data: {"choices":[],"usage":{"prompt_tokens":100,"completion_tokens":5,'
+    b'"prompt_tokens_details":{"cached_tokens":32}}}\n\ndata: [DONE]\n\n'
+)
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(
+        {
+            "serve": {"chunks_per_s": 1e6},
+            "hold": {"objectives": {"chat": {"priority": 1, "models": [MODEL]}}},
+        }
+    )
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def services(services: Services, clock: ManualClock, registry: CollectorRegistry) -> Services:
+    fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-h100")
+    fleet.known.set()
+    router = Router(fleet, "completion", services.random, shadow="round_robin")
+    metrics = RouterMetrics(registry)
+    return replace(services, router=router, clock=clock, metrics=metrics)
+
+
+def value(registry: CollectorRegistry, name: str, by: Mapping[str, str] = BY) -> float | None:
+    return registry.get_sample_value(f"extproc_{name}", dict(by))
+
+
+async def test_a_stream_that_is_read_tells_its_times_and_how_they_were_predicted(
+    envoy: EnvoySide, services: Services, clock: ManualClock, registry: CollectorRegistry
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-request-id": "one"})
+        first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+        await stream.response_headers(upstream=first, content_type="text/event-stream")
+        clock.advance(0.5)
+        await stream.response_body(TOKEN, False)
+        clock.advance(2.0)
+        await stream.response_body(USAGE)
+        await stream.end()
+    (record,) = services.log.of_request("one")
+    decision = record.decision
+    # Nothing was learned yet that would stretch it.
+    tpot = decision.forecast().decode_time_per_token
+    for name, actual, predicted in (
+        ("ttft", 0.5, decision.predicted_ttft),
+        ("tpot", 0.5, tpot),
+        ("completion", 2.5, decision.predicted_completion),
+    ):
+        assert value(registry, f"{name}_seconds_count") == 1
+        assert value(registry, f"{name}_seconds_sum") == pytest.approx(actual)
+        ratio = value(registry, f"{name}_predicted_ratio_sum")
+        assert ratio == pytest.approx(predicted / actual)
+    hits = {"replica": first}
+    assert value(registry, "prefix_cache_reported_tokens_total", hits) == 32
+    assert value(registry, "prefix_cache_expected_tokens_total", hits) == 0
+
+
+async def test_what_another_replica_served_was_not_predicted_for_it(
+    envoy: EnvoySide, clock: ManualClock, registry: CollectorRegistry
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first, second = destination(await stream.request_body(CHAT))
+        await stream.response_headers(upstream=second)
+        clock.advance(1.5)
+        await stream.response_body({"usage": {"prompt_tokens": 100, "completion_tokens": 50}})
+        await stream.end()
+    assert value(registry, "completion_seconds_sum") == 1.5
+    assert value(registry, "completion_predicted_ratio_count") is None
+    assert value(registry, "ttft_seconds_count") is None
+    assert value(registry, "failures_total", {"replica": first}) == 1
+    assert value(registry, "failures_total", {"replica": second}) is None
+
+
+async def test_a_failure_is_counted_for_its_replica_until_that_leaves(
+    envoy: EnvoySide, services: Services, registry: CollectorRegistry
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first, second = destination(await stream.request_body(CHAT))
+        await stream.response_headers(503, upstream=first)
+        await stream.end()
+    assert value(registry, "failures_total", {"replica": first}) == 1
+    services.metrics.forget_all_but({second})
+    assert value(registry, "failures_total", {"replica": first}) is None
+    assert value(registry, "completion_seconds_count") is None
+
+
+async def test_what_comes_is_demand_whether_it_is_answered_or_not(
+    envoy: EnvoySide, services: Services
+) -> None:
+    assert services.demand.replicas(services.queue) == 0.0
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        await stream.request_body(CHAT)
+        assert services.demand.replicas(services.queue) > 0.0
+        await stream.end()
+
+
+async def test_what_another_policy_would_have_chosen_is_counted_and_recorded(
+    envoy: EnvoySide, services: Services, registry: CollectorRegistry
+) -> None:
+    ends = []
+    for name in map(str, range(40)):
+        async with envoy.stream() as stream:
+            await stream.request_headers(headers={"x-request-id": name})
+            await stream.request_body(CHAT | {"max_tokens": 50})
+            await stream.end()
+        shown = services.log.of_request(name)[0].to_json()
+        if (shadow := shown["shadow"]) is not None:
+            ends.append(shadow["completion_s"] - shown["predicted_completion_s"])
+            assert shadow["replica"] == replica(2 - len(ends) % 2)  # its turns
+    by = {"policy": "round_robin"}
+    same = value(registry, "shadow_decisions_total", by | {"result": "same"}) or 0
+    other = value(registry, "shadow_decisions_total", by | {"result": "other"}) or 0
+    assert (same, other) == (ends.count(0.0), len(ends) - ends.count(0.0))
+    more = value(registry, "shadow_seconds_total", by | {"time": "completion", "result": "more"})
+    assert more == pytest.approx(sum(one for one in ends if one > 0), abs=1e-3)
+    assert other
+    assert more
+
+
+def test_replicas_left_out_are_told_for_as_long_as_they_are(registry: CollectorRegistry) -> None:
+    metrics = RouterMetrics(registry)
+    metrics.tell_left_out([("a", "failing"), ("b", "draining")])
+    assert value(registry, "replica_left_out", {"replica": "a", "reason": "failing"}) == 1
+    metrics.tell_left_out([("b", "draining")])
+    assert value(registry, "replica_left_out", {"replica": "a", "reason": "failing"}) is None
+    assert value(registry, "replica_left_out", {"replica": "b", "reason": "draining"}) == 1

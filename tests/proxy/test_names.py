@@ -1,0 +1,166 @@
+"""Another name for a model, in each way that Envoy sends a body."""
+
+import json
+from typing import Any
+
+import pytest
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+from envoy_data_plane.envoy.service.ext_proc.v3 import CommonResponse, ProcessingResponse
+
+from extproc.config import Config
+from extproc.proxy.services import Services
+from tests.fakes import ManualClock, replica, state
+from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+from tests.proxy.test_gateway import chunk_of, status_of
+
+ASKED = {"messages": CHAT["messages"], "model": "chat"}
+BODY = json.dumps(ASKED).encode()
+NAMED = BODY.replace(b'"chat"', b'"llama"')
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(
+        {
+            "route": {
+                "models": {
+                    "chat": "llama",
+                    "any": ["a", "b"],
+                    "canary": {"llama": 1, "next": 99},
+                },
+                "answer_asked_name": True,
+            }
+        }
+    )
+
+
+def common(reply: ProcessingResponse) -> CommonResponse:
+    parts = (reply.request_headers, reply.request_body, reply.response_body)
+    part = next(part for part in parts if part is not None)
+    assert part.response is not None
+    return part.response
+
+
+def body_of(reply: ProcessingResponse) -> bytes | None:
+    mutation = common(reply).body_mutation
+    assert mutation is not None
+    return mutation.body
+
+
+def length_of(reply: ProcessingResponse) -> str | None:
+    return header_of(reply, "content-length")
+
+
+def header_of(reply: ProcessingResponse, name: str) -> str | None:
+    mutation = common(reply).header_mutation
+    assert mutation is not None
+    headers = [option.header for option in mutation.set_headers]
+    return next((one.raw_value.decode() for one in headers if one and one.key == name), None)
+
+
+async def test_a_body_in_one_piece_is_replaced_and_its_length(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"content-length": str(len(BODY))})
+        reply = await stream.request_body(BODY)
+        await stream.end()
+    assert set(destination(reply)) == {replica(1), replica(2)}
+    assert (body_of(reply), length_of(reply)) == (NAMED, str(len(NAMED)))
+    record = services.log.after(0)[-1].to_json()
+    assert (record["model"], record["served_as"]) == ("chat", "llama")
+
+
+async def test_a_large_body_is_waited_for(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+        assert destination(reply) == []
+        assert body_of(await stream.request_body(BODY)) == NAMED
+
+
+@pytest.mark.parametrize(("told", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
+async def test_of_the_beginning_of_a_body_no_more_is_replaced(
+    envoy: EnvoySide, told: dict[str, str], length: str | None
+) -> None:
+    begin = b'{"model": "chat", "messages": [{"role": "user", "content": "x'
+    async with envoy.stream() as stream:
+        await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=told)
+        reply = await stream.request_body(begin, end_of_stream=False)
+    assert body_of(reply) == begin.replace(b"chat", b"llama")
+    assert length_of(reply) == length
+
+
+async def test_in_full_duplex_the_chunks_have_it(envoy: EnvoySide) -> None:
+    duplex: dict[str, Any] = {
+        "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
+        "response_mode": BodyMode.FULL_DUPLEX_STREAMED,
+    }
+    async with envoy.stream() as stream:
+        await stream.write_headers(**duplex)
+        await stream.write_body(BODY[:-9], end_of_stream=False)
+        await stream.write_body(BODY[-9:])
+        assert destination(await stream.read())
+        assert chunk_of(await stream.read()) == (NAMED, True)
+        await stream.response_headers()
+        answer = await stream.response_body(b'{"model":"lla', end_of_stream=False)
+        assert chunk_of(answer) == (b"{", False)
+        assert chunk_of(await stream.response_body(b'ma"}')) == (b'"model":"chat"}', True)
+
+
+async def test_an_answer_has_the_name_that_was_asked_for(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        await stream.request_body(BODY)
+        reply = await stream.response_headers()
+        assert reply.mode_override is not None
+        assert reply.mode_override.response_body_mode == BodyMode.STREAMED
+        assert reply.response_headers is not None
+        assert reply.response_headers.response is not None
+        assert reply.response_headers.response.header_mutation is not None
+        removed = reply.response_headers.response.header_mutation.remove_headers
+        assert removed == ["content-length"]
+        reply = await stream.response_body(b'{"model":"llama","x":1}')
+        assert body_of(reply) == b'{"model":"chat","x":1}'
+        await stream.end()
+
+
+async def test_a_name_that_is_sent_as_it_is_leaves_all_as_it_is(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        reply = await stream.request_body(CHAT)
+        assert common(reply).body_mutation is None
+        await stream.response_headers()
+        assert (await stream.response_body(b'{"model":"llama"}')).response_body is not None
+
+
+@pytest.mark.parametrize("model", ["chat", "any"])
+async def test_a_name_that_only_the_router_knows_does_not_go_on_without_it(
+    envoy: EnvoySide, services: Services, model: str
+) -> None:
+    """Envoy's fallback would send it as it is, and a replica that is just back answer 404."""
+    clock = ManualClock(services.wall())
+    for number in (1, 2):
+        figures: dict[str, Any] = {"models": (), "healthy": False}
+        services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        assert status_of(await stream.request_body(ASKED | {"model": model})) == 503
+        await stream.end()
+
+
+@pytest.mark.parametrize(
+    "other", [{"healthy": False}, {"models": ("other",)}, {"models": ("other",), "listed": False}]
+)
+async def test_a_draw_of_which_all_that_there_is_is_down_does_exist(
+    envoy: EnvoySide, services: Services, other: dict[str, Any]
+) -> None:
+    clock = ManualClock(services.wall())
+    services.fleet.put(state(1, "llama-8b-a10", clock, healthy=False))
+    services.fleet.put(state(2, "llama-8b-a10", clock, **other))
+    for _ in range(10):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            assert status_of(await stream.request_body(ASKED | {"model": "canary"})) == 503
+            await stream.end()

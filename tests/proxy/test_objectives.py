@@ -1,0 +1,164 @@
+"""What a request aims for, by its headers, its tenant or its model."""
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from extproc.config import Config
+from extproc.proxy.services import Services
+from extproc.request.objective import NO_OBJECTIVE, Objective
+from tests.proxy.envoy_side import CHAT, EnvoySide, chosen
+from tests.proxy.test_gateway import DUPLEX
+from tests.proxy.test_service import samples
+
+CODER = {**CHAT, "model": "coder"}
+OBJECTIVES = {
+    "chat": {"priority": 2, "ttft_s": 20.0, "tenants": ["support"]},
+    "code": {"priority": 1, "completion_s": 60.0, "models": ["coder"]},
+    "soon": {"ttft_s": 30.0, "sheddable": True},
+    "whole": {"completion_s": 0.001, "sheddable": True},
+}
+ALLOWED = {"allow_inference_headers": True}
+
+
+@pytest.fixture
+def config(request: pytest.FixtureRequest) -> Config:
+    hold = {"objectives": OBJECTIVES, "objective_header": "X-Objective"}
+    return Config.model_validate(
+        {
+            "hold": hold | getattr(request, "param", {}),
+            "request": {"tenant_header": "X-Tenant"},
+            "route": {"models": {"coder": "llama"}, "seed": 1},
+        }
+    )
+
+
+def allowed(allow: bool = True) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("config", [{"allow_inference_headers": allow}], indirect=True)
+
+
+async def aim(
+    envoy: EnvoySide, services: Services, headers: dict[str, str], body: dict[str, Any] = CHAT
+) -> Objective:
+    """Of a request that is sent."""
+    async with envoy.stream() as stream:
+        assert chosen(await stream.body_first(body, headers=headers))
+        await stream.end()
+    (record,) = services.log.last(1)
+    objective = record.decision.profile.objective
+    assert record.to_json()["objective"] == objective.name
+    return objective
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "name"),
+    [
+        ({}, CHAT, ""),
+        ({"x-objective": "soon"}, CHAT, "soon"),
+        ({"x-objective": "soon", "x-tenant": "support"}, CODER, "soon"),
+        ({"x-objective": "unknown", "x-tenant": "support"}, CODER, "chat"),
+        ({"x-tenant": "support"}, CODER, "chat"),
+        ({"x-tenant": "other"}, CODER, "code"),
+        ({"x-gateway-inference-objective": "soon"}, CHAT, ""),
+        ({"x-llm-d-inference-fairness-id": "support"}, CHAT, ""),
+    ],
+)
+async def test_the_header_counts_then_the_tenant_then_the_model(
+    envoy: EnvoySide, services: Services, headers: dict[str, str], body: dict[str, Any], name: str
+) -> None:
+    assert (await aim(envoy, services, headers, body)).name == name
+
+
+async def test_what_clients_say_does_not_count_unless_it_is_allowed(
+    envoy: EnvoySide, services: Services
+) -> None:
+    headers = {"x-llm-d-slo-ttft-ms": "1", "x-slo-tpot-ms": "1"}
+    assert await aim(envoy, services, headers) is NO_OBJECTIVE
+
+
+@allowed()
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"x-llm-d-inference-objective": "chat"}, Objective("chat", 2, ttft_s=20.0)),
+        ({"x-gateway-inference-objective": "chat"}, Objective("chat", 2, ttft_s=20.0)),
+        (
+            {"x-gateway-inference-objective": "soon", "x-llm-d-inference-objective": "chat"},
+            Objective("chat", 2, ttft_s=20.0),
+        ),
+        ({"x-gateway-inference-fairness-id": "support"}, Objective("chat", 2, ttft_s=20.0)),
+        ({"x-slo-ttft-ms": "1500"}, Objective(ttft_s=1.5)),
+        ({"x-slo-ttft-ms": "1500", "x-llm-d-slo-ttft-ms": "2500.5"}, Objective(ttft_s=2.5005)),
+        (
+            {"x-objective": "chat", "x-llm-d-slo-tpot-ms": "50"},
+            Objective("chat", 2, ttft_s=20.0, tpot_s=0.05),
+        ),
+        (
+            {"x-objective": "chat", "x-slo-ttft-ms": "40000"},
+            Objective("chat", 2, ttft_s=40.0),
+        ),
+        *(({"x-slo-ttft-ms": wrong}, NO_OBJECTIVE) for wrong in ("", "x", "-1", "0", "inf", "nan")),
+    ],
+)
+async def test_headers_of_llm_d_and_the_extension(
+    envoy: EnvoySide, services: Services, headers: dict[str, str], expected: Objective
+) -> None:
+    assert await aim(envoy, services, headers) == expected
+
+
+@allowed()
+async def test_a_fairness_id_is_the_tenant(envoy: EnvoySide, services: Services) -> None:
+    for header in ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"):
+        await aim(envoy, services, {header: "blue"})
+        (record,) = services.log.last(1)
+        assert record.decision.profile.tenant == "blue"
+
+
+@allowed()
+async def test_a_gateway_sends_them_as_headers(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.write_headers(**DUPLEX, headers={"x-slo-ttft-ms": "1500"})
+        await stream.write_body(json.dumps(CHAT).encode())
+        await stream.read()
+        (record,) = services.log.last(1)
+        assert record.decision.profile.objective == Objective(ttft_s=1.5)
+
+
+@pytest.mark.parametrize("config", [{}, ALLOWED], indirect=True)
+@pytest.mark.parametrize(
+    "headers",
+    [{"x-objective": "whole"}, {"x-objective": "soon", "x-llm-d-slo-ttft-ms": "0.1"}],
+)
+async def test_what_is_sheddable_is_refused_where_it_misses_a_target(
+    envoy: EnvoySide, services: Services, config: Config, headers: dict[str, str]
+) -> None:
+    """On idle replicas, too."""
+    told = len(headers) == 1 or config.hold.allow_inference_headers
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT, headers=headers)
+        assert (reply.immediate_response is not None) is told
+        if reply.immediate_response is not None:
+            error = json.loads(reply.immediate_response.body)["error"]
+            assert error["code"] == "too_late"
+            assert "would miss its target, by " in error["message"]
+            assert samples(services.metrics.refused) == {("too_late",): 1}
+
+
+@pytest.mark.parametrize(
+    ("objectives", "message"),
+    [
+        ({"a": {"tenants": ["x"]}, "b": {"tenants": ["x"]}}, "several objectives have the tenants"),
+        ({"a": {"models": ["m"]}, "b": {"models": ["m"]}}, "several objectives have the models m"),
+        ({"a": {"sheddable": True}}, "objective 'a' is sheddable and has no target"),
+    ],
+)
+def test_what_says_nothing_clear_is_a_mistake(objectives: object, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Config.model_validate({"hold": {"objectives": objectives}})
+
+
+def test_what_headers_tell_may_be_shed_by_them_alone() -> None:
+    hold = {"objectives": {"a": {"sheddable": True}}} | ALLOWED
+    assert Config.model_validate({"hold": hold}).hold.objectives["a"].sheddable

@@ -1,0 +1,196 @@
+"""What is held against replicas, and what is learned, from how responses end."""
+
+import pytest
+from prometheus_client.registry import Collector
+
+from extproc.config import Config
+from extproc.proxy.services import Services
+from tests.fakes import ManualClock, chat, fleet_of, replica, state
+from tests.proxy.conftest import on_fleet
+from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+
+TUNNEL = "127.0.0.1:15001"
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate({"serve": {"chunks_per_s": 0.0}})
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def services(services: Services, clock: ManualClock) -> Services:
+    fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
+    fleet.known.set()
+    return on_fleet(services, fleet, clock=clock)
+
+
+def count(metric: Collector) -> float:
+    (family,) = metric.collect()
+    return next(one.value for one in family.samples if one.name.endswith("_count"))
+
+
+async def test_an_answer_through_a_tunnel_is_one_of_the_replica_chosen(
+    envoy: EnvoySide, services: Services
+) -> None:
+    for number in range(3):
+        async with envoy.stream() as stream:
+            await stream.request_headers(headers={"x-request-id": str(number)})
+            first = destination(await stream.request_body(CHAT))[0]
+            await stream.response_headers(upstream=TUNNEL)
+            assert services.fleet.in_flight_on(first) == 1
+            await stream.end()
+        (record,) = services.log.of_request(str(number))
+        assert record.outcome.served_by == first
+    assert not services.fleet.eligibility.doubtful
+    assert set(services.fleet.view("llama").ids) == {replica(1), replica(2)}
+
+
+async def test_a_failure_through_a_tunnel_is_one_of_the_replica_chosen(
+    envoy: EnvoySide, services: Services
+) -> None:
+    for _ in range(5):  # three of one of the two
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+            await stream.response_headers(500, upstream=TUNNEL)
+            await stream.end()
+    (excluded,) = services.fleet.view("llama").excluded
+    assert excluded.why == "it failed several requests in a row"
+
+
+@pytest.mark.parametrize(
+    ("status", "tried_again", "polled", "learned"),
+    [
+        (200, False, True, True),
+        (200, False, False, False),
+        (200, True, True, False),
+        (500, False, True, False),
+        (None, False, True, False),
+    ],
+)
+async def test_a_stream_that_was_not_read_tells_how_long_its_answer_was(
+    envoy: EnvoySide,
+    services: Services,
+    clock: ManualClock,
+    status: int | None,
+    tried_again: bool,
+    polled: bool,
+    learned: bool,
+) -> None:
+    """Where its replica's steps were counted meanwhile, and all of them were its own."""
+    steps = 0.0
+    for number in (1, 2):  # none is alone
+        services.fleet.dispatch(replica(number), chat(100, 10_000))
+    before = services.fleet.lengths.expected(0, 10_000.0)
+    for _ in range(5):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            first, second = destination(await stream.request_body(CHAT | {"stream": True}))
+            if status is not None:
+                kind, server = "text/event-stream", second if tried_again else first
+                await stream.response_headers(status, upstream=server, content_type=kind)
+            for _ in range(60):
+                clock.advance(1.0)
+                steps += 30.0
+                for number in (1, 2) if polled else ():
+                    services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=steps))
+            await stream.end()
+    expected = services.fleet.lengths.expected(0, 10_000.0)
+    assert expected > 2 * before if learned else expected == before
+
+
+@pytest.mark.parametrize("config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})])
+async def test_a_client_that_is_seen_to_hang_up_tells_nothing_of_lengths(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    for number in (1, 2):
+        services.fleet.dispatch(replica(number), chat(100, 10_000))
+    before = services.fleet.lengths.expected(0, 10_000.0)
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+        await stream.response_headers(upstream=first, content_type="text/event-stream")
+        await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
+        clock.advance(1.0)
+        for number in (1, 2):
+            services.fleet.put(state(number, "llama-8b-a10", clock, running=2, steps=30.0))
+        await stream.end()
+    assert services.fleet.lengths.expected(0, 10_000.0) == before
+
+
+@pytest.mark.parametrize("config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})])
+async def test_a_stream_that_tells_no_usage_shows_how_far_off_its_completion_was(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    for _ in range(5):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+            await stream.response_headers(upstream=first, content_type="text/event-stream")
+            clock.advance(500.0)
+            for number in (1, 2):
+                services.fleet.put(state(number, "llama-8b-a10", clock))
+            await stream.response_body(b"data: [DONE]\n\n", True)
+            await stream.end()
+    assert services.router.margins.completion.ratio > 1.1
+
+
+async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(
+    envoy: EnvoySide, services: Services
+) -> None:
+    """Envoy closes its stream alike when a response has ended and when a client hung up."""
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-request-id": "s"})
+        await stream.request_body(CHAT | {"stream": True})
+        reply = await stream.response_headers(content_type="text/event-stream")
+        assert reply.mode_override is None
+        await stream.end()
+    (record,) = services.log.of_request("s")
+    assert record.outcome.status == 200
+    assert record.outcome.completion_s is None
+    assert count(services.metrics.prediction_error) == 0
+    assert services.fleet.in_flight == 0
+
+
+@pytest.mark.parametrize("retried", [False, True])
+async def test_what_came_of_a_prediction_is_kept_where_it_was_that_replicas(
+    envoy: EnvoySide, services: Services, clock: ManualClock, retried: bool
+) -> None:
+    details = {"prompt_tokens_details": {"cached_tokens": 32}}
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-request-id": "one"})
+        first, second = destination(await stream.request_body(CHAT))
+        await stream.response_headers(upstream=second if retried else first)
+        clock.advance(1.5)
+        usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
+        await stream.response_body({"usage": usage})
+        await stream.end()
+    kept = [*services.accuracy.since(0.0)]
+    if retried:
+        assert kept == []
+        return
+    (record,) = services.log.of_request("one")
+    predicted = record.decision.predicted_completion
+    assert [(one.replica, one.predicted_s, one.actual_s, one.cached) for one in kept] == [
+        (first, predicted, 1.5, 32)
+    ]
+    assert [*services.accuracy.since(clock() + 1.0)] == []
+
+
+async def test_what_several_sequences_find_in_the_cache_is_not_held_against_it(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first, _ = destination(await stream.request_body(CHAT | {"n": 2}))
+        await stream.response_headers(upstream=first)
+        details = {"prompt_tokens_details": {"cached_tokens": 0}}
+        usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
+        await stream.response_body({"usage": usage})
+        await stream.end()
+    assert [one.cached for one in services.accuracy.since(0.0)] == [None]

@@ -1,0 +1,167 @@
+"""The priority of a request's objective goes into its body, and a client's own does not count."""
+
+import json
+from typing import Any
+
+import pytest
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
+
+from extproc.config import Config
+from extproc.proxy.services import Services
+from tests.fakes import ManualClock, state
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.test_gateway import DUPLEX, chunk_of
+from tests.proxy.test_names import body_of, common, header_of, length_of
+
+OBJECTIVE = "x-objective"
+PRIORITY = "x-vllm-priority"
+URGENT = {OBJECTIVE: "urgent"}
+OBJECTIVES = {"urgent": {"priority": 10}, "batch": {"priority": -20}, "usual": {"ttft_s": 5}}
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(
+        {
+            "hold": {"objective_header": OBJECTIVE, "objectives": OBJECTIVES},
+            "route": {"models": {"chat": "llama"}, "seed": 1},
+        }
+    )
+
+
+@pytest.fixture(autouse=True)
+def replicas(services: Services) -> None:
+    know(services, takes_priority=True)
+
+
+def know(services: Services, *numbers: int, takes_priority: bool) -> None:
+    clock = ManualClock(services.wall())
+    for number in numbers or (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", clock, takes_priority=takes_priority))
+
+
+async def sent(
+    envoy: EnvoySide, body: dict[str, Any], objective: str, path: str = "/v1/chat/completions"
+) -> ProcessingResponse:
+    async with envoy.stream() as stream:
+        headers = {OBJECTIVE: objective} if objective else {}
+        return await stream.body_first(body, path, headers)
+
+
+@pytest.mark.parametrize(
+    ("objective", "said", "written"),
+    [
+        ("urgent", {}, -10),
+        ("batch", {}, 20),
+        ("urgent", {"priority": -999}, -10),
+        ("", {"priority": -999}, 0),
+        ("usual", {"priority": -999}, 0),
+        ("unheard of", {"priority": -999}, 0),
+    ],
+)
+async def test_an_objective_decides(
+    envoy: EnvoySide, objective: str, said: dict[str, int], written: int
+) -> None:
+    reply = await sent(envoy, CHAT | said, objective)
+    body = body_of(reply)
+    assert body is not None
+    assert json.loads(body) == CHAT | {"priority": written}
+    assert length_of(reply) == str(len(body))
+    assert header_of(reply, PRIORITY) == str(written)
+
+
+async def test_trailers_change_nothing_of_it(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT | {"priority": -999}, end_of_stream=False)
+    assert json.loads(body_of(reply) or b"") == CHAT | {"priority": 0}
+
+
+async def test_without_one_a_body_stays_as_it_is(envoy: EnvoySide) -> None:
+    for objective in ("", "usual"):
+        assert common(await sent(envoy, CHAT, objective)).body_mutation is None
+
+
+async def test_beside_a_name(envoy: EnvoySide) -> None:
+    body = body_of(await sent(envoy, CHAT | {"model": "chat"}, "urgent"))
+    assert json.loads(body or b"") == CHAT | {"priority": -10}
+
+
+async def test_in_full_duplex_the_chunks_have_it(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.write_headers(**DUPLEX, headers=URGENT)
+        await stream.write_body(json.dumps(CHAT).encode())
+        await stream.read()
+        body, last = chunk_of(await stream.read())
+    assert (json.loads(body), last) == (CHAT | {"priority": -10}, True)
+
+
+async def test_headers_first(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers=URGENT)
+        body = body_of(await stream.request_body(CHAT))
+    assert json.loads(body or b"") == CHAT | {"priority": -10}
+
+
+async def test_where_the_body_is_not_here_the_header_says_it(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=URGENT)
+        reply = await stream.request_body(b'{"model":"llama","x":1', end_of_stream=False)
+    assert common(reply).body_mutation is None
+    assert header_of(reply, PRIORITY) == "-10"
+
+
+async def test_where_a_retry_might_reach_one_that_refuses_it_there_is_none(
+    envoy: EnvoySide, services: Services
+) -> None:
+    know(services, 2, takes_priority=False)
+    for _ in range(4):
+        assert common(await sent(envoy, CHAT, "urgent")).body_mutation is None
+    body = body_of(await sent(envoy, CHAT | {"priority": -999}, "urgent"))
+    assert json.loads(body or b"") == CHAT | {"priority": 0}
+    know(services, 2, takes_priority=True)
+    assert common(await sent(envoy, CHAT, "urgent")).body_mutation is not None
+
+
+async def test_one_that_never_served_keeps_none_from_the_others(
+    envoy: EnvoySide, services: Services
+) -> None:
+    loading = state(3, "llama-8b-a10", ManualClock(services.wall()), models=(), healthy=False)
+    services.fleet.put(loading)
+    assert json.loads(body_of(await sent(envoy, CHAT, "urgent")) or b"")["priority"] == -10
+
+
+async def test_an_endpoint_that_knows_none_gets_none(envoy: EnvoySide) -> None:
+    body = CHAT | {"max_tokens": 5}
+    assert common(await sent(envoy, body, "urgent", "/v1/messages")).body_mutation is None
+    assert common(await sent(envoy, body, "urgent", "/v1/responses")).body_mutation is not None
+
+
+class TestWithoutNames:
+    @pytest.fixture
+    def config(self) -> Config:
+        return Config.model_validate(
+            {"hold": {"objective_header": OBJECTIVE, "objectives": OBJECTIVES}}
+        )
+
+    async def test_where_the_body_is_too_large_to_be_looked_at_the_header_says_it(
+        self, envoy: EnvoySide
+    ) -> None:
+        async with envoy.stream() as stream:
+            headers = URGENT | {"content-length": f"{2**24}"}
+            reply = await stream.request_headers(headers=headers)
+        assert reply.request_headers is not None
+        assert header_of(reply, PRIORITY) == "-10"
+
+
+class TestWithoutObjectives:
+    @pytest.fixture
+    def config(self) -> Config:
+        return Config.model_validate({"route": {"seed": 1}})
+
+    async def test_what_a_client_says_is_the_replicas_to_judge(self, envoy: EnvoySide) -> None:
+        reply = await sent(envoy, CHAT | {"priority": -999}, "")
+        assert common(reply).body_mutation is None
+        assert header_of(reply, PRIORITY) is None

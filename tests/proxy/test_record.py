@@ -1,0 +1,313 @@
+"""What a router writes down of its traffic."""
+
+import asyncio
+import errno
+import json
+import os
+import stat
+from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from extproc.config import Config
+from extproc.lab.replay.recorded import Recorded, read
+from extproc.observe.decisions import Outcome
+from extproc.observe.record import keys_of
+from extproc.proxy.app import build
+from extproc.proxy.services import Services, recorder_of
+from tests.fakes import ManualClock, chat, replica
+from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+from tests.waiting import until
+
+CANARY = "xylophone"
+LEAST = 1_000_000
+ANSWER = {
+    "choices": [{"message": {"role": "assistant", "content": f"{CANARY} indeed"}}],
+    "usage": {"prompt_tokens": 77, "completion_tokens": 9},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "record"
+
+
+@pytest.fixture
+def config(folder: Path) -> Config:
+    return Config.model_validate(
+        {
+            "record": {"path": str(folder), "max_bytes": LEAST},
+            "request": {"tenant_header": "x-tenant"},
+            "route": {"session_header": "x-session", "policy": "lmetric"},
+        }
+    )
+
+
+async def written(services: Services) -> None:
+    """Begins to write, and ends, as a router does."""
+    assert services.recorder is not None
+    writing = asyncio.create_task(services.recorder.run())
+    await asyncio.sleep(0)
+    writing.cancel()
+    with suppress(asyncio.CancelledError):
+        await writing
+
+
+async def ask(envoy: EnvoySide, body: dict[str, Any], status: int = 200) -> None:
+    headers = {"x-tenant": f"{CANARY} ltd", "x-session": f"{CANARY}-1"}
+    async with envoy.stream() as stream:
+        to = destination(await stream.body_first(body, headers=headers))
+        await stream.response_headers(status, upstream=to[0])
+        await stream.response_body(ANSWER)
+        await stream.end()
+
+
+async def recorded(services: Services, folder: Path, envoy: EnvoySide) -> Recorded:
+    await until(lambda: services.fleet.in_flight == 0)
+    await written(services)
+    return read(folder)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir())
+
+
+def text_in(folder: Path) -> str:
+    return "".join(file.read_text() for file in folder.iterdir()).lower()
+
+
+def cut(folder: Path) -> None:
+    """As a process does that is killed while it writes."""
+    (file,) = folder.iterdir()
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+def spoil(folder: Path) -> None:
+    folder.rmdir()
+    folder.write_text("a file now")
+
+
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """It has names for files yet, and nothing for what is in them."""
+    really = Path.open
+
+    def to_open(file: Path, mode: str) -> None:
+        really(file, mode).close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", to_open)
+        yield
+
+
+def hanging_disk(folder: Path) -> Path:
+    """To open the file takes until somebody reads."""
+    pipe = folder / "default-50051.jsonl"
+    os.mkfifo(pipe)
+    return pipe
+
+
+async def many(services: Services) -> None:
+    """As much as a file may hold."""
+    assert services.recorder is not None
+    for number in range(400):
+        services.recorder.ended(chat(number), Outcome(status=200), replica(1), 0.0, 5.0)
+    await written(services)
+
+
+async def test_a_full_disk_costs_no_more_than_what_comes_while_it_is_full(
+    services: Services, folder: Path
+) -> None:
+    for _ in range(20):
+        await many(services)
+    before = size_of(folder)
+    with full_disk():
+        for _ in range(5):
+            await many(services)
+    assert size_of(folder) > before / 2
+    (empty,) = [file for file in files_in(folder) if not file.read_bytes()]
+    assert len(read(folder).requests) > 800
+    await many(services)
+    assert len(read(empty).requests) == 400
+
+
+async def test_requests_that_a_full_disk_did_not_take_are_counted(
+    services: Services, folder: Path
+) -> None:
+    await many(services)
+    with full_disk():
+        await many(services)
+        await many(services)
+    await many(services)
+    record = read(folder)
+    assert len(record.requests) == 800
+    assert record.left_out == {"not written (the disk was full, or too slow)": 800}
+
+
+async def test_a_disk_that_hangs_holds_up_nobody(
+    services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.observe.recorder._LAST_S", 0.05)
+    pipe = hanging_disk(folder)
+    await written(services)
+    assert b'"kind":"start"' in await asyncio.to_thread(pipe.read_bytes)
+
+
+async def test_what_a_disk_that_hangs_has_yet_to_take_is_bounded(
+    services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.observe.recorder._MOST_KEPT", 3000)
+    assert services.recorder is not None
+    pipe = hanging_disk(folder)
+    for turn in range(100):
+        if turn == 50:
+            writing = asyncio.create_task(services.recorder.run())
+        services.recorder.ended(chat(10), Outcome(status=200), replica(1), 0.0, 5.0)
+        await asyncio.sleep(0)
+    reads = os.open(pipe, os.O_RDWR)
+    writing.cancel()
+    with suppress(asyncio.CancelledError):
+        await writing
+    lines = os.read(reads, 1 << 16).splitlines()
+    os.close(reads)
+    requests = [one for one in lines if b'"kind":"request"' in one]
+    assert requests
+    assert sum(map(len, requests)) < 4000
+    lost = [json.loads(one)["requests"] for one in lines if b'"kind":"lost"' in one]
+    assert len(requests) + sum(lost) == 100
+
+
+async def test_replicas_are_told_of_whatever_the_wall_clock_does(
+    services: Services, config: Config, folder: Path
+) -> None:
+    clock, wall = ManualClock(100.0), ManualClock(1e9)
+    recorder = recorder_of(config, services.fleet, clock, wall)
+    there = replace(services, recorder=recorder)
+    for _ in range(3):
+        await written(there)
+        clock.advance(10.0)
+        wall.advance(-3600.0)
+    told = {line for line in text_in(folder).splitlines() if '"kind":"replica"' in line}
+    assert len(told) == 2 * 3
+
+
+async def test_a_request_is_recorded_but_for_its_words(
+    services: Services, envoy: EnvoySide, folder: Path
+) -> None:
+    body = CHAT | {"messages": [{"role": "user", "content": f"the {CANARY} " * 60}]}
+    await ask(envoy, body | {"max_tokens": 40})
+    await ask(envoy, body, status=503)
+    record = await recorded(services, folder, envoy)
+    (request,) = record.requests
+    assert record.left_out == {"failed": 1}
+    assert record.start.config["route"]["policy"] == "lmetric"
+    assert (request.prompt_tokens, request.output_tokens) == (77, 9)
+    assert request.output_bound == 40
+    assert request.complete
+    assert request.replica in record.replicas
+    assert request.keys
+    assert set(record.replicas) == {replica(1), replica(2)}
+    assert CANARY not in text_in(folder)
+    (file,) = files_in(folder)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+async def test_what_is_refused_is_counted(
+    services: Services, envoy: EnvoySide, folder: Path
+) -> None:
+    await ask(envoy, CHAT)
+    async with envoy.stream() as stream:
+        reply = await stream.body_first(CHAT | {"model": "nobody's"})
+        assert reply.immediate_response is not None
+    record = await recorded(services, folder, envoy)
+    assert record.left_out == {"refused (model_not_found)": 1}
+
+
+async def test_a_router_that_starts_again_goes_on_with_the_record(
+    services: Services, envoy: EnvoySide, folder: Path, config: Config
+) -> None:
+    await ask(envoy, CHAT)
+    await until(lambda: services.fleet.in_flight == 0)
+    await written(services)
+    cut(folder)
+    again = build(config, CollectorRegistry())
+    assert again.recorder is not None
+    again.recorder.ended(chat(10), Outcome(completion_s=1.0), replica(1), 0.0, 5.0)
+    await written(again)
+    record = read(folder)
+    assert sorted(one.prompt_tokens for one in record.requests) == [10, 77]
+    assert record.left_out == {"whose line cannot be read": 1}
+
+
+async def test_files_are_bounded_and_each_can_be_read_without_the_others(
+    services: Services, folder: Path
+) -> None:
+    assert services.recorder is not None
+    for _ in range(20):
+        for number in range(500):
+            services.recorder.ended(chat(number), Outcome(status=200), replica(1), 0.0, 5.0)
+        await written(services)
+    files = files_in(folder)
+    assert len(files) == 4
+    assert LEAST / 2 < sum(file.stat().st_size for file in files) <= LEAST
+    for file in files:
+        assert replica(1) in read(file).replicas
+
+
+async def test_a_disk_that_cannot_be_written_to_is_told_of_once_and_requests_go_on(
+    services: Services, envoy: EnvoySide, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoil(folder)
+    for _ in range(2):
+        await ask(envoy, CHAT)
+        await written(services)
+    (said,) = [one for one in caplog.records if "record is not written" in one.message]
+    assert said.levelname == "ERROR"
+
+
+def test_a_folder_that_cannot_be_made_is_told_of_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = Config.model_validate({"record": {"path": str(tmp_path / "file" / "record")}})
+    with pytest.raises(OSError, match=r"file/record \(record\.path\): Not a directory"):
+        build(config, CollectorRegistry())
+
+
+async def test_of_a_prompts_keys_only_halves_are_recorded(
+    services: Services, envoy: EnvoySide, folder: Path
+) -> None:
+    """From whole ones the sum of a unit's words can be computed."""
+    content = "".join(map(str, range(1000)))
+    await ask(envoy, CHAT | {"messages": [{"role": "user", "content": content}]})
+    (asked,) = (await recorded(services, folder, envoy)).requests
+    units = 2890 // 256  # in bytes: the digits of these numbers
+    assert len(b64decode(asked.keys)) == 4 * units
+    assert len(set(keys_of(asked.keys).tolist())) == units
+    assert 0 < asked.whole < 2**32
+
+
+async def test_who_left_got_no_whole_answer(
+    services: Services, envoy: EnvoySide, folder: Path
+) -> None:
+    await ask(envoy, CHAT)
+    async with envoy.stream() as stream:
+        await stream.body_first(CHAT)
+        await stream.end()
+    async with envoy.stream() as stream:
+        to = destination(await stream.body_first(CHAT | {"stream": True}))[0]
+        await stream.response_headers(upstream=to, content_type="text/event-stream")
+        await stream.response_body(b"data: {}\n\n", end_of_stream=False)
+        await stream.end()
+    record = await recorded(services, folder, envoy)
+    assert record.left_out == {"failed": 1}
+    assert sorted(one.cut for one in record.requests) == [False, True]

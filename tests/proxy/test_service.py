@@ -1,0 +1,672 @@
+import asyncio
+import gc
+import json
+from typing import Any
+
+import grpc
+import pytest
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeHeaderSendMode as HeaderMode,
+)
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
+
+from extproc.config import Config
+from extproc.predict.completion import Prediction
+from extproc.proxy.app import build
+from extproc.proxy.service import SERVICE, GrpcServer
+from extproc.proxy.services import Services
+from tests.conftest import Logged
+from tests.fakes import ManualClock, replica, state
+from tests.proxy.envoy_side import CHAT, EnvoySide, connected, destination
+from tests.waiting import PATIENCE_S, until
+
+MEMBERS = {replica(1), replica(2)}
+ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
+
+
+def samples(metric: Collector) -> dict[tuple[str, ...], float]:
+    (family,) = metric.collect()
+    return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+
+async def sent_to(envoy: EnvoySide, body: dict[str, Any]) -> set[str]:
+    """The replicas that a request may be served by."""
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        replicas = set(destination(await stream.request_body(body)))
+        await stream.end()
+    return replicas
+
+
+async def test_a_request_is_routed_and_its_outcome_recorded(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(headers={"x-request-id": "abc"})
+        assert reply.request_headers is not None
+        assert destination(reply) == []
+
+        reply = await stream.request_body(CHAT)
+        assert set(destination(reply)) == MEMBERS
+        assert services.fleet.in_flight == 1
+        first = destination(reply)[0]
+
+        reply = await stream.response_headers(upstream=first)
+        assert reply.mode_override is not None
+        assert reply.mode_override.response_body_mode == BodyMode.STREAMED
+        assert (await stream.response_body(ANSWER)).response_body is not None
+        await stream.end()
+
+    assert services.fleet.in_flight == 0
+    (record,) = services.log.of_request("abc")
+    shown = record.to_json()
+    assert shown["replica"] == shown["outcome"]["served_by"] == first
+    assert shown["outcome"]["status"] == 200
+    assert shown["outcome"]["output_tokens"] == 33
+    assert shown["outcome"]["completion_s"] > 0
+    assert {candidate["replica"] for candidate in shown["candidates"]} == MEMBERS
+    json.dumps(shown, allow_nan=False)
+
+
+async def test_a_stream_takes_one_place_whatever_comes_twice(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        for _ in range(2):
+            await stream.request_headers(headers={"content-encoding": "gzip"})
+        assert services.fleet.in_flight == 1
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_usage_teaches_the_ratio_of_bytes_to_tokens(
+    envoy: EnvoySide, services: Services
+) -> None:
+    before = services.tokens.bytes_per_token("llama")
+    for _ in range(20):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+            await stream.response_headers()
+            await stream.response_body({"usage": {"prompt_tokens": 300, "completion_tokens": 5}})
+            await stream.end()
+    assert services.tokens.bytes_per_token("llama") < before / 2
+
+
+async def test_a_served_stream_shows_its_first_token(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-request-id": "s"})
+        await stream.request_body(CHAT | {"stream": True})
+        await stream.response_headers(content_type="text/event-stream; charset=utf-8")
+        await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
+        await stream.response_body(b"data: [DONE]\n\n")
+        await stream.end()
+    (record,) = services.log.of_request("s")
+    assert record.outcome.ttft_s is not None
+    assert record.outcome.completion_s is not None
+    assert record.outcome.ttft_s <= record.outcome.completion_s
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/health"),
+        ("POST", "/tokenize"),
+        ("GET", "/v1/chat/completions"),
+    ],
+)
+async def test_what_is_no_inference_passes_untouched(
+    envoy: EnvoySide, services: Services, method: str, path: str
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(path, method)
+        assert destination(reply) == []
+        assert reply.mode_override is not None
+        assert reply.mode_override.request_body_mode == BodyMode.NONE
+        assert reply.mode_override.response_header_mode == HeaderMode.SKIP
+        # An Envoy that allows no mode override sends the rest all the same.
+        assert destination(await stream.request_body(b"anything")) == []
+        assert (await stream.response_headers()).mode_override is None
+        await stream.end()
+    assert services.log.after(0) == []
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"not json", b"[]", b'{"model": 5}', b"[" * 10_000, b'{"model": "\xff"}']
+)
+async def test_a_body_no_replica_could_serve_is_refused(
+    envoy: EnvoySide, services: Services, body: bytes
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        reply = await stream.request_body(body)
+        assert reply.immediate_response is not None
+        assert reply.immediate_response.status is not None
+        assert reply.immediate_response.status.code == 400
+        error = json.loads(reply.immediate_response.body)["error"]
+        assert error["message"]
+        assert error["type"] == "invalid_request_error"
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_a_request_without_a_model_is_for_the_only_one(
+    envoy: EnvoySide, services: Services
+) -> None:
+    assert await sent_to(envoy, {"messages": []}) == MEMBERS
+    assert services.log.last(1)[0].decision.profile.model == "llama"
+
+
+async def test_where_there_are_several_models_a_replica_may_judge_a_request_without_one(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), models=("other",)))
+    assert await sent_to(envoy, {"messages": []}) == MEMBERS
+    assert services.log.last(1)[0].decision.profile.model == ""
+
+
+async def test_a_post_without_a_body_is_refused(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(end_of_stream=True)
+        assert reply.immediate_response is not None
+
+
+@pytest.mark.parametrize("bound", [-1, 1e30, "many", None, True, float("nan"), 10**400])
+async def test_absurd_bounds_are_routed(envoy: EnvoySide, services: Services, bound: Any) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        reply = await stream.request_body(CHAT | {"max_tokens": bound})
+        assert set(destination(reply)) == MEMBERS
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+@pytest.mark.parametrize("phases", range(4))
+async def test_a_client_that_hangs_up_at_any_moment_leaves_nothing(
+    envoy: EnvoySide, services: Services, phases: int
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        if phases > 0:
+            await stream.request_body(CHAT)
+        if phases > 1:
+            await stream.response_headers()
+        if phases > 2:
+            await stream.response_body(b"{", end_of_stream=False)
+        stream.reset()
+    await until(lambda: services.fleet.in_flight == 0)
+    await until(lambda: samples(services.metrics.open_streams) == {(): 0})
+    view = services.fleet.view("llama")
+    assert view.backlog.tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+async def test_phases_may_come_in_any_order(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        assert (await stream.response_headers()).response_headers is not None
+        assert (await stream.response_body(b"x")).response_body is not None
+        assert (await stream.response_trailers()).response_trailers is not None
+        assert (await stream.request_trailers()).request_trailers is not None
+        assert bytes(await stream.send_bytes(b"")) == b""  # a phase of a later version
+        assert (await stream.request_body(CHAT)).request_body is not None
+        assert (await stream.request_headers()).request_headers is not None
+        assert set(destination(await stream.request_body(CHAT))) == MEMBERS
+        assert destination(await stream.request_body(CHAT)) == []
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_a_retry_is_booked_where_it_was_served(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first, second = destination(await stream.request_body(CHAT))
+        assert services.fleet.in_flight_on(first) == 1
+        await stream.response_headers(upstream=second)
+        assert services.fleet.in_flight_on(second) == 1
+        assert services.fleet.in_flight_on(first) == 0
+        await stream.end()
+
+
+async def test_a_replica_that_fails_fast_gets_nothing_more(
+    envoy: EnvoySide, services: Services
+) -> None:
+    bad, good = replica(1), replica(2)
+    for _ in range(3):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+            await stream.response_headers(500, upstream=bad)
+            await stream.end()
+    for _ in range(10):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            assert destination(await stream.request_body(CHAT)) == [good]
+
+
+async def test_a_request_may_name_a_policy(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-extproc-policy": "round_robin"})
+        await stream.request_body(CHAT)
+        assert services.log.after(0)[-1].decision.policy == "round_robin"
+
+
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
+async def test_where_headers_leave_first_the_length_decides(
+    envoy: EnvoySide, services: Services, mode: BodyMode
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(body_mode=mode, headers={"content-length": "4000"})
+        assert set(destination(reply)) == MEMBERS
+        assert services.log.after(0)[-1].decision.profile.prompt_tokens == pytest.approx(1000)
+        assert (await stream.request_body(b"{}")).request_body is not None
+
+
+async def test_a_compressed_body_is_routed_on_its_length(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(
+            headers={"content-encoding": "gzip", "content-length": "400"}
+        )
+        assert set(destination(reply)) == MEMBERS
+        assert destination(await stream.request_body(b"\x1f\x8b")) == []
+
+
+async def test_a_truncated_body_is_completed_by_its_length(
+    envoy: EnvoySide, services: Services
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(
+            body_mode=BodyMode.BUFFERED_PARTIAL, headers={"content-length": "40000"}
+        )
+        start = json.dumps(CHAT).encode()[:-20]
+        assert set(destination(await stream.request_body(start, end_of_stream=False))) == MEMBERS
+        assert services.log.after(0)[-1].decision.profile.prompt_tokens > 9000
+
+
+async def test_without_a_healthy_replica_envoy_decides(
+    envoy: EnvoySide, services: Services
+) -> None:
+    clock = ManualClock(services.wall())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", clock, healthy=False))
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        assert destination(await stream.request_body(CHAT)) == []
+        await stream.response_headers(503)
+        await stream.end()
+
+
+async def test_the_route_cache_is_cleared_only_where_configured(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        reply = await stream.request_body(CHAT)
+        assert reply.request_body is not None
+        assert reply.request_body.response is not None
+        assert not reply.request_body.response.clear_route_cache
+
+
+async def test_what_is_no_message_ends_the_stream_and_not_the_server(services: Services) -> None:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream(f"/{SERVICE}/Process")()
+        await call.write(b"\xff\xff\xff")
+        assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        async with EnvoySide(channel).stream() as stream:
+            await stream.request_headers()
+            assert set(destination(await stream.request_body(CHAT))) == MEMBERS
+    await server.stop(0)
+
+
+async def test_stopping_lets_open_streams_end(services: Services) -> None:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        EnvoySide(channel).stream() as stream,
+    ):
+        check = health_pb2_grpc.HealthStub(channel).Check
+
+        async def serving(service: str) -> bool:
+            answer = await check(health_pb2.HealthCheckRequest(service=service))
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        names = ("", SERVICE, "readiness", "liveness")
+        assert all([await serving(name) for name in names])
+        await stream.request_headers()
+        await stream.request_body(CHAT)
+        stopping = asyncio.create_task(server.stop(drain_s=30))
+        await asyncio.sleep(0)
+        assert [name for name in names if await serving(name)] == ["liveness"]
+        await stream.response_headers()
+        await stream.response_body(ANSWER)
+        assert not stopping.done()
+        await stream.end()
+        await asyncio.wait_for(stopping, PATIENCE_S)
+    assert services.fleet.in_flight == 0
+
+
+async def test_stopping_does_not_wait_for_ever(services: Services, logged: Logged) -> None:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        EnvoySide(channel).stream() as stream,
+    ):
+        await stream.request_headers()
+        await stream.request_body(CHAT)
+        await asyncio.wait_for(server.stop(drain_s=0.05), PATIENCE_S)
+        await until(lambda: services.fleet.in_flight == 0)
+    assert not logged.lines()
+
+
+async def test_a_taken_port_is_named(services: Services) -> None:
+    first, second = GrpcServer(services), GrpcServer(services)
+    port = await first.start("127.0.0.1:0")
+    with pytest.raises(OSError, match=f"127.0.0.1:{port} .*serve.listen"):
+        await second.start(f"127.0.0.1:{port}")
+    await first.stop(0)
+
+
+async def test_a_response_broken_off_is_no_completion(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"x-request-id": "broken"})
+        await stream.request_body(CHAT)
+        await stream.response_headers()
+        await stream.response_body(b'{"choices": [', end_of_stream=False)
+        await stream.end()
+    (record,) = services.log.of_request("broken")
+    assert record.outcome.status == 200
+    assert record.outcome.completion_s is None
+
+
+async def test_a_choice_that_envoy_passed_over_is_left_out(
+    envoy: EnvoySide, services: Services
+) -> None:
+    for _ in range(30):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(CHAT)
+            await stream.response_headers(upstream=replica(2))
+            await stream.end()
+    assert services.fleet.view("llama").ids == [replica(2)]
+
+
+async def test_a_body_that_was_never_to_be_read_is_not_refused(
+    envoy: EnvoySide, services: Services
+) -> None:
+    clock = ManualClock(services.wall())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", clock, healthy=False))
+    async with envoy.stream() as stream:
+        await stream.request_headers(headers={"content-encoding": "gzip"})
+        reply = await stream.request_body(b"\x1f\x8b")
+        assert reply.immediate_response is None
+        assert destination(reply) == []
+
+
+async def test_a_request_in_flight_keeps_nothing_of_the_candidates() -> None:
+    """Of a thousand they would be 0.3 MB for each of thousands of requests in flight."""
+    config = Config.model_validate({"serve": {"decisions_kept": 0}})
+    services = build(config, CollectorRegistry())
+    services.fleet.put(state(1, "llama-8b-a10", ManualClock(services.wall())))
+    gc.collect()
+    before = _predictions()
+    async with connected(services) as envoy, envoy.stream() as stream:
+        await stream.request_headers()
+        assert destination(await stream.request_body(CHAT))
+        gc.collect()
+        assert services.fleet.in_flight == 1
+        assert _predictions() == before
+
+
+def _predictions() -> int:
+    return sum(isinstance(one, Prediction) for one in gc.get_objects())
+
+
+async def test_a_large_body_is_left_with_envoy(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+        assert set(destination(reply)) == MEMBERS
+        assert reply.mode_override is not None
+        assert reply.mode_override.request_body_mode == BodyMode.NONE
+        assert reply.mode_override.response_header_mode == HeaderMode.DEFAULT
+        (record,) = services.log.after(0)
+        assert record.decision.profile.model == "llama"
+        assert record.decision.profile.prompt_tokens == 40 * 576
+        # An Envoy that allows no mode override sends it all the same.
+        assert destination(await stream.request_body(b"{")) == []
+        await stream.response_headers()
+        await stream.end()
+
+
+async def test_a_large_body_is_read_where_replicas_serve_different_models(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), models=("other",)))
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
+        assert destination(reply) == []
+        reply = await stream.request_body(CHAT | {"model": "other"})
+        assert set(destination(reply)) == {replica(2)}  # once more there rather than on any
+
+
+async def test_the_streams_metadata_says_which_pool(services: Services, logged: Logged) -> None:
+    second = services.of_pool(services.config.model_copy(update={"pool": "second"}))
+    second.fleet.put(state(7, "llama-8b-a10", ManualClock(services.wall())))
+    sent = {}
+    async with connected(services, {"second": second}) as envoy:
+        for pool in ("", "default", "second", "lost", "lost"):
+            async with envoy.stream(pool) as stream:
+                await stream.request_headers()
+                sent[pool] = set(destination(await stream.request_body(CHAT)))
+                await stream.response_headers()
+                await stream.end()
+    assert sent == {"": MEMBERS, "default": MEMBERS, "second": {replica(7)}, "lost": set()}
+    assert [record.pool for record in services.log.last(9)] == ["default", "default", "second"]
+    assert (services.fleet.in_flight, second.fleet.in_flight) == (0, 0)
+    (line,) = logged.lines()
+    assert (line["pool"], line["configured"]) == ("lost", "default, second")
+
+
+async def test_images_are_learned_from_what_replicas_report(
+    envoy: EnvoySide, services: Services
+) -> None:
+    image = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
+    body = {"model": "llama", "messages": [{"role": "user", "content": [image, image]}]}
+    for _ in range(50):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            await stream.request_body(body)
+            await stream.response_headers()
+            await stream.response_body({"usage": {"prompt_tokens": 3_009, "completion_tokens": 1}})
+            await stream.end()
+    assert services.tokens.image_tokens("llama") == pytest.approx(1_500, rel=0.05)
+    assert services.tokens.image_tokens("other") == services.config.request.image_tokens
+    assert services.tokens.bytes_per_token("llama") == services.config.request.bytes_per_token
+
+
+RESPONSES = "/v1/responses"
+ASKED = {"model": "llama", "input": "Tell me of the sea."}
+
+
+@pytest.fixture
+def unread(config: Config) -> Config:
+    """No stream is read that need not be."""
+    return config.model_copy(
+        update={"serve": config.serve.model_copy(update={"chunks_per_s": 0.0})}
+    )
+
+
+async def respond(
+    envoy: EnvoySide, upstream: str, body: dict[str, Any], number: int = 1, streamed: bool = False
+) -> BodyMode | None:
+    """A response passes; returns whether its body was asked for."""
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(RESPONSES)
+        assert reply.mode_override is None  # Envoy is to tell of the response
+        await stream.request_body(ASKED | body)
+        kind = "text/event-stream" if streamed else "application/json"
+        reply = await stream.response_headers(upstream=upstream, content_type=kind)
+        asked = None if reply.mode_override is None else reply.mode_override.response_body_mode
+        whole = json.dumps({"id": f"resp_{number}", "output": []}).encode()
+        created = b'event: response.created\ndata: {"response":' + whole + b"}\n\n"
+        if asked is not None:
+            await stream.response_body(created if streamed else whole)
+        await stream.end()
+    return asked
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+async def test_a_stored_response_is_gone_on_from_where_it_was_made(
+    envoy: EnvoySide, services: Services, streamed: bool, second: bool
+) -> None:
+    """Whoever was chosen: Envoy may have tried that one in vain."""
+    served = replica(2 if second else 1)
+    await respond(envoy, served, {"stream": streamed}, streamed=streamed)
+    for _ in range(5):
+        async with envoy.stream() as stream:
+            await stream.request_headers(RESPONSES)
+            reply = await stream.request_body(ASKED | {"previous_response_id": "resp_1"})
+            assert destination(reply) == [served]
+    for method, path in (("GET", "/resp_1"), ("POST", "/resp_1/cancel"), ("GET", "/resp_1?a=b")):
+        async with envoy.stream() as stream:
+            reply = await stream.request_headers(RESPONSES + path, method)
+            assert destination(reply) == [served]
+            assert reply.mode_override is not None
+            assert reply.mode_override.request_body_mode == BodyMode.NONE
+            await stream.response_headers()
+            await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_of_a_response_that_nobody_knows_envoy_decides(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        assert destination(await stream.request_headers(f"{RESPONSES}/resp_9", "GET")) == []
+
+
+async def test_streams_are_read_for_their_ids_alone(unread: Config) -> None:
+    services = build(unread, CollectorRegistry())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", ManualClock(services.wall())))
+    async with connected(services) as envoy:
+        while services.watch.sees(services.clock(), doubtful=False):
+            pass  # of other responses nothing is looked at for now
+        for number in range(5):
+            asked = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
+            assert asked is BodyMode.STREAMED
+        held = [services.fleet.holder(f"resp_{number}") for number in range(5)]
+        assert held == [replica(1)] * 5
+        not_kept = {"stream": True, "store": False}
+        assert await respond(envoy, replica(1), not_kept, 200, streamed=True) is None
+        assert services.fleet.holder("resp_200") is None
+
+
+async def test_an_answer_before_the_work_is_no_completion(
+    envoy: EnvoySide, services: Services
+) -> None:
+    await respond(envoy, replica(1), {"background": True})
+    (record,) = services.log.last(9)
+    assert record.outcome.status == 200
+    assert record.outcome.completion_s is None
+    assert services.fleet.holder("resp_1") == replica(1)
+
+
+def refused(reply: ProcessingResponse) -> tuple[int, dict[str, Any]]:
+    assert reply.immediate_response is not None
+    assert reply.immediate_response.status is not None
+    error = json.loads(reply.immediate_response.body)["error"]
+    return int(reply.immediate_response.status.code), error
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+async def test_a_model_that_no_replica_lists_does_not_exist(
+    envoy: EnvoySide, services: Services, healthy: bool
+) -> None:
+    clock = ManualClock(services.wall())
+    for number in range(3, 100):
+        served = (f"model-{number:02}",)
+        services.fleet.put(state(number, "llama-8b-a10", clock, models=served, healthy=healthy))
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        status, error = refused(await stream.request_body(CHAT | {"model": "none"}))
+        await stream.end()
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "`none`" in error["message"]
+    assert "`llama`, `model-03`" in error["message"]
+    assert error["message"].endswith(" and 48 more.")
+
+
+async def test_refusals_are_counted_by_the_reason_that_their_answers_give(
+    envoy: EnvoySide, services: Services
+) -> None:
+    clock = ManualClock(services.wall())
+    services.fleet.put(state(3, "llama-8b-a10", clock, models=("down",), healthy=False))
+    for body in (b"no json", b'{"model": 5}', CHAT | {"model": "none"}, CHAT | {"model": "down"}):
+        async with envoy.stream() as stream:
+            await stream.request_headers()
+            status, error = refused(await stream.request_body(body))
+            (*_, reason) = samples(services.metrics.refused)
+            assert reason == (error["code"] or error["type"],), status
+    assert samples(services.metrics.refused) == {
+        ("invalid_json",): 1,
+        ("invalid_model",): 1,
+        ("model_not_found",): 1,
+        ("service_unavailable_error",): 1,
+    }
+    assert samples(services.metrics.requests) == {("refused",): 4}
+
+
+@pytest.mark.parametrize("figures", [{"models": ()}, {"listed": False}])
+async def test_a_replica_that_does_not_tell_its_models_may_serve_any(
+    envoy: EnvoySide, services: Services, figures: dict[str, Any]
+) -> None:
+    """``/metrics`` names one; of adapters and further names ``/v1/models`` tells."""
+    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), **figures))
+    assert await sent_to(envoy, CHAT | {"model": "none"}) <= MEMBERS
+
+
+async def test_while_not_all_replicas_are_known_no_model_is_unknown(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.known.clear()
+    assert await sent_to(envoy, CHAT | {"model": "none"}) <= MEMBERS
+
+
+async def test_replicas_that_load_what_they_are_asked_for_get_every_name() -> None:
+    lenient = Config.model_validate({"route": {"listed_models_only": False}})
+    services = build(lenient, CollectorRegistry())
+    services.fleet.put(state(1, "llama-8b-a10", ManualClock(services.wall())))
+    async with connected(services) as envoy, envoy.stream() as stream:
+        await stream.request_headers()
+        assert destination(await stream.request_body(CHAT | {"model": "an adapter"}))
+        await stream.end()
+
+
+async def test_a_session_is_where_it_was_served_and_no_id_of_it_is_kept() -> None:
+    config = Config.model_validate({"route": {"session_header": "X-Session", "seed": 1}})
+    services = build(config, CollectorRegistry())
+    for number in (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", ManualClock(services.wall())))
+    async with connected(services) as envoy:
+        home = ""
+        for _ in range(6):
+            async with envoy.stream() as stream:
+                await stream.request_headers(headers={"x-session": "secret"})
+                first, second = destination(await stream.request_body(CHAT))
+                assert first == (home or first)
+                home = second  # Envoy tried the first in vain
+                await stream.response_headers(upstream=second)
+                await stream.response_body(ANSWER)
+                await stream.end()
+    told = await services.fleet.sessions.untold(100)
+    assert [replica for _, replica in told][-1] == home
+    assert "secret" not in str(told)

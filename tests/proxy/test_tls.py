@@ -1,0 +1,245 @@
+"""TLS and mTLS on the ports of router and control plane, and certificates that change meanwhile."""
+
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from extproc.cli import main
+from extproc.config import Config, TlsFiles, XdsSettings
+from extproc.envoy.xds.catalog import Catalog
+from extproc.envoy.xds.server import XdsServer
+from extproc.proxy.app import build
+from extproc.proxy.service import GrpcServer
+from extproc.tls.certificates import watched
+from tests.certificates import Authority
+from tests.conftest import Logged, too_many_open_files
+from tests.waiting import PATIENCE_S
+
+OLD = "certificate is not usable, keeping its last content"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+class Files:
+    """The three files of a router's settings, which a test replaces."""
+
+    def __init__(self, directory: Path) -> None:
+        self.ours, self.others = Authority(directory / "ours"), Authority(directory / "others")
+        self.cert, self.key = directory / "tls.crt", directory / "tls.key"
+        self.client_ca = directory / "ca.crt"
+        self.put(*self.ours.sign("router"))
+        shutil.copy(self.ours.file, self.client_ca)
+
+    def put(self, cert: Path, key: Path) -> None:
+        shutil.copy(cert, self.cert)
+        shutil.copy(key, self.key)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        files = {"tls_cert": self.cert, "tls_key": self.key, "tls_client_ca": self.client_ca}
+        return {name: str(path) for name, path in files.items()}
+
+    def flags(self, section: str) -> list[str]:
+        return [f"--{section}.{name}={path}" for name, path in self.settings.items()]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+Serving = Callable[[dict[str, str]], AbstractAsyncContextManager[int]]
+
+
+@asynccontextmanager
+async def router(settings: dict[str, str]) -> AsyncIterator[int]:
+    services = build(Config.model_validate({"serve": settings}), CollectorRegistry())
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    try:
+        yield port
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def control_plane(settings: dict[str, str]) -> AsyncIterator[int]:
+    server = XdsServer(Catalog(), XdsSettings.model_validate(settings))
+    port = await server.start("127.0.0.1:0")
+    try:
+        yield port
+    finally:
+        await server.stop()
+
+
+@pytest.fixture(params=[router, control_plane])
+def serving(request: pytest.FixtureRequest) -> Serving:
+    """Runs a server with these settings, and gives its port."""
+    kind: Serving = request.param
+    return kind
+
+
+async def health(port: int, trusted: Authority, shown: tuple[Path, Path] | None = None) -> int:
+    """What a health check over a new connection is answered."""
+    chain, key = (path.read_bytes() for path in shown) if shown else (None, None)
+    credentials = grpc.ssl_channel_credentials(trusted.file.read_bytes(), key, chain)
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials, options=own) as channel:
+        asked = health_pb2.HealthCheckRequest()
+        answer = await health_pb2_grpc.HealthStub(channel).Check(asked, timeout=PATIENCE_S)
+        return int(answer.status)
+
+
+async def refused(port: int, trusted: Authority, shown: tuple[Path, Path] | None = None) -> bool:
+    try:
+        await health(port, trusted, shown)
+    except grpc.aio.AioRpcError as error:
+        return bool(error.code() == grpc.StatusCode.UNAVAILABLE)
+    return False
+
+
+async def test_with_an_authority_only_those_it_signed_connect(
+    serving: Serving, files: Files
+) -> None:
+    async with serving(files.settings) as port:
+        assert await health(port, files.ours, files.ours.sign("envoy")) == SERVING
+        assert await refused(port, files.ours, files.others.sign("stranger"))
+        assert await refused(port, files.ours)
+        assert await refused(port, files.others, files.ours.sign("envoy"))  # not to be trusted
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as plain:
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await health_pb2_grpc.HealthStub(plain).Check(health_pb2.HealthCheckRequest())
+
+
+async def test_without_one_anybody_connects_over_tls(serving: Serving, files: Files) -> None:
+    del (settings := files.settings)["tls_client_ca"]
+    async with serving(settings) as port:
+        assert await health(port, files.ours) == SERVING
+
+
+async def test_files_that_change_are_used_from_the_next_connection_on(
+    serving: Serving, files: Files
+) -> None:
+    envoy = files.ours.sign("envoy")
+    async with serving(files.settings) as port:
+        assert await health(port, files.ours, envoy) == SERVING
+        files.put(*files.others.sign("router"))
+        assert await refused(port, files.ours, envoy)
+        assert await health(port, files.others, envoy) == SERVING
+        shutil.copy(files.others.file, files.client_ca)
+        assert await refused(port, files.others, envoy)
+        assert await health(port, files.others, files.others.sign("envoy")) == SERVING
+
+
+async def test_files_that_cannot_be_used_change_nothing(
+    serving: Serving, files: Files, logged: Logged
+) -> None:
+    envoy = files.ours.sign("envoy")
+    async with serving(files.settings) as port:
+        cert, key = files.ours.sign("renewed")
+        shutil.copy(cert, files.cert)  # its key comes later
+        for _ in range(3):
+            assert await health(port, files.ours, envoy) == SERVING
+        (line,) = logged.lines(OLD)
+        assert "is not the key of the certificate in" in str(line["error"])
+        shutil.copy(key, files.key)
+        assert await health(port, files.ours, envoy) == SERVING
+        assert len(logged.lines("certificate is read again")) == 1
+        files.client_ca.unlink()
+        assert await health(port, files.ours, envoy) == SERVING
+        assert len(logged.lines(OLD)) == 2
+
+
+def test_files_that_could_not_be_read_once_are_read_the_next_time(
+    files: Files, logged: Logged
+) -> None:
+    renewed = watched(TlsFiles.model_validate(files.settings), "serve", "Envoy")
+    renewed.read()
+    files.put(*files.ours.sign("renewed"))
+    with too_many_open_files():
+        assert renewed.news() is None
+    (line,) = logged.lines(OLD)
+    assert "Too many open files" in str(line["error"])
+    assert renewed.news() is not None
+
+
+async def test_an_expired_certificate_is_a_warning(
+    serving: Serving, files: Files, logged: Logged
+) -> None:
+    files.put(*files.ours.sign("router", days=-1))
+    async with serving(files.settings):
+        (line,) = logged.lines("Envoy will not trust this certificate")
+    assert line["reason"] == f"{files.cert}: certificate has expired"
+
+
+def of(files: Files, problem: str) -> None:
+    match problem:
+        case "missing":
+            files.key.unlink()
+        case "directory":
+            files.cert.unlink()
+            files.cert.mkdir()
+        case "other key":
+            shutil.copy(files.ours.sign("other")[1], files.key)
+        case "no certificate":
+            shutil.copy(files.key, files.cert)
+        case "no key":
+            shutil.copy(files.cert, files.key)
+        case "no authority":
+            files.client_ca.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("command", "section"),
+    [("serve", "serve"), ("xds", "xds"), ("check", "serve"), ("check", "xds")],
+)
+@pytest.mark.parametrize(
+    ("problem", "setting", "said"),
+    [
+        ("missing", "tls_key", "No such file or directory"),
+        ("directory", "tls_cert", "Is a directory"),
+        ("other key", "tls_key", "is not the key of the certificate in"),
+        ("no certificate", "tls_cert", "holds no certificate (PEM)"),
+        ("no key", "tls_key", "holds no key (PEM), or one with a password"),
+        ("no authority", "tls_client_ca", "holds no certificate (PEM)"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(
+    files: Files,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    section: str,
+    problem: str,
+    setting: str,
+    said: str,
+) -> None:
+    of(files, problem)
+    assert main([command, "--serve.admin=127.0.0.1:0", *files.flags(section)]) == 2
+    error = capsys.readouterr().err
+    assert f"{section}.{setting}: {files.settings[setting]}" in error
+    assert said in error
+
+
+@pytest.mark.parametrize("section", ["serve", "xds"])
+def test_check_warns_of_an_expired_certificate(
+    files: Files, capsys: pytest.CaptureFixture[str], section: str
+) -> None:
+    files.put(*files.ours.sign("router", days=-1))
+    assert main(["check", *files.flags(section)]) == 0
+    output = capsys.readouterr()
+    assert f"{section}.tls_cert: {files.cert}: certificate has expired" in output.err
+    assert "mTLS" in output.out
+
+
+@pytest.mark.parametrize("section", ["serve", "xds"])
+@pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_client_ca"])
+def test_one_file_without_the_others_is_refused(
+    section: str, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", f"--{section}.{given}", "a.pem"]) == 2
+    assert "tls_cert and tls_key" in capsys.readouterr().err

@@ -1,0 +1,170 @@
+"""The spans of requests, as a collector gets them from a router."""
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.trace import SpanContext
+from prometheus_client import CollectorRegistry
+
+from extproc.config import Config
+from extproc.observe.span_exporter import SpanExporter
+from extproc.observe.traces import Traces
+from extproc.proxy.app import build
+from extproc.proxy.services import Services
+from tests.fakes import ManualClock, chat, replica, state
+from tests.proxy.envoy_side import CHAT, EnvoySide, chosen
+from tests.spans import Spans, attributes
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+CALLER = "b7ad6b7169203331"
+SAMPLED = f"00-{TRACE}-{CALLER}-01"
+
+
+@pytest.fixture
+async def spans() -> AsyncIterator[Spans]:
+    async with Spans() as receiver:
+        yield receiver
+
+
+@pytest.fixture
+def services(services: Services, spans: Spans) -> Services:
+    return traced(services, spans)
+
+
+def traced(services: Services, spans: Spans) -> Services:
+    return replace(services, traces=Traces(f"http://127.0.0.1:{spans.port}/", worker=3))
+
+
+async def sent(services: Services, spans: Spans) -> dict[str, Span]:
+    """All that was made, by name."""
+    assert services.traces is not None
+    await asyncio.to_thread(services.traces.close)
+    return {one.name: one for _, one in spans.all}
+
+
+async def test_a_request_is_two_spans_one_after_the_other(
+    envoy: EnvoySide, services: Services, spans: Spans
+) -> None:
+    async with envoy.stream(traceparent=SAMPLED) as stream:
+        reply = await stream.body_first(CHAT | {"max_tokens": 50}, headers={"x-request-id": "one"})
+        (first, second) = chosen(reply)
+        await stream.response_headers(503, upstream=second)
+        await stream.end()
+    found = await sent(services, spans)
+    route, request = found["route"], found["chat llama"]
+    assert {one.trace_id.hex() for one in (route, request)} == {TRACE}
+    assert {one.parent_span_id.hex() for one in (route, request)} == {CALLER}
+    told = attributes(route)
+    assert told["extproc.result"] == "routed"
+    assert f"{told['server.address']}:{told['server.port']}" == first
+    assert told["gen_ai.request.max_tokens"] == 50
+    assert told["extproc.request_id"] == "one"
+    assert told["extproc.held_s"] == 0.0
+    outcome = attributes(request)
+    assert f"{outcome['server.address']}:{outcome['server.port']}" == second
+    assert (outcome["http.response.status_code"], outcome["error.type"]) == (503, "503")
+    assert request.status.code == request.status.STATUS_CODE_ERROR
+    assert spans.all[0][0] == "extproc"
+
+
+@pytest.mark.parametrize("traceparent", ["", "nonsense"])
+async def test_without_a_caller_it_is_a_trace_of_its_own(
+    envoy: EnvoySide, services: Services, spans: Spans, traceparent: str
+) -> None:
+    async with envoy.stream(traceparent=traceparent) as stream:
+        await stream.body_first(CHAT)
+        await stream.end()
+    assert (await sent(services, spans))["route"].parent_span_id == b""
+
+
+async def test_what_the_caller_leaves_out_and_what_is_no_inference_have_none(
+    envoy: EnvoySide, services: Services, spans: Spans
+) -> None:
+    async with envoy.stream(traceparent=SAMPLED.removesuffix("1") + "0") as stream:
+        await stream.body_first(CHAT)
+        await stream.end()
+    async with envoy.stream(traceparent=SAMPLED) as stream:
+        await stream.body_first({}, path="/v1/files")
+        await stream.end()
+    assert await sent(services, spans) == {}
+
+
+async def test_one_that_waits_and_is_given_up_says_so(
+    envoy: EnvoySide, services: Services, spans: Spans
+) -> None:
+    clock = ManualClock(services.wall())
+    for number in (1, 2):
+        known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)
+        services.fleet.put(known)
+        services.fleet.dispatch(replica(number), chat(25_000, 50))
+    async with envoy.stream(traceparent=SAMPLED) as stream:
+        long = {"role": "user", "content": "the sea " * 12_000}
+        reply = await stream.body_first(CHAT | {"messages": [long], "max_tokens": 50})
+        assert reply.override_message_timeout
+        await stream.end()
+    route = (await sent(services, spans))["route"]
+    assert attributes(route)["extproc.result"] == "gave_up"
+    (held,) = route.events
+    assert held.name == "held"
+    assert attributes(held)["why"]
+
+
+async def test_where_envoy_chooses_and_where_it_is_refused(
+    envoy: EnvoySide, services: Services, spans: Spans
+) -> None:
+    async with envoy.stream(traceparent=SAMPLED) as stream:
+        await stream.body_first(b"[]")
+        await stream.end()
+    for number in (1, 2):
+        services.fleet.remove(replica(number))
+    async with envoy.stream(traceparent=SAMPLED) as stream:
+        await stream.body_first(CHAT)
+        await stream.end()
+    await sent(services, spans)
+    refused, unrouted = (one for _, one in spans.all)
+    assert attributes(refused)["error.type"] == "invalid_type"
+    assert [one.name for one in refused.events] == ["refused"]
+    assert attributes(unrouted)["extproc.result"] == "unrouted"
+
+
+def test_a_collector_that_is_gone_keeps_no_router_from_stopping() -> None:
+    before = {*threading.enumerate()}
+    traces = Traces("http://127.0.0.1:1", worker=0)
+    trace = traces.begin([("traceparent", SAMPLED)])
+    assert trace is not None
+    trace.ended("refused")
+    traces.close()
+    assert {*threading.enumerate()} <= before, "nor does a thread of it try on"
+
+
+async def test_a_collector_that_is_gone_is_told_of_once_and_so_is_its_return(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    at_first = ReadableSpan("one", SpanContext(1, 1, is_remote=False))
+    async with Spans() as collector:
+        exporter = SpanExporter(f"http://127.0.0.1:{collector.port}/v1/traces")
+        assert await asyncio.to_thread(exporter.export, [at_first]) is SpanExportResult.SUCCESS
+        collector.status = 401
+        for _ in range(3):
+            assert await asyncio.to_thread(exporter.export, [at_first]) is SpanExportResult.FAILURE
+        (line,) = caplog.records
+        assert "401" in line.getMessage()
+        collector.status = 200
+        for _ in range(2):
+            await asyncio.to_thread(exporter.export, [at_first])
+        exporter.shutdown()  # type: ignore[no-untyped-call]  # in the SDK
+    assert [one.getMessage() for one in caplog.records[1:]] == ["spans reach their collector again"]
+
+
+def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    config = Config.model_validate({"traces": {"endpoint": "http://127.0.0.1:4318"}})
+    with pytest.raises(ValueError, match=r"pip install 'extproc\[traces\]'"):
+        build(config, CollectorRegistry())

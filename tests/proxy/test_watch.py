@@ -1,0 +1,140 @@
+"""Which responses Envoy is asked to tell of, and which streamed ones are read."""
+
+from dataclasses import replace
+
+import pytest
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeHeaderSendMode as HeaderMode,
+)
+
+from extproc.config import Config
+from extproc.proxy.services import Services
+from tests.fakes import ManualClock, chat, replica
+from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+
+PER_S = 100
+TOKENS = 20
+"""Of a streamed answer, each of them a chunk."""
+CHUNKS_PER_S = 2.0
+"""So six answers' chunks are kept, half of them for those whose first token teaches."""
+STREAMED = CHAT | {"stream": True, "min_tokens": TOKENS, "max_tokens": TOKENS}
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate({"serve": {"chunks_per_s": CHUNKS_PER_S}})
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(1000.0)
+
+
+@pytest.fixture
+def services(services: Services, clock: ManualClock) -> Services:
+    return replace(services, clock=clock)
+
+
+async def ask(
+    envoy: EnvoySide, status: int = 200, body_mode: BodyMode = BodyMode.BUFFERED
+) -> tuple[bool, str]:
+    """One request to its end: whether Envoy was to tell of its response, and the replica."""
+    async with envoy.stream() as stream:
+        mode = (await stream.request_headers(body_mode=body_mode)).mode_override
+        unseen = mode is not None and mode.response_header_mode == HeaderMode.SKIP
+        if unseen:
+            assert mode is not None
+            assert mode.request_body_mode == body_mode
+        replica = destination(await stream.request_body(CHAT))[0]
+        if not unseen:
+            await stream.response_headers(status, upstream=replica)
+        await stream.end()
+    return not unseen, replica
+
+
+async def test_of_many_responses_so_many_a_second_are_looked_at(
+    envoy: EnvoySide, services: Services, clock: ManualClock
+) -> None:
+    seen = [(await ask(envoy))[0] for _ in range(PER_S + 10)]
+    assert seen == [True] * PER_S + [False] * 10
+    clock.advance(0.055)
+    seen = [(await ask(envoy))[0] for _ in range(10)]
+    assert seen == [True] * 5 + [False] * 5
+    assert services.fleet.in_flight == 0
+    (requests,) = services.metrics.requests.collect()
+    assert {sample.labels["result"] for sample in requests.samples} == {"routed"}
+
+
+async def test_the_body_comes_as_envoy_was_told_in_its_configuration(envoy: EnvoySide) -> None:
+    """Envoy takes a mode that is overridden as a whole: ``ask`` looks at the body's."""
+    for _ in range(PER_S):
+        await ask(envoy)
+    for mode in (BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL):
+        assert not (await ask(envoy, body_mode=mode))[0]
+
+
+async def test_until_a_replica_that_failed_is_well_all_are_looked_at(envoy: EnvoySide) -> None:
+    for _ in range(PER_S - 1):
+        await ask(envoy)
+    seen, failed = await ask(envoy, status=503)
+    assert seen
+    answered = ""
+    while answered != failed:
+        seen, answered = await ask(envoy)
+        assert seen
+    assert not (await ask(envoy))[0]
+
+
+@pytest.fixture
+def in_company(services: Services) -> None:
+    """No replica has a request to itself: no first token tells how fast it is."""
+    for number in (1, 2):
+        for _ in range(2):
+            services.fleet.dispatch(replica(number), chat(100))
+
+
+async def answer(envoy: EnvoySide, chunks: int = TOKENS) -> bool:
+    """A streamed answer, to its end: whether Envoy was to show it."""
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        first = destination(await stream.request_body(STREAMED))[0]
+        reply = await stream.response_headers(upstream=first, content_type="text/event-stream")
+        read = reply.mode_override is not None
+        for left in reversed(range(chunks if read else 0)):
+            await stream.response_body(b"data: {}\n\n", end_of_stream=not left)
+        await stream.end()
+    return read
+
+
+@pytest.mark.usefixtures("in_company")
+async def test_streams_are_read_by_a_budget_of_chunks(envoy: EnvoySide, clock: ManualClock) -> None:
+    assert [await answer(envoy) for _ in range(5)] == [True] * 3 + [False] * 2
+    clock.advance(TOKENS / CHUNKS_PER_S)
+    assert [await answer(envoy) for _ in range(2)] == [True, False]
+    clock.advance(3600.0)
+    assert [await answer(envoy) for _ in range(5)] == [True] * 3 + [False] * 2
+
+
+async def test_streams_whose_first_token_teaches_are_read_for_longer(envoy: EnvoySide) -> None:
+    assert [await answer(envoy) for _ in range(8)] == [True] * 6 + [False] * 2
+
+
+@pytest.mark.usefixtures("in_company")
+async def test_what_was_not_read_of_an_answer_that_ended_early_is_read_of_others(
+    envoy: EnvoySide,
+) -> None:
+    assert all([await answer(envoy, chunks=2) for _ in range(20)])
+
+
+@pytest.mark.usefixtures("in_company")
+async def test_an_answer_that_goes_on_costs_what_others_would_have(
+    envoy: EnvoySide, clock: ManualClock
+) -> None:
+    assert await answer(envoy, chunks=5 * TOKENS)
+    clock.advance(2 * TOKENS / CHUNKS_PER_S)
+    assert not await answer(envoy)
+    clock.advance(1.0)
+    assert await answer(envoy)

@@ -1,0 +1,523 @@
+"""What waits at the router, and what may go."""
+
+import itertools
+import logging
+import random
+import re
+from collections import Counter
+from math import inf
+from typing import Any
+
+import pytest
+
+from extproc.config import HoldSettings
+from extproc.fleet.fleet import Fleet
+from extproc.fleet.ledger import Ticket
+from extproc.request.endpoint import Endpoint
+from extproc.request.errors import Saturated
+from extproc.request.objective import Objective
+from extproc.request.profile import RequestProfile
+from extproc.route.order import Shares
+from extproc.route.queue import Queue
+from extproc.route.router import Decision, Router
+from extproc.route.waiting import Waiting
+from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
+
+A10 = "llama-8b-a10"
+MOST = 24_000
+"""Prompt tokens, of 42,000 that fit: two such requests do not fit beside each other."""
+
+
+class System:
+    """A router and its queue, in front of replicas of one kind."""
+
+    def __init__(self, replicas: int = 1, **settings: object) -> None:
+        self.clock = ManualClock()
+        self.fleet: Fleet = fleet_of(self.clock, *[A10] * replicas)
+        self.poll()
+        self.router = Router(self.fleet, "completion", random.Random(1))
+        self.queue = Queue(self.fleet, HoldSettings.model_validate(settings), self.clock)
+        self.gone: list[str] = []
+        self.refused: dict[str, Exception] = {}
+        self.on: dict[str, tuple[str, Ticket]] = {}
+
+    def come(
+        self,
+        name: str,
+        prompt: int = MOST,
+        tenant: str = "",
+        priority: int = 0,
+        ttft_s: float = inf,
+        completion_s: float = inf,
+        objective: str = "",
+        model: str = MODEL,
+        holder: int = 0,
+        answer: int | None = 100,
+    ) -> Waiting | None:
+        """A request comes; what waits, where it has to."""
+        profile = RequestProfile(Endpoint.CHAT, model, prompt, prompt, answer, tenant=tenant)
+        profile.least_output = answer or 0
+        profile.objective = Objective(objective, priority, ttft_s=ttft_s, completion_s=completion_s)
+        if holder:
+            profile.previous_response = f"resp-{holder}"
+            self.fleet.responses.saw(profile.previous_response, replica(holder))
+        decision = self.router.decide(profile)
+        assert decision is not None
+        if not self.queue.keeps(decision):
+            self._send(name, decision)
+            return None
+
+        def go(outcome: Decision | Exception | None) -> None:
+            if isinstance(outcome, Exception):
+                self.refused[name] = outcome
+            else:
+                assert outcome is not None
+                self._send(name, outcome)
+
+        one = Waiting(
+            decision,
+            self.clock(),
+            lambda: self.router.decide(profile),
+            go,
+        )
+        self.queue.enter(one)
+        return one
+
+    def fill(self) -> None:
+        """One request comes that leaves no room, and decodes."""
+        self.come("first")
+        self.pass_s(10.0)
+
+    def end(self, name: str) -> None:
+        """It is answered."""
+        where, ticket = self.on.pop(name)
+        self.fleet.release(ticket)
+        self.queue.let_go(where)
+
+    def pass_s(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.poll()
+        self.queue.look()
+
+    def poll(self, *only: int, **figures: Any) -> None:
+        """Of all replicas, or only some."""
+        for number in only or range(1, len(self.fleet.members) + 1):
+            running = self.fleet.in_flight_on(replica(number))
+            kv = {"kv_tokens": 42_000, "kv_usage": 0.6 * min(running, 1)}
+            told = {"measured": True, "running": running} | kv | figures
+            self.fleet.put(state(number, A10, self.clock, **told))
+
+    def _send(self, name: str, decision: Decision) -> None:
+        ticket = self.fleet.dispatch(decision.replica, decision.profile)
+        self.gone.append(name)
+        self.on[name] = decision.replica, ticket
+
+
+def test_a_request_waits_until_its_replica_can_carry_it_to_its_end() -> None:
+    system = System()
+    system.fill()
+    system.come("second")
+    assert system.gone == ["first"]
+    assert len(system.queue) == 1
+    system.pass_s(1.0)
+    assert system.gone == ["first"]
+    system.end("first")
+    assert system.gone == ["first", "second"]
+    assert len(system.queue) == 0
+
+
+def test_nothing_waits_where_there_is_room() -> None:
+    system = System()
+    for name in "abcdef":
+        system.come(name, prompt=1000)
+    assert system.gone == [*"abcdef"]
+
+
+@pytest.mark.parametrize(("answers", "fit"), [((600,) * 5, 15), ((60, 60, 60, 60, 2760), 17)])
+def test_of_many_at_once_as_many_go_as_fit_until_they_end(answers: tuple[int], fit: int) -> None:
+    """What takes equally long grows together; where most end soon, there is room for more."""
+    system = System()
+    for tokens in answers * 40:
+        system.fleet.lengths.observe(chat(2200), tokens)
+    for number in range(30):
+        system.come(f"{number}", prompt=2200, answer=None)
+    assert len(system.gone) == fit
+
+
+def test_a_request_larger_than_all_is_not_kept_from_an_idle_replica() -> None:
+    system = System()
+    system.come("huge", prompt=60_000)
+    assert system.gone == ["huge"]
+
+
+def test_nothing_waits_for_a_replica_that_was_not_heard_of_lately() -> None:
+    system = System()
+    system.come("first")
+    system.clock.advance(10.0)
+    system.come("second")
+    assert system.gone == ["first", "second"]
+
+
+@pytest.mark.parametrize("figures", [{"measured": False}, {"kv_tokens": 0}])
+def test_nor_for_one_that_is_not_known_well(figures: dict[str, float]) -> None:
+    system = System()
+    system.come("first")
+    system.poll(**figures)
+    system.come("second")
+    assert system.gone == ["first", "second"]
+
+
+def test_what_fits_may_pass_what_does_not_but_not_for_ever() -> None:
+    system = System()
+    system.come("first")
+    system.come("large")
+    system.come("small", prompt=500)
+    assert system.gone == ["first", "small"]
+    system.pass_s(30.0)
+    system.come("late", prompt=500)
+    assert system.gone == ["first", "small"]
+    system.end("first")
+    assert system.gone == ["first", "small", "large", "late"]
+
+
+def test_another_replica_that_has_room_is_found() -> None:
+    system = System(replicas=2)
+    system.come("a")
+    system.come("b")
+    waiting = system.come("c")
+    assert waiting is not None
+    other = {replica(1), replica(2)} - {waiting.replica}
+    (elsewhere,) = [name for name, (where, _) in system.on.items() if where in other]
+    system.end(elsewhere)
+    system.pass_s(0.5)
+    assert system.gone == ["a", "b", "c"]
+    assert system.on["c"][0] in other
+
+
+def test_a_higher_priority_goes_first_then_who_is_due_first_then_who_came_first() -> None:
+    system = System()
+    system.come("first")
+    system.come("a")
+    system.come("b")
+    system.come("due", ttft_s=1.0)
+    system.come("urgent", priority=1)
+    system.come("batch", priority=-1)
+    for _ in range(6):
+        system.end(system.gone[-1])
+    assert system.gone == ["first", "urgent", "due", "a", "b", "batch"]
+
+
+def test_nobody_passes_a_higher_priority() -> None:
+    system = System()
+    system.come("first")
+    system.come("urgent", priority=1)
+    system.come("small", prompt=500)
+    assert system.gone == ["first"]
+    system.end("first")
+    assert system.gone == ["first", "urgent", "small"]
+
+
+def test_tenants_take_turns_by_what_their_requests_cost() -> None:
+    system = System()
+    system.come("first")
+    for number in range(6):
+        system.come(f"many-{number}", tenant="many")
+    system.come("few-0", tenant="few")
+    system.come("few-1", tenant="few")
+    for _ in range(5):
+        system.end(system.gone[-1])
+    assert {*system.gone[1:5]} == {"many-0", "many-1", "few-0", "few-1"}
+
+
+def test_who_waited_too_long_is_refused() -> None:
+    system = System(longest_s=60)
+    system.come("first")
+    system.come("second")
+    system.pass_s(58.0)
+    assert not system.refused
+    system.pass_s(1.0)  # a second before Envoy's time is up
+    refusal = system.refused["second"]
+    assert isinstance(refusal, Saturated)
+    assert refusal.code == "waited_too_long"
+    assert len(system.queue) == 0
+
+
+def test_there_are_no_more_than_may_wait() -> None:
+    system = System(most=2)
+    system.come("first")
+    system.come("a")
+    system.come("b")
+    with pytest.raises(Saturated, match="2 requests wait already"):
+        system.come("c")
+    assert len(system.queue) == 2
+
+
+def test_with_no_time_to_wait_none_does() -> None:
+    system = System(longest_s=0)
+    system.come("first")
+    system.come("second")
+    assert system.gone == ["first", "second"]
+
+
+def test_who_hangs_up_leaves() -> None:
+    system = System()
+    system.come("first")
+    waiting = system.come("second")
+    assert waiting is not None
+    system.come("third")
+    system.queue.gave_up(waiting, timed=True)
+    system.end("first")
+    assert system.gone == ["first", "third"]
+
+
+def _leave_after(system: System, *waits: float) -> None:
+    for wait in waits:
+        one = system.come("leaves")
+        assert one is not None
+        system.pass_s(wait)
+        system.queue.gave_up(one, timed=True)
+
+
+def test_an_envoy_that_does_not_wait_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    system = System()
+    system.fill()
+    with caplog.at_level(logging.ERROR):
+        _leave_after(system, 1.0, 1.02, 0.99)
+    (record,) = caplog.records
+    assert "max_message_timeout" in record.getMessage()
+    assert system.come("second") is None
+    system.pass_s(700.0)
+    assert system.come("third") is not None
+
+
+def test_it_is_said_once_of_all_that_waited_then(caplog: pytest.LogCaptureFixture) -> None:
+    system = System()
+    system.fill()
+    came = [one for number in range(6) if (one := system.come(str(number)))]
+    system.pass_s(1.0)
+    with caplog.at_level(logging.ERROR):
+        for one in came:
+            system.queue.gave_up(one, timed=True)
+    assert len(came) == 6
+    assert len(caplog.records) == 1
+
+
+def test_so_it_is_where_others_are_sent_in_between() -> None:
+    system = System()
+    system.fill()
+    for _ in range(3):
+        _leave_after(system, 1.0)
+        system.come("small", prompt=100)
+    assert system.come("second") is None
+
+
+@pytest.mark.parametrize("waits", [(1.0, 2.0, 3.0), (30.0, 30.0, 30.0), (1.0, 1.0)])
+def test_clients_that_hang_up_are_not_taken_for_it(waits: tuple[float, ...]) -> None:
+    system = System()
+    system.fill()
+    _leave_after(system, *waits)
+    assert system.come("second") is not None
+
+
+def test_nor_is_an_envoy_that_did_wait() -> None:
+    system = System()
+    system.fill()
+    system.come("second")
+    system.pass_s(2.0)
+    system.end("first")
+    assert system.gone == ["first", "second"]
+    system.pass_s(10.0)
+    _leave_after(system, 1.0, 1.0, 1.0)
+    assert system.come("third") is not None
+
+
+def test_how_long_one_would_wait_is_what_goes_before_it() -> None:
+    system = System(replicas=2)
+    assert system.queue.wait_s(MODEL, 0, 2) == 0.0
+    for name in "abcd":
+        system.come(name)
+    system.come("urgent", priority=1)
+    all_of_them, urgent = system.queue.wait_s(MODEL, 0, 2), system.queue.wait_s(MODEL, 1, 2)
+    assert 0.0 < urgent < all_of_them < 60.0
+    assert system.queue.wait_s(MODEL, 0, 1) == 2 * all_of_them
+    for name in [*system.on]:
+        system.end(name)
+    for _ in range(5):
+        system.pass_s(0.5)
+        for name in [*system.on]:
+            system.end(name)
+    assert system.queue.wait_s(MODEL, 0, 2) == 0.0
+
+
+def test_who_waits_for_one_model_keeps_nobody_from_the_replicas_of_another() -> None:
+    system = System(replicas=2)
+    system.poll(2, models=("other",))
+    system.come("first")
+    for number in range(400):
+        system.come(f"waits-{number}")
+    system.come("other", model="other")
+    assert system.gone == ["first", "other"]
+    system.come("next", model="other")
+    system.end("other")
+    assert system.gone == ["first", "other", "next"]
+
+
+def test_nor_one_who_waits_for_a_full_replica_from_an_idle_one() -> None:
+    """Twenty wait for the replica that holds their responses."""
+    system = System(replicas=2)
+    system.come("first", holder=1)
+    for number in range(20):
+        system.come(f"waits-{number}", holder=1)
+    system.come("other", holder=2)
+    assert system.gone == ["first", "other"]
+
+
+def test_a_prompt_that_no_replica_could_ever_hold_does_not_wait() -> None:
+    system = System()
+    system.come("first")
+    system.come("endless", prompt=100_000)
+    assert system.gone == ["first", "endless"]
+
+
+@pytest.mark.parametrize(
+    "wide",
+    [
+        RequestProfile(Endpoint.COMPLETIONS, MODEL, 100, 100, 5, sequences=5000),
+        RequestProfile(
+            Endpoint.EMBEDDINGS, MODEL, 50_000, 0, 0, sequences=0, prompts=100, longest_share=0.01
+        ),
+    ],
+    ids=["sequences", "prompts"],
+)
+def test_one_that_no_replica_can_hold_at_a_time_does_not_wait(wide: RequestProfile) -> None:
+    """An engine begins with some of its parts."""
+    system = System()
+    system.come("first", prompt=100, answer=2000)
+    decision = system.router.decide(wide)
+    assert decision is not None
+    assert not system.queue.keeps(decision)
+
+
+def test_who_comes_or_goes_while_all_seats_are_taken_has_hardly_any_decided_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    system = System()
+    name = iter(map(str, itertools.count()))
+    while len(system.queue) < 50:
+        system.come(next(name), prompt=10)
+    decided: list[RequestProfile] = []
+    decide = system.router.decide
+
+    def counted(profile: RequestProfile) -> Decision | None:
+        decided.append(profile)
+        return decide(profile)
+
+    monkeypatch.setattr(system.router, "decide", counted)
+    system.come(next(name), prompt=10)
+    assert len(decided) == 1
+    system.end(system.gone[0])
+    assert len(system.queue) == 50
+    assert len(decided) == 2
+
+
+def test_an_error_is_that_requests_alone() -> None:
+    system = System()
+    system.come("first")
+    waiting = system.come("broken")
+    assert waiting is not None
+
+    def breaks() -> Decision | None:
+        raise RuntimeError("broken")
+
+    waiting.decide = breaks
+    system.come("next")
+    system.end("first")
+    assert system.gone == ["first", "next"]
+    assert str(system.refused["broken"]) == "broken"
+
+
+def test_when_polls_stop_all_go() -> None:
+    system = System()
+    system.come("first")
+    for number in range(100):
+        system.come(str(number))
+    system.clock.advance(10.0)
+    system.queue.look()
+    assert len(system.queue) == 0
+
+
+def test_tenants_come_and_go() -> None:
+    """Their names may be of users, of whom there are many."""
+    shares = Shares(0.0)
+    for number in range(50_000):
+        shares.sent(str(number), 1.0)
+    shares.sent("often", 5.0)
+    assert shares.of("often") > shares.of("new")
+
+
+def test_what_a_tenant_got_counts_from_the_start() -> None:
+    """On a machine whose clock has run for a month."""
+    shares = Shares(3e6)
+    shares.sent("first", 30.0)
+    assert shares.recent(3e6 + 1.0)["first"] == pytest.approx(30.0, rel=0.1)
+
+
+def test_answers_that_are_long_beside_their_prompts_need_room_that_is_free_as_yet() -> None:
+    system = System()
+    came = [system.come(str(number), prompt=20, answer=4000) for number in range(40)]
+    assert 10 < len(system.gone) < 30  # 42,000 tokens
+    assert len(system.queue) == 40 - len(system.gone)
+    assert re.fullmatch(r"r1 would have needed \d+% of its KV cache", next(filter(None, came)).why)
+
+
+def test_what_has_to_be_complete_is_due_by_the_time_it_decodes() -> None:
+    system = System()
+    system.come("first")
+    system.come("token", ttft_s=40.0)
+    system.come("short", completion_s=60.0)
+    system.come("long", completion_s=60.0, answer=1500)  # decodes for 40 s and more
+    for _ in range(4):
+        system.end(system.gone[-1])
+    assert system.gone == ["first", "long", "token", "short"]
+
+
+def test_it_is_told_who_waits_and_who_got_how_much() -> None:
+    system = System()
+    system.come("first", tenant="many")
+    for number in range(6):
+        system.come(f"many-{number}", tenant="many", objective="chat")
+    system.come("few", tenant="few")
+    assert system.queue.held() == Counter({("chat", "many"): 6, ("", "few"): 1})
+    assert not system.queue.shares()
+    for _ in range(4):
+        system.end(system.gone[-1])
+    assert system.queue.held() == Counter({("chat", "many"): 3})
+    shares = system.queue.shares()
+    assert shares["many"] == pytest.approx(3 * shares["few"])
+    system.clock.advance(3600.0)
+    assert not system.queue.shares()
+
+
+def test_it_is_told_why_one_waits() -> None:
+    system = System()
+    system.come("first")
+    full, behind = system.come("full"), system.come("behind", prompt=500, priority=-1)
+    assert full is not None
+    assert full.why.startswith("r1 would not have admitted it for ")
+    assert behind is not None
+    assert behind.why == "others waited for r1 before it"
+
+
+def test_what_is_refused_when_it_is_decided_anew_costs_its_tenant_nothing() -> None:
+    system = System()
+    system.come("first")
+    refused = system.come("refused", tenant="few")
+    assert refused is not None
+
+    def refuses() -> Decision | None:
+        raise Saturated("late", "too_late", 1.0)
+
+    refused.decide = refuses
+    system.end("first")
+    assert isinstance(system.refused["refused"], Saturated)
+    assert not system.queue.shares()

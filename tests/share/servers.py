@@ -1,0 +1,220 @@
+"""Redis in the forms people run it: with Sentinels, as a Cluster, behind TLS."""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from redis.asyncio import Redis
+
+from extproc.config import Config, PollSettings
+from extproc.lab.harness.processes import Process, free_port, listening, redis_binary
+from extproc.poll.into_redis import IntoRedis
+from extproc.share.connection import connect
+from tests.waiting import until
+
+HOST = "127.0.0.1"
+
+
+async def start(directory: Path, port: int, options: Mapping[str, str]) -> Process:
+    """Start a Redis with these settings beside the usual ones."""
+    usual = {"port": str(port), "bind": HOST, "save": "", "appendonly": "no", "dir": str(directory)}
+    usual["repl-diskless-sync-delay"] = "0"  # else a primary waits 5 s for more replicas
+    words = [word for key, value in {**usual, **options}.items() for word in (f"--{key}", value)]
+    log = directory / f"{port}.log"
+    return await Process.start(
+        f"redis {port}", [redis_binary(), *words], log=log, ready=listening(port)
+    )
+
+
+class Watched:
+    """A primary and a replica of it, watched by a Sentinel that asks for a password.
+
+    Its user ``USER`` has the rights that docs/operations.md tells.
+    """
+
+    SERVICE = "main"
+    USER = "router"
+    PASSWORD = "of-sentinels"
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.ports = [free_port(), free_port()]
+        self.sentinel_port = free_port()
+        self.servers: list[Process] = []
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        first = self.ports[0]
+        following = {"replicaof": f"{HOST} {first}"}
+        for port, options in zip(self.ports, ({}, following), strict=True):
+            server = await start(self._directory, port, options)
+            self.servers.append(await stack.enter_async_context(server))
+        await stack.enter_async_context(await self._start_sentinel())
+        async with Redis(port=self.ports[1]) as replica:
+            await until(partial(replication_is, replica, "master_link_status", "up"))
+        async with Redis(port=self.sentinel_port, password=self.PASSWORD) as sentinel:
+            # One that a busy machine had stopped for 2 s would do nothing for half a minute.
+            await command(sentinel, "SENTINEL", "DEBUG", "TILT-TRIGGER", 600_000)
+            await until(partial(self._could_take_over, sentinel))
+
+    async def _could_take_over(self, sentinel: Redis) -> bool:
+        """Whether the Sentinel has heard of the replica, and from it."""
+        replicas = await sentinel.sentinel_slaves(self.SERVICE)
+        return any(one["master-link-status"] == "ok" for one in replicas)
+
+    async def _start_sentinel(self) -> Process:
+        file = self._directory / "sentinel.conf"
+        name, port = self.SERVICE, self.ports[0]
+        file.write_text(
+            f'port {self.sentinel_port}\nbind {HOST}\nrequirepass "{self.PASSWORD}"\n'
+            f"dir {self._directory}\nsentinel monitor {name} {HOST} {port} 1\n"
+            f"sentinel down-after-milliseconds {name} 3000\n"
+            f"sentinel failover-timeout {name} 2000\n"
+            f"user {self.USER} on >{self.PASSWORD} +sentinel|get-master-addr-by-name +@connection\n"
+        )
+        return await Process.start(
+            "sentinel",
+            [redis_binary(), file, "--sentinel"],
+            log=self._directory / "sentinel.log",
+            ready=listening(self.sentinel_port),
+        )
+
+
+@asynccontextmanager
+async def watched(directory: Path) -> AsyncIterator[Watched]:
+    async with AsyncExitStack() as stack:
+        servers = Watched(directory)
+        await servers.start(stack)
+        yield servers
+
+
+class Cluster:
+    """Three primaries; the first holds all slots but two, and has a replica, the fourth.
+
+    Each has a second port, 10,000 higher: ``free_port`` leaves room for it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.ports = [free_port() for _ in range(4)]
+        self.nodes: list[Process] = []
+
+    async def start(self, stack: AsyncExitStack) -> None:
+        for port in self.ports:
+            options = {
+                "cluster-enabled": "yes",
+                "cluster-config-file": f"nodes-{port}.conf",
+                "cluster-node-timeout": "1000",
+            }
+            node = await start(self._directory, port, options)
+            self.nodes.append(await stack.enter_async_context(node))
+        clients = [await stack.enter_async_context(Redis(port=port)) for port in self.ports]
+        for client, slots in zip(clients, ("0 16381", "16382 16382", "16383 16383"), strict=False):
+            await command(client, "CLUSTER", "ADDSLOTSRANGE", *slots.split())
+        for epoch, client in enumerate(clients, start=1):
+            await command(client, "CLUSTER", "SET-CONFIG-EPOCH", epoch)
+        for client in clients[1:]:
+            await command(client, "CLUSTER", "MEET", HOST, self.ports[0])
+        first = str(await command(clients[0], "CLUSTER", "MYID"), "ascii")
+        for client in clients:
+            await until(partial(_cluster_is, client, "cluster_known_nodes", "4"))
+        await command(clients[3], "CLUSTER", "REPLICATE", first)
+        await until(partial(replication_is, clients[3], "master_link_status", "up"))
+        for client in clients:
+            await until(partial(_cluster_is, client, "cluster_state", "ok"))
+        await self.miss_after(60.0)
+
+    async def miss_after(self, seconds: float) -> None:
+        """How long a node that says nothing is still one of them: a busy machine stops some."""
+        for port in self.ports:
+            async with Redis(port=port) as client:
+                await client.config_set("cluster-node-timeout", round(seconds * 1000))
+
+
+async def command(client: Redis, *words: str | int) -> Any:
+    return await client.execute_command(*words)  # type: ignore[no-untyped-call]  # redis-py leaves it untyped
+
+
+async def replication_is(client: Redis, field: str, value: str) -> bool:
+    found: str | None = (await client.info("replication")).get(field)
+    return found == value
+
+
+async def _cluster_is(client: Redis, field: str, value: str) -> bool:
+    info: dict[str, str] = await client.cluster("INFO")
+    return info.get(field) == value
+
+
+@asynccontextmanager
+async def cluster(directory: Path) -> AsyncIterator[Cluster]:
+    async with AsyncExitStack() as stack:
+        servers = Cluster(directory)
+        await servers.start(stack)
+        yield servers
+
+
+class Proxy:
+    """What is on one port, on another one too."""
+
+    def __init__(self, behind: int) -> None:
+        self._behind = behind
+        self.port = 0
+        self.mute = False
+        """Whether new connections are taken, and nothing is answered."""
+        self.unanswered = asyncio.Event()
+        """Set once there was such a connection."""
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        if self.mute:
+            self.unanswered.set()
+            with suppress(OSError):
+                await reader.read()
+            return
+        back_reader, back_writer = await asyncio.open_connection(HOST, self._behind)
+        self._writers.append(back_writer)
+        await asyncio.gather(_forward(reader, back_writer), _forward(back_reader, writer))
+
+    def cut(self) -> None:
+        """End all connections."""
+        for writer in self._writers:
+            with suppress(AttributeError):  # Python 3.11.2: it is closed already
+                writer.transport.abort()
+
+
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(65_536):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@asynccontextmanager
+async def proxied(port: int, context: ssl.SSLContext | None = None) -> AsyncIterator[Proxy]:
+    """With TLS, which not every Redis is built with, where a context is given."""
+    proxy = Proxy(port)
+    server = await asyncio.start_server(proxy.serve, HOST, 0, ssl=context)
+    proxy.port = server.sockets[0].getsockname()[1]
+    try:
+        yield proxy
+    finally:
+        server.close()
+        proxy.cut()
+
+
+@asynccontextmanager
+async def publishing(url: str, pool: str = "test") -> AsyncIterator[IntoRedis]:
+    async with connect(url, pool) as redis:
+        publisher = IntoRedis(redis, Config(pool=pool, poll=PollSettings(ttl_s=60)), "", Random(1))
+        task = asyncio.create_task(publisher.run())
+        try:
+            yield publisher
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,244 @@
+"""News of blocks through a real Redis, which is killed, filled up and fed garbage."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from redis.asyncio import Redis
+
+from extproc.fleet.block_news import NUMBERS, BlockNews
+from extproc.ground.clock import monotonic
+from extproc.share import blocks as shared
+from extproc.share.blocks import LIFE_S, BlockReader, BlockWriter
+from extproc.share.connection import connect
+from extproc.share.keys import Keys
+from extproc.share.replicas import StateWriter
+from tests.conftest import Logged, RedisServer
+from tests.fakes import replica
+from tests.share.servers import command
+from tests.share.test_bounds import ACL
+from tests.waiting import until
+
+pytestmark = pytest.mark.process
+
+Held = Mapping[str, set[int]]
+
+
+def news(number: int, stored: set[int], removed: set[int] | None = None) -> BlockNews:
+    arrays = (np.array([*keys], np.uint64) for keys in (stored, removed or ()))
+    return BlockNews(NUMBERS + number, NUMBERS + number - 1, 16, *arrays)
+
+
+def whole(number: int, stored: set[int]) -> BlockNews:
+    return BlockNews(
+        NUMBERS + number, 0, 16, np.array([*stored], np.uint64), np.zeros(0, np.uint64)
+    )
+
+
+class Router:
+    """What a router makes of the news it hears."""
+
+    reader: BlockReader
+
+    def __init__(self) -> None:
+        self.held: dict[str, set[int]] = {}
+        self.wholes = 0
+
+    async def follow(self, reader: BlockReader) -> None:
+        async with aclosing(reader.news()) as heard:
+            async for name, one in heard:
+                self.wholes += one.whole
+                held = set() if one.whole else self.held[name]
+                self.held[name] = held - {*one.removed.tolist()} | {*one.stored.tolist()}
+
+    async def holds(self, keys: set[int], number: int = 1) -> None:
+        await until(lambda: self.held.get(replica(number)) == keys)
+
+
+@asynccontextmanager
+async def router(url: str) -> AsyncIterator[Router]:
+    one = Router()
+    async with connect(url, "test") as redis, asyncio.TaskGroup() as tasks:
+        one.reader = BlockReader(redis, "test", Random(1), monotonic)
+        following = tasks.create_task(one.follow(one.reader))
+        yield one
+        following.cancel()
+
+
+Tell = Callable[..., Awaitable[set[str]]]
+
+
+@asynccontextmanager
+async def poller(url: str, name: str = "mine") -> AsyncIterator[Tell]:
+    async with connect(url, "test") as redis:
+        writer = BlockWriter(redis, "test", name)
+
+        async def tell(new: BlockNews, held: BlockNews | None = None, number: int = 1) -> set[str]:
+            return await writer.tell({replica(number): (new, held)})
+
+        yield tell
+
+
+async def lease(client: Redis, name: str = "mine") -> None:
+    for number in (1, 2):
+        await client.set(Keys("test").lease + replica(number), name)
+
+
+@pytest.fixture
+async def heard(
+    redis_server: RedisServer, redis_client: Redis
+) -> AsyncIterator[tuple[Tell, Router]]:
+    """A poller that has the lease, and a router that heard from it of one block."""
+    await lease(redis_client)
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+        yield tell, one
+
+
+async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await lease(redis_client)
+    await command(redis_client, "ACL", "SETUSER", "router", "on", ">secret", *ACL.split())
+    url = f"redis://router:secret@127.0.0.1:{redis_server.port}"
+    async with poller(url) as tell, router(url) as first:
+        assert await tell(whole(1, {1, 2}), whole(1, {1, 2})) == set()
+        assert await tell(whole(1, {7}), whole(1, {7}), number=2) == set()
+        assert await tell(news(2, {2**64 - 1}, {1})) == set()
+        await first.holds({2, 2**64 - 1})
+        await first.holds({7}, number=2)
+        async with router(url) as second:
+            await second.holds({2, 2**64 - 1})
+            await second.holds({7}, number=2)
+            await tell(news(3, {3}))
+            await second.holds({2, 3, 2**64 - 1})
+            await first.holds({2, 3, 2**64 - 1})
+        wholes = first.wholes
+        await tell(news(4, {4}), whole(4, {4}))  # to those who heard all, no more than that
+        await first.holds({2, 3, 4, 2**64 - 1})
+        assert first.wholes == wholes
+    assert await redis_client.strlen(Keys("test").blocks + replica(1)) == 32 + 8
+    assert 0 < await redis_client.ttl(Keys("test").blocks + replica(1)) <= LIFE_S
+    assert await command(redis_client, "ACL", "LOG") == []
+
+
+async def test_who_lost_the_lease_tells_nothing(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await lease(redis_client, "another")
+    url = redis_server.url
+    async with poller(url) as late, poller(url, "another") as tell, router(url) as one:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+        assert await late(whole(1, {2}), whole(1, {2})) == {replica(1)}
+        await tell(news(2, {3}))
+        await one.holds({1, 3})
+
+
+async def test_what_a_poller_knows_is_kept_for_the_next(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    async with connect(redis_server.url, "test") as redis:
+        mine, another = (BlockWriter(redis, "test", name) for name in ("mine", "another"))
+        assert await mine.load(replica(1)) == b""
+        await lease(redis_client)
+        await mine.save(replica(1), b"known")
+        await another.save(replica(1), b"what it knew when it had the lease")
+        assert await another.load(replica(1)) == b"known"
+        assert await mine.load(replica(2)) == b""
+    assert 0 < await redis_client.ttl(Keys("test").kv_stream + replica(1)) <= LIFE_S
+
+
+async def test_nothing_is_kept_of_a_replica_that_leaves(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await lease(redis_client)
+    keys = Keys("test").blocks + replica(1), Keys("test").kv_stream + replica(1)
+    async with poller(redis_server.url) as tell, connect(redis_server.url, "test") as redis:
+        await tell(whole(1, {1}), whole(1, {1}))
+        await tell(whole(1, {1}), whole(1, {1}), number=2)
+        await BlockWriter(redis, "test", "mine").save(replica(1), b"known")
+        assert await redis_client.exists(*keys) == 2
+        await StateWriter(redis, "test", 10, "another").remove([replica(1)])
+        assert await redis_client.exists(*keys) == 2
+        await StateWriter(redis, "test", 10, "mine").remove([replica(1)])
+    assert await redis_client.exists(*keys) == 0
+    assert await redis_client.exists(Keys("test").blocks + replica(2)) == 1
+
+
+async def test_all_that_is_held_is_sent_once(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await lease(redis_client)
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        many = whole(1, {*range(10_000)})
+        before: Any = await redis_client.info("stats")
+        assert await tell(many, many) == set()
+        await one.holds({*range(10_000)})
+        after: Any = await redis_client.info("stats")
+    assert after["total_net_input_bytes"] - before["total_net_input_bytes"] < 90_000
+
+
+async def test_who_could_not_use_the_last_news_gets_all_with_the_next(
+    heard: tuple[Tell, Router], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
+    tell, one = heard
+    one.held.clear()
+    one.reader.forget(replica(1))
+    await tell(news(2, {2}))
+    await one.holds({1, 2})
+
+
+async def test_news_that_follow_nothing_are_told_whole_next(
+    heard: tuple[Tell, Router], redis_client: Redis
+) -> None:
+    """As when Redis came back empty."""
+    tell, one = heard
+    await redis_client.delete(Keys("test").blocks + replica(1))
+    assert await tell(news(2, {2})) == {replica(1)}
+    await one.holds({1, 2})
+    assert await tell(whole(3, {1, 2}), whole(3, {1, 2})) == set()
+
+
+async def test_a_full_redis_still_passes_news_on(
+    heard: tuple[Tell, Router], redis_client: Redis
+) -> None:
+    tell, one = heard
+    await redis_client.config_set("maxmemory", 1)
+    assert await tell(news(2, {2})) == {replica(1)}
+    await one.holds({1, 2})
+
+
+async def test_what_was_missed_on_the_way_is_read(
+    heard: tuple[Tell, Router], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
+    tell, one = heard
+    log: Any = await redis_client.get(Keys("test").blocks + replica(1))
+    await redis_client.set(Keys("test").blocks + replica(1), log + news(2, {2}).encode())
+    await tell(news(3, {3}))
+    await one.holds({1, 2, 3})
+    assert await redis_client.client_kill_filter(_type="pubsub")
+    await tell(news(4, {4}))
+    await one.holds({1, 2, 3, 4})
+
+
+async def test_garbage_is_harmless_and_said_once(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    await lease(redis_client)
+    await redis_client.lpush(Keys("test").blocks + "list", "no blocks")
+    await redis_client.set(Keys("test").blocks + "text", "no blocks")
+    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+        await logged.line("skipped garbage in redis")
+        for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50)):
+            await redis_client.publish(Keys("test").blocks_channel, garbage)
+        await tell(whole(1, {1}), whole(1, {1}))
+        await one.holds({1})
+    assert len(logged.lines("skipped garbage in redis")) == 2

@@ -1,0 +1,92 @@
+"""What is written to Redis stays small, and a Redis that is full or strict breaks nothing."""
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
+
+from extproc.replica_state import ReplicaState
+from extproc.share.connection import connect
+from extproc.share.replicas import Change, Put, Removed, Snapshot, StateWriter
+from tests.conftest import Logged, RedisServer
+from tests.share.servers import command, publishing
+from tests.share.test_forms import share_through
+from tests.share.test_store import BACK, LOST, A, B, Next, reading, until
+
+pytestmark = pytest.mark.process
+
+ACL = (
+    "~{test}:* &{test}:* +@read +@write +@pubsub +@connection +@scripting +@transaction +time "
+    "-@dangerous"
+)
+"""The rule in docs/operations.md, for the pool ``test``."""
+
+
+async def test_a_user_with_few_rights_suffices(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    await command(redis_client, "ACL", "SETUSER", "router", "on", ">pa:ss/word", *ACL.split())
+    url = f"redis://router:pa%3Ass%2Fword@127.0.0.1:{redis_server.port}"
+    await share_through(url)
+    assert await command(redis_client, "ACL", "LOG") == []
+    async with connect(url, "test") as redis:
+        for words in (("SET", "{other}:key", 1), ("FLUSHALL",), ("PUBLISH", "{other}:changes", 1)):
+            with pytest.raises(NoPermissionError):
+                await command(redis, *words)
+
+
+async def test_a_full_redis_is_one_line_and_routers_still_hear(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    url = redis_server.url
+    async with publishing(url) as publisher, reading(url) as following:
+        assert await following() == Snapshot(())
+        await redis_client.config_set("maxmemory", 1)
+        publisher.put(A)
+        assert "maxmemory" in str((await logged.line(LOST))["error"])
+        await until(following, Put(A))
+        publisher.put(B)
+        await until(following, Put(B))
+        assert await redis_client.dbsize() == 0
+        await redis_client.config_set("maxmemory", 0)
+        await logged.line(BACK)
+        assert await redis_client.dbsize() == 2
+    assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
+
+
+async def test_a_replica_leaves_though_redis_is_full(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    url = redis_server.url
+    async with publishing(url) as publisher, reading(url) as following:
+        publisher.put(A)
+        await until(following, Put(A))
+        await redis_client.config_set("maxmemory", 1)
+        publisher.put(B)
+        publisher.remove(A.id)
+        await until(following, Removed(A.id))
+        assert await redis_client.dbsize() == 0
+        await logged.line(LOST)
+
+
+async def test_a_router_that_reads_too_slowly_is_cut_off_and_starts_anew(
+    redis_server: RedisServer, redis_client: Redis, logged: Logged
+) -> None:
+    await redis_client.config_set("client-output-buffer-limit", "pubsub 1mb 0 0")
+    large = ReplicaState(id="10.0.0.1:8000", models=("x" * 1_000_000,))
+    writer = StateWriter(redis_client, "test", ttl_s=60)
+    async with reading(redis_server.url) as following:
+        assert await following() == Snapshot(())
+        written = 0
+        while await redis_client.client_list(_type="pubsub"):  # it does not read all the while
+            written += 1
+            await writer.put([large.model_copy(update={"running": written})])
+        last = ReplicaState(id=large.id, running=written + 1)
+        await writer.put([last])
+        assert await snapshot_of(following) == Snapshot((last,))
+    assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
+
+
+async def snapshot_of(following: Next) -> Change:
+    while not isinstance(change := await following(), Snapshot):
+        pass
+    return change

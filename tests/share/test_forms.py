@@ -1,0 +1,231 @@
+"""The same reader and writer on every form of Redis, through fail-over."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from extproc.lab.harness.processes import free_port
+from extproc.replica_state import ReplicaState
+from extproc.share.connection import connect
+from extproc.share.replicas import Put, Snapshot, StateWriter
+from tests.certificates import NEW_KEY, openssl
+from tests.conftest import Logged, RedisServer, wait_for_redis
+from tests.share.servers import (
+    HOST,
+    Watched,
+    cluster,
+    command,
+    proxied,
+    publishing,
+    replication_is,
+    start,
+    watched,
+)
+from tests.share.test_store import A, B, Next, reading
+from tests.waiting import until as eventually
+
+pytestmark = pytest.mark.process
+
+POOL = "test"
+
+
+async def share_through(url: str) -> None:
+    """A state written before the reader came, one written after, one removed."""
+    async with connect(url, POOL) as redis:
+        writer = StateWriter(redis, POOL, ttl_s=60)
+        await writer.put([A])
+        async with reading(url, POOL) as following:
+            assert await following() == Snapshot((A,))
+            await writer.put([A, B])
+            assert [await following(), await following()] == [Put(A), Put(B)]
+        await writer.remove([A.id])
+        await writer.remove([B.id])
+
+
+async def until_known(following: Next, state: ReplicaState) -> None:
+    """Until it is pushed, or found."""
+    while True:
+        change = await following()
+        if change == Put(state) or (isinstance(change, Snapshot) and state in change.states):
+            return
+
+
+async def lost(url: str, logged: Logged) -> dict[str, object]:
+    """What a reader logs that does not get through."""
+    async with reading(url, POOL) as following:
+        waiting = asyncio.ensure_future(following())
+        line = await logged.line("redis is lost, retrying")
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    return line
+
+
+async def written(redis: Redis, key: str) -> bool:
+    with suppress(RedisError):
+        return bool(await redis.set(key, 1, px=60_000))
+    return False
+
+
+async def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    async with await start(tmp_path, free_port(), {"unixsocket": str(path)}):
+        await share_through(f"unix://{path}?db=3")
+
+
+async def test_through_tls(redis_server: RedisServer, certificate: Path, logged: Logged) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    async with proxied(redis_server.port, context) as proxy:
+        await share_through(f"rediss://localhost:{proxy.port}/0?ssl_ca_certs={certificate}")
+        await share_through(f"rediss://{HOST}:{proxy.port}?ssl_cert_reqs=none")
+        line = await lost(f"rediss://localhost:{proxy.port}", logged)
+    assert "certificate verify failed" in str(line["error"])
+
+
+async def test_tls_with_a_certificate_of_the_client(
+    redis_server: RedisServer, certificate: Path
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    context.load_verify_locations(certificate)
+    context.verify_mode = ssl.CERT_REQUIRED
+    async with proxied(redis_server.port, context) as proxy:
+        url = f"rediss://localhost:{proxy.port}/0?ssl_ca_certs={certificate}"
+        await share_through(f"{url}&ssl_certfile={certificate}")
+        async with connect(url, POOL) as redis:
+            with pytest.raises(RedisError):
+                await redis.ping()
+
+
+async def test_sentinels_that_hang_or_are_dead_hold_nobody_up(
+    servers: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_redis(monkeypatch, 1.0)
+    with socket.create_server((HOST, 0)) as hung:  # connections are accepted, and no more
+        port = hung.getsockname()[1]
+        await share_through(sentinel_url(servers, f"{HOST}:{port},{HOST}:{free_port()},"))
+
+
+async def test_a_service_that_the_sentinels_do_not_know(servers: Watched, logged: Logged) -> None:
+    line = await lost(sentinel_url(servers).replace("/main", "/other"), logged)
+    assert "knows no service 'other'" in str(line["error"])
+    assert line["redis"] == f"other of sentinels {HOST}:{servers.sentinel_port}"
+
+
+async def test_fail_over_by_a_sentinel_is_followed(servers: Watched) -> None:
+    url = sentinel_url(servers)
+    async with publishing(url) as publisher, reading(url, POOL) as following:
+        assert await following() == Snapshot(())
+        publisher.put(A)
+        await until_known(following, A)
+        await servers.servers[0].kill()
+        publisher.put(B)
+        await until_known(following, B)
+        async with Redis(port=servers.ports[1]) as promoted:
+            assert (await promoted.info("replication"))["role"] == "master"
+
+
+async def test_a_primary_that_becomes_a_replica_is_left(servers: Watched) -> None:
+    url = sentinel_url(servers)
+    async with connect(url, POOL) as redis, reading(url, POOL) as following:
+        assert await following() == Snapshot(())
+        await redis.set("{test}:before", 1, px=60_000)
+        async with Redis(port=servers.sentinel_port, password=servers.PASSWORD) as sentinel:
+            await command(sentinel, "SENTINEL", "FAILOVER", servers.SERVICE)
+        async with Redis(port=servers.ports[0]) as demoted:
+            await eventually(partial(replication_is, demoted, "role", "slave"))
+            await eventually(partial(written, redis, "{test}:after"))
+        assert await redis.get("{test}:before") == b"1"
+        async with Redis(port=servers.ports[1]) as promoted:
+            assert await promoted.exists("{test}:after")
+        await StateWriter(redis, POOL, ttl_s=60).put([A])
+        await until_known(following, A)
+
+
+async def test_a_single_server_that_becomes_a_replica_is_connected_to_anew(tmp_path: Path) -> None:
+    """As behind a name or an address that moves to the new primary."""
+    port = free_port()
+    async with (
+        await start(tmp_path, port, {}),
+        connect(f"redis://{HOST}:{port}", POOL) as redis,
+        Redis(port=port) as admin,
+    ):
+        first = await redis.client_id()
+        await command(admin, "REPLICAOF", HOST, free_port())
+        with pytest.raises(RedisError, match="not the one to write to"):
+            await redis.set("{test}:key", 1, px=1000)
+        assert await redis.client_id() != first
+
+
+async def test_a_cluster_and_its_fail_over(tmp_path: Path) -> None:
+    async with cluster(tmp_path) as nodes:
+        hosts = ",".join(f"{HOST}:{port}" for port in reversed(nodes.ports))
+        url = f"redis+cluster://{hosts}"
+        await share_through(f"redis+cluster://{HOST}:{nodes.ports[1]}")
+        async with publishing(url) as publisher, reading(url, POOL) as following:
+            assert await following() == Snapshot(())
+            publisher.put(A)
+            await until_known(following, A)
+            await nodes.miss_after(1.0)
+            await nodes.nodes[0].kill()
+            publisher.put(A.model_copy(update={"running": 77}))
+            await until_known(following, A.model_copy(update={"running": 77}))
+
+
+async def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
+    """All of a pool's keys and channels are on one node; scripts and transactions work there."""
+    async with cluster(tmp_path) as nodes:
+        url = f"redis+cluster://{HOST}:{nodes.ports[2]}"
+        async with connect(url, POOL) as redis:
+            async with redis.pipeline(transaction=True) as pipe:
+                pipe.set("{test}:a", 1, px=60_000)
+                pipe.set("{test}:b", 2, px=60_000)
+                assert await pipe.execute() == [True, True]
+            assert await redis.eval("return redis.call('get', KEYS[1])", 1, "{test}:a") == b"1"
+            owner, target = (Redis(port=port) for port in nodes.ports[:2])
+            async with owner, target:
+                slot = await command(owner, "CLUSTER", "KEYSLOT", "{test}")
+                ids = [await command(one, "CLUSTER", "MYID") for one in (owner, target)]
+                await owner.delete("{test}:a", "{test}:b")
+                for one in (target, owner):
+                    await command(one, "CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+            with pytest.raises(RedisError, match="not the one to write to"):
+                await redis.set("{test}:a", 3, px=60_000)
+            await eventually(partial(written, redis, "{test}:a"))
+
+
+def sentinel_url(servers: Watched, before: str = "") -> str:
+    return (
+        f"redis+sentinel://{before}{HOST}:{servers.sentinel_port}/{servers.SERVICE}"
+        f"?sentinel_username={servers.USER}&sentinel_password={servers.PASSWORD}"
+    )
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_redis(monkeypatch, 10.0)
+
+
+@pytest.fixture
+async def servers(tmp_path: Path) -> AsyncIterator[Watched]:
+    async with watched(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A key and its certificate, signed by itself, for the name localhost, in one file."""
+    key, file = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
+    openssl("req", "-x509", *NEW_KEY, "-days", 1, *subject, "-keyout", key, "-out", file)
+    file.write_text(file.read_text() + key.read_text())
+    return file
