@@ -16,7 +16,7 @@ def test_every_file_is_in_the_wheel() -> None:
     files = {path for path in PACKAGE.rglob("*") if path.is_file()}
     sources = {path for path in files if path.suffix in (".py", ".pyc")}
     assert files - sources == packed
-    assert PACKAGE / "demo" / "envoy.yaml" in packed
+    assert PACKAGE / "lab/harness/envoy.yaml" in packed
     # setuptools finds a package by its __init__.py.
     assert all((path.parent / "__init__.py").exists() for path in sources if path.suffix == ".py")
 
