@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from extproc.config import Config, ReplicaSource
+from extproc.config import REMOVED, Config, ReplicaSource
 from extproc.ground.nearest import nearest
 from extproc.ground.yaml_file import parse_yaml, read_yaml
 
@@ -156,6 +156,8 @@ def _nested(values: Mapping[str, _Value]) -> dict[str, Any]:
 
 
 def _unknown(origin: str, key: str) -> str:
+    if key in REMOVED:
+        return f"{origin}: {key!r} was removed: {REMOVED[key]}"
     if key in _SECTIONS:
         first = next(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))
         return f"{origin}: {key!r} is a section: set its keys, for example {first!r}"

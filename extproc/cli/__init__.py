@@ -26,17 +26,17 @@ _COMMANDS = {
     "simulate": "Runs a simulated vLLM replica.",
     "demo": "Runs Envoy, Redis, four simulated replicas, poller and router.",
 }
-_RENAMED = {"replica": "simulate"}
-"""Old name, which still works → new name."""
+_REMOVED = {"replica": "use 'extproc simulate'"}
+"""Commands of earlier versions, each with what to use instead."""
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and (new := _RENAMED.get(words[0])):
-        print(f"extproc {words[0]} is now 'extproc {new}': the old name will go", file=sys.stderr)
-        words[0] = new
+    if words and (instead := _REMOVED.get(words[0])):
+        print(f"extproc {words[0]} was removed: {instead}", file=sys.stderr)
+        return 2
     parser = Parser(
         prog="extproc",
         usage="%(prog)s COMMAND [OPTION]...",

@@ -6,7 +6,7 @@ import pytest
 
 from extproc import settings
 from extproc.cli.configuration import add_flags, configured
-from extproc.config import Config, PolicyName
+from extproc.config import REMOVED, Config, PolicyName
 from extproc.route.policies import POLICIES
 from extproc.settings import ConfigError, load
 from extproc.share.connection import address, connect
@@ -24,6 +24,11 @@ def problems(
     with pytest.raises(ConfigError) as caught:
         load(flags or {}, env or {}, file)
     return caught.value.problems
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_removed_setting_names_its_replacement(key: str) -> None:
+    assert problems({key: "1"}) == [f"--{key}: {key!r} was removed: {REMOVED[key]}"]
 
 
 def test_nothing_set_gives_the_defaults() -> None:
