@@ -27,7 +27,6 @@ from extproc.redis_url import parse
 from extproc.replica_state import SILENT_AFTER_S
 from extproc.request.objective import FAIRNESS_ID, NO_OBJECTIVE, OBJECTIVE, TARGETS, Objective
 
-
 REMOVED: dict[str, str] = {}
 """Settings of earlier versions by dotted key, each with what to use instead."""
 
