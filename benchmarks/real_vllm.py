@@ -35,7 +35,7 @@ from benchmarks.pages import decisions, get_json
 from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.cli.arguments import above_zero, probability, whole
 from extproc.ground.address import split_address
-from extproc.ground.layout import Column, table
+from extproc.ground.text import Column, table
 from extproc.lab.demo.samples import Kind, Lengths, Sample, samples
 from extproc.lab.harness.processes import ProcessError
 from extproc.lab.harness.stack import Stack

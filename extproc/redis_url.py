@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-from extproc.ground import named_file
 from extproc.ground.address import split_address
-from extproc.ground.nearest import nearest
+from extproc.ground.files import read_certificates, read_file
+from extproc.ground.text import suggest
 
 _FORMS = (
     "not an address of Redis: write redis://[user:password@]host:port/database, "
@@ -115,7 +115,7 @@ def _path(form: str, path: str) -> tuple[str, int]:
 def _option(name: str, text: str, form: str, tls: bool) -> tuple[str, Any]:
     known = _OPTIONS | (_SENTINEL_OPTIONS if form == "sentinel" else {})
     if name not in known:  # it is not quoted: a '?' in a password makes one, too
-        hint = nearest(name, known) or f"; there are {', '.join(known)}"
+        hint = suggest(name, known) or f"; there are {', '.join(known)}"
         raise ValueError(f"unknown option after the '?'{hint}")
     if name.startswith("ssl_") and not tls:
         raise ValueError(f"option {name!r} is for TLS: write rediss in place of redis")
@@ -147,10 +147,10 @@ def _check_files(options: Options) -> None:
     """Looks whether the files of TLS can be used, while somebody is there to be told."""
     authority, certificate, key = map(options.get, ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
     if authority is not None:
-        named_file.read_certificates("ssl_ca_certs", Path(authority))
+        read_certificates("ssl_ca_certs", Path(authority))
     for name in ("ssl_certfile", "ssl_keyfile"):
         if name in options:
-            named_file.read(name, Path(options[name]))
+            read_file(name, Path(options[name]))
     if key and not certificate:
         raise ValueError("ssl_keyfile is given without ssl_certfile, the certificate of that key")
     try:

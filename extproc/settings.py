@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from extproc.config import REMOVED, Config, ReplicaSource
-from extproc.ground.nearest import nearest
+from extproc.ground.text import suggest
 from extproc.ground.yaml_file import parse_yaml, read_yaml
 
 ENV_PREFIX = "EXTPROC_"
@@ -161,7 +161,7 @@ def _unknown(origin: str, key: str) -> str:
     if key in _SECTIONS:
         first = next(leaf for leaf in LEAVES if leaf.startswith(f"{key}."))
         return f"{origin}: {key!r} is a section: set its keys, for example {first!r}"
-    return f"{origin}: unknown key {key!r}{nearest(key, [*LEAVES, *sorted(_SECTIONS)])}"
+    return f"{origin}: unknown key {key!r}{suggest(key, [*LEAVES, *sorted(_SECTIONS)])}"
 
 
 def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | None) -> str:
@@ -170,7 +170,7 @@ def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | No
     origin = values[key].origin if key else str(file or "configuration")
     if detail["type"] == "extra_forbidden":
         name = where.rpartition(".")[2]
-        return f"{origin}: unknown key {where!r}{nearest(name, ReplicaSource.model_fields)}"
+        return f"{origin}: unknown key {where!r}{suggest(name, ReplicaSource.model_fields)}"
     told = detail["msg"].removeprefix("Value error, ")
     if not where:  # keys that do not go together: the message names them
         return f"{origin}: {told}"
@@ -178,5 +178,5 @@ def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | No
     if where not in LEAVES or LEAVES[where].repr:  # no secret
         wanted += f"; given: {detail['input']!r}"
     if detail["type"] == "literal_error":
-        wanted += nearest(str(detail["input"]), re.findall("'([^']+)'", told))
+        wanted += suggest(str(detail["input"]), re.findall("'([^']+)'", told))
     return f"{_place(origin, where)}: {wanted}"

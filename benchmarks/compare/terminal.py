@@ -7,7 +7,7 @@ from benchmarks.report import faults
 from benchmarks.report.figures import HEADLINES, Contender, Spread, contenders, spread
 from benchmarks.report.results import Results, read
 from benchmarks.report.words import comparison
-from extproc.ground.layout import Column, paragraph, table
+from extproc.ground.text import Column, paragraph, table
 
 _NAME = 30
 

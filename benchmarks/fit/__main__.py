@@ -27,7 +27,7 @@ from benchmarks.fit.recording import Recording
 from benchmarks.fit.replay import Fitted, fit
 from benchmarks.vllm import described
 from extproc.cli.arguments import above_zero
-from extproc.ground.layout import Column, table
+from extproc.ground.text import Column, table
 from extproc.lab.harness.processes import ProcessError
 from extproc.lab.replay.distribution import FIGURES
 from extproc.poll.scrape import ScrapeError

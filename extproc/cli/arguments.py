@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import inf, nan
 from typing import Any, NoReturn
 
-from extproc.ground.nearest import nearest
+from extproc.ground.text import suggest
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,7 +21,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]  # the rest may be a password
             options = [option for action in self._actions for option in action.option_strings]
-            self.error(f"unknown argument {name!r}{nearest(name, options)}")
+            self.error(f"unknown argument {name!r}{suggest(name, options)}")
         return parsed, []
 
     def error(self, message: str) -> NoReturn:

@@ -24,7 +24,7 @@ from extproc.envoy.check.live import check_live
 from extproc.envoy.check.replicas_file import check_replicas_files
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.xds.resources import watched
-from extproc.ground.layout import printable
+from extproc.ground.text import printable
 from extproc.ground.yaml_file import read_yaml
 from extproc.observe.token import read_token
 from extproc.observe.traces import Traces

@@ -11,7 +11,7 @@ from extproc.cli.configuration import add_file, add_flag, configured
 from extproc.cli.errors import CommandError, UsageError
 from extproc.config import Config
 from extproc.ground.clock import monotonic, wall
-from extproc.ground.nearest import nearest
+from extproc.ground.text import suggest
 from extproc.predict.hardware import DEFAULT_PROFILE
 from extproc.replicas.change import add, drain, remove
 from extproc.replicas.pool import Pool, ReplicaError
@@ -75,7 +75,7 @@ async def _run(args: argparse.Namespace, config: Config) -> str:
     pool = args.about or config.pool
     known = [one.pool for one in config.each_pool]
     if config.pools and pool not in known:
-        raise UsageError(f"no pool is configured as {pool!r}{nearest(pool, known)}")
+        raise UsageError(f"no pool is configured as {pool!r}{suggest(pool, known)}")
     async with connect(config.redis.url, pool) as redis:
         try:
             return await _do(args, Pool(redis, pool))

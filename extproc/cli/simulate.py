@@ -10,7 +10,7 @@ import uvloop
 from extproc.cli.arguments import above_zero, probability, whole
 from extproc.cli.errors import CommandError, UsageError
 from extproc.ground.address import join_address
-from extproc.ground.signals import until_signalled
+from extproc.ground.runtime import until_signalled
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import start
 from extproc.predict.hardware import PROFILES

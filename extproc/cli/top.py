@@ -14,7 +14,7 @@ from contextlib import aclosing, contextmanager
 from extproc.cli.configuration import add_file, configured
 from extproc.cli.errors import CommandError
 from extproc.config import AdminSettings
-from extproc.ground.layout import WIDTH
+from extproc.ground.text import WIDTH
 from extproc.observe.client import AskError
 from extproc.observe.dashboard.follow import follow
 from extproc.observe.dashboard.terminal import screen

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.schema import field_name, field_names, held_by, is_plain, message_type
-from extproc.ground.nearest import nearest
+from extproc.ground.text import suggest
 
 _BY_KEY: dict[str, type[Message]] = {
     "clusters": Cluster,
@@ -132,7 +132,7 @@ class Parts:
             place = (*path, str(key))
             name = field_name(cls, str(key))
             if name is None:
-                hint = nearest(str(key), field_names(cls))
+                hint = suggest(str(key), field_names(cls))
                 self._problem(place, f"{cls.__name__} has no field {str(key)!r}{hint}")
             elif item is not None and (made := self._field(cls, name, item, place)) is not None:
                 fields[name] = made

@@ -1,11 +1,19 @@
-"""What does not work for a while: one line in the log when it begins, and one when it is over."""
+"""Log lines for an outage: one when it begins, and one when it is over."""
 
 from logging import WARNING, Logger
 
 
-class Trouble:
-    """The log's words for something that fails, and for its end, if that is told; ``extra`` says
-    what it is. With ``each``, a problem that turns into another one has a line of its own."""
+class OutageLog:
+    """Logs that something fails, once, and that it works again.
+
+    Args:
+        log: the logger.
+        begins: message of the first failure.
+        over: message of the end; empty: the end is not logged.
+        level: level of ``begins``.
+        each: log a problem again when its text changes.
+        extra: fields of both lines.
+    """
 
     def __init__(
         self,
@@ -16,8 +24,7 @@ class Trouble:
         each: bool = False,
         **extra: str,
     ) -> None:
-        self.problem = ""
-        """What is wrong; empty: nothing."""
+        self.problem = ""  # the last failure's text; empty: there is no outage
         self._log = log
         self._begins = begins
         self._over = over
@@ -26,14 +33,14 @@ class Trouble:
         self._extra = extra
 
     def failed(self, problem: object, traceback: Exception | None = None) -> None:
-        """That is wrong."""
+        """Records a failure and logs the first one."""
         before, self.problem = self.problem, str(problem) or repr(problem)
         if not before or (self._each and before != self.problem):
             extra = self._extra | {"error": self.problem}
             self._log.log(self._level, self._begins, extra=extra, exc_info=traceback)
 
     def works(self) -> None:
-        """Nothing is wrong, any more."""
+        """Ends the outage, if there is one, and logs its end."""
         if self.problem and self._over:
             self._log.warning(self._over, extra=self._extra)
         self.problem = ""

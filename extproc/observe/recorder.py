@@ -17,8 +17,8 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.tables import COSTS
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
-from extproc.ground.outage_log import Trouble
-from extproc.ground.own_thread import in_own_thread
+from extproc.ground.outage_log import OutageLog
+from extproc.ground.runtime import in_daemon_thread
 from extproc.observe.decisions import Outcome
 from extproc.observe.record import (
     FORMAT,
@@ -99,7 +99,7 @@ class Recorder:
         self._lock = Lock()
         self._size = -1
         """Of the newest file; below zero: what it must begin with is not written yet."""
-        self._trouble = Trouble(logger, _NOT_WRITTEN, level=logging.ERROR, folder=str(folder))
+        self._trouble = OutageLog(logger, _NOT_WRITTEN, level=logging.ERROR, folder=str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -196,7 +196,7 @@ class Recorder:
             logger.error("the disk is too slow for the record", extra={"requests_lost": self._lost})
         lines, self._lines, lost, self._lost = self._lines, [], self._lost, 0
         since, self._since = self._since, self._wall()
-        await in_own_thread(partial(self._write, lines, since, lost))
+        await in_daemon_thread(partial(self._write, lines, since, lost))
         self._kept -= sum(map(len, lines))
 
     # -- replicas ---------------------------------------------------------------------------

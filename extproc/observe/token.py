@@ -4,8 +4,7 @@ from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 
-from extproc.ground import named_file
-from extproc.ground.watched_file import Watched
+from extproc.ground.files import Watched, read_file
 
 
 class Token:
@@ -34,7 +33,7 @@ def read_token(path: Path) -> str:
     Raises:
         ValueError: it holds none, or cannot be read.
     """
-    token = named_file.read("admin.token_file", path).decode().strip()
+    token = read_file("admin.token_file", path).decode().strip()
     if not token or not token.isascii() or not token.isprintable():
         raise ValueError(f"admin.token_file: {path} holds no token: one line of ASCII")
     return token

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from extproc.config import Config, KubernetesService, ReplicaSource
 from extproc.ground.address import join_address, with_name
-from extproc.ground.watched_file import Watched
+from extproc.ground.files import Watched
 from extproc.ground.yaml_file import read_yaml
 from extproc.poll.membership import Membership
 from extproc.poll.resolve import Host, Resolve, resolve_host

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from extproc.ground.clock import Clock
-from extproc.ground.outage_log import Trouble
+from extproc.ground.outage_log import OutageLog
 from extproc.share.leases import Leases
 
 _STUCK_S = 10.0
@@ -17,10 +17,10 @@ class Health:
     def __init__(self, pools: Iterable[str], clock: Clock) -> None:
         self._clock = clock
         self._starting = set(pools)
-        self._pools: dict[str, tuple[Leases, Trouble, Callable[[], Iterable[str]]]] = {}
+        self._pools: dict[str, tuple[Leases, OutageLog, Callable[[], Iterable[str]]]] = {}
 
     def watch(
-        self, pool: str, leases: Leases, outage: Trouble, unlisted: Callable[[], Iterable[str]]
+        self, pool: str, leases: Leases, outage: OutageLog, unlisted: Callable[[], Iterable[str]]
     ) -> None:
         """A pool is about to be polled; the last of these names the Services that Kubernetes has
         not told of yet."""

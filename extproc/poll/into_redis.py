@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from extproc.config import Config
 from extproc.ground.clock import monotonic
-from extproc.ground.signals import until_signalled
+from extproc.ground.runtime import until_signalled
 from extproc.observe.admin import serve_admin
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import names_replicas

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from extproc.ground.address import join_address, split_address
 from extproc.ground.clock import Clock
-from extproc.ground.outage_log import Trouble
+from extproc.ground.outage_log import OutageLog
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import Target
 from extproc.poll.kv_blocks import KvBlocks, Mark
@@ -80,7 +80,7 @@ class KvStream:
         """Whether somebody has looked, and found its blocks known."""
         begins = "replica's KV events do not tell its blocks"
         over = "replica's KV events tell its blocks again"
-        self._trouble = Trouble(log, begins, over, replica=target.who)
+        self._trouble = OutageLog(log, begins, over, replica=target.who)
         self._flaw = ""
         """What keeps them from being known until the replica starts anew."""
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from extproc.ground.outage_log import Trouble
+from extproc.ground.outage_log import OutageLog
 from extproc.poll.scrape import ScrapeError
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Models:
         self._changed = changed
         self._asking: asyncio.Task[None] | None = None
         self._asked_at: float | None = None
-        self._trouble = Trouble(log, "replica does not tell its models", replica=who)
+        self._trouble = OutageLog(log, "replica does not tell its models", replica=who)
 
     def refresh(self, now: float) -> None:
         """Have the replica asked, unless it is being asked or was within ``MODELS_EVERY_S``."""

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 
 from extproc.config import PollSettings
-from extproc.ground.backoff import Backoff
 from extproc.ground.clock import Clock
+from extproc.ground.runtime import Backoff
 from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures

@@ -12,8 +12,8 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
-from extproc.ground.outage_log import Trouble
-from extproc.ground.own_thread import in_own_thread
+from extproc.ground.outage_log import OutageLog
+from extproc.ground.runtime import in_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ async def resolve_host(host: str) -> Sequence[str]:
         UnicodeError: it can be no host's name.
     """
     ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
-    return [str(sockaddr[0]) for *_, sockaddr in await in_own_thread(ask)]
+    return [str(sockaddr[0]) for *_, sockaddr in await in_daemon_thread(ask)]
 
 
 class Host:
@@ -47,7 +47,7 @@ class Host:
         self._timeout_s = timeout_s
         self._lookup: asyncio.Future[Sequence[str]] | None = None
         begins, over = "replica's host does not resolve, retrying", "replica's host resolves again"
-        self._trouble = Trouble(log, begins, over, host=name)
+        self._trouble = OutageLog(log, begins, over, host=name)
 
     @property
     def is_asked(self) -> bool:

@@ -10,8 +10,8 @@ import aiohttp
 from pydantic import BaseModel
 
 from extproc.config import KubernetesService
-from extproc.ground.backoff import Backoff
-from extproc.ground.outage_log import Trouble
+from extproc.ground.outage_log import OutageLog
+from extproc.ground.runtime import Backoff
 from extproc.poll import in_cluster
 from extproc.poll.endpoint_slices import EndpointSlice, EndpointSliceList, Pod, pods_of
 from extproc.poll.in_cluster import ApiError
@@ -67,8 +67,8 @@ class ServiceWatch:
         self._slices: dict[str, EndpointSlice] = {}
         who, text = str(wanted), "Kubernetes does not tell of a Service, keeping its last pods"
         again = "Kubernetes tells of the Service again"
-        self._untold = Trouble(log, text, again, logging.ERROR, each=True, service=who)
-        self._empty = Trouble(log, "a Service has no replicas", each=True, service=who)
+        self._untold = OutageLog(log, text, again, logging.ERROR, each=True, service=who)
+        self._empty = OutageLog(log, "a Service has no replicas", each=True, service=who)
         self._tried = asyncio.Event()
         self._task = asyncio.create_task(self._follow())
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from extproc.ground.nearest import nearest
+from extproc.ground.text import suggest
 from extproc.predict.step import StepModel
 
 
@@ -69,6 +69,6 @@ def hardware_profile(name: str) -> HardwareProfile:
         ValueError: no profile has that name; the message lists the nearest.
     """
     if name not in PROFILES:
-        hint = nearest(name, PROFILES) or f"; known: {', '.join(PROFILES)}"
+        hint = suggest(name, PROFILES) or f"; known: {', '.join(PROFILES)}"
         raise ValueError(f"no hardware profile is named {name!r}{hint}")
     return PROFILES[name]

@@ -11,8 +11,8 @@ from contextlib import suppress
 from random import Random
 
 from extproc.config import Config
-from extproc.ground.backoff import Backoff
 from extproc.ground.clock import Clock, monotonic
+from extproc.ground.runtime import Backoff
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from random import Random
 from redis.asyncio import Redis
 
 from extproc.ground.address import with_name
-from extproc.ground.nearest import nearest
+from extproc.ground.text import suggest
 from extproc.replica_state import ReplicaState
 from extproc.share.desired import Desired, DesiredStore
 from extproc.share.replicas import StateReader
@@ -70,6 +70,6 @@ class Pool:
             raise ReplicaError(f"{len(found)} replicas are called {word!r}: say which of {ids}")
         if not found:
             known = [part for one in replicas for part in (one.id, one.name)]
-            hint = nearest(word, known) if known else ": no replica is; does a poller run?"
+            hint = suggest(word, known) if known else ": no replica is; does a poller run?"
             raise ReplicaError(f"{word!r} is not in the pool {self.name!r}{hint}")
         return found[0]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from extproc.ground.layout import Cells, Column, count, figure, printable, share, table_of
+from extproc.ground.text import Cells, Column, count, figure, printable, share, table_of
 from extproc.predict.step import StepModel
 from extproc.replicas.pool import Replica
 

@@ -11,8 +11,8 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from extproc.ground.backoff import Backoff
-from extproc.ground.outage_log import Trouble
+from extproc.ground.outage_log import OutageLog
+from extproc.ground.runtime import Backoff
 from extproc.redis_url import parse
 from extproc.share.keys import Keys
 from extproc.share.location import (
@@ -93,6 +93,6 @@ def address(redis: Redis) -> str:
     return str(options["path"] if "path" in options else options["server"])
 
 
-def outage(redis: Redis) -> Trouble:
+def outage(redis: Redis) -> OutageLog:
     """What is logged of a Redis that is away."""
-    return Trouble(log, "redis is lost, retrying", "redis is back", redis=address(redis))
+    return OutageLog(log, "redis is lost, retrying", "redis is back", redis=address(redis))

@@ -9,7 +9,7 @@ from redis.asyncio import Redis
 from redis.utils import str_if_bytes
 
 from extproc.config import ReplicaSource
-from extproc.ground.outage_log import Trouble
+from extproc.ground.outage_log import OutageLog
 from extproc.share.connection import in_time
 from extproc.share.keys import Keys
 from extproc.share.read import Garbage
@@ -41,7 +41,7 @@ class DesiredStore:
     def __init__(self, redis: Redis, pool: str) -> None:
         self._redis = redis
         self.key = Keys(pool).members
-        self.refused = Trouble(
+        self.refused = OutageLog(
             log,
             "redis refuses a key: 'extproc replicas' has no effect",
             "redis refuses the key no longer",

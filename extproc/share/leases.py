@@ -9,7 +9,7 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.ground.clock import Clock
-from extproc.ground.outage_log import Trouble
+from extproc.ground.outage_log import OutageLog
 from extproc.share.connection import in_time
 from extproc.share.keys import Keys
 
@@ -103,7 +103,9 @@ class Leases:
     the poller itself was away for longer than the life of a lease.
     """
 
-    def __init__(self, redis: Redis, pool: str, poller: str, outage: Trouble, clock: Clock) -> None:
+    def __init__(
+        self, redis: Redis, pool: str, poller: str, outage: OutageLog, clock: Clock
+    ) -> None:
         self._redis = redis
         self._keys = Keys(pool)
         self._poller = poller

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from extproc.config import CertificateFiles, TlsFiles
-from extproc.ground import named_file
-from extproc.ground.named_file import read_certificates
-from extproc.ground.watched_file import Watched
+from extproc.ground.files import Watched, read_certificates, read_file
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ def read(files: CertificateFiles, section: str) -> Certificates:
     assert files.tls_cert is not None
     assert files.tls_key is not None
     chain = read_certificates(f"{section}.tls_cert", files.tls_cert)
-    key = named_file.read(f"{section}.tls_key", files.tls_key)
+    key = read_file(f"{section}.tls_key", files.tls_key)
     client_ca = None
     if authorities := _authorities(files):
         client_ca = read_certificates(f"{section}.tls_client_ca", authorities)

@@ -16,7 +16,7 @@ from random import Random
 
 import aiohttp
 
-from extproc.ground.layout import Column, table
+from extproc.ground.text import Column, table
 from extproc.lab.harness.stack import Stack
 from tests.chaos.figures import HEADINGS, Figures, Times
 from tests.chaos.load import Load

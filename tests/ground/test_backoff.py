@@ -1,6 +1,6 @@
 from random import Random
 
-from extproc.ground.backoff import Backoff
+from extproc.ground.runtime import Backoff
 
 
 def test_waits_double_up_to_the_limit_and_are_cut_by_up_to_half() -> None:

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from extproc.config import ReplicaSource
-from extproc.ground.backoff import Backoff
+from extproc.ground.runtime import Backoff
 from extproc.poll import in_cluster, service_watch
 from extproc.poll.discovery import Discovery
 from extproc.poll.endpoint_slices import EndpointSlice, Pod, pods_of

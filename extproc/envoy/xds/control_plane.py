@@ -11,8 +11,8 @@ from extproc.envoy.xds.catalog import ENDPOINTS, Catalog
 from extproc.envoy.xds.endpoints import PoolMembers, load_assignment
 from extproc.envoy.xds.resources import Resources, watched
 from extproc.envoy.xds.server import XdsServer
-from extproc.ground.signals import until_signalled
-from extproc.ground.watched_file import Watched
+from extproc.ground.files import Watched
+from extproc.ground.runtime import until_signalled
 from extproc.share.connection import connect
 from extproc.share.replicas import StateReader
 

@@ -24,7 +24,7 @@ from extproc.envoy.file import Parts, snake
 from extproc.envoy.file import Path as Place
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.xds.catalog import CLUSTERS, LISTENERS, ROUTES
-from extproc.ground.watched_file import Watched
+from extproc.ground.files import Watched
 from extproc.ground.yaml_file import read_yaml
 
 Resources = Mapping[str, Mapping[str, bytes]]

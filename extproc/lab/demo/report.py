@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from extproc.ground.layout import Column, table
+from extproc.ground.text import Column, table
 from extproc.lab.demo.journal import Entry
 from extproc.lab.harness.traffic import Answer
 

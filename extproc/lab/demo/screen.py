@@ -6,7 +6,7 @@ from itertools import chain
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from extproc.ground.layout import Column, bar, paragraph, table
+from extproc.ground.text import Column, bar, paragraph, table
 from extproc.lab.demo.journal import Entry, Journal
 from extproc.lab.harness.stack import SimulatedReplica, Stack
 

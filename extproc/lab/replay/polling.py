@@ -2,7 +2,7 @@
 
 from random import Random
 
-from extproc.ground.backoff import Backoff
+from extproc.ground.runtime import Backoff
 from extproc.lab.replay.machine import Machine
 from extproc.poll.metrics_text import EngineFigures
 from extproc.predict.calibration import Calibration

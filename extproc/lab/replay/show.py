@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from extproc.ground.layout import Column, figure, table
+from extproc.ground.text import Column, figure, table
 from extproc.lab.replay.comparison import KINDS
 from extproc.lab.replay.distribution import FIGURES
 from extproc.lab.replay.what_if import Answer, Replayed

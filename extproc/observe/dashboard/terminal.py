@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from extproc.ground.layout import (
+from extproc.ground.text import (
     Cells,
     Column,
     bar,
@@ -82,7 +82,7 @@ def _of_pool(pool: Mapping[str, Any], polls: bool) -> str:
 
 
 def _replicas(columns: Mapping[str, Sequence[Any]], decided: int, width: int) -> list[str]:
-    """Trouble on top: those that get nothing, then those with the longest backlog."""
+    """OutageLog on top: those that get nothing, then those with the longest backlog."""
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     rows.sort(
         key=lambda one: (_WORST_FIRST.index(_health(one)), -(one["backlog_s"] or 0.0), one["name"])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from extproc.ground.address import with_name
-from extproc.ground.layout import (
+from extproc.ground.text import (
     Cells,
     Column,
     count,

@@ -1,5 +1,6 @@
-"""Aligned plain text that fits the width of a page."""
+"""Plain text for people: tables, paragraphs, figures, and suggestions for misspelt names."""
 
+import difflib
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ def paragraph(text: str, indent: int, first: str = "", width: int = WIDTH) -> li
 def printable(text: str) -> str:
     """What a client or a replica wrote, with nothing in it that a terminal would obey."""
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Returns ``"; did you mean 'x'?"``, or nothing where no known word is near."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def figure(value: float | None) -> str:
