@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.load.plan import Planned
-from extproc.ground.text import Column, figure, table
+from extproc.ground import text
+from extproc.ground.text import Column, figure
 from extproc.lab.harness.traffic import Answer, Client
 from extproc.lab.replay.distribution import FIGURES, distribution
 
@@ -108,13 +109,13 @@ def table(figures: Figures) -> str:
         f"{figures['answered']} of {figures['requests']} requests answered, "
         f"{figures['requests_per_s']:.2f} requests/s, "
         f"{figures['output_tokens_per_s']:.0f} tokens/s\n",
-        *table(head, [[label, *_cells(figures[key], FIGURES)] for label, key in _ROWS]),
+        *text.table(head, [[label, *_cells(figures[key], FIGURES)] for label, key in _ROWS]),
     ]
     for what, parts in (("replica", figures["replicas"]), ("objective", figures["objectives"])):
         if any(parts):
             names = ("requests", "failed", "TTFT p50", "p99", "completion p50", "p99")
             head = [Column(what, left=True), *map(Column, names)]
-            lines += ["", *table(head, [_row(name or "-", parts[name]) for name in parts])]
+            lines += ["", *text.table(head, [_row(name or "-", parts[name]) for name in parts])]
     if figures["left_out"]:
         lines.append(f"\nnot sent, as the context has no room for them: {figures['left_out']}")
     if figures["errors"]:
