@@ -24,7 +24,6 @@ ROOMS = (
     "proxy",
     "poll",
     "observe",
-    "tls",
     "share",
     "route",
     "fleet",

@@ -24,13 +24,13 @@ from extproc.envoy.check.live import check_live
 from extproc.envoy.check.replicas_file import check_replicas_files
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.xds.resources import watched
+from extproc.ground import tls
 from extproc.ground.text import printable
 from extproc.ground.yaml_file import read_yaml
 from extproc.observe.token import read_token
 from extproc.observe.traces import Traces
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.share.connection import address, connect
-from extproc.tls import certificates
 
 _SILENT = logging.NullHandler()
 """For what runs here as in a router or poller: what is wrong is a finding, and no line of a log."""
@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _doubts(section: str, files: CertificateFiles, peers: str) -> list[str]:
     """What ``peers`` will have against the certificate of a section, if anything."""
-    doubt = "" if files.tls_cert is None else certificates.read(files, section).doubt
+    authority = files.tls_client_ca if isinstance(files, TlsFiles) else None
+    doubt = "" if files.tls_cert is None else tls.read(files, section, authority).doubt
     return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []
 
 

@@ -10,8 +10,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from extproc.config import AdminSettings
 from extproc.ground.address import join_address, split_address
+from extproc.ground.tls import server_context
 from extproc.observe.token import Token
-from extproc.tls.context import server_context
 
 _STOP_S = 0.1
 """For answers that last when it stops; the page's has no end."""

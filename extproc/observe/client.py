@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from extproc.config import AdminSettings
+from extproc.ground.tls import trusting
 from extproc.observe.token import read_token
-from extproc.tls.certificates import trusting
 
 _PATIENCE_S = 10.0
 _MOST_BYTES = 2**24

@@ -3,7 +3,7 @@
 import grpc
 
 from extproc.config import TlsFiles
-from extproc.tls.certificates import Certificates, watched
+from extproc.ground.tls import Certificates, watched
 
 
 def credentials(files: TlsFiles, section: str) -> grpc.ServerCredentials | None:
@@ -11,7 +11,7 @@ def credentials(files: TlsFiles, section: str) -> grpc.ServerCredentials | None:
     configuration."""
     if files.tls_cert is None:
         return None
-    renewed = watched(files, section, "Envoy")
+    renewed = watched(files, section, "Envoy", files.tls_client_ca)
     first = renewed.read()
 
     def changed() -> grpc.ServerCertificateConfiguration | None:

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import AdminSettings
+from extproc.ground.tls import trusting
 from extproc.observe.admin import serve_admin
-from extproc.tls.certificates import trusting
 from tests.certificates import Authority
 from tests.conftest import Logged
 

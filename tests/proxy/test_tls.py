@@ -14,9 +14,9 @@ from extproc.cli import main
 from extproc.config import Config, TlsFiles, XdsSettings
 from extproc.envoy.xds.catalog import Catalog
 from extproc.envoy.xds.server import XdsServer
+from extproc.ground.tls import watched
 from extproc.proxy.app import build
 from extproc.proxy.service import GrpcServer
-from extproc.tls.certificates import watched
 from tests.certificates import Authority
 from tests.conftest import Logged, too_many_open_files
 from tests.waiting import PATIENCE_S
@@ -158,7 +158,8 @@ async def test_files_that_cannot_be_used_change_nothing(
 def test_files_that_could_not_be_read_once_are_read_the_next_time(
     files: Files, logged: Logged
 ) -> None:
-    renewed = watched(TlsFiles.model_validate(files.settings), "serve", "Envoy")
+    settings = TlsFiles.model_validate(files.settings)
+    renewed = watched(settings, "serve", "Envoy", settings.tls_client_ca)
     renewed.read()
     files.put(*files.ours.sign("renewed"))
     with too_many_open_files():

@@ -1,12 +1,15 @@
-"""The files that TLS needs: read, and tried before they are used."""
+"""TLS on the ports that others connect to: files tried before use, read again when they change.
+
+A file that cannot be used is a ValueError, whose message names the file and the reason.
+"""
 
 import logging
 import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-from extproc.config import CertificateFiles, TlsFiles
 from extproc.ground.files import Watched, read_certificates, read_file
 
 logger = logging.getLogger(__name__)
@@ -14,53 +17,79 @@ logger = logging.getLogger(__name__)
 _END = "-----END CERTIFICATE-----"
 
 
+class CertificateFiles(Protocol):
+    """A section of the configuration that names a certificate and its key."""
+
+    @property
+    def tls_cert(self) -> Path | None: ...
+
+    @property
+    def tls_key(self) -> Path | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What was in the files, in PEM."""
+    """Contents of the files, in PEM."""
 
-    chain: bytes
-    """The certificate to show, and those between it and its authority."""
+    chain: bytes  # the certificate to show, and those between it and its authority
     key: bytes
-    client_ca: bytes | None
-    """Authorities of those who may connect; None: anybody may."""
-    doubt: str
-    """Why peers will not take the certificate (it has expired, say); empty where they will."""
-    context: ssl.SSLContext
-    """With certificate and key, for a port of its own."""
+    client_ca: bytes | None  # authorities of clients that may connect; None: anybody may
+    doubt: str  # why peers will not trust the certificate (it has expired, say); empty: they will
+    context: ssl.SSLContext  # with certificate and key, for an HTTP port
 
 
-def read(files: CertificateFiles, section: str) -> Certificates:
-    """Reads and tries the files of a section of the configuration that has TLS."""
+def read(files: CertificateFiles, section: str, client_ca: Path | None = None) -> Certificates:
+    """Reads and tries the files of a section of the configuration that has TLS.
+
+    Raises:
+        ValueError: a file cannot be used.
+    """
     assert files.tls_cert is not None
     assert files.tls_key is not None
     chain = read_certificates(f"{section}.tls_cert", files.tls_cert)
     key = read_file(f"{section}.tls_key", files.tls_key)
-    client_ca = None
-    if authorities := _authorities(files):
-        client_ca = read_certificates(f"{section}.tls_client_ca", authorities)
+    authorities = client_ca and read_certificates(f"{section}.tls_client_ca", client_ca)
     context = _pair(files.tls_cert, files.tls_key, section)
     doubt = _shake_hands(context, trusting(files.tls_cert))
-    return Certificates(chain, key, client_ca, doubt and f"{files.tls_cert}: {doubt}", context)
+    return Certificates(
+        chain, key, authorities or None, doubt and f"{files.tls_cert}: {doubt}", context
+    )
 
 
-def watched(files: CertificateFiles, section: str, peers: str) -> Watched[Certificates]:
-    """The same, again when a file has changed, to be asked before each handshake; what ``peers``
-    have against the certificate is logged."""
+def watched(
+    files: CertificateFiles, section: str, peers: str, client_ca: Path | None = None
+) -> Watched[Certificates]:
+    """Watches the files, to be asked before each handshake; logs why ``peers`` will not trust the
+    certificate."""
 
     def tried() -> Certificates:
-        found = read(files, section)
+        found = read(files, section, client_ca)
         if found.doubt:
             text = f"{peers} will not trust this certificate"
             logger.warning(text, extra={"reason": found.doubt})
         return found
 
-    named = (files.tls_cert, files.tls_key, _authorities(files))
-    return Watched("certificate", tried, *filter(None, named))
+    return Watched("certificate", tried, *filter(None, (files.tls_cert, files.tls_key, client_ca)))
 
 
-def _authorities(files: CertificateFiles) -> Path | None:
-    """Of those that must be shown; None: nothing must."""
-    return files.tls_client_ca if isinstance(files, TlsFiles) else None
+def server_context(files: CertificateFiles, section: str) -> ssl.SSLContext | None:
+    """Returns the context that an HTTP port is opened with, or None for plain text.
+
+    Messages name the section of the configuration.
+    """
+    if files.tls_cert is None:
+        return None
+    renewed = watched(files, section, "Browsers and Prometheus")
+    first = current = renewed.read().context
+
+    def before_handshake(connection: Any, *_: object) -> None:
+        nonlocal current
+        if (news := renewed.news()) is not None:
+            current = news.context
+        connection.context = current
+
+    first.sni_callback = before_handshake
+    return first
 
 
 def _pair(cert: Path, key: Path, section: str) -> ssl.SSLContext:
@@ -73,9 +102,8 @@ def _pair(cert: Path, key: Path, section: str) -> ssl.SSLContext:
 
 
 def trusting(certificate: Path) -> ssl.SSLContext:
-    """What a client connects with that trusts this very certificate, whoever signed it and
-    whatever name it is for, and nothing else; of a file with several the first, which is a
-    server's own."""
+    """Returns a client's context that trusts this certificate alone, whoever signed it and
+    whatever name it is for; of a file with several the first, which is a server's own."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
