@@ -1,7 +1,7 @@
-"""The command ``extproc``: a file for each command, imported only when it is the one asked for.
+"""The command ``extproc``: each command's module is imported only when it is the one asked for.
 
-Each has ``add_arguments(parser)`` and ``run(args)``, which returns the exit status: 0 done, 1
-failed, 2 wrongly asked. What it cannot do it raises as :class:`~extproc.cli.errors.CommandError`.
+A module has ``add_arguments(parser)`` and ``run(args)``, which returns the exit status: 0 done, 1
+failed, 2 wrongly asked. Errors are :class:`~extproc.cli.arguments.CommandError`.
 """
 
 import os
@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from extproc import __version__
-from extproc.cli.arguments import Parser
-from extproc.cli.errors import CommandError
+from extproc.cli.arguments import CommandError, Parser
 
 _COMMANDS = {
     "serve": "Runs a router: the ext_proc server that Envoy asks.",
@@ -28,6 +27,8 @@ _COMMANDS = {
 }
 _REMOVED = {"replica": "use 'extproc simulate'"}
 """Commands of earlier versions, each with what to use instead."""
+_MODULES = dict.fromkeys(("serve", "poll", "xds"), "services")
+"""Module of a command, where it is not called like the command."""
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
@@ -65,7 +66,8 @@ class _Command(Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse calls it with what follows the command's name."""
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C core would log beside our lines
-        command = import_module(f"extproc.cli.{self.prog.split()[-1].replace('-', '_')}")
+        name = self.prog.split()[-1].replace("-", "_")
+        command = import_module(f"extproc.cli.{_MODULES.get(name, name)}")
         command.add_arguments(self)
         self.set_defaults(run=command.run)
         return super().parse_known_args(args, namespace)

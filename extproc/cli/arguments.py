@@ -1,4 +1,4 @@
-"""Arguments that commands have in common: how a mistake is told, and what numbers may be."""
+"""Arguments and errors that commands have in common."""
 
 import argparse
 import sys
@@ -7,6 +7,22 @@ from math import inf, nan
 from typing import Any, NoReturn
 
 from extproc.ground.text import suggest
+
+
+class CommandError(Exception):
+    """The command failed: each problem is a line that says why, and what to do."""
+
+    status = 1
+
+    def __init__(self, *problems: object) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+
+class UsageError(CommandError):
+    """The command was wrongly asked: flags that do not go together, or a wrong configuration."""
+
+    status = 2
 
 
 class Parser(argparse.ArgumentParser):

@@ -7,8 +7,8 @@ import sys
 from itertools import starmap
 from pathlib import Path
 
+from extproc.cli.arguments import CommandError, UsageError
 from extproc.cli.configuration import add_flags, configured
-from extproc.cli.errors import CommandError, UsageError
 from extproc.config import (
     AdminSettings,
     CertificateFiles,

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from extproc import settings
-from extproc.cli.errors import UsageError
+from extproc.cli.arguments import UsageError
 from extproc.config import Config
 
 

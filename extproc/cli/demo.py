@@ -5,8 +5,7 @@ from pathlib import Path
 
 import uvloop
 
-from extproc.cli.arguments import above_zero, whole
-from extproc.cli.errors import CommandError, UsageError
+from extproc.cli.arguments import CommandError, UsageError, above_zero, whole
 from extproc.lab.harness.processes import ProcessError
 
 _REQUESTS = 200

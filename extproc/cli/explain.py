@@ -4,9 +4,8 @@ import argparse
 import asyncio
 import json
 
-from extproc.cli.arguments import whole
+from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
-from extproc.cli.errors import CommandError
 from extproc.observe.client import AskError
 from extproc.observe.explain.ask import ask
 from extproc.observe.explain.records import read_records

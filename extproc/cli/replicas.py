@@ -6,9 +6,8 @@ import json
 
 from redis.exceptions import RedisError, ResponseError
 
-from extproc.cli.arguments import Parser, number
+from extproc.cli.arguments import CommandError, Parser, UsageError, number
 from extproc.cli.configuration import add_file, add_flag, configured
-from extproc.cli.errors import CommandError, UsageError
 from extproc.config import Config
 from extproc.ground.clock import monotonic, wall
 from extproc.ground.text import suggest

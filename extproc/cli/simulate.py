@@ -7,8 +7,7 @@ from dataclasses import fields
 
 import uvloop
 
-from extproc.cli.arguments import above_zero, probability, whole
-from extproc.cli.errors import CommandError, UsageError
+from extproc.cli.arguments import CommandError, UsageError, above_zero, probability, whole
 from extproc.ground.address import join_address
 from extproc.ground.runtime import until_signalled
 from extproc.lab.simulator.replica import Replica, ReplicaSettings

@@ -11,8 +11,8 @@ import tty
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 
+from extproc.cli.arguments import CommandError
 from extproc.cli.configuration import add_file, configured
-from extproc.cli.errors import CommandError
 from extproc.config import AdminSettings
 from extproc.ground.text import WIDTH
 from extproc.observe.client import AskError

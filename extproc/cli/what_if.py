@@ -5,8 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from extproc.cli.arguments import above_zero
-from extproc.cli.errors import CommandError, UsageError
+from extproc.cli.arguments import CommandError, UsageError, above_zero
 from extproc.lab.replay import show
 from extproc.lab.replay.change import Change, changed
 from extproc.lab.replay.comparison import too_far
