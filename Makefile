@@ -17,7 +17,7 @@ demo: venv
 
 # Hundreds of processes start: each would compile the package anew where bytecode is not kept.
 test: export PYTHONDONTWRITEBYTECODE :=
-test: venv check
+test: venv
 	$(BIN)/pytest -q -m "" -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: venv
