@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -23,7 +23,7 @@ from pydantic import (
 
 from extproc.ground.address import shift_port, split_address
 from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
-from extproc.redis_url import parse
+from extproc.redis_settings import connection_options
 from extproc.replica_state import SILENT_AFTER_S
 from extproc.request.objective import FAIRNESS_ID, NO_OBJECTIVE, OBJECTIVE, TARGETS, Objective
 
@@ -56,7 +56,7 @@ def _bare(url: str) -> str:
 _Address = Annotated[str, _that(split_address)]
 _ReplicaAddress = Annotated[str, AfterValidator(_bare), _that(split_address)]
 _ProfileName = Annotated[str, _that(hardware_profile)]
-_RedisUrl = Annotated[str, _that(parse)]
+_RedisUrl = Annotated[str, _that(connection_options)]
 _Port = Annotated[int, Field(ge=1, le=65535)]
 _HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
@@ -151,7 +151,38 @@ class RedisSettings(Section):
     """Where replica state is shared."""
 
     url: _RedisUrl = Field(default="redis://127.0.0.1:6379/0", repr=False)
-    """``redis://``, ``rediss://``, ``unix://``, ``redis+sentinel://`` or ``redis+cluster://``."""
+    """``redis://``, ``rediss://`` (TLS) or ``unix://``; with Sentinels or a Cluster, its login,
+    database and TLS options count, its host does not."""
+    sentinels: tuple[_Address, ...] = ()
+    """Addresses of the Sentinels that watch a primary and its replicas."""
+    service: str = ""
+    """Name by which the Sentinels know that primary."""
+    sentinel_username: str = ""
+    """User at the Sentinels, where they ask for one."""
+    sentinel_password: str = Field(default="", repr=False)
+    """Password at the Sentinels."""
+    cluster: tuple[_Address, ...] = ()
+    """Addresses of a few nodes of a Redis Cluster."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of redis-py's clients, from the URL."""
+        return connection_options(self.url)
+
+    @model_validator(mode="after")
+    def _name_one_form(self) -> Self:
+        options = self.options
+        if bool(self.sentinels) != bool(self.service):
+            raise ValueError("sentinels and service go together: one is given without the other")
+        if self.sentinels and self.cluster:
+            raise ValueError("Redis has sentinels or is a cluster, not both")
+        if self.cluster and options.get("db"):
+            raise ValueError("a Redis Cluster has no database but 0")
+        if (self.sentinels or self.cluster) and "path" in options:
+            raise ValueError("sentinels and cluster need a URL that begins with redis or rediss")
+        if not (self.sentinels or self.cluster or options.keys() & {"host", "path"}):
+            raise ValueError("the URL of Redis names no host: redis://host:port/0")
+        return self
 
 
 class CertificateFiles(Section):

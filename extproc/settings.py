@@ -175,7 +175,8 @@ def _explain(detail: ErrorDetails, values: Mapping[str, _Value], file: Path | No
     if not where:  # keys that do not go together: the message names them
         return f"{origin}: {told}"
     wanted = _OF_SHAPES.get(detail["type"], told[:1].lower() + told[1:])
-    if where not in LEAVES or LEAVES[where].repr:  # no secret
+    secret = where in _SECTIONS or (where in LEAVES and not LEAVES[where].repr)
+    if not secret:
         wanted += f"; given: {detail['input']!r}"
     if detail["type"] == "literal_error":
         wanted += suggest(str(detail["input"]), re.findall("'([^']+)'", told))

@@ -116,7 +116,7 @@ def _understood(config: Config) -> str:
     """The configuration in a few lines."""
     kept, poller = "in the memory of the only router", "in the router"
     if config.state == "redis":
-        kept = f"shared in {address(connect(config.redis.url, config.pool))}"
+        kept = f"shared in {address(connect(config.redis, config.pool))}"
         poller = f"{config.poll.admin} for people"
     lines = {
         "pool": f"{config.pool}, {kept}",

@@ -75,7 +75,7 @@ async def _run(args: argparse.Namespace, config: Config) -> str:
     known = [one.pool for one in config.each_pool]
     if config.pools and pool not in known:
         raise UsageError(f"no pool is configured as {pool!r}{suggest(pool, known)}")
-    async with connect(config.redis.url, pool) as redis:
+    async with connect(config.redis, pool) as redis:
         try:
             return await _do(args, Pool(redis, pool))
         except (RedisError, OSError) as error:  # refuses: no right to, no memory left

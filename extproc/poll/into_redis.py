@@ -72,7 +72,7 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     """Brings what is seen of one pool's replicas into Redis."""
     random = Random()
     name = f"{socket.gethostname()}:{os.getpid()}:{random.getrandbits(32):08x}"
-    async with connect(config.redis.url, config.pool) as redis:
+    async with connect(config.redis, config.pool) as redis:
         into = IntoRedis(redis, config, name, random)
         poller = Poller(config, into, metrics, random)
         health.watch(config.pool, into.leases, into.outage, poller.unlisted)

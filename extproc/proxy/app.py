@@ -157,7 +157,7 @@ async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> Non
 async def follow_state(config: Config, fleet: Fleet) -> None:
     """Brings every change that pollers write into the fleet, for ever."""
     async with (
-        connect(config.redis.url, config.pool) as redis,
+        connect(config.redis, config.pool) as redis,
         aclosing(StateReader(redis, config.pool, Random()).changes()) as changes,
     ):
         async for change in changes:

@@ -32,7 +32,7 @@ _ALONE_S = 0.25
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
     """Tells and hears, for ever; says farewell when it is cancelled."""
-    async with connect(config.redis.url, config.pool) as redis, asyncio.TaskGroup() as tasks:
+    async with connect(config.redis, config.pool) as redis, asyncio.TaskGroup() as tasks:
         tasks.create_task(tell(DigestWriter(redis, config.pool), fleet, metrics))
         tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
         keys = Keys(config.pool)

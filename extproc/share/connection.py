@@ -7,13 +7,15 @@ from contextlib import asynccontextmanager
 from random import Random
 
 from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.connection import SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from extproc.config import RedisSettings
+from extproc.ground.address import split_address
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import Backoff
-from extproc.redis_url import parse
 from extproc.share.keys import Keys
 from extproc.share.location import (
     LocatedConnection,
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 1.0
 """Redis answers within a millisecond or so: after a second without an answer it counts as gone."""
 
+_PORT = 6379
+
 _ONCE = {
     "socket_timeout": None,
     "socket_connect_timeout": TIMEOUT_S,
@@ -35,35 +39,41 @@ _ONCE = {
 }
 
 
-def connect(url: str, pool: str) -> Redis:
-    """Return a client of the server that holds the pool's keys, in whatever form Redis is run.
+def connect(redis: RedisSettings | str, pool: str) -> Redis:
+    """Returns a client of the server that holds the pool's keys, in whatever form Redis is run.
 
     It connects when first used; close it with ``aclose()``. Each new connection asks again where
     that server is, and a server that may no longer be written to ends its connections: so whoever
     tries again follows a fail-over.
 
-    It tries a command once: what is worth another try is for the caller to say, who knows whether
-    the value is still the newest. It waits for an answer as long as it takes: put ``in_time()``
-    around each round trip. (The client's own ``socket_timeout`` loses a task's cancellation now and
-    then, since it uses ``asyncio.wait_for``, which does so before Python 3.12.)
+    It tries a command once: the caller, who knows whether the value is still the newest, decides
+    about another try. It waits for an answer as long as it takes: put ``in_time()`` around each
+    round trip. (The client's own ``socket_timeout`` loses a task's cancellation now and then, since
+    it uses ``asyncio.wait_for``, which does so before Python 3.12.)
 
-    Raises:
-        ValueError: the URL is none of Redis, or names TLS files that cannot be used. The message
-            holds nothing secret.
+    Args:
+        redis: the settings, or the URL of one server.
+        pool: whose keys a Cluster is asked for.
     """
-    parsed = parse(url)
-    options = dict(parsed.options) | _ONCE
-    login = {name: options.pop(f"sentinel_{name}", None) for name in ("username", "password")}
-    match parsed.form:
-        case "unix":
-            return Redis(unix_socket_path=parsed.path, **options)
-        case "sentinel":
-            server: Server = Primary(parsed, options | login | {"db": 0})
-        case "cluster":
-            server = SlotOwner(parsed, options, Keys(pool).slot)
-        case _:
-            server = Server(parsed)
-    kind = LocatedTlsConnection if parsed.tls else LocatedConnection
+    settings = RedisSettings(url=redis) if isinstance(redis, str) else redis
+    options = settings.options | _ONCE
+    tls = options.pop("connection_class", None) is SSLConnection
+    if "path" in options:
+        return Redis(unix_socket_path=options.pop("path"), **options)
+    node = options.pop("host", ""), options.pop("port", _PORT)
+    if settings.sentinels:
+        login = {
+            "username": settings.sentinel_username or None,
+            "password": settings.sentinel_password or None,
+        }
+        nodes = [split_address(one) for one in settings.sentinels]
+        server: Server = Primary(nodes, tls, options | login | {"db": 0}, settings.service)
+    elif settings.cluster:
+        nodes = [split_address(one) for one in settings.cluster]
+        server = SlotOwner(nodes, tls, options, Keys(pool).slot)
+    else:
+        server = Server([node])
+    kind = LocatedTlsConnection if tls else LocatedConnection
     return Redis.from_pool(ConnectionPool(connection_class=kind, server=server, **options))
 
 

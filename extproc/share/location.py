@@ -2,6 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio.connection import Connection, SSLConnection
@@ -10,14 +11,16 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.utils import str_if_bytes
 
 from extproc.ground.address import join_address
-from extproc.redis_url import Node, RedisUrl
+
+Node = tuple[str, int]
+"""Host and port."""
 
 
 class Server:
     """The one that the URL names; as text, what logs may show."""
 
-    def __init__(self, url: RedisUrl) -> None:
-        self._nodes = url.nodes
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        self._nodes = nodes
 
     def __str__(self) -> str:
         return ",".join(join_address(*node) for node in self._nodes)
@@ -30,10 +33,10 @@ class Server:
 class _Asked(Server, ABC):
     """One that the nodes of the URL know of."""
 
-    def __init__(self, url: RedisUrl, options: dict[str, Any]) -> None:
+    def __init__(self, nodes: Sequence[Node], tls: bool, options: dict[str, Any]) -> None:
         """``options``: redis-py's, of a connection to the nodes."""
-        super().__init__(url)
-        self._kind = SSLConnection if url.tls else Connection
+        super().__init__(nodes)
+        self._kind = SSLConnection if tls else Connection
         self._options = options
 
     async def find(self) -> Node:
@@ -68,9 +71,11 @@ class _Asked(Server, ABC):
 class Primary(_Asked):
     """The present primary of a service: Sentinels promote another when it fails."""
 
-    def __init__(self, url: RedisUrl, options: dict[str, Any]) -> None:
-        super().__init__(url, options)
-        self._service = url.path
+    def __init__(
+        self, nodes: Sequence[Node], tls: bool, options: dict[str, Any], service: str
+    ) -> None:
+        super().__init__(nodes, tls, options)
+        self._service = service
 
     def __str__(self) -> str:
         return f"{self._service} of sentinels {super().__str__()}"
@@ -91,9 +96,9 @@ class SlotOwner(_Asked):
     pipelines, transactions, scripts, scans and pub/sub included.
     """
 
-    def __init__(self, url: RedisUrl, options: dict[str, Any], key: str) -> None:
+    def __init__(self, nodes: Sequence[Node], tls: bool, options: dict[str, Any], key: str) -> None:
         """``key``: one of the pool's."""
-        super().__init__(url, options)
+        super().__init__(nodes, tls, options)
         self._key = key
 
     def __str__(self) -> str:

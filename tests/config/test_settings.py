@@ -198,8 +198,8 @@ def test_a_service_of_kubernetes(port: str, taken: int | str) -> None:
     [
         ("host:6379", "write redis://"),
         ("http://host:6379", "write redis://"),
-        ("redis+ring://host:6379", "write redis://"),
-        ("unix+sentinel:///run/redis", "write redis://"),
+        ("redis+ring://host:6379", "set redis.sentinels and redis.service, or redis.cluster"),
+        ("redis+sentinel://:hunter2@host:1/main", "set redis.sentinels and redis.service"),
         ("redis://:hunter2@host:port/0", "write redis://"),
         ("redis://:hunter2#@host:6379", "percent-encode"),
         ("redis://:hun/hunter2@host:6379", "percent-encode"),
@@ -209,23 +209,18 @@ def test_a_service_of_kubernetes(port: str, taken: int | str) -> None:
         ("redis://[::1:6379", "write redis://"),
         ("redis://a:1,b:2", "write redis://"),
         ("redis://host/hunter2", "the database of Redis is a number"),
-        ("redis://host?db=hunter2", "'db' after the '?' must be a number"),
+        ("redis://host?db=hunter2", "invalid value for 'db'"),
         ("redis://:hunter2@host?no_such_option=1", "unknown option"),
         ("rediss://:hunter2@host?ssl_ca_cert=x", "did you mean 'ssl_ca_certs'?"),
-        ("rediss://:hunter2@host?ssl_cert_reqs=maybe", "required, optional or none"),
-        ("rediss://:hunter2@host?ssl_check_hostname=perhaps", "yes or no"),
+        ("rediss://:hunter2@host?ssl_cert_reqs=maybe", "required, optional, none"),
+        ("rediss://:hunter2@host?ssl_check_hostname=perhaps", "one of yes, true"),
         ("rediss://:hunter2@host?ssl_ca_certs=/no/such/ca.pem", "/no/such/ca.pem: No such file"),
         (f"rediss://:hunter2@host?ssl_ca_certs={__file__}", "holds no certificate"),
         (f"rediss://:hunter2@host?ssl_certfile={__file__}", "ssl_certfile and ssl_keyfile: "),
         (f"rediss://:hunter2@host?ssl_keyfile={__file__}", "without ssl_certfile"),
         ("redis://:hunter2@host?ssl_ca_certs=x", "write rediss"),
         ("redis://host?sentinel_password=hunter2", "unknown option"),
-        ("redis+sentinel://:hunter2@host:1", "the name of the service"),
-        ("redis+sentinel://:hunter2@host:1/0", "the name of the service"),
-        ("redis+sentinel://:hunter2@host:1,:2/service", "write redis://"),
-        ("redis+cluster://:hunter2@host:1/2", "no database but 0"),
-        ("redis+cluster://:hunter2@/0", "write redis://"),
-        ("unix://", "path of Redis's socket"),
+        ("unix://", "write redis://"),
     ],
 )
 def test_an_address_of_redis_that_is_none_is_named_without_its_password(
@@ -239,24 +234,46 @@ def test_an_address_of_redis_that_is_none_is_named_without_its_password(
 
 
 @pytest.mark.parametrize(
-    ("url", "shown"),
+    ("settings", "shown"),
     [
-        ("redis://host", "host:6379"),
-        ("rediss://user:p@[::1]:1/2", "[::1]:1"),
-        ("rediss://user:p@[::1]?ssl_cert_reqs=none&protocol=2", "[::1]:6379"),
-        ("unix:///run/redis?db=2&password=p", "/run/redis"),
+        ("url: redis://host", "host:6379"),
+        ("url: 'rediss://user:p@[::1]:1/2'", "[::1]:1"),
+        ("url: 'rediss://user:p@[::1]?ssl_cert_reqs=none&protocol=2'", "[::1]:6379"),
+        ("url: 'unix:///run/redis?db=2&password=p'", "/run/redis"),
         (
-            "redis+sentinel://user:p@a,b:2/main?sentinel_password=q",
-            "main of sentinels a:26379,b:2",
+            "url: 'redis://user:p@', sentinels: [a:1, b:2], service: main, sentinel_password: q",
+            "main of sentinels a:1,b:2",
         ),
-        ("rediss+sentinel://a:1/main/3", "main of sentinels a:1"),
-        ("redis+cluster://user:p@a,[::1]:2/", "cluster a:6379,[::1]:2"),
-        ("rediss+cluster://a:1/0", "cluster a:1"),
+        ("url: 'rediss://a/3', sentinels: [a:1], service: main", "main of sentinels a:1"),
+        ("cluster: [a:6379, '[::1]:2']", "cluster a:6379,[::1]:2"),
+        ("url: 'rediss:///0', cluster: [a:1]", "cluster a:1"),
     ],
 )
-def test_addresses_of_redis(url: str, shown: str) -> None:
-    assert load({"redis.url": url}, {}).redis.url == url
-    assert address(connect(url, "test")) == shown
+def test_redis_is_one_server_or_sentinels_or_cluster(
+    settings: str, shown: str, tmp_path: Path
+) -> None:
+    redis = load({}, {}, write(tmp_path, f"redis: {{{settings}}}")).redis
+    assert address(connect(redis, "test")) == shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ("url: 'redis://:hunter2@/0'", "names no host"),
+        ("sentinels: [a:1]", "sentinels and service go together"),
+        ("service: main", "sentinels and service go together"),
+        ("sentinels: [a:1], service: main, cluster: [a:1]", "not both"),
+        ("cluster: [a:1], url: 'redis://:hunter2@a/2'", "no database but 0"),
+        ("cluster: [a:1], url: unix:///run/redis", "need a URL that begins with redis"),
+        ("cluster: [a]", "host:port"),
+    ],
+)
+def test_redis_in_two_forms_or_half_of_one_is_refused(
+    settings: str, reason: str, tmp_path: Path
+) -> None:
+    (problem,) = problems(file=write(tmp_path, f"redis: {{{settings}}}"))
+    assert reason in problem
+    assert "hunter2" not in problem
 
 
 @pytest.mark.parametrize(

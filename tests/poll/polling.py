@@ -60,7 +60,7 @@ class Seen:
 
     async def follow(self, settings: Config) -> None:
         async with (
-            connect(settings.redis.url, settings.pool) as redis,
+            connect(settings.redis, settings.pool) as redis,
             aclosing(StateReader(redis, settings.pool, Random(1)).changes()) as changes,
         ):
             async for change in changes:

@@ -98,7 +98,7 @@ async def test_a_restarted_poller_knows_what_the_one_before_it_learned(
     learned = PROFILES["llama-8b-a10"].step.slowed(1.5)
     async with serving() as replica:
         settings = config(redis_server, replica)
-        async with connect(settings.redis.url, settings.pool) as redis:
+        async with connect(settings.redis, settings.pool) as redis:
             writer = StateWriter(redis, settings.pool, ttl_s=10)
             await writer.put(
                 [
@@ -124,7 +124,7 @@ async def test_a_poller_knows_whether_the_one_before_it_read_the_list(
         secret.answers["/v1/models"] = text("", 401)
         told.answers["/v1/models"] = hang
         settings = config(redis_server, secret, told)
-        async with connect(settings.redis.url, settings.pool) as redis:
+        async with connect(settings.redis, settings.pool) as redis:
             before = [
                 ReplicaState(id=secret.id, models=("tiny",)),
                 ReplicaState(id=told.id, models=("tiny", "adapter"), listed=True),

@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from extproc.config import RedisSettings
 from extproc.lab.harness.processes import free_port
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.process
 POOL = "test"
 
 
-async def share_through(url: str) -> None:
+async def share_through(url: RedisSettings | str) -> None:
     """A state written before the reader came, one written after, one removed."""
     async with connect(url, POOL) as redis:
         writer = StateWriter(redis, POOL, ttl_s=60)
@@ -58,7 +59,7 @@ async def until_known(following: Next, state: ReplicaState) -> None:
             return
 
 
-async def lost(url: str, logged: Logged) -> dict[str, object]:
+async def lost(url: RedisSettings | str, logged: Logged) -> dict[str, object]:
     """What a reader logs that does not get through."""
     async with reading(url, POOL) as following:
         waiting = asyncio.ensure_future(following())
@@ -112,17 +113,17 @@ async def test_sentinels_that_hang_or_are_dead_hold_nobody_up(
     wait_for_redis(monkeypatch, 1.0)
     with socket.create_server((HOST, 0)) as hung:  # connections are accepted, and no more
         port = hung.getsockname()[1]
-        await share_through(sentinel_url(servers, f"{HOST}:{port},{HOST}:{free_port()},"))
+        await share_through(sentinels(servers, f"{HOST}:{port}", f"{HOST}:{free_port()}"))
 
 
 async def test_a_service_that_the_sentinels_do_not_know(servers: Watched, logged: Logged) -> None:
-    line = await lost(sentinel_url(servers).replace("/main", "/other"), logged)
+    line = await lost(sentinels(servers, service="other"), logged)
     assert "knows no service 'other'" in str(line["error"])
     assert line["redis"] == f"other of sentinels {HOST}:{servers.sentinel_port}"
 
 
 async def test_fail_over_by_a_sentinel_is_followed(servers: Watched) -> None:
-    url = sentinel_url(servers)
+    url = sentinels(servers)
     async with publishing(url) as publisher, reading(url, POOL) as following:
         assert await following() == Snapshot(())
         publisher.put(A)
@@ -135,7 +136,7 @@ async def test_fail_over_by_a_sentinel_is_followed(servers: Watched) -> None:
 
 
 async def test_a_primary_that_becomes_a_replica_is_left(servers: Watched) -> None:
-    url = sentinel_url(servers)
+    url = sentinels(servers)
     async with connect(url, POOL) as redis, reading(url, POOL) as following:
         assert await following() == Snapshot(())
         await redis.set("{test}:before", 1, px=60_000)
@@ -168,9 +169,8 @@ async def test_a_single_server_that_becomes_a_replica_is_connected_to_anew(tmp_p
 
 async def test_a_cluster_and_its_fail_over(tmp_path: Path) -> None:
     async with cluster(tmp_path) as nodes:
-        hosts = ",".join(f"{HOST}:{port}" for port in reversed(nodes.ports))
-        url = f"redis+cluster://{hosts}"
-        await share_through(f"redis+cluster://{HOST}:{nodes.ports[1]}")
+        url = cluster_at(*reversed(nodes.ports))
+        await share_through(cluster_at(nodes.ports[1]))
         async with publishing(url) as publisher, reading(url, POOL) as following:
             assert await following() == Snapshot(())
             publisher.put(A)
@@ -184,7 +184,7 @@ async def test_a_cluster_and_its_fail_over(tmp_path: Path) -> None:
 async def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
     """All of a pool's keys and channels are on one node; scripts and transactions work there."""
     async with cluster(tmp_path) as nodes:
-        url = f"redis+cluster://{HOST}:{nodes.ports[2]}"
+        url = cluster_at(nodes.ports[2])
         async with connect(url, POOL) as redis:
             async with redis.pipeline(transaction=True) as pipe:
                 pipe.set("{test}:a", 1, px=60_000)
@@ -203,11 +203,17 @@ async def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
             await eventually(partial(written, redis, "{test}:a"))
 
 
-def sentinel_url(servers: Watched, before: str = "") -> str:
-    return (
-        f"redis+sentinel://{before}{HOST}:{servers.sentinel_port}/{servers.SERVICE}"
-        f"?sentinel_username={servers.USER}&sentinel_password={servers.PASSWORD}"
+def sentinels(servers: Watched, *before: str, service: str = Watched.SERVICE) -> RedisSettings:
+    return RedisSettings(
+        sentinels=(*before, f"{HOST}:{servers.sentinel_port}"),
+        service=service,
+        sentinel_username=servers.USER,
+        sentinel_password=servers.PASSWORD,
     )
+
+
+def cluster_at(*ports: int) -> RedisSettings:
+    return RedisSettings(cluster=tuple(f"{HOST}:{port}" for port in ports))
 
 
 @pytest.fixture(autouse=True)

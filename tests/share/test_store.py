@@ -11,6 +11,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from extproc.config import RedisSettings
 from extproc.ground.clock import monotonic
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
@@ -35,7 +36,7 @@ Next = Callable[[], Awaitable[Change]]
 
 
 @asynccontextmanager
-async def reading(url: str, pool: str = "test") -> AsyncIterator[Next]:
+async def reading(url: RedisSettings | str, pool: str = "test") -> AsyncIterator[Next]:
     """Yield a function that awaits the reader's next change."""
     async with (
         connect(url, pool) as redis,

@@ -35,7 +35,7 @@ async def check_redis(
 ) -> tuple[list[Finding], Snapshot | None]:
     """What there is to say of one pool, and its replicas' states; None where it did not tell. The
     membership learns what commands asked of the pool."""
-    async with connect(config.redis.url, config.pool) as redis:
+    async with connect(config.redis, config.pool) as redis:
         where = f"redis {address(redis)}"
         try:
             began = monotonic()

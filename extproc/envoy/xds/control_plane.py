@@ -55,7 +55,7 @@ async def run_xds(config: Config) -> None:
         stack.push_async_callback(server.stop)
         readers = {}
         for one in configs:
-            redis = await stack.enter_async_context(connect(one.redis.url, one.pool))
+            redis = await stack.enter_async_context(connect(one.redis, one.pool))
             readers[one.pool] = StateReader(redis, one.pool, Random())
         parts = [
             *(_follow(reader, pools[pool], changed) for pool, reader in readers.items()),

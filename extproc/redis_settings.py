@@ -1,0 +1,78 @@
+"""The URL of Redis, taken apart and checked."""
+
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from redis.asyncio.connection import parse_url
+
+from extproc.ground.files import read_certificates, read_file
+from extproc.ground.text import suggest
+
+_FORMS = (
+    "not an address of Redis: write redis://[user:password@]host:port/database, "
+    "rediss:// for TLS, or unix:///path; percent-encode special characters in a password"
+)
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("db", "username", "password", "client_name", "protocol"), ()),
+    **dict.fromkeys(("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_ciphers"), ()),
+    "ssl_cert_reqs": ("required", "optional", "none"),
+    "ssl_check_hostname": ("yes", "true", "1", "no", "false", "0"),
+}
+"""Options after the ``?``, by redis-py's names, with the values of those that have a choice."""
+
+
+def connection_options(url: str) -> dict[str, Any]:
+    """Returns redis-py's arguments for a URL; those of ``redis://`` may lack a host.
+
+    Raises:
+        ValueError: the URL is not one of Redis, or names TLS files that cannot be used. The
+            message quotes no part that may be secret.
+    """
+    try:
+        parts = urlsplit(url)
+        if "+" in parts.scheme:
+            raise ValueError("set redis.sentinels and redis.service, or redis.cluster")
+        options: dict[str, Any] = dict(parse_url(url))
+    except ValueError as error:
+        ours = str(error).startswith(("Invalid value for", "set "))
+        raise ValueError(str(error) if ours else _FORMS) from None
+    if parts.fragment or (parts.scheme == "unix" and not parts.path):
+        raise ValueError(_FORMS)
+    if parts.scheme != "unix" and not parts.path.strip("/").isdecimal() and parts.path.strip("/"):
+        raise ValueError("the database of Redis is a number: redis://host:port/0")
+    for name, values in parse_qs(parts.query, keep_blank_values=True).items():
+        _check_option(name, values[0], parts.scheme == "rediss")
+    _check_files(options)
+    return options
+
+
+def _check_option(name: str, value: str, tls: bool) -> None:
+    if name not in _OPTIONS:  # the name is not quoted: a '?' in a password makes one, too
+        hint = suggest(name, _OPTIONS) or f"; there are {', '.join(_OPTIONS)}"
+        raise ValueError(f"unknown option after the '?'{hint}")
+    if name.startswith("ssl_") and not tls:
+        raise ValueError(f"option {name!r} is for TLS: write rediss in place of redis")
+    if (choices := _OPTIONS[name]) and value.lower() not in choices:
+        raise ValueError(f"option {name!r} after the '?' must be one of {', '.join(choices)}")
+
+
+def _check_files(options: Mapping[str, Any]) -> None:
+    """Tries the files of TLS while there is somebody to tell."""
+    authority, certificate, key = map(options.get, ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile"))
+    if authority is not None:
+        read_certificates("ssl_ca_certs", Path(authority))
+    for name in ("ssl_certfile", "ssl_keyfile"):
+        if name in options:
+            read_file(name, Path(options[name]))
+    if key and not certificate:
+        raise ValueError("ssl_keyfile is given without ssl_certfile, the certificate of that key")
+    try:
+        if certificate:  # with a password, though a wrong one: else OpenSSL asks on the terminal
+            ssl.create_default_context().load_cert_chain(certificate, key, password="")
+    except ssl.SSLError as error:
+        files = f"{certificate} and {key or certificate}"
+        reason = error.reason or "a key with a password cannot be used"
+        raise ValueError(f"ssl_certfile and ssl_keyfile: {files}: {reason}") from None
