@@ -155,11 +155,11 @@ class RedisSettings(Section):
     database and TLS options count, its host does not."""
     sentinels: tuple[_Address, ...] = ()
     """Addresses of the Sentinels that watch a primary and its replicas."""
-    service: str = ""
+    service: str | None = None
     """Name by which the Sentinels know that primary."""
-    sentinel_username: str = ""
+    sentinel_username: str | None = None
     """User at the Sentinels, where they ask for one."""
-    sentinel_password: str = Field(default="", repr=False)
+    sentinel_password: str | None = Field(default=None, repr=False)
     """Password at the Sentinels."""
     cluster: tuple[_Address, ...] = ()
     """Addresses of a few nodes of a Redis Cluster."""

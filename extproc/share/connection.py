@@ -61,11 +61,8 @@ def connect(redis: RedisSettings | str, pool: str) -> Redis:
     if "path" in options:
         return Redis(unix_socket_path=options.pop("path"), **options)
     node = options.pop("host", ""), options.pop("port", _PORT)
-    if settings.sentinels:
-        login = {
-            "username": settings.sentinel_username or None,
-            "password": settings.sentinel_password or None,
-        }
+    if settings.service is not None:
+        login = {"username": settings.sentinel_username, "password": settings.sentinel_password}
         nodes = [split_address(one) for one in settings.sentinels]
         server: Server = Primary(nodes, tls, options | login | {"db": 0}, settings.service)
     elif settings.cluster:
