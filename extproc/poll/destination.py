@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 
+from extproc.fleet.fleet import Fleet
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.membership import Membership
 from extproc.replica_state import ReplicaState
@@ -9,14 +10,14 @@ from extproc.share.leases import Held
 
 
 class Destination:
-    """What a poller works for. This one takes nothing, and knows of no other poller."""
+    """Takes what a poller sees and divides replicas among pollers; this base class drops all and
+    shares nothing."""
 
     def __init__(self) -> None:
-        self.membership = Membership()
-        """What commands asked for."""
+        self.membership = Membership()  # what commands asked for
 
     def put(self, state: ReplicaState) -> None:
-        """A replica's newest state."""
+        """Takes a replica's newest state."""
 
     def remove(self, replica: str) -> None:
         """The replica left the pool."""
@@ -25,22 +26,46 @@ class Destination:
         """Another poller has the replica now, or is to: nothing more is said of it."""
 
     async def share(self, replicas: Collection[str]) -> Held:
-        """The part of these replicas that is this poller's until the next call."""
+        """Returns the part of these replicas that is this poller's until the next call."""
         return Held(frozenset(replicas))
 
     async def release(self) -> None:
-        """Give up everything."""
+        """Gives up all replicas."""
 
     async def known(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
-        """What the pollers before saw of these replicas, by id, as far as anybody knows."""
+        """Returns the last states that any poller wrote, by replica; those unknown are missing."""
         return {}
 
     def changed(self, replica: str, blocks: KvBlocks) -> None:
-        """There may be news of the replica's KV blocks."""
+        """The replica's KV blocks may have changed."""
 
     async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
-        """Keep what ``dump`` gives of its blocks for the next poller, where there can be one."""
+        """Keeps what ``dump`` gives of its blocks for the next poller, where there can be one."""
 
     async def load(self, replica: str) -> bytes:
-        """What was saved last, by whichever poller; empty: nothing is to be had."""
+        """Returns what was saved last, by whichever poller; empty: nothing."""
         return b""
+
+
+class IntoFleet(Destination):
+    """Brings what is seen straight into the fleet of the only router: nothing needs Redis."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        super().__init__()
+        self._fleet = fleet
+
+    def put(self, state: ReplicaState) -> None:
+        self._fleet.put(state)
+
+    def remove(self, replica: str) -> None:
+        self._fleet.remove(replica)
+
+    async def share(self, replicas: Collection[str]) -> Held:
+        """Returns all of them; the fleet is known once each was scraped, or could not be."""
+        if replicas and all(replica in self._fleet.members for replica in replicas):
+            self._fleet.known.set()
+        return await super().share(replicas)
+
+    def changed(self, replica: str, blocks: KvBlocks) -> None:
+        if told := blocks.news():
+            self._fleet.blocks.hear(replica, told[0])

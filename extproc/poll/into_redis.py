@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from random import Random
 
@@ -13,15 +13,15 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from extproc.config import Config
-from extproc.ground.clock import monotonic
+from extproc.ground.clock import Clock, monotonic
+from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import until_signalled
 from extproc.observe.admin import serve_admin
 from extproc.poll.destination import Destination
 from extproc.poll.discovery import names_replicas
-from extproc.poll.health import Health
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.poller import Poller
-from extproc.poll.scrape_metrics import PollMetrics
+from extproc.poll.scrape import PollMetrics
 from extproc.replica_state import ReplicaState
 from extproc.share.blocks import BlockWriter
 from extproc.share.connection import connect, outage, reconnecting
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 _GATHER_S = 0.02
 """Seconds to wait for more to write: a round trip costs as much as ten states, or thousands of KV
 blocks."""
+_STUCK_S = 10.0
+"""Seconds without a round of all replicas: five times as long as a round takes in which Redis
+answers each question at the last moment."""
 
 
 async def run_poller(config: Config) -> None:
@@ -68,8 +71,43 @@ async def run_poller(config: Config) -> None:
         await until_signalled(*(_poll(pool, metrics, health) for pool in config.each_pool))
 
 
+class Health:
+    """Answers of a poller's ``/livez`` and ``/readyz``; empty: well."""
+
+    def __init__(self, pools: Iterable[str], clock: Clock) -> None:
+        self._clock = clock
+        self._starting = set(pools)
+        self._pools: dict[str, tuple[Leases, OutageLog, Callable[[], Iterable[str]]]] = {}
+
+    def watch(
+        self, pool: str, leases: Leases, outage: OutageLog, unlisted: Callable[[], Iterable[str]]
+    ) -> None:
+        """Watches a pool from its first poll on; ``unlisted`` names the Services that were never
+        listed."""
+        self._starting.discard(pool)
+        self._pools[pool] = leases, outage, unlisted
+
+    def live(self) -> str:
+        """Returns why the process has to be started again: its rounds have ended."""
+        now = self._clock()
+        return "; ".join(
+            f"pool {pool}: no round of its replicas for {now - leases.tended_at:.0f} s"
+            for pool, (leases, *_) in self._pools.items()
+            if leases.tended_at is not None and now - leases.tended_at > _STUCK_S
+        )
+
+    def ready(self) -> str:
+        """Returns why routers do not hear of what the poller sees."""
+        pools = self._pools.items()
+        starting = self._starting | {pool for pool, (one, *_) in pools if one.tended_at is None}
+        reasons = [f"pool {pool}: no round of its replicas yet" for pool in starting]
+        for pool, (_, writes, unlisted) in pools:
+            reasons += [f"pool {pool}: redis is lost"] if writes.problem else []
+            reasons += [f"pool {pool}: {one} was never listed: see the log" for one in unlisted()]
+        return "; ".join(reasons) or self.live()
+
+
 async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
-    """Brings what is seen of one pool's replicas into Redis."""
     random = Random()
     name = f"{socket.gethostname()}:{os.getpid()}:{random.getrandbits(32):08x}"
     async with connect(config.redis, config.pool) as redis:
@@ -83,11 +121,10 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
 
 
 class IntoRedis(Destination):
-    """Brings states and news of KV blocks into Redis as soon as it takes them; nobody waits for it.
+    """Writes states and changes of KV blocks into Redis; no caller waits for the writing.
 
-    A Redis that was away may have come back empty, so then everything is written again. What is
-    written while a lease is lost, Redis leaves out. Without a ``name``, unlike any other poller's,
-    it writes without leases.
+    After an outage Redis may be empty, so everything is written again. Redis drops a write under a
+    lost lease. An empty ``name`` writes without leases; else the name is unlike any other poller's.
     """
 
     def __init__(self, redis: Redis, config: Config, name: str, random: Random) -> None:
@@ -101,21 +138,17 @@ class IntoRedis(Destination):
         self._desired = DesiredStore(redis, pool)
         self._random = random
         self._current: dict[str, ReplicaState] = {}
-        self._changed: set[str] = set()
-        """Whose current state is not written yet."""
-        self._leaving: set[str] = set()
-        """Whose state is not deleted yet."""
+        self._changed: set[str] = set()  # replicas whose current state is not written yet
+        self._leaving: set[str] = set()  # replicas whose state is not deleted yet
         self._some_states = asyncio.Event()
-        self._blocks: dict[str, KvBlocks] = {}
-        """That there may be news of."""
+        self._blocks: dict[str, KvBlocks] = {}  # those that may have changed
         self._some_blocks = asyncio.Event()
 
     async def look(self) -> None:
-        """See what commands asked for."""
         await self.membership.look(self._desired, monotonic())
 
     async def run(self) -> None:
-        """Write, and follow what commands ask for, until cancelled."""
+        """Writes, and follows what commands ask for, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write_all(self._some_states, self._write_states))
             tasks.create_task(self._write_all(self._some_blocks, self._tell_blocks))
@@ -133,20 +166,18 @@ class IntoRedis(Destination):
                 await asyncio.sleep(backoff.next())
 
     def put(self, state: ReplicaState) -> None:
-        """Have the state written."""
         self._current[state.id] = state
         self._changed.add(state.id)
         self._leaving.discard(state.id)
         self._some_states.set()
 
     def remove(self, replica: str) -> None:
-        """Have the replica's state deleted."""
         self.forget(replica)
         self._leaving.add(replica)
         self._some_states.set()
 
     def forget(self, replica: str) -> None:
-        """Have nothing written of it, nor deleted."""
+        """Neither writes nor deletes the replica's state."""
         self._current.pop(replica, None)
         self._changed.discard(replica)
         self._leaving.discard(replica)
@@ -167,22 +198,18 @@ class IntoRedis(Destination):
         return True
 
     async def share(self, replicas: Collection[str]) -> Held:
-        """Renew and take leases."""
         return await self.leases.tend(replicas)
 
     async def release(self) -> None:
-        """Give up all leases."""
         await self.leases.release()
 
     async def known(self, replicas: Collection[str]) -> Mapping[str, ReplicaState]:
-        """What the pollers before wrote; nothing where Redis does not tell."""
         try:
             return {state.id: state for state in (await self._reader.read(replicas)).states}
-        except (RedisError, OSError):  # who writes states will say so
+        except (RedisError, OSError):  # the write of states logs the outage
             return {}
 
     def changed(self, replica: str, blocks: KvBlocks) -> None:
-        """Have the news of its blocks told."""
         self._blocks[replica] = blocks
         self._some_blocks.set()
 
@@ -200,12 +227,10 @@ class IntoRedis(Destination):
         return True
 
     async def save(self, replica: str, dump: Callable[[], bytes]) -> None:
-        """Keep that for the next poller."""
         with suppress(RedisError, OSError):
             await self._block_writer.save(replica, dump())
 
     async def load(self, replica: str) -> bytes:
-        """What the poller before saved of that replica."""
         with suppress(RedisError, OSError):
             return await self._block_writer.load(replica)
         return b""

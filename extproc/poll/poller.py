@@ -17,8 +17,7 @@ from extproc.poll.discovery import Discovery, Target
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.replica import PolledReplica
-from extproc.poll.scrape import open_session
-from extproc.poll.scrape_metrics import PollMetrics
+from extproc.poll.scrape import PollMetrics, open_session
 from extproc.predict.typical import Typical
 from extproc.replica_state import ReplicaState
 from extproc.share.leases import TEND_S
@@ -34,7 +33,7 @@ class _Polled:
 
 
 class Poller:
-    """Scrapes its share of the replicas that discovery names, as ``into`` divides them."""
+    """Scrapes those of the discovered replicas that ``into`` assigns to this poller."""
 
     def __init__(
         self, config: Config, into: Destination, metrics: PollMetrics, random: Random
@@ -50,7 +49,6 @@ class Poller:
             random=random,
         )
         self.unlisted = self._discovery.unlisted
-        """The Services that Kubernetes has not told of yet."""
         self._new_replica = partial(
             PolledReplica,
             publish=self._publish,
@@ -70,7 +68,7 @@ class Poller:
         )
 
     async def run(self) -> None:
-        """Poll until cancelled; states in Redis then live on for their TTL."""
+        """Polls until cancelled; states in Redis then live on for their TTL."""
         try:
             async with open_session(self._settings.give_up_s) as session:
                 with zmq.asyncio.Context() as context:
@@ -108,13 +106,13 @@ class Poller:
     async def _discover(self) -> None:
         targets = {target.id: target for target in await self._discovery.targets()}
         for replica in targets.keys() - self._targets.keys():
-            self._into.forget(replica)  # it may have left while Redis was away: that is over
+            self._into.forget(replica)  # undoes a removal that Redis has not taken yet
         before, self._targets = self._targets, targets
         for replica in before.keys() & targets.keys() & self._polled.keys():
             was, now, polled = before[replica], targets[replica], self._polled[replica].replica
             polled.target = now
             if polled.state and (was.draining, was.ready) != (now.draining, now.ready):
-                self._publish(polled.state)  # at once: a pod that is about to end takes nothing new
+                self._publish(polled.state)  # at once: a terminating pod takes nothing new
 
     async def _follow(self, start: Callable[[Target, ReplicaState | None], _Polled]) -> None:
         targets = self._targets
@@ -142,7 +140,7 @@ class Poller:
                 self._polled[replica] = start(targets[replica], polled.replica.state)
 
     def _publish(self, state: ReplicaState) -> None:
-        if target := self._targets.get(state.id):  # else it left, and nobody is to send there
+        if target := self._targets.get(state.id):  # else the replica left
             self._into.put(target.marked(state))
 
     def _stop(self, replica: str) -> None:

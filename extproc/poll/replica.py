@@ -2,9 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from math import inf
 from random import Random
 from typing import Any
@@ -13,14 +12,14 @@ import aiohttp
 
 from extproc.config import PollSettings
 from extproc.ground.clock import Clock
+from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import Backoff
 from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
-from extproc.poll.model_list import Models
 from extproc.poll.precedence import goes_by_priority
-from extproc.poll.pulse import Pulse
 from extproc.poll.scrape import (
+    PollMetrics,
     ScrapeError,
     SilentError,
     UnreachableError,
@@ -28,7 +27,6 @@ from extproc.poll.scrape import (
     says_anything,
     scrape,
 )
-from extproc.poll.scrape_metrics import PollMetrics
 from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import hardware_profile
 from extproc.predict.step import StepModel
@@ -39,13 +37,18 @@ log = logging.getLogger(__name__)
 
 HEALTH_EVERY_S = 2.0
 """Seconds between two looks at a healthy replica's ``/health``."""
+MODELS_EVERY_S = 10.0
+"""A LoRA adapter may be loaded at any time, and ``/v1/models`` alone tells."""
+SILENCE_STEP_S = 0.1
+"""Step in which the silence of a replica is counted; and by how much later than the scrape before
+its figures must be for the poller to doubt it."""
 _LONGEST_PROBLEM = 200
 _TRIES = 3
 """To find out whether a process goes by priority: it may not show on a machine short of CPU."""
 
 
 class PolledReplica:
-    """Scrapes one replica and publishes its state after each scrape, good or bad."""
+    """Scrapes one replica; publishes its state after each scrape, good or bad."""
 
     def __init__(
         self,
@@ -63,8 +66,7 @@ class PolledReplica:
         wall: Clock,
         random: Random,
     ) -> None:
-        self.target = target
-        """Whether it is to be used may change meanwhile; what else does takes another object."""
+        self.target = target  # the poller sets ``draining`` and ``ready`` anew
         self._session = session
         self._publish_state = publish
         self._metrics = metrics
@@ -73,7 +75,7 @@ class PolledReplica:
         self._wall = wall
         self._random = random
         self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
-        self._pulse = Pulse(partial(says_anything, session, target.id), self._tell_silence)
+        self._doubt: asyncio.Task[None] | None = None  # None: the replica owes no figures
         self._kv_stream = kv_stream
         self._identity = {
             "id": target.id,
@@ -81,8 +83,8 @@ class PolledReplica:
             "profile": target.profile,
             "life_s": settings.ttl_s,
         }
+        # What was published last, at first by whichever poller had the replica before.
         self.state = None if known is None else known.model_copy(update=self._identity)
-        """What was published last, at first by whoever had the replica before."""
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
         self._typical = typical
@@ -90,27 +92,21 @@ class PolledReplica:
         self._calibration = Calibration(self._start, _learned(known, target.profile))
         self._finds_precedence = finds_precedence
         self._tries = _TRIES
-        self._models = Models(
-            self._tell,
-            self._models_changed,
-            self.target.who,
-            _listed(known),
-        )
+        self._models = Models(self._tell, self._models_changed, target.who, _listed(known))
 
     @property
     def healthy(self) -> bool:
-        """Whether the last scrape succeeded."""
         return self.state is not None and self.state.healthy
 
     def tell_again(self) -> None:
-        """Nobody may know its state or its KV blocks any more."""
+        """Publishes state and KV blocks anew: Redis may have lost them."""
         if self.state is not None:
             self._publish_state(self.state)
         if self._kv_stream is not None:
             self._kv_stream.tell_again()
 
     async def run(self) -> None:
-        """Scrape until cancelled, and follow its KV events."""
+        """Scrapes the replica and follows its KV events until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             if self._kv_stream is not None:
                 tasks.create_task(self._kv_stream.run())
@@ -123,33 +119,35 @@ class PolledReplica:
             while True:
                 try:
                     wait_s = await self._scrape_once()
-                except Exception as error:  # it is this replica's alone: the others go on
+                except Exception as error:  # the other replicas go on
                     self._start_anew(error)
                     wait_s = self._backoff.next()
                 await asyncio.sleep(wait_s * share_of_wait)
                 share_of_wait = 1.0
         finally:
-            self._pulse.settled()
+            self._clear_doubt()
             self._models.forget()
             self._typical.report(self.target.id, None)
 
     async def _scrape_once(self) -> float:
-        """Scrape, learn, publish, and return the seconds to wait before the next scrape."""
+        """Scrapes, learns, publishes; returns the seconds to wait before the next scrape."""
         started = self._monotonic()
-        self._pulse.asked(0.0 if self.state is None else self.state.scrape_seconds)
+        if self._doubt is None:
+            usual_s = 0.0 if self.state is None else self.state.scrape_seconds
+            self._doubt = asyncio.create_task(self._count_silence(usual_s + SILENCE_STEP_S))
         try:
             figures = await scrape(self._session, self.target.id, self._asks_health(started))
         except ScrapeError as error:
             self._failed(error)
             return self._backoff.next()
-        self._pulse.settled()
+        self._clear_doubt()
         seconds = self._monotonic() - started
         if self._another_model(figures):
             self._calibration = Calibration(self._start)
         if seconds <= self._settings.timeout_s:
             self._metrics.good.inc()
             self._calibrate(figures, started + seconds / 2)
-        else:  # of which moment the figures are is known too roughly
+        else:  # the moment of the figures is known too roughly
             self._metrics.late.inc()
             self._calibration.interrupted()
         self._succeeded(figures, self._wall(), seconds)
@@ -200,22 +198,46 @@ class PolledReplica:
         last = self.state or self._blank()
         update = {"healthy": False, "problem": problem, "kv_news": None}
         if not isinstance(error, SilentError):
-            self._pulse.settled()
+            self._clear_doubt()
             update["unanswered_s"] = 0.0
         self._publish(last.model_copy(update=update))
 
-    def _tell_silence(self, seconds: float) -> None:
-        if self.state is not None:
-            self._publish(self.state.model_copy(update={"unanswered_s": seconds}))
+    async def _count_silence(self, due_s: float) -> None:
+        """Publishes the seconds for which the replica has answered nothing at all, from ``due_s``
+        on until cancelled; 0: it answers again.
+
+        The count is of this task's own steps: while the poller itself is held up, no time is held
+        against the replica.
+        """
+        await asyncio.sleep(due_s)
+        while True:
+            silent_s, answered = 0.0, False
+            while not answered:
+                asking = asyncio.ensure_future(says_anything(self._session, self.target.id))
+                try:
+                    while not (await asyncio.wait([asking], timeout=SILENCE_STEP_S))[0]:
+                        silent_s += SILENCE_STEP_S
+                        self._update(unanswered_s=silent_s)
+                    answered = asking.result()
+                finally:
+                    asking.cancel()
+            if silent_s:
+                self._update(unanswered_s=0.0)
+            await asyncio.sleep(SILENCE_STEP_S)
+
+    def _clear_doubt(self) -> None:
+        if self._doubt is not None:
+            self._doubt.cancel()
+        self._doubt = None
 
     def _start_anew(self, error: Exception) -> None:
-        """Nobody foresaw this: nothing the replica told is kept, for it may be what led here."""
+        """Drops all that the replica told: any of it may have led to the unforeseen error."""
         problem = f"its answer led to an error: {type(error).__name__}: {error}"[:_LONGEST_PROBLEM]
         if self.state is None or self.state.problem != problem:
             extra = {"replica": self.target.who}
             log.error("replica cannot be polled, retrying", extra=extra, exc_info=error)
         self._metrics.failed.inc()
-        self._pulse.settled()
+        self._clear_doubt()
         self._figures = None
         self._calibration = Calibration(self._start)
         self._models.forget()
@@ -252,15 +274,17 @@ class PolledReplica:
         return figures is not None and not figures.waiting and figures.engines == 1
 
     def _models_changed(self) -> None:
+        self._update(**self._models.fields)
+
+    def _update(self, **values: Any) -> None:
         if self.state is not None:
-            self._publish(self.state.model_copy(update=self._models.fields))
+            self._publish(self.state.model_copy(update=values))
 
     def _kv_news(self, figures: EngineFigures) -> int | None:
-        """Which of several engines gets a request, and so whose blocks count, nobody knows."""
+        """None with several engines: a router does not know which of them gets a request."""
         return self._kv_stream.number if self._kv_stream and figures.engines == 1 else None
 
     def _restarted(self, figures: EngineFigures) -> bool:
-        """Whether another process answers now."""
         last = self._figures or self.state
         return last is not None and (
             self._another_model(figures)
@@ -279,14 +303,63 @@ class PolledReplica:
         return ReplicaState(**self._identity, **values)
 
 
+class Models:
+    """One replica's list of models, asked beside its scrapes so that a slow answer delays none.
+
+    Args:
+        ask: returns fields of a ``ReplicaState``.
+        changed: called when they differ from those before.
+        who: name of the replica in the log.
+        known: what another poller was told before.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Awaitable[Mapping[str, Any]]],
+        changed: Callable[[], None],
+        who: str,
+        known: Mapping[str, Any],
+    ) -> None:
+        self.fields = known  # empty: nothing is known
+        self._ask = ask
+        self._changed = changed
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at: float | None = None
+        self._trouble = OutageLog(log, "replica does not tell its models", replica=who)
+
+    def refresh(self, now: float) -> None:
+        """Starts asking the replica, at most once in ``MODELS_EVERY_S``."""
+        if self._asking is not None and not self._asking.done():
+            return
+        if self._asked_at is None or now - self._asked_at >= MODELS_EVERY_S:
+            self._asked_at = now
+            self._asking = asyncio.create_task(self._refresh())
+
+    def forget(self) -> None:
+        """Drops what a process told, or is about to tell, that is gone."""
+        if self._asking is not None:
+            self._asking.cancel()
+        self._asking = self._asked_at = None
+        self.fields = {}
+
+    async def _refresh(self) -> None:
+        try:
+            fields = await self._ask()
+        except ScrapeError as error:
+            self._trouble.failed(error)
+            return
+        self._trouble.works()
+        if fields != self.fields:
+            self.fields = fields
+            self._changed()
+
+
 def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
-    """What the counters taught a poller before, under the same profile."""
     if known is None or not known.measured or known.profile != profile:
         return None
     return known.learned
 
 
 def _listed(known: ReplicaState | None) -> dict[str, Any]:
-    """What the replica told before, where it did."""
     names = ("models", "listed", "adapters", "max_model_len", "takes_priority", "by_priority")
     return {name: getattr(known, name) for name in names} if known and known.listed else {}

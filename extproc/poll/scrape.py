@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import aiohttp
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, Field, ValidationError
 from yarl import URL
 
@@ -25,8 +26,36 @@ _LONGEST_REASON = 200
 _LONGEST_CONTEXT = 2**40
 """Tokens; nothing true is longer."""
 _NUMBER = re.compile(r"(\d{1,9})\.(\d{1,9})")
+_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _TAKES_PRIORITY = 0, 11
 """Version of vLLM."""
+
+
+class PollMetrics:
+    """Prometheus metrics of a poller; no label per replica, so that the page stays small."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        scrapes = Counter(
+            "extproc_poll_scrapes", "Scrapes of replicas.", ["result"], registry=registry
+        )
+        self.good = scrapes.labels("ok")
+        self.late = scrapes.labels("late")
+        self.failed = scrapes.labels("failed")
+        self.seconds = Histogram(
+            "extproc_poll_scrape_seconds",
+            "Duration of a scrape that succeeded.",
+            buckets=_BUCKETS_S,
+            registry=registry,
+        )
+        self.replicas = Gauge(
+            "extproc_poll_replicas", "Replicas scraped.", ["pool"], registry=registry
+        )
+        self.healthy = Gauge(
+            "extproc_poll_replicas_healthy",
+            "Replicas whose last scrape succeeded.",
+            ["pool"],
+            registry=registry,
+        )
 
 
 class ScrapeError(Exception):

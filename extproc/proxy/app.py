@@ -21,9 +21,10 @@ from extproc.observe.decisions import DecisionLog
 from extproc.observe.demand import Demand
 from extproc.observe.metrics import RouterMetrics
 from extproc.observe.traces import Traces
+from extproc.poll.destination import IntoFleet
 from extproc.poll.discovery import names_replicas
-from extproc.poll.into_fleet import poll_into
-from extproc.poll.scrape_metrics import PollMetrics
+from extproc.poll.poller import Poller
+from extproc.poll.scrape import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.proxy.admin import admin_routes, readiness
 from extproc.proxy.service import GrpcServer
@@ -147,7 +148,7 @@ async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> Non
         parts += [share(one.config, one.fleet, one.metrics) for one in pools]
     else:
         metrics = PollMetrics(registry)
-        parts = [poll_into(one.fleet, one.config, metrics) for one in pools]
+        parts = [Poller(one.config, IntoFleet(one.fleet), metrics, Random()).run() for one in pools]
     parts += [one.recorder.run() for one in pools if one.recorder]
     async with asyncio.TaskGroup() as tasks:  # at the end it waits for each, farewells included
         for part in parts:

@@ -33,7 +33,7 @@ class Stack(stack.Stack):
         return patched(self._poller_constants(), *arguments)
 
     def _poller_constants(self) -> dict[str, object]:
-        return {"extproc.poll.pulse._STEP_S": self.doubts_s}
+        return {"extproc.poll.replica.SILENCE_STEP_S": self.doubts_s}
 
     def _write_configurations(self) -> None:
         super()._write_configurations()

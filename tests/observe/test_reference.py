@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from extproc.observe.metrics import RouterMetrics
-from extproc.poll.scrape_metrics import PollMetrics
+from extproc.poll.scrape import PollMetrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "operations.md"

@@ -4,7 +4,7 @@ import aiohttp
 import pytest
 from redis.asyncio import Redis
 
-from extproc.poll.health import Health
+from extproc.poll.into_redis import Health
 from extproc.share.connection import outage as outage_of
 from extproc.share.leases import Leases
 from tests.conftest import Logged, RedisServer

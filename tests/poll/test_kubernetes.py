@@ -497,7 +497,7 @@ async def tried(
 async def test_a_pod_that_was_not_ready_at_first_is_tried_once_it_is(
     api: ApiServer, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("extproc.poll.model_list.MODELS_EVERY_S", 0.02)
+    monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 0.02)
     pod = endpoint("127.0.0.1", "vllm-0", ready=False)
     async with tried(api, redis_server, 0, pod) as (replica, _):
         pod = endpoint("127.0.0.1", "vllm-0")
@@ -509,7 +509,7 @@ async def test_a_pod_that_was_not_ready_at_first_is_tried_once_it_is(
 async def test_a_pod_that_is_about_to_end_is_not_tried(
     api: ApiServer, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("extproc.poll.model_list.MODELS_EVERY_S", 0.02)
+    monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 0.02)
     async with tried(api, redis_server, 1, endpoint("127.0.0.1", "vllm-0")) as (replica, seen):
         pod = terminating("127.0.0.1", "vllm-0")
         api.put(endpoint_slice(pod, ports=[("http", replica.port)]))

@@ -14,9 +14,8 @@ from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.processes import free_port
 from extproc.poll import kv_stream
-from extproc.poll.destination import Destination
+from extproc.poll.destination import Destination, IntoFleet
 from extproc.poll.discovery import Target
-from extproc.poll.into_fleet import IntoFleet
 from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import Event
 from extproc.poll.kv_stream import KvStream

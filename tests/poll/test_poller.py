@@ -174,7 +174,7 @@ async def test_a_replica_whose_answers_are_late_stays_in(
     async with serving() as replica:
         settings = config(redis_server, replica, poll={"timeout_s": 0.5})
         monkeypatch.setattr("extproc.config._TIMEOUTS", 30)  # none is too late on a busy machine
-        monkeypatch.setattr("extproc.poll.model_list.MODELS_EVERY_S", 600.0)
+        monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 600.0)
         async with watching(settings) as seen:
             await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
             for running in (7, 8):  # one after the other, and each counts when it comes
@@ -223,7 +223,9 @@ async def test_a_replica_that_is_gone_owes_no_answer(redis_server: RedisServer) 
 async def test_a_replica_that_answers_one_of_two_is_not_silent(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
-    monkeypatch.setattr("extproc.poll.pulse._STEP_S", 0.5)  # longer than a busy machine takes
+    monkeypatch.setattr(
+        "extproc.poll.replica.SILENCE_STEP_S", 0.5
+    )  # longer than a busy machine takes
     async with serving() as replica, watching(config(redis_server, replica)) as seen:
         await seen.replica(replica, healthy)
         replica.answers[late] = hang
@@ -379,7 +381,7 @@ async def test_a_replica_that_keeps_its_models_secret(
 async def test_a_replica_is_tried_where_any_request_has_a_priority(
     redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, priority: int, policy: str
 ) -> None:
-    monkeypatch.setattr("extproc.poll.model_list.MODELS_EVERY_S", 0.05)
+    monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 0.05)
     tried, once = [], asyncio.Event()
 
     async def counted(*arguments: Any) -> bool:

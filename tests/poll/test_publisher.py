@@ -16,7 +16,7 @@ from extproc.poll import into_redis
 from extproc.poll.destination import Destination
 from extproc.poll.into_redis import IntoRedis
 from extproc.poll.poller import Poller
-from extproc.poll.scrape_metrics import PollMetrics
+from extproc.poll.scrape import PollMetrics
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.replicas import StateWriter
