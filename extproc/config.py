@@ -574,13 +574,15 @@ PoolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class PoolReplicas(Section):
-    """Which replicas a pool has."""
+    """Which replicas a pool has, and how they schedule."""
 
     replicas: tuple[ReplicaSource, ...] = ()
     """``host:port, …``, or a list of replicas with ``url``, ``dns`` or ``kubernetes``,
     ``profile`` and ``name``."""
     replicas_file: Path | None = None
     """YAML list in the form of ``replicas``; watched."""
+    priority_scheduling: bool = False
+    """Set it where all replicas run vLLM with ``--scheduling-policy priority``."""
 
     @field_validator("replicas", mode="before")
     @classmethod
@@ -599,7 +601,8 @@ class Config(PoolReplicas):
     pool: PoolName = "default"
     """Prefix of every Redis key: routers and pollers of one pool share it."""
     pools: dict[PoolName, PoolReplicas] = Field(default_factory=dict)
-    """Name → ``replicas`` and ``replicas_file`` of a further pool; an Envoy route says which."""
+    """Name → ``replicas``, ``replicas_file``, ``priority_scheduling`` of a further pool; an Envoy
+    route says which."""
     state: Literal["redis", "memory"] = "redis"
     """``memory``: one router polls the replicas itself and shares nothing; it needs no Redis."""
     redis: RedisSettings = RedisSettings()

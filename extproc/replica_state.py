@@ -42,7 +42,7 @@ class ReplicaState(BaseModel):
     takes_priority: bool = False
     """Whether its version takes any body with ``priority``; others refuse some, or may."""
     by_priority: bool = False
-    """Whether it was seen to take a higher priority first."""
+    """Whether it takes a higher priority first, by ``priority_scheduling`` of its pool."""
     healthy: bool = True
     """False: the last scrape found it dead, hung or failing."""
     problem: str = ""

@@ -19,7 +19,7 @@ _SHOWN = {
         *("", "serve", "route", "request", "hold", "record", "traces"),
         *("redis", "poll", "admin", "log"),
     ),
-    "poll": ("", "poll", "hold.objectives", "redis", "admin", "log"),
+    "poll": ("", "poll", "redis", "admin", "log"),
     "xds": ("pool", "pools", "xds", "redis", "poll.ttl_s", "log"),
 }
 """Sections and keys that the help of each command shows."""

@@ -58,7 +58,7 @@ class Poller:
             monotonic=monotonic,
             wall=wall,
             random=random,
-            finds_precedence=config.hold.has_priorities,
+            by_priority=config.priority_scheduling,
         )
         self._targets: dict[str, Target] = {}
         self._polled: dict[str, _Polled] = {}

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from math import inf
 from random import Random
 from typing import Any
@@ -17,7 +16,6 @@ from extproc.ground.runtime import Backoff
 from extproc.poll.discovery import Target
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.metrics_text import EngineFigures
-from extproc.poll.precedence import goes_by_priority
 from extproc.poll.scrape import (
     PollMetrics,
     ScrapeError,
@@ -43,8 +41,6 @@ SILENCE_STEP_S = 0.1
 """Step in which the silence of a replica is counted; and by how much later than the scrape before
 its figures must be for the poller to doubt it."""
 _LONGEST_PROBLEM = 200
-_TRIES = 3
-"""To find out whether a process goes by priority: it may not show on a machine short of CPU."""
 
 
 class PolledReplica:
@@ -61,7 +57,7 @@ class PolledReplica:
         known: ReplicaState | None = None,
         kv_stream: KvStream | None = None,
         *,
-        finds_precedence: bool = False,
+        by_priority: bool = False,
         monotonic: Clock,
         wall: Clock,
         random: Random,
@@ -81,6 +77,7 @@ class PolledReplica:
             "id": target.id,
             "name": target.name,
             "profile": target.profile,
+            "by_priority": by_priority,
             "life_s": settings.ttl_s,
         }
         # What was published last, at first by whichever poller had the replica before.
@@ -90,8 +87,6 @@ class PolledReplica:
         self._typical = typical
         self._start = hardware_profile(target.profile).step
         self._calibration = Calibration(self._start, _learned(known, target.profile))
-        self._finds_precedence = finds_precedence
-        self._tries = _TRIES
         self._models = Models(self._tell, self._models_changed, target.who, _listed(known))
 
     @property
@@ -248,30 +243,11 @@ class PolledReplica:
         self._publish_state(state)
 
     async def _tell(self) -> dict[str, Any]:
-        """What it serves; and once that is known, whether it goes by priority, which nobody but its
-        next process changes."""
-        fields, before = await read_models(self._session, self.target.id), self._models.fields
-        fields["by_priority"] = found = before.get("by_priority", False)
-        fields["takes_priority"] |= before.get("takes_priority", False)
-        if not before:  # another process
-            self._tries = _TRIES
-        doubtful = self._finds_precedence and fields["takes_priority"] and not found
-        known = before.get("models")
-        if doubtful and known and self._tries and self._is_free:
-            self._tries -= 1
-            with suppress(ScrapeError):  # it wants a key, or generates nothing
-                fields["by_priority"] = await goes_by_priority(
-                    self._session, self.target.id, known[0]
-                )
+        fields = await read_models(self._session, self.target.id)
+        fields["takes_priority"] |= self._identity["by_priority"] or self._models.fields.get(
+            "takes_priority", False
+        )
         return fields
-
-    @property
-    def _is_free(self) -> bool:
-        """Whether nothing waits there, and it has one queue only."""
-        figures = self._figures
-        if self.target.draining or not self.target.ready:
-            return False
-        return figures is not None and not figures.waiting and figures.engines == 1
 
     def _models_changed(self) -> None:
         self._update(**self._models.fields)
@@ -361,5 +337,5 @@ def _learned(known: ReplicaState | None, profile: str) -> StepModel | None:
 
 
 def _listed(known: ReplicaState | None) -> dict[str, Any]:
-    names = ("models", "listed", "adapters", "max_model_len", "takes_priority", "by_priority")
+    names = ("models", "listed", "adapters", "max_model_len", "takes_priority")
     return {name: getattr(known, name) for name in names} if known and known.listed else {}

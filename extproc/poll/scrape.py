@@ -3,7 +3,7 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import lru_cache
 from typing import Any
@@ -169,7 +169,7 @@ async def says_anything(session: aiohttp.ClientSession, replica: str) -> bool:
 
 async def _answers(session: aiohttp.ClientSession, replica: str, path: str) -> bool:
     try:
-        async with answer(session, replica, path):
+        async with _answer(session, replica, path):
             return True
     except ScrapeError as error:
         return not isinstance(error, SilentError)
@@ -200,24 +200,16 @@ async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
 
 
 async def _get(session: aiohttp.ClientSession, replica: str, path: str) -> bytes:
-    async with answer(session, replica, path) as response:
+    async with _answer(session, replica, path) as response:
         return await _read(response, path)
 
 
 @asynccontextmanager
-async def answer(
-    session: aiohttp.ClientSession, replica: str, path: str, body: Mapping[str, Any] | None = None
+async def _answer(
+    session: aiohttp.ClientSession, replica: str, path: str
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """What the replica at ``ip:port`` answers to a GET or, with a body, to a POST.
-
-    Raises:
-        ScrapeError: that is no 200, or breaks off.
-    """
-    method = "GET" if body is None else "POST"
     try:
-        async with session.request(
-            method, _url(replica, path), json=body, allow_redirects=False
-        ) as response:
+        async with session.get(_url(replica, path), allow_redirects=False) as response:
             if response.status != 200:
                 raise ScrapeError(f"{path} answered {response.status}")
             yield response

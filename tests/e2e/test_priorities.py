@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -39,6 +40,9 @@ class Behind(Stack):
         super().__init__(directory, REPLICAS, {"serve": serve, "hold": hold, "route": route})
         self.name = name
 
+    def _configuration(self) -> dict[str, Any]:
+        return {**super()._configuration(), "priority_scheduling": True}
+
     def _bootstrap(self) -> Bootstrap:
         whole = on_ports(self, self.name) if self.name != "envoy" else super()._bootstrap()
         if told := ext_proc_of(whole).get("request_attributes"):
@@ -71,12 +75,11 @@ async def told(client: Client, field: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("stack", ["envoy"], indirect=True)
-async def test_who_goes_by_priority_is_found_out(client: Client) -> None:
-    async def found() -> bool:
-        return any((await told(client, "by_priority")).values())
+async def test_priority_scheduling_of_the_pool_reaches_the_router(client: Client) -> None:
+    async def known() -> bool:
+        return await told(client, "by_priority") == {"one": True, "two": True}
 
-    await until(found)
-    assert await told(client, "by_priority") == {"one": True, "two": False}
+    await until(known)
 
 
 @pytest.mark.parametrize("stack", ["envoy", "cluster_header", "endpoint_picker"], indirect=True)

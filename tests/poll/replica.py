@@ -112,7 +112,6 @@ class Replica:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/{path:.*}", self._answer)
-        app.router.add_post("/{path:.*}", self._answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.01)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()

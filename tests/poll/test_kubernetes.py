@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,13 +28,12 @@ from tests.kubernetes_api import (
     recorded_watch,
     terminating,
 )
-from tests.poll.polling import Seen, config, healthy, polling, unhealthy, watching
-from tests.poll.replica import Replica, hang, page, serving, text
+from tests.poll.polling import config, healthy, polling, unhealthy, watching
+from tests.poll.replica import Replica, hang, serving
 from tests.waiting import PATIENCE_S, until
 
 LOST = "Kubernetes does not tell of a Service, keeping its last pods"
 FOUND = "Kubernetes tells of the Service again"
-TRIED = "/v1/completions"
 TWO = (endpoint("10.1.0.1", "vllm-0"), endpoint("10.1.0.2", "vllm-1"))
 
 
@@ -475,49 +473,6 @@ async def test_a_pod_that_is_about_to_end_is_told_of_at_once(
             api.put(endpoint_slice(terminating("127.0.0.1", "vllm-0"), ports=ports))
             state = await seen.replica(replica, lambda state: state.draining)
             assert state.healthy
-
-
-@asynccontextmanager
-async def tried(
-    api: ApiServer, redis: RedisServer, waiting: int, pod: dict[str, Any]
-) -> AsyncIterator[tuple[Replica, Seen]]:
-    """A poller that wants to know whether a pod goes by priority, which refuses to tell."""
-    source = {"kubernetes": {"service": "vllm", "port": "http"}}
-    hold = {"objectives": {"batch": {"priority": -1}}}
-    async with serving() as replica:
-        replica.answers |= {"/metrics": text(page(waiting=waiting)), TRIED: text("", 404)}
-        api.put(endpoint_slice(pod, ports=[("http", replica.port)]))
-        async with watching(config(redis, replicas=[source], hold=hold)) as seen:
-            await replica.asked_for("/v1/models", 3)
-            assert TRIED not in replica.asked
-            yield replica, seen
-
-
-@pytest.mark.process
-async def test_a_pod_that_was_not_ready_at_first_is_tried_once_it_is(
-    api: ApiServer, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 0.02)
-    pod = endpoint("127.0.0.1", "vllm-0", ready=False)
-    async with tried(api, redis_server, 0, pod) as (replica, _):
-        pod = endpoint("127.0.0.1", "vllm-0")
-        api.put(endpoint_slice(pod, ports=[("http", replica.port)]))
-        await replica.asked_for(TRIED, 1)
-
-
-@pytest.mark.process
-async def test_a_pod_that_is_about_to_end_is_not_tried(
-    api: ApiServer, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 0.02)
-    async with tried(api, redis_server, 1, endpoint("127.0.0.1", "vllm-0")) as (replica, seen):
-        pod = terminating("127.0.0.1", "vllm-0")
-        api.put(endpoint_slice(pod, ports=[("http", replica.port)]))
-        await seen.replica(replica, lambda state: state.draining)
-        replica.answers["/metrics"] = text(page(waiting=0))
-        await seen.replica(replica, lambda state: not state.waiting)
-        await replica.asked_for("/v1/models", replica.asked.count("/v1/models") + 3)
-        assert TRIED not in replica.asked
 
 
 @pytest.mark.process

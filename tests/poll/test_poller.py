@@ -8,18 +8,15 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
 from extproc.cli import main
-from extproc.config import ReplicaSource
 from extproc.lab.harness.processes import answers
 from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import EngineFigures, read_metrics
-from extproc.poll.precedence import goes_by_priority
 from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
@@ -36,7 +33,6 @@ from tests.poll.replica import (
     serving,
     text,
 )
-from tests.poll.test_precedence import simulated
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -377,35 +373,15 @@ async def test_a_replica_that_keeps_its_models_secret(
         )
 
 
-@pytest.mark.parametrize(("priority", "policy"), [(0, "priority"), (-1, "priority"), (-1, "fcfs")])
-async def test_a_replica_is_tried_where_any_request_has_a_priority(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, priority: int, policy: str
+@pytest.mark.parametrize("version", ["0.10.2", "0.32.0"])
+async def test_priority_scheduling_is_a_setting_of_the_pool(
+    redis_server: RedisServer, version: str
 ) -> None:
-    monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 0.05)
-    tried, once = [], asyncio.Event()
-
-    async def counted(*arguments: Any) -> bool:
-        tried.append(await goes_by_priority(*arguments))
-        once.set()
-        return tried[-1]
-
-    monkeypatch.setattr("extproc.poll.replica.goes_by_priority", counted)
-    hold = {"objectives": {"batch": {"priority": priority}}}
-    async with simulated(policy) as (_, address):
-        settings = config(redis_server, hold=hold).model_copy(
-            update={"replicas": (ReplicaSource(url=address),)}
-        )
-        async with watching(settings) as seen:
-            await seen.until(lambda states: bool(states) and states[address].takes_priority)
-            if priority:
-                await asyncio.wait_for(once.wait(), PATIENCE_S)
-            expected = bool(priority) and policy == "priority"
-            await seen.until(lambda states: states[address].by_priority is expected)
-            before = len(seen.history)
-            await seen.until(lambda _: len(seen.history) > before + 20)  # asked again meanwhile
-            assert seen.states[address].by_priority is expected
-    assert set(tried) == ({expected} if priority else set())
-    assert len(tried) <= (1 if expected else 3)
+    async with serving() as replica:
+        replica.answers["/version"] = text(f'{{"version": "{version}"}}')
+        async with watching(config(redis_server, replica, priority_scheduling=True)) as seen:
+            state = await seen.replica(replica, lambda state: state.takes_priority)
+            assert state.by_priority
 
 
 async def test_replicas_come_and_go_with_the_file(
