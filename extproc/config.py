@@ -27,7 +27,12 @@ from extproc.redis_settings import connection_options
 from extproc.replica_state import SILENT_AFTER_S
 from extproc.request.objective import FAIRNESS_ID, NO_OBJECTIVE, OBJECTIVE, TARGETS, Objective
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "poll.jitter": "each wait varies by a tenth of poll.interval_s",
+    "poll.backoff_max_s": "a failing replica is scraped at least every 2 s",
+    "poll.ttl_s": "the state of a replica lives for 10 s without a scrape",
+    "poll.resolve_s": "DNS names and the replicas file are looked at every 2 s",
+}
 """Settings of earlier versions by dotted key, each with what to use instead."""
 
 
@@ -469,6 +474,8 @@ class HoldSettings(Section):
 _TIMEOUTS = 3
 """In a row, and a scrape has failed: vLLM under load is late with its page now and then, one that
 hangs always."""
+POLL_JITTER = 0.1
+"""Fraction by which each wait is stretched or cut at most, so that scrapes spread out."""
 
 
 class PollSettings(Section):
@@ -476,27 +483,18 @@ class PollSettings(Section):
 
     interval_s: float = Field(default=0.2, gt=0, le=1)
     """Seconds between two scrapes of a replica; predictions live on fresh figures."""
-    jitter: float = Field(default=0.1, ge=0, lt=1)
-    """Each wait is stretched or cut by up to this fraction, so that scrapes spread out."""
     timeout_s: float = Field(default=1.0, gt=0)
     """A scrape that takes longer is late: nothing is learned from it. One that takes three times as
     long has failed: with the wait before it less than the 5 s after which a replica is silent."""
-    backoff_max_s: float = Field(default=2.0, gt=0)
-    """A failing replica is scraped at most this seldom."""
-    ttl_s: float = Field(default=10.0, gt=0, validate_default=True)
-    """Life of a replica's state in Redis without a scrape; longer than any wait between two."""
-    resolve_s: float = Field(default=2.0, gt=0)
-    """DNS names and the replicas file are looked at again this often."""
     admin: _Address = "127.0.0.1:9089"
     """HTTP address of the poller's /metrics and health."""
 
     @field_validator("timeout_s")
     @classmethod
     def _late_is_not_silent(cls, timeout_s: float, info: ValidationInfo) -> float:
-        given = info.data
-        if not {"interval_s", "jitter"} <= given.keys():
-            return timeout_s  # one of them is wrong itself
-        longest_s = given["interval_s"] * (1 + given["jitter"]) + _TIMEOUTS * timeout_s
+        if "interval_s" not in info.data:
+            return timeout_s  # the interval is wrong itself
+        longest_s = info.data["interval_s"] * (1 + POLL_JITTER) + _TIMEOUTS * timeout_s
         if longest_s >= SILENT_AFTER_S:
             raise ValueError(
                 f"{_TIMEOUTS} times this, and the wait before (poll.interval_s), are "
@@ -504,22 +502,6 @@ class PollSettings(Section):
                 "answers late would count as silent"
             )
         return timeout_s
-
-    @field_validator("ttl_s")
-    @classmethod
-    def _outlives_a_wait(cls, ttl_s: float, info: ValidationInfo) -> float:
-        given = info.data
-        if not {"interval_s", "timeout_s", "jitter", "backoff_max_s"} <= given.keys():
-            return ttl_s  # one of them is wrong itself
-        wait_s = max(given["interval_s"] * (1 + given["jitter"]), given["backoff_max_s"])
-        longest_s = wait_s + _TIMEOUTS * given["timeout_s"]
-        if ttl_s <= longest_s:
-            raise ValueError(
-                f"must be more than {longest_s:g}, the longest time between two scrapes: "
-                f"{_TIMEOUTS} times poll.timeout_s, and the wait (poll.backoff_max_s, or "
-                "poll.interval_s)"
-            )
-        return ttl_s
 
     @property
     def give_up_s(self) -> float:

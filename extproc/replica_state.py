@@ -7,6 +7,9 @@ from extproc.predict.step import StepModel
 SILENT_AFTER_S = 5.0
 """Seconds without news: polls of a replica that answers are closer, late ones too, for
 ``poll.timeout_s`` is bounded by it."""
+TTL_S = 10.0
+"""Life of a replica's state in Redis without a scrape, in seconds: longer than any wait between two
+scrapes and an answer that is given up, 2 s and ``SILENT_AFTER_S`` at most."""
 
 
 class ReplicaState(BaseModel):

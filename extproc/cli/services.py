@@ -20,7 +20,7 @@ _SHOWN = {
         *("redis", "poll", "admin", "log"),
     ),
     "poll": ("", "poll", "redis", "admin", "log"),
-    "xds": ("pool", "pools", "xds", "redis", "poll.ttl_s", "log"),
+    "xds": ("pool", "pools", "xds", "redis", "log"),
 }
 """Sections and keys that the help of each command shows."""
 

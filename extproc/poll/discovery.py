@@ -19,6 +19,9 @@ from extproc.poll.resolve import Host, Resolve, resolve_host
 from extproc.poll.service_watch import ServiceWatch
 from extproc.replica_state import ReplicaState
 
+RESOLVE_S = 2.0
+"""Seconds between two looks at DNS names and the replicas file, and for an answer to the first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:

@@ -22,7 +22,7 @@ from extproc.poll.discovery import names_replicas
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.poller import Poller
 from extproc.poll.scrape import PollMetrics
-from extproc.replica_state import ReplicaState
+from extproc.replica_state import TTL_S, ReplicaState
 from extproc.share.blocks import BlockWriter
 from extproc.share.connection import connect, outage, reconnecting
 from extproc.share.desired import DesiredStore
@@ -133,7 +133,7 @@ class IntoRedis(Destination):
         self.outage = outage(redis)
         self.leases = Leases(redis, pool, name, self.outage, monotonic)
         self._reader = StateReader(redis, pool, random)
-        self._writer = StateWriter(redis, pool, config.poll.ttl_s, name)
+        self._writer = StateWriter(redis, pool, TTL_S, name)
         self._block_writer = BlockWriter(redis, pool, name)
         self._desired = DesiredStore(redis, pool)
         self._random = random

@@ -13,7 +13,7 @@ import zmq.asyncio
 from extproc.config import Config
 from extproc.ground.clock import monotonic, wall
 from extproc.poll.destination import Destination
-from extproc.poll.discovery import Discovery, Target
+from extproc.poll.discovery import RESOLVE_S, Discovery, Target
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.replica import PolledReplica
@@ -44,7 +44,7 @@ class Poller:
         self._discovery = Discovery(
             config.replicas,
             config.replicas_file,
-            config.poll.resolve_s,
+            RESOLVE_S,
             membership=into.membership,
             random=random,
         )
@@ -100,7 +100,7 @@ class Poller:
 
     async def _rediscover(self) -> None:
         while True:
-            await self._into.membership.wait(self._settings.resolve_s)
+            await self._into.membership.wait(RESOLVE_S)
             await self._discover()
 
     async def _discover(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from extproc.config import PollSettings
+from extproc.config import POLL_JITTER, PollSettings
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import Backoff
@@ -29,10 +29,12 @@ from extproc.predict.calibration import Calibration
 from extproc.predict.hardware import hardware_profile
 from extproc.predict.step import StepModel
 from extproc.predict.typical import Typical
-from extproc.replica_state import ReplicaState
+from extproc.replica_state import TTL_S, ReplicaState
 
 log = logging.getLogger(__name__)
 
+BACKOFF_MOST_S = 2.0
+"""Longest wait between two scrapes of a failing replica."""
 HEALTH_EVERY_S = 2.0
 """Seconds between two looks at a healthy replica's ``/health``."""
 MODELS_EVERY_S = 10.0
@@ -70,7 +72,7 @@ class PolledReplica:
         self._monotonic = monotonic
         self._wall = wall
         self._random = random
-        self._backoff = Backoff(settings.interval_s, settings.backoff_max_s, random)
+        self._backoff = Backoff(settings.interval_s, BACKOFF_MOST_S, random)
         self._doubt: asyncio.Task[None] | None = None  # None: the replica owes no figures
         self._kv_stream = kv_stream
         self._identity = {
@@ -78,7 +80,7 @@ class PolledReplica:
             "name": target.name,
             "profile": target.profile,
             "by_priority": by_priority,
-            "life_s": settings.ttl_s,
+            "life_s": TTL_S,
         }
         # What was published last, at first by whichever poller had the replica before.
         self.state = None if known is None else known.model_copy(update=self._identity)
@@ -147,7 +149,7 @@ class PolledReplica:
             self._calibration.interrupted()
         self._succeeded(figures, self._wall(), seconds)
         self._models.refresh(started)
-        spread = self._random.uniform(-self._settings.jitter, self._settings.jitter)
+        spread = self._random.uniform(-POLL_JITTER, POLL_JITTER)
         spent = self._monotonic() - started
         return max(0.0, self._settings.interval_s * (1 + spread) - spent)
 

@@ -31,6 +31,7 @@ from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services, recorder_of, router_of
 from extproc.proxy.sharing import share
 from extproc.proxy.watch import Reader
+from extproc.replica_state import TTL_S
 from extproc.request.tokens import TokenCounter
 from extproc.route.queue import LET_GO_EVERY_S, Queue
 from extproc.share.connection import connect
@@ -189,7 +190,7 @@ async def _housekeeping(pools: Sequence[Services]) -> None:
     metrics, clock, fleets = pools[0].metrics, pools[0].clock, [one.fleet for one in pools]
     while True:
         for one in pools:
-            one.fleet.drop_silent(one.config.poll.ttl_s)
+            one.fleet.drop_silent(TTL_S)
             metrics.replicas_needed.labels(one.config.pool).set(one.demand.replicas(one.queue))
         states = [state for fleet in fleets for state in fleet.members]
         metrics.forget_all_but({state.id for state in states})

@@ -50,8 +50,8 @@ SECTIONS = {key.partition(".")[0] for key in settings.LEAVES if "." in key}
     ("command", "sections"),
     [
         ("serve", {*SECTIONS} - {"xds"}),
-        ("poll", {"poll", "hold", "redis", "admin", "log"}),
-        ("xds", {"xds", "redis", "poll", "log"}),
+        ("poll", {"poll", "redis", "admin", "log"}),
+        ("xds", {"xds", "redis", "log"}),
         ("check", set()),
         ("explain", set()),
         ("top", set()),

@@ -18,6 +18,12 @@ from tests.conftest import RedisServer
 from tests.poll.replica import Replica
 from tests.waiting import PATIENCE_S
 
+QUICK_AND_PATIENT = {
+    "replica.BACKOFF_MOST_S": 0.05,
+    "poller.RESOLVE_S": 0.05,
+    "replica.TTL_S": 100.0,
+    "into_redis.TTL_S": 100.0,
+}
 SOON = {"timeout_s": 0.8}
 """What hangs is given up after three times as long, and what a busy machine answers late is not."""
 
@@ -26,13 +32,12 @@ def config(
     redis: RedisServer, *replicas: Replica, poll: Mapping[str, float] | None = None, **more: Any
 ) -> Config:
     """Polls often, and waits for an answer as long as can be."""
-    quick = {"interval_s": 0.02, "backoff_max_s": 0.05, "resolve_s": 0.05}
-    patient = {"timeout_s": 1.5, "ttl_s": 100}
+    times = {"interval_s": 0.02, "timeout_s": 1.5}
     return Config.model_validate(
         {
             "replicas": [replica.id for replica in replicas],
             "redis": {"url": redis.url},
-            "poll": {**quick, **patient, **(poll or {}), "admin": f"127.0.0.1:{free_port()}"},
+            "poll": {**times, **(poll or {}), "admin": f"127.0.0.1:{free_port()}"},
             **more,
         }
     )
@@ -40,13 +45,16 @@ def config(
 
 @asynccontextmanager
 async def polling(settings: Config) -> AsyncIterator[None]:
-    task = asyncio.create_task(run_poller(settings))
-    try:
-        yield
-    finally:
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+    with pytest.MonkeyPatch.context() as patched:
+        for constant, seconds in QUICK_AND_PATIENT.items():
+            patched.setattr(f"extproc.poll.{constant}", seconds)
+        task = asyncio.create_task(run_poller(settings))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
 
 
 class Seen:

@@ -82,7 +82,7 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
                 "preemptions": 0,
                 "first_tokens": 0,
                 "accepted_tokens": 0,
-                "life_s": settings.poll.ttl_s,
+                "life_s": 100.0,
             }
             replica.answers["/metrics"] = text(page(running=9, steps=101))
             await seen.replica(replica, lambda state: state.running == 9)

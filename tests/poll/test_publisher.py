@@ -121,11 +121,14 @@ class Noting(Destination):
         return noted
 
 
-async def test_a_replica_that_left_and_is_back_is_no_longer_to_be_removed(tmp_path: Path) -> None:
+async def test_a_replica_that_left_and_is_back_is_no_longer_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.poll.poller.RESOLVE_S", 0.02)
     file = tmp_path / "replicas.yaml"
     async with serving() as one:
         file.write_text(f"['{one.id}']")
-        settings = Config.model_validate({"replicas_file": file, "poll": {"resolve_s": 0.02}})
+        settings = Config.model_validate({"replicas_file": file})
         sink, metrics = Noting(one.id), PollMetrics(CollectorRegistry())
         poller = Poller(settings, sink, metrics, Random(1))
         task = asyncio.create_task(poller.run())

@@ -1,7 +1,6 @@
 """A router that polls its replicas itself: no poller, no Redis."""
 
 import asyncio
-import sys
 from pathlib import Path
 
 import aiohttp
@@ -11,6 +10,7 @@ from aiohttp import web
 
 from extproc.cli import main
 from extproc.lab.harness.processes import Process, answers, free_port
+from tests.patched import patched
 from tests.poll.replica import Replica, models, page, serving, text
 from tests.proxy.envoy_side import CHAT, EnvoySide, destination
 from tests.proxy.test_gateway import status_of
@@ -28,9 +28,9 @@ def router(directory: Path, ports: tuple[int, int], *replicas: Replica) -> list[
     file = directory / "replicas.yaml"
     file.write_text(str([replica.id for replica in replicas]))
     listen, admin = (f"127.0.0.1:{port}" for port in ports)
-    serve = [sys.executable, "-m", "extproc", "serve", "--state", "memory", "--redis.url"]
+    serve = ["serve", "--state", "memory", "--redis.url", "redis://127.0.0.1:1"]
     where = ["--serve.listen", listen, "--serve.admin", admin, "--replicas_file", str(file)]
-    return [*serve, "redis://127.0.0.1:1", *where, "--poll.resolve_s", "0.1"]
+    return patched({"extproc.poll.poller.RESOLVE_S": 0.1}, *serve, *where)
 
 
 async def test_one_process_routes_to_replicas_that_come_and_go(

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from extproc.config import Config, PollSettings, RedisSettings
+from extproc.config import Config, RedisSettings
 from extproc.lab.harness.processes import Process, free_port, listening, redis_binary
 from extproc.poll.into_redis import IntoRedis
 from extproc.share.connection import connect
@@ -211,7 +211,7 @@ async def proxied(port: int, context: ssl.SSLContext | None = None) -> AsyncIter
 @asynccontextmanager
 async def publishing(url: RedisSettings | str, pool: str = "test") -> AsyncIterator[IntoRedis]:
     async with connect(url, pool) as redis:
-        publisher = IntoRedis(redis, Config(pool=pool, poll=PollSettings(ttl_s=60)), "", Random(1))
+        publisher = IntoRedis(redis, Config(pool=pool), "", Random(1))
         task = asyncio.create_task(publisher.run())
         try:
             yield publisher

@@ -9,7 +9,7 @@ from extproc.envoy.check.live_redis import check_redis
 from extproc.envoy.check.live_replicas import check_replicas
 from extproc.envoy.finding import Finding, Level, worst_first
 from extproc.fleet.members import ModelNames
-from extproc.poll.discovery import Discovery, read_replicas
+from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
 from extproc.poll.membership import Membership
 from extproc.share.replicas import Snapshot
 
@@ -63,7 +63,7 @@ async def _named(
             sources += read_replicas(config.replicas_file)
     named = {state.id: state.name for state in snapshot.states} if snapshot else {}
     for source in sources:
-        discovery = Discovery([source], None, config.poll.resolve_s)
+        discovery = Discovery([source], None, RESOLVE_S)
         try:
             targets = {target.id: target.name for target in await discovery.targets()}
             reason = "".join(f" ({problem})" for problem in discovery.problems())

@@ -13,6 +13,7 @@ from extproc.envoy.xds.resources import Resources, watched
 from extproc.envoy.xds.server import XdsServer
 from extproc.ground.files import Watched
 from extproc.ground.runtime import until_signalled
+from extproc.replica_state import TTL_S
 from extproc.share.connection import connect
 from extproc.share.replicas import StateReader
 
@@ -59,7 +60,7 @@ async def run_xds(config: Config) -> None:
             readers[one.pool] = StateReader(redis, one.pool, Random())
         parts = [
             *(_follow(reader, pools[pool], changed) for pool, reader in readers.items()),
-            _look(pools, config.poll.ttl_s, changed, file, catalog),
+            _look(pools, TTL_S, changed, file, catalog),
             _serve_endpoints(pools, catalog, changed),
             _tell_health(readers.values(), server),
         ]
