@@ -27,7 +27,7 @@ from extproc.envoy.xds.resources import watched
 from extproc.ground import tls
 from extproc.ground.text import printable
 from extproc.ground.yaml_file import read_yaml
-from extproc.observe.token import read_token
+from extproc.observe.admin import read_token
 from extproc.observe.traces import Traces
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.share.connection import address, connect

@@ -6,10 +6,9 @@ import json
 
 from extproc.cli.arguments import CommandError, whole
 from extproc.cli.configuration import add_file, configured
-from extproc.observe.client import AskError
-from extproc.observe.explain.ask import ask
-from extproc.observe.explain.records import read_records
-from extproc.observe.explain.show import comparison, decisions
+from extproc.observe.client import AskError, ask_decisions
+from extproc.observe.decision import read_decisions
+from extproc.observe.explain import comparison, decisions
 
 _LAST = 20
 
@@ -47,13 +46,13 @@ def run(args: argparse.Namespace) -> int:
     workers = map(config.of_worker, range(config.serve.workers))
     routers = [args.router] if args.router else [one.serve.admin for one in workers]
     try:
-        answer = asyncio.run(ask(routers, args.request_id, args.last, config.admin))
+        answer = asyncio.run(ask_decisions(routers, args.request_id, args.last, config.admin))
         if args.json:
             text = json.dumps(answer, indent=2)
         elif args.request_id is None:
-            text = decisions(read_records(answer))
+            text = decisions(read_decisions(answer))
         else:
-            text = "\n\n\n".join(map(comparison, read_records(answer)))
+            text = "\n\n\n".join(map(comparison, read_decisions(answer)))
     except (AskError, OSError, ValueError) as error:
         raise CommandError(*str(error).splitlines()) from None
     print(text)

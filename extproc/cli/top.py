@@ -15,8 +15,7 @@ from extproc.cli.arguments import CommandError
 from extproc.cli.configuration import add_file, configured
 from extproc.config import AdminSettings
 from extproc.ground.text import WIDTH
-from extproc.observe.client import AskError
-from extproc.observe.dashboard.follow import follow
+from extproc.observe.client import AskError, follow
 from extproc.observe.dashboard.terminal import screen
 
 _BEGIN, _END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"

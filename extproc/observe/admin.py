@@ -2,6 +2,9 @@
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from hmac import compare_digest
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -10,18 +13,16 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from extproc.config import AdminSettings
 from extproc.ground.address import join_address, split_address
+from extproc.ground.files import Watched, read_file
 from extproc.ground.tls import server_context
-from extproc.observe.token import Token
 
-_STOP_S = 0.1
-"""For answers that last when it stops; the page's has no end."""
-_OPEN = AdminSettings()
-"""To everybody who reaches the port."""
+_STOP_S = 0.1  # for answers that are not over at the stop: the dashboard's events never are
+_OPEN = AdminSettings()  # no TLS, no token
 _DIGITS = 15
 MAY_LOOK: web.AppKey[Callable[[web.Request], bool]] = web.AppKey("may_look")
-"""Whether a request shows the token, where there is one; it may change while an answer lasts."""
+"""Checks a request's token, if one is configured; the token may change while an answer lasts."""
 Check = Callable[[], str]
-"""Why something is not as it should be, in a few words; empty: it is."""
+"""Returns a problem in a few words, or nothing."""
 
 
 def _well() -> str:
@@ -38,20 +39,20 @@ async def serve_admin(
     live: Check = _well,
     ready: Check = _well,
 ) -> AsyncIterator[str]:
-    """Serve metrics, health and ``routes``; yields the address, for a port of 0 too.
+    """Serve metrics, health and ``routes``; yields the address, which matters for port 0.
 
     Args:
         address: ``host:port``.
-        registry: what ``/metrics`` shows.
-        routes: what is served beside.
-        public: what is served to those without the token, too, as health is.
+        registry: shown by ``/metrics``.
+        routes: further routes behind the token.
+        public: further routes without the token, like health.
         access: TLS, and the token.
-        live: what ``/livez`` and ``/healthz`` say: whoever is not is to be started again.
-        ready: what ``/readyz`` says: whoever is not should get no work for now.
+        live: for ``/livez`` and ``/healthz``: a process with a problem should be restarted.
+        ready: for ``/readyz``: a process with a problem should get no work for now.
 
     Raises:
         OSError: the address is taken, or is not one of this machine.
-        ValueError: it is not ``host:port``, or a file of ``access`` cannot be used.
+        ValueError: not ``host:port``, or a file of ``access`` cannot be used.
     """
 
     async def metrics(_: web.Request) -> web.Response:
@@ -77,10 +78,10 @@ async def serve_admin(
 
 
 def decision_number(request: web.Request, name: str) -> int:
-    """The number of a decision, as a request's query has it under ``name``.
+    """Read a decision's number from the query parameter ``name``.
 
     Raises:
-        HTTPBadRequest: it is none.
+        HTTPBadRequest: not a number.
     """
     text = request.query.get(name, "")
     if not text.isdecimal() or len(text) > _DIGITS:
@@ -88,11 +89,32 @@ def decision_number(request: web.Request, name: str) -> int:
     return int(text)
 
 
+def read_token(path: Path) -> str:
+    """Read the token that clients have to show.
+
+    Raises:
+        ValueError: the file holds none, or cannot be read.
+    """
+    token = read_file("admin.token_file", path).decode().strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise ValueError(f"admin.token_file: {path} holds no token: one line of ASCII")
+    return token
+
+
 def _showing_token(access: AdminSettings) -> Callable[[web.Request], bool]:
     if access.token_file is None:
         return lambda _: True
-    token = Token(access.token_file)
-    return lambda request: token.is_in(request.headers.get("Authorization", ""))
+    file = Watched("admin token", partial(read_token, access.token_file), access.token_file)
+    token = file.read()
+
+    def shows_token(request: web.Request) -> bool:
+        nonlocal token
+        token = file.news() or token
+        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+        right = compare_digest(shown.encode(errors="surrogateescape"), token.encode())
+        return right and scheme.lower() == "bearer"
+
+    return shows_token
 
 
 def _asking(open_to_all: Container[str]) -> Middleware:

@@ -1,41 +1,126 @@
-"""Asks admin addresses, with the token and the trust that the configuration names."""
+"""A client of admin addresses: the decisions and the live snapshots of routers."""
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from json import loads
+from typing import Any
 
 import aiohttp
 
 from extproc.config import AdminSettings
 from extproc.ground.tls import trusting
-from extproc.observe.token import read_token
+from extproc.observe.admin import read_token
 
+_OPEN = AdminSettings()
 _PATIENCE_S = 10.0
-_MOST_BYTES = 2**24
-"""Of one event: a thousand replicas take a quarter of a megabyte."""
+_MOST_BYTES = 2**24  # of one event: a thousand replicas take a quarter of a megabyte
 
 
 class AskError(Exception):
-    """No router answered, or not as a router does; a line for each says what to do."""
+    """A line for each router that did not answer as a router does, with the remedy."""
 
 
-def url_of(router: str, access: AdminSettings) -> str:
-    """The URL of an admin address: ``host:port``, of which ``access`` tells the scheme, or one."""
+async def ask_decisions(
+    routers: Sequence[str],
+    request_id: str | None,
+    most: int,
+    access: AdminSettings = _OPEN,
+) -> list[Any]:
+    """Get the newest decisions, ``most`` of them, or all about one request, the oldest first.
+
+    Args:
+        routers: admin addresses: ``host:port``, or a URL.
+        request_id: None for the newest.
+        most: limits the newest.
+        access: TLS of addresses without a scheme, and the token to show.
+
+    Raises:
+        AskError: no router answered.
+        ValueError: a file of ``access`` cannot be used.
+    """
+    urls = [_url_of(one, access) for one in routers]
+    async with _session(access) as session:
+        asking = (
+            _last(session, url, most) if request_id is None else _about(session, url, request_id)
+            for url in urls
+        )
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+    errors = [one for one in answers if isinstance(one, BaseException)]
+    for error in errors:
+        if not isinstance(error, AskError):
+            raise error
+    if len(errors) == len(answers):
+        raise AskError("\n".join(map(str, errors)))
+    found = [record for one in answers if isinstance(one, list) for record in one]
+    if len(urls) > 1:  # each router numbers its own decisions
+        found.sort(key=lambda record: record.get("decided_at", 0.0))
+    return found if request_id is not None else found[-most:]
+
+
+async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the snapshots of a router, as :mod:`extproc.observe.dashboard.snapshot` makes them.
+
+    Raises:
+        AskError: the router does not answer, or stopped.
+        ValueError: a file of ``access`` cannot be used.
+    """
+    url = _url_of(router, access)
+    async with (
+        _session(access) as session,
+        _answer(session, url, "/dashboard/events", "text/event-stream", endless=True) as events,
+    ):
+        try:
+            while event := await events.content.readuntil(b"\n\n"):
+                yield loads(event.removeprefix(b"data: "))
+        finally:  # the answer has no end to read up to, and TLS would wait for the router's goodbye
+            if events.connection and events.connection.transport:
+                events.connection.transport.abort()
+    raise AskError(f"the router at {url} has stopped")
+
+
+async def _about(session: aiohttp.ClientSession, url: str, request_id: str) -> list[Any]:
+    if found := await _get(session, url, request_id=request_id):
+        return found
+    raise AskError(
+        f"the router at {url} keeps no decision about request {request_id!r}: it was not asked, "
+        "had no replica to choose, or has dropped it since (serve.decisions_kept)"
+    )
+
+
+async def _last(session: aiohttp.ClientSession, url: str, most: int) -> list[Any]:
+    newest = await _get(session, url)
+    if len(newest) >= most or not newest:
+        return newest[-most:]
+    end = newest[-1]["number"]
+    found: list[Any] = []
+    after = max(end - most, 0)
+    while after < end and (page := await _get(session, url, after=str(after))):
+        found += page
+        after = page[-1]["number"]
+    return found[:most]
+
+
+async def _get(session: aiohttp.ClientSession, url: str, **query: str) -> list[Any]:
+    async with _answer(session, url, "/decisions", "application/json", query) as response:
+        found = await response.json()
+    records = found if isinstance(found, list) else [None]
+    if not all(isinstance(one, dict) and isinstance(one.get("number"), int) for one in records):
+        raise _no_router(url, "something else than decisions")
+    return records
+
+
+def _url_of(router: str, access: AdminSettings) -> str:
     scheme = "http" if access.tls_cert is None else "https"
     return (router if "://" in router else f"{scheme}://{router}").rstrip("/")
 
 
-def open_session(access: AdminSettings) -> aiohttp.ClientSession:
-    """A session for admin addresses; close it after use.
-
-    Raises:
-        ValueError: a file of ``access`` cannot be used.
-    """
+def _session(access: AdminSettings) -> aiohttp.ClientSession:
     headers = {}
     if access.token_file is not None:
         headers["Authorization"] = f"Bearer {read_token(access.token_file)}"
     trusted = True if access.tls_cert is None else trusting(access.tls_cert)
     return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=_PATIENCE_S),
         headers=headers,
         connector=aiohttp.TCPConnector(ssl=trusted),
         read_bufsize=_MOST_BYTES,
@@ -43,7 +128,7 @@ def open_session(access: AdminSettings) -> aiohttp.ClientSession:
 
 
 @asynccontextmanager
-async def answer(
+async def _answer(
     session: aiohttp.ClientSession,
     url: str,
     path: str,
@@ -51,11 +136,7 @@ async def answer(
     query: Mapping[str, str] | None = None,
     endless: bool = False,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """What a router answers, of that content type; ``endless``: it need only go on.
-
-    Raises:
-        AskError: nothing, or something else; or it stopped within the block.
-    """
+    """Yield the answer, of content type ``kind``; errors within the block are translated, too."""
     total = None if endless else _PATIENCE_S
     timeout = aiohttp.ClientTimeout(total=total, connect=_PATIENCE_S, sock_read=_PATIENCE_S)
     try:
@@ -63,9 +144,9 @@ async def answer(
             if response.status == 401:
                 raise AskError(f"the router at {url} asks for another token (admin.token_file)")
             if response.status != 200:
-                raise no_router(url, f"status {response.status}")
+                raise _no_router(url, f"status {response.status}")
             if response.content_type != kind:
-                raise no_router(url, f"something else than {kind}")
+                raise _no_router(url, f"something else than {kind}")
             yield response
     except (aiohttp.ClientError, TimeoutError, ValueError):
         raise AskError(
@@ -74,6 +155,5 @@ async def answer(
         ) from None
 
 
-def no_router(url: str, seen: str) -> AskError:
-    """Something else is there."""
+def _no_router(url: str, seen: str) -> AskError:
     return AskError(f"{url} is not the admin address (serve.admin) of a router: it answers {seen}")

@@ -4,16 +4,23 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from functools import partial
 from heapq import nlargest
+from math import exp
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from extproc.ground.clock import Clock
 from extproc.observe.tally import OTHER, Counts, Spread
+from extproc.predict.work import work
 from extproc.route.router import Decision
+from extproc.route.waiting import Waiting
 
 _TENANTS = 5
 """Those with the most; there may be as many as users, and each is a series."""
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
+_DEMAND_FADES_S = 60.0
+"""Work that arrived loses two thirds of its weight in this time; work that waits should be done in
+it."""
 _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 
 
@@ -224,3 +231,31 @@ def _most(pairs: Iterable[tuple[str, float]]) -> list[str]:
     for tenant, value in pairs:
         totals[tenant] += value
     return nlargest(_TENANTS, totals, key=totals.__getitem__)
+
+
+class Demand:
+    """Replicas needed for the recent requests of one pool, refused ones included."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._work = self._seconds = 0.0  # of a replica, and of time; older ones fade
+        self._at = clock()
+
+    def came(self, decision: Decision) -> None:
+        """Count a request by its first decision."""
+        view, first = decision.situation.view, decision.choice.first
+        self._fade()
+        self._work += work(decision.profile, decision.prediction, view, first)
+
+    def replicas(self, waiting: Iterable[Waiting]) -> float:
+        """Replicas kept busy by the work that arrives, and by doing what waits in a minute."""
+        self._fade()
+        came = self._work / max(self._seconds, 1.0)
+        return came + sum(one.cost for one in waiting) / _DEMAND_FADES_S
+
+    def _fade(self) -> None:
+        now = self._clock()
+        faded = exp((self._at - now) / _DEMAND_FADES_S)
+        self._work *= faded
+        self._seconds = _DEMAND_FADES_S - faded * (_DEMAND_FADES_S - self._seconds)
+        self._at = now

@@ -19,7 +19,7 @@ from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import in_daemon_thread
-from extproc.observe.decisions import Outcome
+from extproc.observe.decision import Outcome
 from extproc.observe.record import (
     FORMAT,
     Line,

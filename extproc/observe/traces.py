@@ -6,7 +6,8 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from extproc.ground.address import split_address
-from extproc.observe.decisions import TERMS, Outcome, told
+from extproc.observe.decision import Outcome
+from extproc.observe.decision_log import TERMS, summary_of
 from extproc.request.endpoint import Endpoint
 from extproc.route.router import Decision
 
@@ -113,7 +114,7 @@ class Trace:
             "gen_ai.request.model": profile.asked or profile.model,
             "gen_ai.request.max_tokens": profile.output_bound,
         }
-        asked |= {f"extproc.{key}": value for key, value in told(decision, waited).items()}
+        asked |= {f"extproc.{key}": value for key, value in summary_of(decision, waited).items()}
         own: Attributes = {"extproc.request_id": request_id, "extproc.pool": pool}
         _set(self._route, asked | own | _address(decision.replica) | _compared(decision))
         self.ended("routed")

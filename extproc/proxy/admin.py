@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 
 from aiohttp import web
-from pydantic_core import to_json
+from msgspec import json
 
 from extproc.observe.admin import Check, decision_number
 from extproc.observe.dashboard.routes import news_routes
@@ -28,7 +28,7 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
             records = log.after(decision_number(request, "after"), _PAGE)
         else:
             records = log.last(_PAGE)
-        return await _answer(request, _array(record.to_json(most) for record in records))
+        return await _answer(request, _array(record.record(most) for record in records))
 
     async def fleet(request: web.Request) -> web.StreamResponse:
         return await _answer(request, _fleet(pools))
@@ -73,7 +73,7 @@ def _fleet(pools: Iterable[Services]) -> Iterator[bytes]:
 def _array(items: Iterable[object]) -> Iterator[bytes]:
     yield b"["
     for number, item in enumerate(items):
-        yield (b"," if number else b"") + to_json(item)
+        yield (b"," if number else b"") + json.encode(item)
     yield b"]"
 
 

@@ -17,9 +17,8 @@ from extproc.fleet.members import ModelNames
 from extproc.ground.clock import monotonic, wall
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.routes import page_routes
-from extproc.observe.decisions import DecisionLog
-from extproc.observe.demand import Demand
-from extproc.observe.metrics import RouterMetrics
+from extproc.observe.decision_log import DecisionLog
+from extproc.observe.metrics import Demand, RouterMetrics
 from extproc.observe.traces import Traces
 from extproc.poll.destination import IntoFleet
 from extproc.poll.discovery import names_replicas

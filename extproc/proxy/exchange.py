@@ -21,7 +21,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 
-from extproc.observe.decisions import told
+from extproc.observe.decision_log import summary_of
 from extproc.observe.traces import Trace
 from extproc.proxy import admission, messages
 from extproc.proxy.asked import Asked
@@ -409,7 +409,7 @@ class Exchange:
         reply = self._send_to(phase, self._destination(decision), priority, leave_body)
         if not self._services.config.serve.decision_metadata or self._in_flight is None:
             return reply
-        return messages.with_metadata(reply, told(decision, self._in_flight.outcome.waited_s))
+        return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.waited_s))
 
     def _send_to(
         self, phase: str, destination: str, priority: int | None = None, leave_body: bool = False

@@ -1,7 +1,7 @@
 """A request that was sent to a replica, until its response has ended."""
 
 from extproc.fleet.lone_requests import Baseline
-from extproc.observe.accuracy import Ended
+from extproc.observe.decision_log import PredictionResult
 from extproc.proxy import messages
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
@@ -230,7 +230,8 @@ class InFlight:
             services.router.margins.completion.observe(predicted, actual)
             # Else nothing was foretold of what it would find.
             told = cached if profile.sequences == 1 and forecast.hits_depth >= 0 else None
-            services.accuracy.add(Ended(services.clock(), replica, predicted, actual, hits, told))
+            result = PredictionResult(services.clock(), replica, predicted, actual, hits, told)
+            services.accuracy.add(result)
             if cached is not None:
                 metrics.hits_expected.add(replica, by=hits)
                 metrics.hits_reported.add(replica, by=cached)

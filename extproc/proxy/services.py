@@ -6,10 +6,8 @@ from dataclasses import dataclass, field, replace
 from extproc.config import Config, RouteSettings
 from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock
-from extproc.observe.accuracy import Accuracy
-from extproc.observe.decisions import DecisionLog
-from extproc.observe.demand import Demand
-from extproc.observe.metrics import RouterMetrics
+from extproc.observe.decision_log import Accuracy, ObservedPool
+from extproc.observe.metrics import Demand, RouterMetrics
 from extproc.observe.recorder import Recorder
 from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths
@@ -25,20 +23,14 @@ def router_of(route: RouteSettings, fleet: Fleet, random: random.Random) -> Rout
     return Router(fleet, route.policy, random, route.session_cost_s, route.shadow_policy)
 
 
-@dataclass(frozen=True, slots=True)
-class Services:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services(ObservedPool):
     """The parts of a router, for one pool; pools share what :meth:`of_pool` leaves."""
 
-    config: Config
-    router: Router
     tokens: TokenCounter
-    log: DecisionLog
     metrics: RouterMetrics
-    clock: Clock
-    wall: Clock
     random: random.Random
     reader: Reader
-    queue: Queue
     demand: Demand
     traces: Traces | None = None
     """None: no spans are made."""
@@ -46,12 +38,6 @@ class Services:
     """Of the traffic, where it is recorded."""
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
-    accuracy: Accuracy = field(default_factory=Accuracy)
-
-    @property
-    def fleet(self) -> Fleet:
-        """The router's fleet."""
-        return self.router.fleet
 
     def of_pool(self, config: Config) -> "Services":
         """The same for a pool of its own, with an empty fleet."""

@@ -1,11 +1,12 @@
-import json
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import to_builtins
+from msgspec.json import decode, encode
 
-from extproc.observe.decisions import DecisionLog
+from extproc.observe.decision_log import DecisionLog
 from extproc.predict.inputs import Excluded
 from extproc.route.completion import Completion
 from extproc.route.policies import POLICIES
@@ -26,7 +27,7 @@ def decision(policy: str = "completion", replicas: int = 3) -> Decision:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_record_of_any_policy_is_valid_json(policy: str) -> None:
     record = DecisionLog(10).add("id", 1.0, decision(policy))
-    shown = json.loads(json.dumps(record.to_json(), allow_nan=False))
+    shown = decode(encode(record.record()))
     assert shown["policy"] == policy
     assert shown["predicted_completion_s"] > shown["predicted_ttft_s"] > 0
     assert {one["replica"] for one in shown["candidates"]} == {replica(n) for n in (1, 2, 3)}
@@ -34,7 +35,7 @@ def test_a_record_of_any_policy_is_valid_json(policy: str) -> None:
 
 
 def test_the_terms_of_a_candidate_add_up() -> None:
-    shown = DecisionLog(10).add("id", 1.0, decision()).to_json()
+    shown = to_builtins(DecisionLog(10).add("id", 1.0, decision()).record())
     for candidate in shown["candidates"]:
         terms = candidate["terms_s"]
         ttft = terms["step_rest"] + terms["admission"] + terms["prefill"]
@@ -52,7 +53,7 @@ def test_the_best_candidates_and_the_chosen_one_are_shown_where_all_are_too_many
     record = DecisionLog(10).add("id", 1.0, made)
     ids = made.situation.view.ids
     for most, rows in ((5, [*range(5), first]), (None, range(40)), (40, range(40))):
-        shown = record.to_json(most)
+        shown = to_builtins(record.record(most))
         assert [one["replica"] for one in shown["candidates"]] == [ids[row] for row in rows]
         assert [one["score"] for one in shown["candidates"]] == [
             None if row == worst else scores[row] for row in rows
@@ -61,7 +62,7 @@ def test_the_best_candidates_and_the_chosen_one_are_shown_where_all_are_too_many
 
 
 def test_a_record_says_why_in_words() -> None:
-    shown = DecisionLog(10).add("id", 1.0, decision()).to_json()
+    shown = to_builtins(DecisionLog(10).add("id", 1.0, decision()).record())
     finish = shown["predicted_completion_s"]
     assert shown["why"].startswith(f"{shown['replica_name']} finishes it in {finish:.2f} s, ")
 
@@ -76,7 +77,7 @@ def test_the_words_are_made_only_when_a_record_is_shown(monkeypatch: pytest.Monk
     monkeypatch.setattr(Completion, "why", why)
     record = DecisionLog(10).add("id", 1.0, decision())
     assert shown == []
-    assert record.to_json()["why"] == "because"
+    assert record.record().why == "because"
 
 
 def test_replicas_left_out_are_in_the_record() -> None:
@@ -84,10 +85,10 @@ def test_replicas_left_out_are_in_the_record() -> None:
     left_out = Excluded(replica(4), "r4", "no answer to the last poll")
     made.situation.view.excluded = (left_out,)
     record = DecisionLog(10).add("id", 1.0, made)
-    assert record.to_json()["excluded"] == [
+    assert to_builtins(record.record().excluded) == [
         {"replica": replica(4), "name": "r4", "why": "no answer to the last poll"}
     ]
-    assert record.to_json(0)["excluded"] == []
+    assert record.record(0).excluded == []
 
 
 def test_the_last_records_are_kept() -> None:

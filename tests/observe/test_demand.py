@@ -9,7 +9,7 @@ from benchmarks.discrete import Simulation
 from benchmarks.fleet import FleetFile, ReplicaGroup
 from benchmarks.trace import TracedRequest
 from extproc.lab.replay.served import Served
-from extproc.observe.demand import Demand
+from extproc.observe.metrics import Demand
 from extproc.route.router import Decision, Router
 from extproc.route.waiting import Waiting
 from tests.fakes import ManualClock, chat, fleet_of

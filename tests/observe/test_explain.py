@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 from aiohttp import web
+from msgspec import to_builtins
 from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
@@ -233,7 +234,7 @@ async def test_json_is_what_the_router_answers(
 ) -> None:
     decide(services, chat(10))
     (record,) = json.loads("\n".join(await explain("--router", router, "--json", ID)))
-    assert record == services.log.of_request(ID)[0].to_json()
+    assert record == to_builtins(services.log.of_request(ID)[0].record())
     assert json.loads("\n".join(await explain("--router", router, "--json"))) == [record]
 
 
@@ -332,7 +333,11 @@ async def test_no_router_is_one_line(explain: Explain) -> None:
         (200, "<html>", "something else than application/json"),
         (200, "{}", "something else than decisions"),
         (200, "[1]", "something else than decisions"),
-        (200, '[{"number": 1}]', "cannot be read (0.request_id)"),
+        (
+            200,
+            '[{"number": 1}]',
+            "cannot be read (Object missing required field `request_id` - at `$[0]`)",
+        ),
     ],
 )
 async def test_what_is_no_router_is_one_line(

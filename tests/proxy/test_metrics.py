@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from msgspec import to_builtins
 from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
@@ -135,7 +136,7 @@ async def test_what_another_policy_would_have_chosen_is_counted_and_recorded(
             await stream.request_headers(headers={"x-request-id": name})
             await stream.request_body(CHAT | {"max_tokens": 50})
             await stream.end()
-        shown = services.log.of_request(name)[0].to_json()
+        shown = to_builtins(services.log.of_request(name)[0].record())
         if (shadow := shown["shadow"]) is not None:
             ends.append(shadow["completion_s"] - shown["predicted_completion_s"])
             assert shadow["replica"] == replica(2 - len(ends) % 2)  # its turns

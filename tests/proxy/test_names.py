@@ -8,6 +8,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode as BodyMode,
 )
 from envoy_data_plane.envoy.service.ext_proc.v3 import CommonResponse, ProcessingResponse
+from msgspec import to_builtins
 
 from extproc.config import Config
 from extproc.proxy.services import Services
@@ -69,7 +70,7 @@ async def test_a_body_in_one_piece_is_replaced_and_its_length(
         await stream.end()
     assert set(destination(reply)) == {replica(1), replica(2)}
     assert (body_of(reply), length_of(reply)) == (NAMED, str(len(NAMED)))
-    record = services.log.after(0)[-1].to_json()
+    record = to_builtins(services.log.after(0)[-1].record())
     assert (record["model"], record["served_as"]) == ("chat", "llama")
 
 

@@ -48,7 +48,7 @@ async def aim(
         await stream.end()
     (record,) = services.log.last(1)
     objective = record.decision.profile.objective
-    assert record.to_json()["objective"] == objective.name
+    assert record.record().objective == objective.name
     return objective
 
 

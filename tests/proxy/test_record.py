@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded, read
-from extproc.observe.decisions import Outcome
+from extproc.observe.decision import Outcome
 from extproc.observe.record import keys_of
 from extproc.proxy.app import build
 from extproc.proxy.services import Services, recorder_of

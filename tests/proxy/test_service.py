@@ -13,6 +13,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 )
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from msgspec import to_builtins
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
@@ -65,7 +66,7 @@ async def test_a_request_is_routed_and_its_outcome_recorded(
 
     assert services.fleet.in_flight == 0
     (record,) = services.log.of_request("abc")
-    shown = record.to_json()
+    shown = to_builtins(record.record())
     assert shown["replica"] == shown["outcome"]["served_by"] == first
     assert shown["outcome"]["status"] == 200
     assert shown["outcome"]["output_tokens"] == 33

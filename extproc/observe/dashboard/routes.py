@@ -1,19 +1,18 @@
-"""The page over HTTP: its files, its news as server-sent events, and one decision."""
+"""The page over HTTP: its files, its snapshots as server-sent events, and one decision."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 from pydantic_core import to_json
 
 from extproc.observe.admin import MAY_LOOK, decision_number
-from extproc.observe.dashboard.pool import Pool
-from extproc.observe.dashboard.stream import Live
-from extproc.observe.explain.records import read_records
-from extproc.observe.explain.show import compare
+from extproc.observe.dashboard.snapshot import snapshot
+from extproc.observe.decision import DecisionRecord
+from extproc.observe.decision_log import ObservedPool
+from extproc.observe.explain import compare
 
 _FILES = Path(__file__).parent / "page"
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -27,9 +26,31 @@ _HEADERS = {
     "Cache-Control": "no-store",
 }
 """Nothing comes from elsewhere, nothing goes there, and nothing is written into scripts."""
-_PATIENCE_S = 5.0
-"""With who takes nothing."""
+_PATIENCE_S = 5.0  # with a viewer that stopped reading
 _MOST_VIEWERS = 100
+EVERY_S = 1.0  # seconds between two snapshots
+_EARLY_S = 0.01  # by which a timer may be early
+
+
+class Live:
+    """Snapshots of a router's pools, the same for all viewers; none is made while nobody looks."""
+
+    def __init__(self, pools: Sequence[ObservedPool]) -> None:
+        self._pools = pools
+        self._clock = pools[0].clock
+        self._making = asyncio.Lock()
+        self._last = b""
+        self._next_at = self._clock()
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield each snapshot as JSON, for ever; slow viewers miss some."""
+        while True:
+            async with self._making:
+                if self._clock() >= self._next_at - _EARLY_S:
+                    self._last = to_json(await snapshot(self._pools), inf_nan_mode="null")
+                    self._next_at = self._clock() + EVERY_S
+            yield self._last
+            await asyncio.sleep(max(self._next_at - self._clock(), 0.0))
 
 
 def page_routes() -> list[web.RouteDef]:
@@ -39,7 +60,7 @@ def page_routes() -> list[web.RouteDef]:
     return [web.get("/", _file(_FILES / "index.html")), *beside]
 
 
-def news_routes(pools: Sequence[Pool]) -> list[web.RouteDef]:
+def news_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
     """What the page shows, of the pools of one router."""
     live, log, places = Live(pools), pools[0].log, asyncio.Semaphore(_MOST_VIEWERS)
 
@@ -70,7 +91,7 @@ def news_routes(pools: Sequence[Pool]) -> list[web.RouteDef]:
         for record in log.after(number - 1, 1):
             if record.number == number:
                 # Words for a thousand candidates take long: requests come first.
-                body = await asyncio.to_thread(_words, record.to_json())
+                body = await asyncio.to_thread(_compared, record.record())
                 return web.Response(body=body, content_type="application/json", headers=_HEADERS)
         raise web.HTTPNotFound(text="that decision is no longer kept (serve.decisions_kept)\n")
 
@@ -89,7 +110,5 @@ def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:
     return answer
 
 
-def _words(record: dict[str, Any]) -> bytes:
-    """The comparison that ``extproc explain`` prints, in its parts."""
-    (one,) = read_records([record])
-    return to_json(asdict(compare(one)))
+def _compared(record: DecisionRecord) -> bytes:
+    return to_json(asdict(compare(record)))

@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from extproc.observe.accuracy import Ended
-from extproc.observe.dashboard.pool import Pool
 from extproc.observe.dashboard.warnings import pool_warnings, router_warnings
-from extproc.observe.decisions import DecisionLog
-from extproc.observe.explain.records import read_records
-from extproc.observe.explain.show import DECISIONS, figures_of, reason_of
+from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
+from extproc.observe.explain import DECISIONS, figures_of, reason_of
 from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView
 from extproc.route.queue import Queue
@@ -32,7 +29,7 @@ _GROUPS = 50
 """Of what waits, at most: tenants may be as many as users."""
 
 
-async def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
+async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
     """All of it, of the pools of one router, in what JSON has: seconds, tokens, and what JSON
     cannot say (infinity) for what is not known. Piece by piece: a thousand replicas take 15 ms, and
     requests come first."""
@@ -58,7 +55,7 @@ async def snapshot(pools: Sequence[Pool]) -> dict[str, Any]:
     }
 
 
-def _pool(pool: Pool, sent: Counter[tuple[str, str]]) -> dict[str, Any]:
+def _pool(pool: ObservedPool, sent: Counter[tuple[str, str]]) -> dict[str, Any]:
     fleet = pool.fleet
     view = fleet.overview()
     ended = [*pool.accuracy.since(pool.clock() - _MINUTES_S)]
@@ -76,7 +73,9 @@ def _pool(pool: Pool, sent: Counter[tuple[str, str]]) -> dict[str, Any]:
     }
 
 
-def _replicas(pool: Pool, view: FleetView, sent: Counter[tuple[str, str]]) -> dict[str, list[Any]]:
+def _replicas(
+    pool: ObservedPool, view: FleetView, sent: Counter[tuple[str, str]]
+) -> dict[str, list[Any]]:
     """Column by column, an entry a replica."""
     fleet, now = pool.fleet, pool.clock()
     against = {one.id: one.why for one in view.excluded}
@@ -104,7 +103,7 @@ def _replicas(pool: Pool, view: FleetView, sent: Counter[tuple[str, str]]) -> di
     }
 
 
-def _sent(pool: Pool) -> tuple[Counter[tuple[str, str]], float]:
+def _sent(pool: ObservedPool) -> tuple[Counter[tuple[str, str]], float]:
     """Of late, how many requests went to each pool and replica; and in how many seconds."""
     now = pool.wall()
     records = pool.log.since(now - _LATELY_S)
@@ -134,7 +133,7 @@ def _held(queue: Queue, view: FleetView, now: float) -> list[dict[str, Any]]:
     ]
 
 
-def _accuracy(ended: Sequence[Ended], added: int) -> dict[str, Any]:
+def _accuracy(ended: Sequence[PredictionResult], added: int) -> dict[str, Any]:
     """Predicted and actual seconds of the last requests, the newest first, and how far apart they
     are; ``added``: the number of the newest."""
     pairs = ((one.actual_s, one.predicted_s) for one in ended)
@@ -155,7 +154,7 @@ def _accuracy(ended: Sequence[Ended], added: int) -> dict[str, Any]:
 
 def _decisions(log: DecisionLog) -> dict[str, Any]:
     """As ``extproc explain`` lists them, the newest first."""
-    records = read_records([one.to_json(0) for one in reversed(log.last(_LISTED))])
+    records = [one.record(0) for one in reversed(log.last(_LISTED))]
     return {
         "columns": DECISIONS,
         "rows": [

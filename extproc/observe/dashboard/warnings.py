@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from extproc.observe.accuracy import Ended
-from extproc.observe.dashboard.pool import Pool
+from extproc.observe.decision_log import ObservedPool, PredictionResult
 from extproc.predict.inputs import FleetView
 from extproc.replica_state import SILENT_AFTER_S
 
@@ -23,7 +22,7 @@ _NEARLY = 0.9
 """Of a limit."""
 
 
-def router_warnings(pools: Sequence[Pool]) -> Iterator[str]:
+def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
     """What concerns the router as a whole."""
     serve = pools[0].config.serve
     streams = sum(pool.fleet.in_flight + len(pool.queue) for pool in pools)
@@ -40,7 +39,9 @@ def router_warnings(pools: Sequence[Pool]) -> Iterator[str]:
         )
 
 
-def pool_warnings(pool: Pool, view: FleetView, ended: Sequence[Ended]) -> Iterator[str]:
+def pool_warnings(
+    pool: ObservedPool, view: FleetView, ended: Sequence[PredictionResult]
+) -> Iterator[str]:
     """What concerns one pool, of which ``view`` has all replicas and ``ended`` the last
     requests."""
     yield from _news(pool)
@@ -50,7 +51,7 @@ def pool_warnings(pool: Pool, view: FleetView, ended: Sequence[Ended]) -> Iterat
     yield from _held(pool)
 
 
-def _news(pool: Pool) -> Iterator[str]:
+def _news(pool: ObservedPool) -> Iterator[str]:
     fleet, shares = pool.fleet, pool.config.state == "redis"
     if shares and fleet.pollers is None:
         yield "Redis does not answer: this router goes by what it knew and what it sends itself."
@@ -64,7 +65,7 @@ def _news(pool: Pool) -> Iterator[str]:
         yield "Stale news of other routers: what they have in flight is known from polls alone."
 
 
-def _left_out(pool: Pool, view: FleetView) -> Iterator[str]:
+def _left_out(pool: ObservedPool, view: FleetView) -> Iterator[str]:
     """Replicas that get no requests, and that nobody asked to drain."""
     reasons = defaultdict[str, list[str]](list)
     for one in view.excluded:
@@ -96,7 +97,7 @@ def _drifts(view: FleetView) -> Iterator[str]:
             )
 
 
-def _cold(view: FleetView, ended: Sequence[Ended]) -> Iterator[str]:
+def _cold(view: FleetView, ended: Sequence[PredictionResult]) -> Iterator[str]:
     """Replicas that do not find in their prefix cache what was sent there before."""
     sums = defaultdict[str, list[float]](lambda: [0.0, 0.0])
     for one in ended:
@@ -116,7 +117,7 @@ def _cold(view: FleetView, ended: Sequence[Ended]) -> Iterator[str]:
         )
 
 
-def _held(pool: Pool) -> Iterator[str]:
+def _held(pool: ObservedPool) -> Iterator[str]:
     hold, waiting = pool.config.hold, len(pool.queue)
     if waiting >= _NEARLY * hold.most:
         yield f"Nearly as many requests wait as may ({hold.most}, hold.most): others get 429."

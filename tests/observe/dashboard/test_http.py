@@ -18,13 +18,11 @@ from extproc.config import AdminSettings
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock
 from extproc.observe import dashboard
-from extproc.observe.accuracy import Ended
 from extproc.observe.admin import serve_admin
-from extproc.observe.dashboard import routes, stream
-from extproc.observe.dashboard.routes import page_routes
-from extproc.observe.dashboard.stream import Live
-from extproc.observe.explain.records import read_records
-from extproc.observe.explain.show import comparison
+from extproc.observe.dashboard import routes
+from extproc.observe.dashboard.routes import Live, page_routes
+from extproc.observe.decision_log import PredictionResult
+from extproc.observe.explain import comparison
 from extproc.proxy.admin import admin_routes
 from extproc.proxy.app import apply
 from extproc.proxy.services import Services
@@ -102,7 +100,7 @@ async def test_what_is_beyond_all_figures_is_null(
     client: aiohttp.ClientSession, services: Services, clock: Clock
 ) -> None:
     for predicted in (inf, 1.0):
-        services.accuracy.add(Ended(clock(), replica(1), predicted, 2.0, 0.0, None))
+        services.accuracy.add(PredictionResult(clock(), replica(1), predicted, 2.0, 0.0, None))
     async with client.get("/dashboard/events") as response:
         (told,) = await news(response, 1)
     (pool,) = told["pools"]
@@ -131,7 +129,7 @@ async def test_the_news_end_when_the_token_is_another_one(
 async def test_who_takes_nothing_is_given_up_and_leaves_its_place(
     services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "EVERY_S", 0.01)
+    monkeypatch.setattr(routes, "EVERY_S", 0.01)
     monkeypatch.setattr(routes, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(routes, "_MOST_VIEWERS", 1)
     await apply(Snapshot(thousand()), services.fleet)
@@ -179,7 +177,7 @@ async def test_a_decision_is_compared_in_the_words_of_explain(
     record = services.log.add("the-id", services.wall(), decision)
     async with client.get("/dashboard/decision", params={"number": "1"}) as response:
         shown = await response.json()
-    text = comparison(read_records([record.to_json()])[0])
+    text = comparison(record.record())
     assert shown["facts"]["request"] == "the-id"
     for name, value in shown["facts"].items():
         assert " ".join(f"{name} {value}".split()) in " ".join(text.split())

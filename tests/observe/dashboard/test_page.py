@@ -12,9 +12,9 @@ from extproc.config import AdminSettings
 from extproc.ground.clock import Clock
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import SimulatedReplica
-from extproc.observe.accuracy import Ended
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.routes import page_routes
+from extproc.observe.decision_log import PredictionResult
 from extproc.proxy.admin import admin_routes
 from extproc.proxy.services import Services
 from tests.e2e.stack import Stack
@@ -46,7 +46,7 @@ async def admin(services: Services, clock: Clock) -> AsyncIterator[str]:
     decision = services.router.decide(chat(1000, 100))
     assert decision is not None
     services.log.add(EVIL, services.wall(), decision, "default")
-    services.accuracy.add(Ended(clock(), replica(1), 1.0, 1.2, 0.0, None))
+    services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.2, 0.0, None))
     async with serve_admin(
         "127.0.0.1:0", CollectorRegistry(), admin_routes(services), page_routes()
     ) as address:
@@ -186,7 +186,7 @@ async def test_what_it_cannot_show_is_said_and_the_connection_stays(shown: Page)
 async def test_a_prediction_without_bound_is_no_obstacle(
     shown: Page, services: Services, clock: Clock
 ) -> None:
-    services.accuracy.add(Ended(clock(), replica(1), inf, 1.2, 0.0, None))
+    services.accuracy.add(PredictionResult(clock(), replica(1), inf, 1.2, 0.0, None))
     before = shown.received
     await until(lambda: told_twice(shown, before))
     assert await shown.evaluate("document.querySelector('#state').textContent") == "live"

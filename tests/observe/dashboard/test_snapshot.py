@@ -9,9 +9,8 @@ import pytest
 from pydantic_core import from_json, to_json
 
 from extproc.config import Config, HoldSettings
-from extproc.observe.accuracy import Ended
 from extproc.observe.dashboard.snapshot import snapshot
-from extproc.observe.decisions import DecisionLog
+from extproc.observe.decision_log import DecisionLog, PredictionResult
 from extproc.proxy.services import Services
 from extproc.request.objective import Objective
 from extproc.request.prefix import NO_PREFIX
@@ -171,9 +170,9 @@ def test_of_very_many_tenants_that_wait_some_are_shown_and_all_counted(
 def test_predictions_are_compared_with_what_came_of_them(
     services: Services, clock: ManualClock
 ) -> None:
-    services.accuracy.add(Ended(clock() - 301.0, replica(1), 1.0, 99.0, 0.0, None))
+    services.accuracy.add(PredictionResult(clock() - 301.0, replica(1), 1.0, 99.0, 0.0, None))
     for actual in (0.5, 1.0, 2.0):
-        services.accuracy.add(Ended(clock(), replica(1), 1.0, actual, 0.0, None))
+        services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, actual, 0.0, None))
     pool = shown(services)
     assert (pool["ended"], pool["actual_to_predicted"]["p50"]) == (3, 1.0)
     assert sorted(actual for _, actual in pool["points"]) == [0.5, 1.0, 2.0]
@@ -184,11 +183,11 @@ def test_of_very_many_some_are_drawn_and_all_are_counted(
 ) -> None:
     for _ in range(4000):
         clock.advance(0.01)
-        services.accuracy.add(Ended(clock(), replica(1), 1.0, 1.0, 0.0, None))
+        services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.0, 0.0, None))
     pool = shown(services)
     assert pool["ended"] == 4000
     assert 100 < len(pool["points"]) < 500
-    services.accuracy.add(Ended(clock(), replica(1), 1.0, 1.0, 0.0, None))
+    services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.0, 0.0, None))
     assert abs(len(shown(services)["points"]) - len(pool["points"])) <= 1
 
 
@@ -298,10 +297,10 @@ def test_old_news_are_as_old_as_they_are(services: Services, clock: ManualClock)
 
 def test_a_cache_that_does_not_hit_is_warned_of(services: Services, clock: ManualClock) -> None:
     for _ in range(10):
-        services.accuracy.add(Ended(clock(), replica(1), 1.0, 1.0, 1000.0, 0))
-        services.accuracy.add(Ended(clock(), replica(2), 1.0, 1.0, 1000.0, 900))
-        services.accuracy.add(Ended(clock(), replica(3), 1.0, 1.0, 1000.0, None))
-        services.accuracy.add(Ended(clock(), replica(4), 1.0, 1.0, 10.0, 0))
+        services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.0, 1000.0, 0))
+        services.accuracy.add(PredictionResult(clock(), replica(2), 1.0, 1.0, 1000.0, 900))
+        services.accuracy.add(PredictionResult(clock(), replica(3), 1.0, 1.0, 1000.0, None))
+        services.accuracy.add(PredictionResult(clock(), replica(4), 1.0, 1.0, 10.0, 0))
     (warning,) = warned(services)
     assert warning.startswith("r1 is not finding in the prefix cache half of what")
 

@@ -17,9 +17,9 @@ from extproc.ground.text import (
     table,
     table_of,
 )
-from extproc.observe.explain.records import Candidate, Outcome, Record, Shadow
+from extproc.observe.decision import Candidate, DecisionRecord, Outcome, ShadowChoice
 
-_DECISIONS: Cells[Record] = (
+_DECISIONS: Cells[DecisionRecord] = (
     (Column("time", left=True), lambda one: _time(one).strftime("%H:%M:%S")),
     (Column("request", left=True, most=36), lambda one: printable(one.request_id) or "-"),
     (Column("replica", left=True, most=20), lambda one: printable(one.replica_name)),
@@ -74,7 +74,7 @@ _COMPLETION_SCORE = "  score = finish + weight * others."
 _LABEL = 10
 
 
-def decisions(records: Sequence[Record]) -> str:
+def decisions(records: Sequence[DecisionRecord]) -> str:
     """The decisions as a table, two lines each: figures, then the model and why."""
     if not records:
         return "no decisions yet"
@@ -100,7 +100,7 @@ class Comparison:
     """Name of each replica that was left out, and why."""
 
 
-def compare(record: Record) -> Comparison:
+def compare(record: DecisionRecord) -> Comparison:
     """All that is told of one decision."""
     facts = {
         "request": record.request_id,
@@ -120,7 +120,7 @@ def compare(record: Record) -> Comparison:
     )
 
 
-def comparison(record: Record) -> str:
+def comparison(record: DecisionRecord) -> str:
     """The same as text."""
     one, lines = compare(record), list[str]()
     for name, text in one.facts.items():
@@ -134,17 +134,17 @@ def comparison(record: Record) -> str:
     return "\n".join(lines)
 
 
-def reason_of(record: Record) -> str:
+def reason_of(record: DecisionRecord) -> str:
     """Model, why the replica was chosen, and what went otherwise than intended."""
     return printable(f"{record.model}: {record.why}{_remark(record)}")
 
 
-def figures_of(record: Record) -> list[str]:
+def figures_of(record: DecisionRecord) -> list[str]:
     """A decision in the columns of ``DECISIONS``."""
     return row_of(_DECISIONS, record)
 
 
-def _compared(record: Record) -> tuple[list[Column], list[list[str]]]:
+def _compared(record: DecisionRecord) -> tuple[list[Column], list[list[str]]]:
     """The table of candidates."""
     candidates = sorted(record.candidates, key=lambda one: _rank(one, record))
     hidden = set() if _stretched(record) else {"×"}
@@ -158,7 +158,7 @@ def _compared(record: Record) -> tuple[list[Column], list[list[str]]]:
     return [Column("", left=True), *(column for column, _ in shown)], rows
 
 
-def _legend(record: Record) -> list[str]:
+def _legend(record: DecisionRecord) -> list[str]:
     legend = list(_LEGEND)
     if record.policy == "completion":
         legend[-1] += _COMPLETION_SCORE
@@ -167,32 +167,32 @@ def _legend(record: Record) -> list[str]:
     return [*legend, _CACHED_LEGEND] if _cached(record) else legend
 
 
-def _stretched(record: Record) -> bool:
+def _stretched(record: DecisionRecord) -> bool:
     """Whether predictions of any candidate were off as of late."""
     return any(abs((one.stretch or 1.0) - 1.0) >= _NO_STRETCH for one in record.candidates)
 
 
-def _cached(record: Record) -> bool:
+def _cached(record: DecisionRecord) -> bool:
     """Whether any candidate should have some of the prompt in its prefix cache."""
     return any(one.cached_tokens for one in record.candidates)
 
 
-def _adapted(record: Record) -> bool:
+def _adapted(record: DecisionRecord) -> bool:
     """Whether its LoRA adapter makes a difference."""
     return any(one.terms_s.adapter for one in record.candidates)
 
 
-def _rank(candidate: Candidate, record: Record) -> tuple[bool, float]:
+def _rank(candidate: Candidate, record: DecisionRecord) -> tuple[bool, float]:
     """The chosen one, then by score."""
     score = float("inf") if candidate.score is None else candidate.score
     return candidate.replica != record.replica, score
 
 
-def _time(record: Record) -> datetime:
+def _time(record: DecisionRecord) -> datetime:
     return datetime.fromtimestamp(record.decided_at).astimezone()
 
 
-def _asks(record: Record) -> str:
+def _asks(record: DecisionRecord) -> str:
     streamed = ", streamed" if record.stream else ""
     served = f" (served as {record.served_as})" if record.served_as != record.model else ""
     asked = f"{record.endpoint}, model {record.model}{served}{streamed}"
@@ -206,12 +206,12 @@ def _asks(record: Record) -> str:
     return f"{asked}, {expected} output tokens expected{bound}{each}"
 
 
-def _chosen(record: Record) -> str:
+def _chosen(record: DecisionRecord) -> str:
     chosen = _named(record, record.replica)
     return f"{chosen}; for a retry {_named(record, record.second)}" if record.second else chosen
 
 
-def _shadow(shadow: Shadow, record: Record) -> str:
+def _shadow(shadow: ShadowChoice, record: DecisionRecord) -> str:
     """Where another policy would have sent it, and when it would end there."""
     if shadow.replica == record.replica:
         return f"{shadow.policy} would have chosen the same"
@@ -223,11 +223,11 @@ def _shadow(shadow: Shadow, record: Record) -> str:
     )
 
 
-def _named(record: Record, replica: str) -> str:
+def _named(record: DecisionRecord, replica: str) -> str:
     return with_name(replica, record.name_of(replica))
 
 
-def _remark(record: Record) -> str:
+def _remark(record: DecisionRecord) -> str:
     """What went otherwise than intended."""
     outcome = record.outcome
     odd = _waited(outcome)
@@ -238,7 +238,7 @@ def _remark(record: Record) -> str:
     return f" [{', '.join(odd)}]" if odd else ""
 
 
-def _happened(record: Record) -> str:
+def _happened(record: DecisionRecord) -> str:
     outcome = record.outcome
     parts = _waited(outcome)
     if outcome.served_by is None:
@@ -262,7 +262,7 @@ def _waited(outcome: Outcome) -> list[str]:
     return [f"waited {figure(outcome.waited_s)} s at the router, as {why}"]
 
 
-def _times(record: Record, outcome: Outcome) -> list[str]:
+def _times(record: DecisionRecord, outcome: Outcome) -> list[str]:
     parts = []
     if outcome.ttft_s is not None:
         predicted = figure(record.predicted_ttft_s)

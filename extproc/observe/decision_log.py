@@ -1,0 +1,255 @@
+"""The last decisions and the last predictions that came true or not, in memory."""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from extproc.config import Config
+from extproc.fleet.fleet import Fleet
+from extproc.ground.clock import Clock
+from extproc.observe.decision import (
+    Candidate,
+    DecisionRecord,
+    ExcludedCandidate,
+    Outcome,
+    ShadowChoice,
+    Terms,
+)
+from extproc.predict.inputs import Floats
+from extproc.route.queue import Queue
+from extproc.route.router import Decision, Router
+from extproc.route.shadow import TIMES
+
+TERMS = Terms.__struct_fields__
+_DIGITS = 5
+_MOST_CANDIDATES = 100_000
+"""Candidates of all records kept: some 20 MB, however many replicas there are."""
+_MOST_ENDED = 5000
+
+
+class LiveOutcome(Outcome):
+    """An outcome that is still filled in."""
+
+    overloaded: bool = False  # Envoy answered itself, as a circuit breaker was full
+
+
+@dataclass(slots=True)
+class KeptDecision:
+    """A decision with all that was compared; :meth:`record` makes JSON of it when asked."""
+
+    number: int  # grows by one a decision, from 1
+    request_id: str
+    decided_at: float  # seconds since the epoch
+    decision: Decision
+    pool: str = ""
+    outcome: LiveOutcome = field(default_factory=LiveOutcome)
+
+    @property
+    def candidates(self) -> int:
+        """Number of replicas compared."""
+        return len(self.decision.situation.view)
+
+    def record(self, most: int | None = None) -> DecisionRecord:
+        """The decision for JSON.
+
+        Args:
+            most: limits the candidates to this many with the best scores, those chosen and served
+                by, and the excluded replicas to the first ``most``; None: all.
+        """
+        decision, profile = self.decision, self.decision.profile
+        view = decision.situation.view
+        return DecisionRecord(
+            number=self.number,
+            request_id=self.request_id,
+            pool=self.pool,
+            decided_at=self.decided_at,
+            policy=decision.policy,
+            endpoint=str(profile.endpoint),
+            model=profile.asked or profile.model,
+            served_as=decision.name,
+            stream=profile.stream,
+            objective=profile.objective.name,
+            prompt_tokens=profile.prompt_tokens,
+            output_bound=profile.output_bound,
+            sequences=profile.sequences,
+            expected_output_tokens=_short(decision.prediction.output_tokens),
+            p90_output_tokens=_short(decision.p90_output_tokens),
+            replica=decision.replica,
+            replica_name=view.names[decision.choice.first],
+            second=decision.second,
+            why=decision.why,
+            fallback=decision.fallback,
+            others_age_s=_short(decision.news_age),
+            expected_cached_tokens=_short(decision.cached),
+            predicted_ttft_s=_short(decision.predicted_ttft),
+            predicted_completion_s=_short(decision.predicted_completion),
+            shadow=self._shadow(),
+            compared=self.candidates,
+            candidates=self._compared(most),
+            excluded=[ExcludedCandidate(one.id, one.name, one.why) for one in view.excluded[:most]],
+            outcome=Outcome(*(_seen(getattr(self.outcome, name)) for name in _OUTCOME)),
+        )
+
+    def _shadow(self) -> ShadowChoice | None:
+        if (shadow := self.decision.shadow) is None:
+            return None
+        view, prediction = self.decision.situation.view, self.decision.prediction
+        times = (_short(getattr(prediction, time).item(shadow.first)) for time in TIMES)
+        return ShadowChoice(shadow.policy, view.ids[shadow.first], view.names[shadow.first], *times)
+
+    def _compared(self, most: int | None) -> list[Candidate]:
+        """Column by column: value by value, a thousand candidates take 20 ms instead of 2."""
+        choice, view = self.decision.choice, self.decision.situation.view
+        prediction = self.decision.prediction
+        shown = np.arange(len(view))
+        if most is not None and most < len(view):
+            rows = {*choice.scores.argsort(kind="stable")[:most].tolist(), choice.first}
+            if self.outcome.served_by in view.ids:
+                rows.add(view.ids.index(self.outcome.served_by))
+            shown = np.array(sorted(rows))
+        terms = (_figures(getattr(prediction, name)[shown]) for name in TERMS)
+        columns = (
+            [view.ids[row] for row in shown],
+            [view.names[row] for row in shown],
+            _figures(choice.scores[shown]),
+            _figures(view.requests[shown]),
+            _figures(view.waiting[shown]),
+            _figures(view.kv_usage[shown]),
+            _figures(view.backlog[shown]),
+            _figures(prediction.cached[shown]),
+            _figures(prediction.ttft[shown]),
+            _figures(prediction.completion[shown]),
+            [Terms(*row) for row in zip(*terms, strict=True)],
+            _figures(view.stretch[shown]),
+            _figures(prediction.cost_weight[shown]),
+            _figures(prediction.kv_pressure[shown]),
+        )
+        return [Candidate(*row) for row in zip(*columns, strict=True)]
+
+
+_OUTCOME = Outcome.__struct_fields__
+
+
+def _figures(values: Floats) -> list[float | None]:
+    """As :func:`_short`."""
+    return [value if isfinite(value) else None for value in values.round(_DIGITS).tolist()]
+
+
+def _short(value: float | None) -> float | None:
+    """Rounded for people; what JSON cannot say (infinity) becomes null."""
+    return None if value is None or not isfinite(value) else round(value, _DIGITS)
+
+
+def _seen(value: Any) -> Any:
+    return _short(value) if isinstance(value, float) else value
+
+
+def summary_of(decision: Decision, waited: float) -> dict[str, str | float]:
+    """The decision for Envoy's dynamic metadata and for spans, without unknown figures.
+
+    ``waited``: seconds at the router before the decision.
+    """
+    view, prediction, profile = decision.situation.view, decision.prediction, decision.profile
+    figures = {
+        "prompt_tokens": profile.prompt_tokens,
+        "cached_tokens": decision.cached,
+        "expected_output_tokens": prediction.output_tokens,
+        "predicted_ttft_s": decision.predicted_ttft,
+        "predicted_completion_s": decision.predicted_completion,
+        "held_s": waited,
+    }
+    return {
+        "policy": decision.policy,
+        "replica": view.names[decision.choice.first],
+        "model": decision.name or profile.model,
+    } | {name: short for name, figure in figures.items() if (short := _short(figure)) is not None}
+
+
+class DecisionLog:
+    """The last decisions, in memory."""
+
+    def __init__(self, kept: int) -> None:
+        self._records: deque[KeptDecision] = deque(maxlen=kept)
+        self._candidates = 0
+        self._numbers = itertools.count(1)
+
+    def add(
+        self, request_id: str, decided_at: float, decision: Decision, pool: str = ""
+    ) -> KeptDecision:
+        """Keep a decision; its outcome is filled in later."""
+        record = KeptDecision(next(self._numbers), request_id, decided_at, decision, pool)
+        self._candidates += record.candidates
+        while self._records and (
+            self._candidates > _MOST_CANDIDATES or len(self._records) == self._records.maxlen
+        ):
+            self._candidates -= self._records.popleft().candidates
+        self._records.append(record)
+        return record
+
+    def after(self, number: int, most: int | None = None) -> list[KeptDecision]:
+        """Records with a higher number, oldest first; the first ``most`` of them."""
+        return list(islice((one for one in self._records if one.number > number), most))
+
+    def last(self, most: int) -> list[KeptDecision]:
+        """The newest ``most`` records, oldest first."""
+        return list(islice(reversed(self._records), most))[::-1]
+
+    def since(self, at: float) -> list[KeptDecision]:
+        """Decisions made at ``at`` (seconds since the epoch) or later, the newest first."""
+        return list(takewhile(lambda one: one.decided_at >= at, reversed(self._records)))
+
+    def of_request(self, request_id: str) -> list[KeptDecision]:
+        """Decisions about one request, oldest first."""
+        return [record for record in self._records if record.request_id == request_id]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionResult:
+    """A prediction beside what came of it, for a request that the replica chosen served."""
+
+    at: float  # by the router's clock
+    replica: str  # ip:port
+    predicted_s: float
+    actual_s: float  # from the decision to the last token
+    expected_cached: float  # tokens of the prompt, by what was sent to the replica before
+    cached: int | None  # tokens found; None where the replica does not report them
+
+
+class Accuracy:
+    """The last prediction results, in memory."""
+
+    def __init__(self) -> None:
+        self._results: deque[PredictionResult] = deque(maxlen=_MOST_ENDED)
+        self.added = 0  # in all
+
+    def add(self, result: PredictionResult) -> None:
+        self._results.append(result)
+        self.added += 1
+
+    def since(self, at: float) -> Iterator[PredictionResult]:
+        """Requests that ended at ``at`` or later, the newest first."""
+        return takewhile(lambda one: one.at >= at, reversed(self._results))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObservedPool:
+    """The parts of a pool that the dashboard shows."""
+
+    config: Config
+    router: Router
+    queue: Queue
+    log: DecisionLog  # of all pools
+    clock: Clock
+    wall: Clock
+    accuracy: Accuracy = field(default_factory=Accuracy)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The replicas of the pool."""
+        return self.router.fleet

@@ -1,1 +1,0 @@
-"""``extproc explain``: what a running router decided, and why."""
