@@ -36,11 +36,12 @@ class Answer:
 
 
 class Client:
-    """Sends requests through Envoy."""
+    """Sends requests through Envoy, to a host where one is given."""
 
-    def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
+    def __init__(self, stack: Stack, session: aiohttp.ClientSession, host: str = "") -> None:
         self._stack = stack
         self._session = session
+        self._headers = {"host": host} if host else {}
 
     async def chat(
         self, tokens: int = 8, headers: dict[str, str] | None = None, **fields: Any
@@ -70,9 +71,10 @@ class Client:
     ) -> Answer:
         """The same, and the router is not asked what it made of it."""
         sent = monotonic()
+        headers = self._headers | (headers or {})
         if isinstance(body, dict):
             body = io.BytesIO(json.dumps(body).encode())
-            headers = {"content-type": "application/json"} | (headers or {})
+            headers = {"content-type": "application/json"} | headers
         async with self._session.request(
             method,
             self._stack.url + path,

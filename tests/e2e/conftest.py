@@ -11,6 +11,7 @@ import pytest_asyncio
 from tests.conftest import wait_for_redis
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
+from tests.e2e.systems import Pools, Routers
 from tests.waiting import PATIENCE_S
 
 SETTINGS = {"serve": {"chunks_per_s": 1e6, "drain_s": 30.0}}
@@ -22,7 +23,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_redis(monkeypatch, PATIENCE_S)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stack]:
@@ -33,7 +34,21 @@ async def stack(
         yield running
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(stack: Stack) -> AsyncIterator[Client]:
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def pools(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Pools(tmp_path_factory.mktemp("pools")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def routers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with Routers(tmp_path_factory.mktemp("routers")) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(request: pytest.FixtureRequest, stack: Stack) -> AsyncIterator[Client]:
+    """Asks the host ``HOST`` of the module, if it names one."""
+    host = getattr(request.module, "HOST", "")
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
-        yield Client(stack, session)
+        yield Client(stack, session, host)

@@ -1,36 +1,28 @@
 """LoRA adapters: a request goes where its adapter is, unless waiting there takes longer."""
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import Client
-from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack
+from tests.e2e.systems import LOAD_S, POOLS
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+HOST = "adapters.example"
 
-LOAD_S = 0.5
 ADAPTERS = ("law", "code")
 ANOTHER = "tax"
-FLAGS = (
-    "--lora-modules",
-    *ADAPTERS,
-    ANOTHER,
-    "--max-loras",
-    "1",
-    "--lora-load-seconds",
-    str(LOAD_S),
-)
-REPLICAS = [SimulatedReplica(name, "llama-8b-h100", FLAGS) for name in ("one", "another")]
+REPLICAS = POOLS["adapters"]
 
 
-def system(directory: Path) -> Stack:
-    return Stack(directory, REPLICAS, SETTINGS)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(pools: Stack) -> Stack:
+    return pools
 
 
 async def ask(client: Client, model: str, tokens: int = 8) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack, on_ports
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 SELECTION = "test-epp-endpoint-selection"
 A10 = "llama-8b-a10"

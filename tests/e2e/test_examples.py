@@ -21,7 +21,7 @@ from tests.e2e.stack import ENVOY, Stack, XdsStack, on_ports
 from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 FAST = "llama-8b-h100"
 REPLICAS = (SimulatedReplica("one", FAST), SimulatedReplica("two", "llama-8b-a10"))
@@ -97,7 +97,7 @@ AnyExample = Example | XdsExample | MadeExample
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=[*EXAMPLES, *CONTROLLED, *OF_OTHERS]
+    scope="module", loop_scope="session", params=[*EXAMPLES, *CONTROLLED, *OF_OTHERS]
 )
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -15,7 +15,7 @@ from tests.e2e.client import CHAT, MESSAGES, Answer, Client
 from tests.e2e.stack import Stack
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 
 STEPS = "vllm:iteration_tokens_total_count"

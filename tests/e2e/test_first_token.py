@@ -2,24 +2,24 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+HOST = "alone.example"
 
-READ = {"serve": {"chunks_per_s": 1e6}}
-REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 PROMPT_TOKENS = 30_000
 
 
-def system(directory: Path) -> Stack:
-    return Stack(directory, REPLICA, READ)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(pools: Stack) -> Stack:
+    return pools
 
 
 async def opened(client: Client, name: str) -> aiohttp.ClientResponse:
@@ -29,7 +29,7 @@ async def opened(client: Client, name: str) -> aiohttp.ClientResponse:
     response = await client._session.post(
         client._stack.url + "/v1/responses",
         data=json.dumps(body),
-        headers={"content-type": "application/json", "x-request-id": name},
+        headers={"host": HOST, "content-type": "application/json", "x-request-id": name},
     )
     assert response.status == 200
     seen = b""

@@ -15,7 +15,7 @@ from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
 """The first is chosen while nothing speaks against it."""
@@ -29,7 +29,7 @@ class Doubting(Stack):
     doubts_s = 0.1
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[HUNG_S])
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[HUNG_S])
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Stack]:

@@ -16,7 +16,7 @@ from tests.e2e.test_failures import IN_TURN, more, traffic
 from tests.kubernetes_api import ApiServer, endpoint, endpoint_slice
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 FLEET = tuple(SimulatedReplica(f"vllm-{number}", "llama-8b-h100") for number in range(3))
 
@@ -44,7 +44,7 @@ class Cluster(Stack):
         return super()._poller_constants() | account
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     api = ApiServer(tmp_path_factory.mktemp("api"))
     cluster = Cluster(tmp_path_factory.mktemp("cluster"), api)
@@ -59,7 +59,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         await api.stop()
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def client(cluster: Cluster) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         yield Client(cluster, session)

@@ -18,7 +18,7 @@ from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 KV_TOKENS = 4096
 
@@ -36,7 +36,7 @@ def system(directory: Path) -> Stack:
     return Stack(directory, replicas=replicas, settings=settings)
 
 
-@pytest_asyncio.fixture(loop_scope="module")
+@pytest_asyncio.fixture(loop_scope="session")
 async def client(stack: Stack) -> AsyncIterator[Client]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as session:
         client = Client(stack, session)

@@ -16,7 +16,7 @@ from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack, ext_proc_of
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 UNREAD = {"serve": {"chunks_per_s": 0.0}}
 """No answer's chunks are read: nothing but the stream says that it goes on."""
@@ -46,7 +46,7 @@ class Behind(Stack):
 
 @pytest_asyncio.fixture(
     scope="module",
-    loop_scope="module",
+    loop_scope="session",
     params=["BUFFERED", "BUFFERED_PARTIAL", "STREAMED", "NONE", "FULL_DUPLEX_STREAMED"],
 )
 async def stack(

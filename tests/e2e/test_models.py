@@ -11,7 +11,7 @@ from tests.e2e.client import Client
 from tests.e2e.stack import Stack
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = (
     SimulatedReplica("one", "llama-8b-h100"),

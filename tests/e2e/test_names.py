@@ -17,7 +17,7 @@ from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import MESSAGES, Answer, Client
 from tests.e2e.stack import Stack, on_ports
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = (
     SimulatedReplica("one", "llama-8b-h100", ("--model", "llama-a")),
@@ -56,7 +56,7 @@ class Named(Stack):
         return bootstrap
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENVOYS)
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=ENVOYS)
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Named]:
@@ -163,7 +163,7 @@ class Restoring(Named):
         return config
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ENVOYS)
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=ENVOYS)
 async def restoring(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Restoring]:

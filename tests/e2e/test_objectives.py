@@ -14,7 +14,7 @@ from extproc.request.objective import FAIRNESS_ID, OBJECTIVE, TARGETS
 from tests.e2e.client import Client
 from tests.e2e.stack import Stack, ext_proc_of
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(2))
 SETTINGS: dict[str, dict[str, object]] = {

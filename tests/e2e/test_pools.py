@@ -1,75 +1,23 @@
 """Several pools in one deployment: by model within one, and by what Envoy's routes say."""
 
 import json
-from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
+import pytest_asyncio
 
-from extproc.lab.harness.envoy_config import Bootstrap, manager_of
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
+from tests.e2e.systems import LOST, OTHER, POOLS
 from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
-
-A10 = "llama-8b-a10"
-OTHER = "qwen-7b"
-FLEET = (
-    SimulatedReplica("llama", A10),
-    SimulatedReplica("qwen", A10, ("--model", OTHER)),
-    SimulatedReplica("second-1", A10),
-    SimulatedReplica("second-2", A10),
-)
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 
-class Pools(Stack):
-    """Two replicas of different models in the pool that is the default, two in another, and a
-    route to a pool that does not exist; the host says which, or the path's prefix."""
-
-    def _configuration(self) -> dict[str, Any]:
-        whole = super()._configuration()
-        own, second = whole["replicas"][:2], whole["replicas"][2:]
-        return {**whole, "replicas": own, "pools": {"second": {"replicas": second}}}
-
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        resources = bootstrap["static_resources"]
-        cluster = next(one for one in resources["clusters"] if one["name"] == "replicas")
-        members = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
-        other = deepcopy(cluster) | {"name": "second"}
-        other["load_assignment"] |= {"endpoints": [{"lb_endpoints": members[2:]}]}
-        cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": members[:2]}]
-        resources["clusters"].append(other)
-        hosts = manager_of(bootstrap)["route_config"]["virtual_hosts"]
-        hosts += [_host(hosts[0], "second", "second"), _host(hosts[0], "lost", "second")]
-        hosts[0]["routes"].insert(0, _by_prefix(hosts[1]))
-        return bootstrap
-
-
-def _host(pattern: dict[str, Any], pool: str, cluster: str) -> dict[str, Any]:
-    host = deepcopy(pattern) | {"name": pool, "domains": [f"{pool}.example"]}
-    for route in host["routes"]:
-        route["route"]["cluster"] = cluster
-    kind = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute"
-    metadata = [{"key": "x-extproc-pool", "value": pool}]
-    overrides = {"@type": kind, "overrides": {"grpc_initial_metadata": metadata}}
-    host["typed_per_filter_config"] = {"envoy.filters.http.ext_proc": overrides}
-    return host
-
-
-def _by_prefix(host: dict[str, Any]) -> dict[str, Any]:
-    """As docs/configuration.md has it: the filter sees the path before it is rewritten."""
-    route = host["routes"][-1]["route"] | {"prefix_rewrite": "/"}
-    metadata = host["typed_per_filter_config"]
-    return {"match": {"prefix": "/batch/"}, "route": route, "typed_per_filter_config": metadata}
-
-
-def system(directory: Path) -> Stack:
-    return Pools(directory, FLEET)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(pools: Stack) -> Stack:
+    return pools
 
 
 @pytest.mark.parametrize(("model", "replica"), [(MODEL, "llama"), (OTHER, "qwen")])
@@ -118,20 +66,18 @@ async def test_a_pool_that_does_not_exist_is_told_once_and_served(
     client: Client, stack: Stack
 ) -> None:
     for _ in range(3):
-        answer = await client.chat(headers={"host": "lost.example"})
+        answer = await client.chat(headers={"host": f"{LOST}.example"})
         assert (answer.status, answer.decisions) == (200, [])
     log = stack.process("router").log.read_text()
     (line,) = (line for line in log.splitlines() if "names a pool that is not configured" in line)
-    assert "lost" in line
-    assert "default, second" in line
+    assert LOST in line
+    assert ", ".join(POOLS) in line
 
 
 async def test_the_fleet_of_every_pool_is_shown(client: Client) -> None:
     await client.ledger_empty()
     shown = {one["name"]: one["pool"] for one in (await client.fleet())["replicas"]}
-    assert shown == {
-        "llama": "default", "qwen": "default", "second-1": "second", "second-2": "second",
-    }  # fmt: skip
+    assert shown == {one.name: pool for pool, fleet in POOLS.items() for one in fleet}
 
 
 async def test_the_command_is_about_one_pool(

@@ -2,31 +2,24 @@
 
 import asyncio
 import json
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import Answer, Client
-from tests.e2e.conftest import SETTINGS
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+HOST = "prefixes.example"
 
-TELLS = "--enable-prompt-tokens-details"
-REPLICAS = [
-    SimulatedReplica("one", "llama-8b-h100", (TELLS,)),
-    SimulatedReplica("two", "llama-8b-h100", (TELLS,)),
-    SimulatedReplica("three", "llama-8b-h100", (TELLS,)),
-    SimulatedReplica("off", "llama-8b-h100", (TELLS, "--no-enable-prefix-caching", "--model", "x")),
-    SimulatedReplica("silent", "llama-8b-h100", ("--model", "y")),
-]
 UNIT = 64
 """Tokens."""
 
 
-def system(directory: Path) -> Stack:
-    return Stack(directory, replicas=REPLICAS, settings=SETTINGS)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(pools: Stack) -> Stack:
+    return pools
 
 
 Messages = list[dict[str, str]]

@@ -16,7 +16,7 @@ from tests.e2e.stack import Stack, ext_proc_of, on_ports
 from tests.e2e.test_examples import EXAMPLES
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 OBJECTIVE = "x-gateway-inference-objective"
 OBJECTIVES = {"urgent": {"priority": 10}, "batch": {"priority": -20}}
@@ -50,7 +50,7 @@ class Behind(Stack):
         return whole
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Behind]:

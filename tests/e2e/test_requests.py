@@ -11,7 +11,7 @@ from extproc.lab.harness.stack import FLEET, MODEL
 from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": MESSAGES},

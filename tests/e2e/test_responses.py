@@ -2,34 +2,32 @@
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+import pytest_asyncio
 
-from extproc.lab.harness.stack import MODEL, SimulatedReplica
+from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
+from tests.e2e.systems import Routers
 from tests.proxy.envoy_side import EnvoySide, destination
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 RESPONSES = "/v1/responses"
-REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(4))
-SETTINGS: dict[str, dict[str, object]] = {
-    "route": {"policy": "round_robin", "allow_policy_header": True},
-    "serve": {"chunks_per_s": 0.0, "drain_s": 1.0},
-}
+REPLICAS = Routers.FLEET
 TIMES = 6
 """By chance it is the right one of four replicas so often in one of 4,096 cases."""
 TURNS = 24
 """By chance Envoy asks only one of two routers so often in one of eight million cases."""
 
 
-def system(directory: Path) -> Stack:
-    return Stack(directory, REPLICAS, SETTINGS, routers=2)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(routers: Stack) -> Stack:
+    return routers
 
 
 async def respond(client: Client, tokens: int = 8, **fields: Any) -> Answer:
@@ -142,3 +140,5 @@ async def test_a_replica_that_is_gone_is_not_waited_for(client: Client, stack: S
     await until(left_out)
     answer = await respond(client, previous_response_id=id_of(last))
     assert answer.status == 404
+    await stack.start(holder)
+    await stack.wait_routing()

@@ -16,7 +16,7 @@ from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
 """The first is chosen while nothing speaks against it."""
@@ -112,7 +112,7 @@ class Watched:
         await until(so)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
     directory: Path = tmp_path_factory.mktemp("hedging")
     timeout = aiohttp.ClientTimeout(total=60)

@@ -19,7 +19,7 @@ from tests.e2e.client import CHAT, MESSAGES, Client
 from tests.e2e.stack import Stack, on_ports
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
 UPLOADS = 1000
@@ -53,7 +53,7 @@ class Doubled(Stack):
         return bootstrap
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["envoy", IN_FULL_DUPLEX])
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["envoy", IN_FULL_DUPLEX])
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Doubled]:
@@ -61,7 +61,7 @@ async def stack(
         yield running
 
 
-@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+@pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def nothing_left(client: Client) -> AsyncIterator[None]:
     """Of whatever a test does nothing is left in router and replicas, and the next is served."""
     yield

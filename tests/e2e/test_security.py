@@ -16,7 +16,7 @@ from tests.e2e.client import Client
 from tests.e2e.stack import Stack
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 DOCS = Path(__file__).parents[2] / "docs"
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))

@@ -1,47 +1,28 @@
 """Sessions stay with one replica, whichever router is asked."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
-from extproc.lab.harness.envoy_config import Bootstrap
-from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, ext_proc_of
+from tests.e2e.stack import Stack
+from tests.e2e.systems import Routers
 from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
-REPLICAS = tuple(SimulatedReplica(f"r{number}", "llama-8b-h100") for number in range(4))
-SETTINGS: dict[str, dict[str, object]] = {
-    "route": {
-        "policy": "round_robin",
-        "session_header": "x-session-id",
-        "session_cookie": "sid",
-        "session_cost_s": 0.5,
-    },
-    "serve": {"chunks_per_s": 0.0, "drain_s": 1.0},
-}
+REPLICAS = Routers.FLEET
 TIMES = 6
 """By chance it is the right one of four replicas so often in one of 4,096 cases."""
 TURNS = 24
 """By chance Envoy asks only one of two routers so often in one of eight million cases."""
 
 
-class Told(Stack):
-    """Envoy tells the router the headers that its settings name."""
-
-    def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap()
-        told = ["request.headers['x-session-id']", "request.headers['cookie']"]
-        ext_proc_of(bootstrap)["request_attributes"] += told
-        return bootstrap
-
-
-def system(directory: Path) -> Stack:
-    return Told(directory, REPLICAS, SETTINGS, routers=2)
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(routers: Stack) -> Stack:
+    return routers
 
 
 def server_of(answer: Answer) -> str:
@@ -144,3 +125,5 @@ async def test_a_session_leaves_a_replica_that_drains_and_one_that_died(
 
     await until(left_out)
     assert await stays(client, named) != second
+    await stack.start(stack.name_of(second))
+    await stack.wait_routing()

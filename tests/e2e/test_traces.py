@@ -22,7 +22,7 @@ from tests.e2e.stack import Stack
 from tests.spans import Spans, attributes
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 rotel = pytest.importorskip("rotel", reason="the collector has no wheel for this machine")
 
 PAGE = Path(__file__).parents[2] / "docs" / "traces.md"
@@ -101,7 +101,7 @@ class Traced(Stack):
         return {one.rule for one in found if one.level in (Level.ERROR, Level.WARNING)}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Traced]:
     async with (
         Spans() as spans,

@@ -18,7 +18,7 @@ from tests.e2e.stack import Stack, ext_proc_of, on_ports
 from tests.e2e.test_examples import EXAMPLES
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 WORDS, TOKENS, FIT = 1000, 120, 4
 SMALL = ("--kv-tokens", str(FIT * 1152))
@@ -51,7 +51,7 @@ class Behind(Stack):
         return whole
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Behind]:
@@ -63,7 +63,7 @@ def behind(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("stack", names, indirect=True)
 
 
-@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+@pytest_asyncio.fixture(loop_scope="session", autouse=True)
 async def known_well(client: Client) -> None:
     """Nobody waits for a replica whose speed is not known; and no replica is taken for as full as
     it was in the test before."""

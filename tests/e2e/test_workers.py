@@ -14,7 +14,7 @@ from tests.e2e.stack import Stack
 from tests.e2e.test_failures import more, traffic
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 WORKERS = 4
 

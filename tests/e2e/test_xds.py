@@ -18,7 +18,7 @@ from tests.e2e.test_failures import more, traffic
 from tests.e2e.test_membership import replicas
 from tests.waiting import until
 
-pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 FLEET = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-h100"))
 ANY = {"x-extproc-policy": "round_robin"}
@@ -101,7 +101,7 @@ class Envoy:
         return self.name_of(answer.decision["outcome"]["served_by"])
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def envoy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Envoy]:
     timeout = aiohttp.ClientTimeout(total=60)
     async with (
