@@ -32,6 +32,8 @@ REMOVED: dict[str, str] = {
     "poll.backoff_max_s": "a failing replica is scraped at least every 2 s",
     "poll.ttl_s": "the state of a replica lives for 10 s without a scrape",
     "poll.resolve_s": "DNS names and the replicas file are looked at every 2 s",
+    "serve.clear_route_cache": "let the replica cluster follow the choice by override_host",
+    "xds.envoy_file": "let Envoy watch files itself, by path_config_source (docs/envoy.md)",
 }
 """Settings of earlier versions by dotted key, each with what to use instead."""
 
@@ -242,8 +244,6 @@ class ServeSettings(TlsFiles):
     drain_s: float = Field(default=30.0, ge=0)
     """On SIGTERM, open streams have this many seconds to end; in the first 1.5 s new ones are still
     taken."""
-    clear_route_cache: bool = False
-    """Set it only where an Envoy route matches on the destination header."""
     second_choice: bool = True
     """Name a second replica after the first, for retries: a list, as only Envoy's override_host
     policy takes it."""
@@ -519,12 +519,10 @@ class RecordSettings(Section):
 
 
 class XdsSettings(TlsFiles):
-    """The control plane for Envoy."""
+    """The server of EDS, from which Envoy takes the replicas."""
 
     listen: _Address = "127.0.0.1:18000"
-    """gRPC address that Envoy takes its configuration from."""
-    envoy_file: Path | None = None
-    """Bootstrap whose listeners, routes and clusters are served too; watched. None: only EDS."""
+    """gRPC address that Envoy takes the replicas from."""
 
 
 class AdminSettings(CertificateFiles):

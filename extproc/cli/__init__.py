@@ -16,7 +16,7 @@ from extproc.cli.arguments import CommandError, Parser
 _COMMANDS = {
     "serve": "Runs a router: the ext_proc server that Envoy asks.",
     "poll": "Runs a poller: scrapes the replicas and shares what they do.",
-    "xds": "Runs a control plane: Envoy takes the replicas, or everything, from it.",
+    "xds": "Runs a server of EDS: Envoy takes the replicas from it.",
     "check": "Says what is wrong with a configuration, an Envoy file, or what runs.",
     "top": "Shows what a running router sees of its fleet, live.",
     "explain": "Shows what a running router decided, and why.",

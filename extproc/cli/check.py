@@ -19,11 +19,10 @@ from extproc.config import (
     TlsFiles,
     XdsSettings,
 )
-from extproc.envoy.check.judge import check_envoy
-from extproc.envoy.check.live import check_live
-from extproc.envoy.check.replicas_file import check_replicas_files
+from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Finding, Level
-from extproc.envoy.xds.resources import watched
+from extproc.envoy.live import check_live
+from extproc.envoy.replicas_file import check_replicas_files
 from extproc.ground import tls
 from extproc.ground.text import printable
 from extproc.ground.yaml_file import read_yaml
@@ -68,8 +67,6 @@ def run(args: argparse.Namespace) -> int:
             read_token(config.admin.token_file)
         if config.traces.endpoint is not None:
             Traces(config.traces.endpoint, worker=0).close()
-        if config.xds.envoy_file is not None:
-            watched(config.xds.envoy_file, config.pool).read()
     except TokenizerError as error:
         raise UsageError(f"request.tokenizers: {error}") from None
     except ValueError as error:

@@ -59,9 +59,9 @@ def _service(command: str, config: Config) -> Callable[[Config], Coroutine[Any, 
 
         return run_poller
     if command == "xds":
-        from extproc.envoy.xds.control_plane import run_xds
+        from extproc.envoy.eds import run_eds
 
-        return run_xds
+        return run_eds
     if config.serve.workers > 1:
         from extproc.proxy.supervisor import supervise  # needs neither gRPC nor numpy
 

@@ -1,21 +1,10 @@
-"""The ways in which a cluster or a route can follow the router's choice."""
-
-from collections.abc import Iterable
+"""The ways in which a cluster can follow the router's choice."""
 
 from envoy_data_plane.envoy.config.cluster.v3 import Cluster
-from envoy_data_plane.envoy.config.route.v3 import RouteAction
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey
 
 from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
-
-
-def is_subset(cluster: Cluster) -> bool:
-    """Whether its members are told apart by the metadata that the router sets."""
-    config = cluster.lb_subset_config
-    return config is not None and any(
-        DESTINATION in selector.keys for selector in config.subset_selectors
-    )
 
 
 def is_destination(cluster: Cluster) -> bool:
@@ -28,11 +17,6 @@ def follows_header(cluster: Cluster) -> bool:
     """Whether it goes to any address that a header names, a client's as well."""
     config = cluster.original_dst_lb_config
     return config is not None and config.use_http_header
-
-
-def by_header(routes: Iterable[RouteAction]) -> bool:
-    """Whether a route leads to the cluster that the router's header names."""
-    return any((route.cluster_header or "").lower() == DESTINATION for route in routes)
 
 
 def reads_header(policy: OverrideHost) -> bool:

@@ -173,7 +173,7 @@ class Exchange:
         holder = services.fleet.holder(stored_response_of(path))
         if holder is not None and (self._subset is None or holder in self._subset):
             leave_body = phase == "request_headers" and self.has_fallback
-            return self._send_to(phase, holder, leave_body=leave_body)
+            return messages.send_to(phase, holder, leave_body)
         return self._to_any(phase)
 
     def _to_any(self, phase: str) -> bytes:
@@ -406,16 +406,10 @@ class Exchange:
         self, phase: str, decision: Decision, priority: int | None, leave_body: bool = False
     ) -> bytes:
         """The reply that says where a request goes that is booked there."""
-        reply = self._send_to(phase, self._destination(decision), priority, leave_body)
+        reply = messages.send_to(phase, self._destination(decision), leave_body, priority)
         if not self._services.config.serve.decision_metadata or self._in_flight is None:
             return reply
         return messages.with_metadata(reply, summary_of(decision, self._in_flight.outcome.waited_s))
-
-    def _send_to(
-        self, phase: str, destination: str, priority: int | None = None, leave_body: bool = False
-    ) -> bytes:
-        clear_route_cache = self._services.config.serve.clear_route_cache
-        return messages.send_to(phase, destination, clear_route_cache, leave_body, priority)
 
     # -- the response -----------------------------------------------------------------------
 

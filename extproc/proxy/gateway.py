@@ -65,7 +65,7 @@ class Gateway(Exchange):
         decision = self._services.router.decide(NO_WORK, among=self._subset)
         if decision is None:
             raise NoReplica(NONE_READY)
-        return self._send_to(phase, self._destination(decision))
+        return messages.send_to(phase, self._destination(decision))
 
     def _let_go(
         self, asked: Asked, complete: bool, trailers: Iterable[bytes] = ()

@@ -127,7 +127,6 @@ def watch_response(changes: bool = False) -> bytes:
 def send_to(
     phase: str,
     destination: str,
-    clear_route_cache: bool = False,
     leave_body: bool = False,
     priority: int | None = None,
 ) -> bytes:
@@ -145,7 +144,6 @@ def send_to(
     common.header_mutation.remove_headers.extend((SUBSET, SERVED))
     if priority is not None:
         _set_header(common.header_mutation, PRIORITY, b"%d" % priority)
-    common.clear_route_cache = clear_route_cache
     metadata = reply.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
     metadata.fields[DESTINATION].string_value = destination
     return reply.SerializeToString()
@@ -158,8 +156,7 @@ def _set_header(mutation: HeaderMutation, name: str, value: bytes) -> None:
 
 
 def with_metadata(reply: bytes, told: Mapping[str, str | float]) -> bytes:
-    """A reply with so much more metadata, in a namespace of its own: Envoy's subsets go by all that
-    is in the other."""
+    """The reply with more metadata, in a namespace that no cluster of Envoy goes by."""
     changed = ProcessingResponse.FromString(reply)
     changed.dynamic_metadata.fields[TOLD_NAMESPACE].struct_value.update(told)
     return changed.SerializeToString()

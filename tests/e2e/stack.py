@@ -12,9 +12,12 @@ from extproc.lab.harness import stack
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.processes import Check, free_port, listening
 from extproc.lab.harness.stack import SimulatedReplica
+from tests import envoy_gateway, istio
 from tests.patched import patched
 
 ENVOY = Path(__file__).parents[2] / "envoy"
+OF_OTHERS = {"envoy_gateway": envoy_gateway.bootstrap, "istio": istio.bootstrap}
+"""Files of which a control plane makes Envoy's configuration."""
 
 
 class Stack(stack.Stack):
@@ -58,20 +61,16 @@ def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
 
 
 class XdsStack(Stack):
-    """With a process ``xds`` more, and an Envoy that runs one of the files in envoy/."""
+    """With a process ``xds`` more, and an Envoy that runs envoy/xds.yaml."""
 
     def __init__(
         self,
         directory: Path,
         replicas: Sequence[SimulatedReplica],
         settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
-        name: str = "xds",
-        whole: str = "xds",
     ) -> None:
-        """``whole`` is the file that is served where ``name`` is ``xds_all``."""
         super().__init__(directory, replicas, settings)
-        self.name = name
-        self.whole = whole
+        self.name = "xds"
         self.ports = {**self.ports, "xds": free_port()}
 
     async def start(self, name: str) -> None:
@@ -87,20 +86,23 @@ class XdsStack(Stack):
         return super()._recipe(name)
 
     def _configuration(self) -> dict[str, Any]:
-        xds = {"listen": self.address("xds")}
-        if self.name == "xds_all":
-            whole = self.directory / "whole.yaml"
-            text = yaml.safe_dump(on_ports(self, self.whole))
-            whole.write_text(patient(text), encoding="utf-8")
-            xds["envoy_file"] = str(whole)
-        return {**super()._configuration(), "xds": xds}
+        return {**super()._configuration(), "xds": {"listen": self.address("xds")}}
 
     def _bootstrap(self) -> Bootstrap:
-        return on_ports(self, self.name)
+        return bootstrap_of(self, self.name)
 
 
-def on_ports(stack: Stack, name: str) -> Bootstrap:
-    """A file in envoy/ as it stands, but for the ports."""
+def bootstrap_of(stack: Stack, name: str) -> Bootstrap:
+    """A file in envoy/ as it stands, but for the ports; or what a control plane makes of it."""
+    if translate := OF_OTHERS.get(name):
+        resources = (ENVOY / f"{name}.yaml").read_text(encoding="utf-8")
+        return translate(
+            list(yaml.safe_load_all(resources)),
+            listen=stack.address("envoy"),
+            admin=stack.address("envoy-admin"),
+            replicas=[stack.address("one"), stack.address("two")],
+            routers=[stack.address("router")],
+        )
     ports = {
         8080: "envoy", 9901: "envoy-admin", 50051: "router", 18000: "xds", 8001: "one", 8002: "two",
     }  # fmt: skip

@@ -19,7 +19,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, endpoints, manager_of
 from extproc.lab.harness.stack import SimulatedReplica
 from extproc.lab.simulator.server import SERVED_BY_HEADER
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, on_ports
+from tests.e2e.stack import Stack, bootstrap_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -42,7 +42,7 @@ class Gateway(Stack):
         return {**whole, "replicas": own, "pools": {"second": {"replicas": second}}}
 
     def _bootstrap(self) -> Bootstrap:
-        bootstrap = on_ports(self, "endpoint_picker")
+        bootstrap = bootstrap_of(self, "endpoint_picker")
         resources = bootstrap["static_resources"]
         manager = manager_of(bootstrap)
         manager["http_filters"].insert(0, _subset_hint())

@@ -10,14 +10,12 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-import yaml
 
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import answers
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
-from tests import envoy_gateway, istio
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import ENVOY, Stack, XdsStack, on_ports
+from tests.e2e.stack import OF_OTHERS, Stack, XdsStack, bootstrap_of
 from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import PATIENCE_S, until
 
@@ -25,19 +23,13 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 FAST = "llama-8b-h100"
 REPLICAS = (SimulatedReplica("one", FAST), SimulatedReplica("two", "llama-8b-a10"))
-ONE_CHOICE: dict[str, object] = {"second_choice": False}
 EXAMPLES: dict[str, dict[str, object]] = {
     "envoy": {},
     "ext_proc": {},
     "endpoint_picker": {},
-    "original_dst": ONE_CHOICE,
-    "cluster_header": ONE_CHOICE | {"clear_route_cache": True},
-    "subset": ONE_CHOICE,
+    "original_dst": {"second_choice": False},
 }
 """What each asks of the router's settings."""
-CONTROLLED = ("xds", "xds_all", "xds_all of subset")
-OF_OTHERS = {"envoy_gateway": envoy_gateway.bootstrap, "istio": istio.bootstrap}
-"""Files for a control plane that makes Envoy's configuration of them."""
 NO_FALLBACK = {"original_dst"}
 
 
@@ -57,16 +49,14 @@ class Example(Stack):
             return around_the_fragment(
                 ports["envoy"], ports["envoy-admin"], self.address("router"), replicas
             )
-        return on_ports(self, self.name)
+        return bootstrap_of(self, self.name)
 
 
 class XdsExample(XdsStack):
-    """The stack behind an Envoy that has a control plane."""
+    """The stack behind an Envoy that has its replicas from ``extproc xds``."""
 
-    def __init__(self, name: str, directory: Path) -> None:
-        file, _, whole = name.partition(" of ")
-        serve = {"chunks_per_s": 1e6, "drain_s": 5.0} | EXAMPLES.get(whole, {})
-        super().__init__(directory, REPLICAS, {"serve": serve}, file, whole or "xds")
+    def __init__(self, _: str, directory: Path) -> None:
+        super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6, "drain_s": 5.0}})
 
 
 class MadeExample(Stack):
@@ -83,27 +73,18 @@ class MadeExample(Stack):
         await super().start(name)
 
     def _bootstrap(self) -> Bootstrap:
-        resources = (ENVOY / f"{self.name}.yaml").read_text(encoding="utf-8")
-        return OF_OTHERS[self.name](
-            list(yaml.safe_load_all(resources)),
-            listen=self.address("envoy"),
-            admin=self.address("envoy-admin"),
-            replicas=[self.address(one.name) for one in REPLICAS],
-            routers=[self.address("router")],
-        )
+        return bootstrap_of(self, self.name)
 
 
 AnyExample = Example | XdsExample | MadeExample
 
 
-@pytest_asyncio.fixture(
-    scope="module", loop_scope="session", params=[*EXAMPLES, *CONTROLLED, *OF_OTHERS]
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[*EXAMPLES, "xds", *OF_OTHERS])
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[AnyExample]:
     kind: type[AnyExample] = Example
-    if request.param in CONTROLLED:
+    if request.param == "xds":
         kind = XdsExample
     elif request.param in OF_OTHERS:
         kind = MadeExample

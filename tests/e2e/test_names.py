@@ -15,7 +15,7 @@ import yaml
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import MESSAGES, Answer, Client
-from tests.e2e.stack import Stack, on_ports
+from tests.e2e.stack import Stack, bootstrap_of
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -48,7 +48,7 @@ class Named(Stack):
 
     def _bootstrap(self) -> Bootstrap:
         picker = self.name == "endpoint_picker"
-        bootstrap = on_ports(self, self.name) if picker else super()._bootstrap()
+        bootstrap = bootstrap_of(self, self.name) if picker else super()._bootstrap()
         if self.name == "partial":
             whole, part = "_mode: BUFFERED\n", "_mode: BUFFERED_PARTIAL\n"
             bootstrap = yaml.safe_load(yaml.safe_dump(bootstrap).replace(whole, part))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from extproc.config import Config
-from extproc.envoy.check.judge import check_envoy
+from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica

@@ -12,7 +12,7 @@ import pytest_asyncio
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
-from tests.e2e.stack import Stack, ext_proc_of, on_ports
+from tests.e2e.stack import Stack, bootstrap_of, ext_proc_of
 from tests.e2e.test_examples import EXAMPLES
 from tests.waiting import until
 
@@ -44,7 +44,7 @@ class Behind(Stack):
         return {**super()._configuration(), "priority_scheduling": True}
 
     def _bootstrap(self) -> Bootstrap:
-        whole = on_ports(self, self.name) if self.name != "envoy" else super()._bootstrap()
+        whole = bootstrap_of(self, self.name) if self.name != "envoy" else super()._bootstrap()
         if told := ext_proc_of(whole).get("request_attributes"):
             told.append(f"request.headers['{OBJECTIVE}']")
         return whole
@@ -82,7 +82,7 @@ async def test_priority_scheduling_of_the_pool_reaches_the_router(client: Client
     await until(known)
 
 
-@pytest.mark.parametrize("stack", ["envoy", "cluster_header", "endpoint_picker"], indirect=True)
+@pytest.mark.parametrize("stack", ["envoy", "istio", "endpoint_picker"], indirect=True)
 async def test_urgent_requests_go_first_where_priorities_count(client: Client) -> None:
     async def taken() -> bool:
         return all((await told(client, "takes_priority")).values())

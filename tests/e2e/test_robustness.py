@@ -16,7 +16,7 @@ from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack, on_ports
+from tests.e2e.stack import Stack, bootstrap_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -40,7 +40,7 @@ class Doubled(Stack):
         self.ports = {**self.ports, "alone": free_port()}
 
     def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap() if self.name == "envoy" else on_ports(self, self.name)
+        bootstrap = super()._bootstrap() if self.name == "envoy" else bootstrap_of(self, self.name)
         (listener,) = bootstrap["static_resources"]["listeners"]
         alone = copy.deepcopy(listener)
         alone["name"] = "alone"

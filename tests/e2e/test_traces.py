@@ -12,7 +12,7 @@ import pytest_asyncio
 import yaml
 
 from extproc.config import Config
-from extproc.envoy.check.judge import check_envoy
+from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Level
 from extproc.lab.harness.envoy_config import Bootstrap, manager_of, socket_address
 from extproc.lab.harness.processes import Check, free_port, listening

@@ -14,7 +14,7 @@ import pytest_asyncio
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
-from tests.e2e.stack import Stack, ext_proc_of, on_ports
+from tests.e2e.stack import Stack, bootstrap_of, ext_proc_of
 from tests.e2e.test_examples import EXAMPLES
 from tests.waiting import until
 
@@ -24,7 +24,7 @@ WORDS, TOKENS, FIT = 1000, 120, 4
 SMALL = ("--kv-tokens", str(FIT * 1152))
 """Of the requests here a replica has room for four."""
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
-BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "cluster_header", "endpoint_picker"
+BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "istio", "endpoint_picker"
 IMPATIENT = "envoy, without max_message_timeout"
 WAITING = 'extproc_requests_waiting{objective="",tenant=""}'
 FILLING, SO_SLOW = 10.0, 50.0
@@ -44,7 +44,7 @@ class Behind(Stack):
 
     def _bootstrap(self) -> Bootstrap:
         if self.name in (HEADERS_FIRST, FULL_DUPLEX):
-            return on_ports(self, self.name)
+            return bootstrap_of(self, self.name)
         whole = super()._bootstrap()
         if self.name == IMPATIENT:
             del ext_proc_of(whole)["max_message_timeout"]

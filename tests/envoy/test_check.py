@@ -11,11 +11,12 @@ from envoy_data_plane.envoy.config.cluster.v3 import Cluster
 
 from extproc.cli import main
 from extproc.config import Config, ServeSettings
-from extproc.envoy.check.envoy_file import EnvoyFile
-from extproc.envoy.check.judge import check_envoy
-from extproc.envoy.check.rules import RULES
+from extproc.envoy.check import check_envoy
+from extproc.envoy.envoy_file import EnvoyFile
 from extproc.envoy.finding import Finding, Level
+from extproc.envoy.rules import RULES
 from extproc.ground.yaml_file import read_yaml
+from tests.envoy.watched_files import bootstrap
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 GOOD = yaml.safe_load((ENVOY / "envoy.yaml").read_text(encoding="utf-8"))
@@ -159,26 +160,24 @@ def test_no_file_of_ours_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "rule", "words"),
+    ("tree", "rule", "words"),
     [
-        ("xds_all", "has_ext_proc", "xds.envoy_file"),
-        ("envoy_gateway", "is_envoy", "not judged here"),
+        (bootstrap(GOOD, Path("/live")), "has_ext_proc", "the file that lds_config names"),
+        (read_yaml(ENVOY / "envoy_gateway.yaml"), "is_envoy", "not judged here"),
     ],
 )
-def test_what_is_not_in_a_file_is_said_to_be_unchecked(name: str, rule: str, words: str) -> None:
-    (finding,) = check_envoy(read_yaml(ENVOY / f"{name}.yaml"))
+def test_what_is_not_in_a_file_is_said_to_be_unchecked(tree: object, rule: str, words: str) -> None:
+    (finding,) = check_envoy(tree)
     assert (finding.rule, finding.level) == (rule, Level.WARNING)
     assert words in finding.text
 
 
-@pytest.mark.parametrize("name", ["endpoint_picker", "cluster_header", "subset"])
-def test_other_ways_to_follow_the_choice_are_right(name: str) -> None:
-    assert not complaints(read_yaml(ENVOY / f"{name}.yaml"))
+def test_an_endpoint_picker_is_right() -> None:
+    assert not complaints(read_yaml(ENVOY / "endpoint_picker.yaml"))
 
 
-@pytest.mark.parametrize("name", ["cluster_header", "original_dst", "subset"])
-def test_a_cluster_that_takes_no_list_is_to_be_named_one_replica(name: str) -> None:
-    findings = complaints(read_yaml(ENVOY / f"{name}.yaml"), Config())
+def test_a_cluster_that_takes_no_list_is_to_be_named_one_replica() -> None:
+    findings = complaints(read_yaml(ENVOY / "original_dst.yaml"), Config())
     assert findings[0].rule == "one_replica_is_named"
     assert findings[0].level is Level.ERROR
     assert "Set serve.second_choice: false" in findings[0].text

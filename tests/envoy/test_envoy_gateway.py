@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from extproc.envoy.check.judge import check_envoy
+from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Level
 from tests.envoy_gateway import bootstrap
 

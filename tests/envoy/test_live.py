@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ import yaml
 
 from extproc.cli import main
 from extproc.config import Config
+from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import FLEET, SimulatedReplica
 from extproc.share import leases
 from extproc.share.connection import connect
 from tests.conftest import RedisServer
-from tests.e2e.stack import Stack, XdsStack
+from tests.e2e.stack import Stack, XdsStack, patient
+from tests.envoy.watched_files import bootstrap, split
 from tests.poll.polling import SOON, config, watching
 from tests.poll.replica import hang, models, page, serving, text
 from tests.share.servers import command
@@ -238,7 +239,17 @@ async def test_why_kubernetes_does_not_tell_is_told(check: Check) -> None:
     assert "a pod has it that has a service account" in error  # this is none
 
 
-@pytest.mark.parametrize("kind", [Stack, partial(XdsStack, name="xds_all")])
+class WatchingStack(XdsStack):
+    """Its Envoy has listeners and clusters from files, too."""
+
+    def _bootstrap(self) -> Bootstrap:
+        whole = yaml.safe_load(patient(yaml.safe_dump(super()._bootstrap())))
+        live = self.directory / "live"
+        split(whole, live)
+        return bootstrap(whole, live)
+
+
+@pytest.mark.parametrize("kind", [Stack, WatchingStack])
 async def test_an_envoy_that_runs_is_judged_as_its_file_is(
     check: Check, tmp_path: Path, kind: Callable[..., Stack]
 ) -> None:

@@ -304,7 +304,7 @@ async def test_without_a_healthy_replica_envoy_decides(
         await stream.end()
 
 
-async def test_the_route_cache_is_cleared_only_where_configured(envoy: EnvoySide) -> None:
+async def test_envoy_keeps_its_route_cache(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         await stream.request_headers()
         reply = await stream.request_body(CHAT)

@@ -12,8 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import Config, TlsFiles, XdsSettings
-from extproc.envoy.xds.catalog import Catalog
-from extproc.envoy.xds.server import XdsServer
+from extproc.envoy.eds_server import Catalog, EdsServer
 from extproc.ground.tls import watched
 from extproc.proxy.app import build
 from extproc.proxy.service import GrpcServer
@@ -69,7 +68,7 @@ async def router(settings: dict[str, str]) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def control_plane(settings: dict[str, str]) -> AsyncIterator[int]:
-    server = XdsServer(Catalog(), XdsSettings.model_validate(settings))
+    server = EdsServer(Catalog({}), XdsSettings.model_validate(settings))
     port = await server.start("127.0.0.1:0")
     try:
         yield port

@@ -23,14 +23,7 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 
 from extproc.config import Config
-from extproc.envoy.choice import (
-    by_header,
-    follows_header,
-    is_destination,
-    is_subset,
-    reads_header,
-    reads_metadata,
-)
+from extproc.envoy.choice import follows_header, is_destination, reads_header, reads_metadata
 from extproc.envoy.file import Part, Parts, Path, snake
 
 _OVERRIDABLE = (
@@ -83,24 +76,17 @@ class EnvoyFile(Parts):
     @property
     def replica_clusters(self) -> list[Part[Cluster]]:
         """Clusters that obey the router's choice, in one of the :mod:`~extproc.envoy.choice`."""
-        named = by_header(part.message for part in self.all(RouteAction))
-        routers = {router_cluster(part.message) for part in self.all(ExternalProcessor)}
         return [
             part
             for part in self.all(Cluster)
-            if self.all(OverrideHost, within=part)
-            or is_subset(part.message)
-            or is_destination(part.message)
-            or (named and part.message.name not in routers)
+            if self.all(OverrideHost, within=part) or is_destination(part.message)
         ]
 
     @property
     def reads_header(self) -> bool:
-        """Whether a cluster or route goes by the header, which a client could set as well."""
-        return (
-            any(reads_header(part.message) for part in self.all(OverrideHost))
-            or any(follows_header(part.message) for part in self.all(Cluster))
-            or by_header(part.message for part in self.all(RouteAction))
+        """Whether a cluster goes by the header, which a client could set as well."""
+        return any(reads_header(part.message) for part in self.all(OverrideHost)) or any(
+            follows_header(part.message) for part in self.all(Cluster)
         )
 
     @property
@@ -108,7 +94,7 @@ class EnvoyFile(Parts):
         """Whether a cluster goes by the metadata that the router sets."""
         clusters = [part.message for part in self.all(Cluster)]
         return any(reads_metadata(part.message) for part in self.all(OverrideHost)) or any(
-            is_subset(one) or (is_destination(one) and not follows_header(one)) for one in clusters
+            is_destination(one) and not follows_header(one) for one in clusters
         )
 
     @property

@@ -6,10 +6,10 @@ from typing import Any
 import aiohttp
 
 from extproc.config import Config
-from extproc.envoy.check.config_dump import refused, running
-from extproc.envoy.check.envoy_file import EnvoyFile
-from extproc.envoy.check.judge import check_envoy
+from extproc.envoy.check import check_envoy
 from extproc.envoy.choice import is_destination
+from extproc.envoy.config_dump import refused, running
+from extproc.envoy.envoy_file import EnvoyFile
 from extproc.envoy.finding import Finding, Level
 from extproc.ground.address import join_address, with_name
 

@@ -1,4 +1,4 @@
-"""``extproc xds``: the control plane's parts, put together and run."""
+"""``extproc xds``: tells Envoy the replicas that pollers see."""
 
 import asyncio
 import logging
@@ -7,11 +7,8 @@ from contextlib import AsyncExitStack, aclosing
 from random import Random
 
 from extproc.config import Config
-from extproc.envoy.xds.catalog import ENDPOINTS, Catalog
-from extproc.envoy.xds.endpoints import PoolMembers, load_assignment
-from extproc.envoy.xds.resources import Resources, watched
-from extproc.envoy.xds.server import XdsServer
-from extproc.ground.files import Watched
+from extproc.envoy.eds_members import PoolMembers, load_assignment
+from extproc.envoy.eds_server import Catalog, EdsServer
 from extproc.ground.runtime import until_signalled
 from extproc.replica_state import TTL_S
 from extproc.share.connection import connect
@@ -22,46 +19,39 @@ logger = logging.getLogger(__name__)
 _SETTLE_S = 0.05
 """Changes that come together are told together."""
 _LOOK_EVERY = 1.0
-"""Seconds between two looks for silent replicas, at the Envoy file, and at Redis."""
+"""Seconds between two looks for silent replicas, and at Redis."""
 _CUT_OFF_S = 3
 """Without Redis for so long, health checks are told: another instance may have it."""
 _SEND_AWAY_S = 5
 """So often streams are ended from then on: the first time, Envoy's health checks have noticed."""
 
 
-async def run_xds(config: Config) -> None:
+async def run_eds(config: Config) -> None:
     """Serves until SIGTERM or SIGINT.
 
     Raises:
         OSError: the address cannot be listened on.
-        ValueError: the Envoy file cannot be read or is not valid, or the configuration keeps state
-            in memory.
+        ValueError: the configuration keeps state in memory.
     """
     if config.state == "memory":
         raise ValueError(
             "state is 'memory': only the router knows the replicas; "
             "to tell Envoy of them too, set it to 'redis' and run 'extproc poll'"
         )
-    catalog, changed = Catalog(), asyncio.Event()
-    configs = config.each_pool
-    pools = {one.pool: PoolMembers() for one in configs}
-    catalog.replace(ENDPOINTS, dict.fromkeys(pools))
-    path = config.xds.envoy_file
-    file = None if path is None else watched(path, config.pool)
-    if file is not None:
-        catalog.replace_all(file.read())
-    server = XdsServer(catalog, config.xds)
+    pools = {one.pool: PoolMembers() for one in config.each_pool}
+    catalog, changed = Catalog(dict.fromkeys(pools)), asyncio.Event()
+    server = EdsServer(catalog, config.xds)
     async with AsyncExitStack() as stack:
         port = await server.start(config.xds.listen)
         stack.push_async_callback(server.stop)
         readers = {}
-        for one in configs:
+        for one in config.each_pool:
             redis = await stack.enter_async_context(connect(one.redis, one.pool))
             readers[one.pool] = StateReader(redis, one.pool, Random())
         parts = [
             *(_follow(reader, pools[pool], changed) for pool, reader in readers.items()),
-            _look(pools, TTL_S, changed, file, catalog),
-            _serve_endpoints(pools, catalog, changed),
+            _drop_silent(pools, changed),
+            _serve(pools, catalog, changed),
             _tell_health(readers.values(), server),
         ]
         logger.info("xds ready", extra={"port": port, "pool": ", ".join(pools)})
@@ -76,12 +66,12 @@ async def _follow(reader: StateReader, members: PoolMembers, changed: asyncio.Ev
                 changed.set()
 
 
-async def _tell_health(readers: Collection[StateReader], server: XdsServer) -> None:
-    """Has Envoy move to an instance that hears of changes, if there is one.
+async def _tell_health(readers: Collection[StateReader], server: EdsServer) -> None:
+    """Sends Envoy to an instance that still hears from Redis, if there is one.
 
-    Nobody knows whether there is. So what is known here is served all the same, to whoever comes:
-    if all are cut off, Envoy finds none healthy, asks any, and gets the newest there is. Only the
-    streams do not last, for Envoy would never look elsewhere by itself.
+    No instance knows of the others. So it serves its last list to every Envoy that comes: if all
+    are cut off, Envoy finds none healthy, asks any, and gets the newest list there is. Only the
+    streams are ended again and again, since Envoy would never leave by itself.
     """
     away_s = 0
     while True:
@@ -94,26 +84,17 @@ async def _tell_health(readers: Collection[StateReader], server: XdsServer) -> N
             server.send_away()
 
 
-async def _look(
-    pools: Mapping[str, PoolMembers],
-    ttl_s: float,
-    changed: asyncio.Event,
-    file: Watched[Resources] | None,
-    catalog: Catalog,
-) -> None:
-    """Looks for silent replicas and at the Envoy file, for ever."""
+async def _drop_silent(pools: Mapping[str, PoolMembers], changed: asyncio.Event) -> None:
     while True:
         await asyncio.sleep(_LOOK_EVERY)
         for pool, members in pools.items():
-            if silent := members.drop_silent(ttl_s):
+            if silent := members.drop_silent(TTL_S):
                 extra = {"replicas": ", ".join(silent), "pool": pool}
                 logger.info("replicas left: nothing was heard of them", extra=extra)
                 changed.set()
-        if file is not None and (resources := file.news()) is not None:
-            catalog.replace_all(resources)
 
 
-async def _serve_endpoints(
+async def _serve(
     pools: Mapping[str, PoolMembers], catalog: Catalog, changed: asyncio.Event
 ) -> None:
     while True:
@@ -121,9 +102,8 @@ async def _serve_endpoints(
         await asyncio.sleep(_SETTLE_S)
         changed.clear()
         catalog.replace(
-            ENDPOINTS,
             {
                 pool: None if (known := members.current) is None else load_assignment(pool, known)
                 for pool, members in pools.items()
-            },
+            }
         )

@@ -21,8 +21,8 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import HttpProtocolOptions
 
-from extproc.envoy.check.envoy_file import EnvoyFile, clusters_of, router_cluster
 from extproc.envoy.choice import follows_header, is_destination, reads_header, reads_metadata
+from extproc.envoy.envoy_file import EnvoyFile, clusters_of, router_cluster
 from extproc.envoy.file import Part
 from extproc.envoy.finding import Finding, Level
 from extproc.proxy.messages import DESTINATION, UNSEEN, expression_of
@@ -134,8 +134,7 @@ def _with_second(file: EnvoyFile) -> list[Part[RouteAction]]:
     """Where a second choice can be used: the policy override_host takes a list."""
     clusters = file.replica_clusters
     others = {one.message.name for one in clusters if not file.all(OverrideHost, within=one)}
-    routes = [one for one in file.replica_routes if not one.message.cluster_header]
-    return [one for one in routes if not clusters_of(one.message) & others]
+    return [one for one in file.replica_routes if not clusters_of(one.message) & others]
 
 
 def _waiting(file: EnvoyFile) -> list[Part[Any]]:
@@ -276,7 +275,7 @@ def metadata_is_followed(part: Part[ExternalProcessor], file: EnvoyFile) -> str 
         return None
     return (
         "request_header_mode is SKIP: Envoy sets no header then that the router names, and a "
-        f"cluster or route goes by the header {DESTINATION}. Let override_host read the choice "
+        f"cluster goes by the header {DESTINATION}. Let override_host read the choice "
         f"from metadata: {_FROM_METADATA}, or write request_header_mode: SEND"
     )
 

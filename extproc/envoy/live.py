@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from extproc.config import Config, ModelTargets
-from extproc.envoy.check.live_envoy import check_live_envoy
-from extproc.envoy.check.live_redis import check_redis
-from extproc.envoy.check.live_replicas import check_replicas
 from extproc.envoy.finding import Finding, Level, worst_first
+from extproc.envoy.live_envoy import check_live_envoy
+from extproc.envoy.live_redis import check_redis
+from extproc.envoy.live_replicas import check_replicas
 from extproc.fleet.members import ModelNames
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
 from extproc.poll.membership import Membership

@@ -16,8 +16,10 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import OverrideHost
 from envoy_data_plane.envoy.extensions.transport_sockets.tls.v3 import UpstreamTlsContext
 
-from extproc.envoy.check.envoy_file import EnvoyFile
-from extproc.envoy.check.rules import (
+from extproc.envoy.envoy_file import EnvoyFile
+from extproc.envoy.file import Part
+from extproc.envoy.finding import Level
+from extproc.envoy.rules import (
     Rule,
     bodies_first,
     is_full_duplex,
@@ -25,8 +27,6 @@ from extproc.envoy.check.rules import (
     rule,
     skips_responses,
 )
-from extproc.envoy.file import Part
-from extproc.envoy.finding import Level
 from extproc.proxy.messages import PRIORITY, TOLD_NAMESPACE, UNSEEN, expression_of
 
 ROUTER_RULES: list[Rule] = []

@@ -1,31 +1,29 @@
-"""A pool's replicas as EDS serves them: which Envoy is to know, and how they are."""
+"""The replicas of a pool and their health, as EDS serves them."""
 
 from collections.abc import Mapping
 from functools import lru_cache
 
 from betterproto2 import encode_varint
-from envoy_data_plane.envoy.config.core.v3 import Address, HealthStatus, Metadata, SocketAddress
+from envoy_data_plane.envoy.config.core.v3 import Address, HealthStatus, SocketAddress
 from envoy_data_plane.envoy.config.endpoint.v3 import (
     ClusterLoadAssignment,
     Endpoint,
     LbEndpoint,
     LocalityLbEndpoints,
 )
-from envoy_data_plane.google.protobuf import Struct
 
 from extproc.fleet.silence import Silence
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock, monotonic
-from extproc.proxy.messages import DESTINATION, METADATA_NAMESPACE
 from extproc.replica_state import ReplicaState
 from extproc.share.replicas import Change, Put, Removed, Snapshot
 
 _ENDPOINTS = bytes([2 << 3 | 2])
-"""Tag of that field of ClusterLoadAssignment, of which the length follows."""
+"""Tag of the field ``endpoints`` of ClusterLoadAssignment; its length follows."""
 
 
 class PoolMembers:
-    """A pool's replicas, by the rules that routers have for their fleets."""
+    """The health of a pool's replicas, by the rules that routers have for their fleets."""
 
     def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
@@ -35,17 +33,17 @@ class PoolMembers:
 
     @property
     def current(self) -> Mapping[str, HealthStatus] | None:
-        """How each is, by ``ip:port``; None before the first was heard of.
+        """Health by ``ip:port``; None until the first replica is heard of.
 
-        A Redis that was just started holds none yet: Envoy is to keep those it has.
+        A Redis that was just started holds no replica yet, and Envoy keeps those it has.
         """
         return self._health if self._known else None
 
     def apply(self, change: Change) -> bool:
-        """Take in what pollers wrote; returns whether Envoy is to hear of it."""
+        """Takes in a change; returns whether it concerns Envoy."""
         match change:
             case Snapshot(states):
-                # What is missing in it is dropped only when it stays silent.
+                # A replica missing in it is dropped only once it stays silent.
                 return True in [self._put(state) for state in states]
             case Put(state):
                 return self._put(state)
@@ -53,9 +51,9 @@ class PoolMembers:
                 return self._remove(replica)
 
     def drop_silent(self, after: float) -> list[str]:
-        """Removes replicas not heard of for ``after`` seconds in which others were; returns them.
+        """Removes and returns replicas silent for ``after`` seconds in which others were heard.
 
-        When nothing at all is heard, pollers or Redis are gone: the replicas are still there.
+        When no replica is heard, pollers or Redis are gone, and the replicas are still there.
         """
         silent = self._silence.silent(after)
         for id_ in silent:
@@ -75,9 +73,9 @@ class PoolMembers:
 
 
 def _health(state: ReplicaState) -> HealthStatus:
-    """The fallback policy chooses only among the healthy; the router's choice reaches all.
+    """The fallback policy chooses among healthy replicas only; the router's choice reaches all.
 
-    So a draining replica gets nothing new, unless the router finds no other that could serve.
+    So a draining replica gets new requests only where the router finds no other that could serve.
     """
     if state.draining:
         return HealthStatus.DRAINING
@@ -87,8 +85,8 @@ def _health(state: ReplicaState) -> HealthStatus:
 def load_assignment(name: str, members: Mapping[str, HealthStatus]) -> bytes:
     """An encoded ``ClusterLoadAssignment``.
 
-    To encode a member takes a millisecond, and few of a thousand change at a time. So each is
-    encoded once; in protobuf's wire format messages one after another are one that has all.
+    Encoding a member takes a millisecond, and few of a thousand change at a time. So each is
+    encoded once: concatenated protobuf messages are one message with the fields of all.
     """
     locality = b"".join(_encoded(id_, health) for id_, health in sorted(members.items()))
     head = bytes(ClusterLoadAssignment(cluster_name=name))
@@ -99,11 +97,5 @@ def load_assignment(name: str, members: Mapping[str, HealthStatus]) -> bytes:
 def _encoded(id_: str, health: HealthStatus) -> bytes:
     host, port = split_address(id_)
     address = Address(socket_address=SocketAddress(address=host, port_value=port))
-    # For clusters that choose by metadata: each member is a subset of its own.
-    own = Struct.from_dict({DESTINATION: id_})
-    endpoint = LbEndpoint(
-        endpoint=Endpoint(address=address),
-        health_status=health,
-        metadata=Metadata(filter_metadata={METADATA_NAMESPACE: own}),
-    )
+    endpoint = LbEndpoint(endpoint=Endpoint(address=address), health_status=health)
     return bytes(LocalityLbEndpoints(lb_endpoints=[endpoint]))

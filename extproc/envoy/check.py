@@ -3,10 +3,10 @@
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import ExternalProcessor
 
 from extproc.config import Config
-from extproc.envoy.check.envoy_file import EnvoyFile, is_of_envoy_gateway
-from extproc.envoy.check.rules import RULES
-from extproc.envoy.check.serving import ROUTER_RULES
+from extproc.envoy.envoy_file import EnvoyFile, is_of_envoy_gateway
 from extproc.envoy.finding import Finding, Level, worst_first
+from extproc.envoy.router_rules import ROUTER_RULES
+from extproc.envoy.rules import RULES
 
 _NO_ENVOY = (
     "this is no Envoy file: nothing in it is a part of Envoy's configuration. Give a bootstrap, "
@@ -16,8 +16,8 @@ _NO_FILTER = (
     "there is no ext_proc filter: Envoy never asks the router. Take it from envoy/ext_proc.yaml"
 )
 _LISTENERS_ELSEWHERE = (
-    "listeners come from a control plane (lds_config), and so does the ext_proc filter: check "
-    "what it serves, too; of 'extproc xds' that is the file xds.envoy_file"
+    "listeners come from elsewhere (lds_config), and so does the ext_proc filter: check the file "
+    "that lds_config names, or what its control plane serves"
 )
 _OF_ENVOY_GATEWAY = (
     "these are resources of Envoy Gateway, which makes Envoy's configuration of them, and they are "

@@ -1,1 +1,0 @@
-"""``extproc check``: what is missing or dangerous in a configuration, in Envoy, or in what runs."""

@@ -1,0 +1,196 @@
+"""EDS over gRPC, state of the world: Envoy names pools and gets the replicas of each.
+
+Protocol: https://www.envoyproxy.io/docs/envoy/latest/api-docs/xds_protocol
+"""
+
+import asyncio
+import hashlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import grpc
+from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryRequest, DiscoveryResponse
+from envoy_data_plane.google.protobuf import Any
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from extproc.config import TlsFiles
+from extproc.proxy import tls
+
+logger = logging.getLogger(__name__)
+
+ENDPOINTS = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
+SERVICE, METHOD = "envoy.service.endpoint.v3.EndpointDiscoveryService", "StreamEndpoints"
+_OPTIONS = [
+    # Two servers on one port would silently share it; an error is better.
+    ("grpc.so_reuseport", 0),
+    # Streams are quiet for hours: an Envoy whose machine is gone is noticed all the same.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+]
+_PLAIN = TlsFiles()
+
+
+class Catalog:
+    """Encoded ``ClusterLoadAssignment`` of each pool; None until a replica of it is known."""
+
+    def __init__(self, pools: Mapping[str, bytes | None]) -> None:
+        self.pools = dict(pools)
+        self._watchers: set[asyncio.Event] = set()
+
+    def replace(self, pools: Mapping[str, bytes | None]) -> None:
+        """Serves these pools and no others; wakes the watchers if anything changed."""
+        if self.pools != pools:
+            self.pools = dict(pools)
+            for watcher in self._watchers:
+                watcher.set()
+
+    def select(self, names: Collection[str]) -> dict[str, bytes]:
+        """Those of the named pools that are known, by name."""
+        return {name: one for name in sorted(names) if (one := self.pools.get(name)) is not None}
+
+    @contextmanager
+    def watched_by(self, watcher: asyncio.Event) -> Iterator[None]:
+        """Wakes the watcher at every change within the block."""
+        self._watchers.add(watcher)
+        try:
+            yield
+        finally:
+            self._watchers.discard(watcher)
+
+
+class Subscription:
+    """The pools that Envoy asked for on one stream, and the last response to it."""
+
+    def __init__(self, catalog: Catalog, peer: str) -> None:
+        self._catalog = catalog
+        self._of = {"peer": peer, "node": ""}
+        self._names: frozenset[str] = frozenset()
+        self._sent: dict[str, bytes] = {}
+        self._nonces = itertools.count(1)
+        self._nonce = ""
+        self._answered = True
+
+    def take(self, request: DiscoveryRequest) -> None:
+        """The first request subscribes; later ones answer the last response, or ask for more."""
+        if request.node is not None and request.node.id:
+            self._of["node"] = request.node.id
+        if request.response_nonce != self._nonce:
+            return  # older than the last response, which Envoy will answer too
+        names = frozenset(request.resource_names)
+        if unknown := sorted(names - self._names - self._catalog.pools.keys()):
+            extra = {"asked": ", ".join(unknown), "served": ", ".join(self._catalog.pools)}
+            logger.warning("envoy asks for what is not served", extra=extra | self._of)
+        self._names = names
+        if not self._answered and request.error_detail is not None:
+            extra = self._of | {"reason": request.error_detail.message}
+            logger.error("envoy refused what it was sent", extra=extra)
+        self._answered = True
+
+    def due(self) -> DiscoveryResponse | None:
+        """The response that Envoy lacks, if any; a refused one is not repeated.
+
+        A pool that is not known any more is no news: Envoy keeps its replicas.
+        """
+        selected = self._catalog.select(self._names)
+        if not selected or selected == self._sent:
+            return None
+        self._sent, self._answered = selected, False
+        self._nonce = str(next(self._nonces))
+        return DiscoveryResponse(
+            version_info=_version(selected.values()),
+            resources=[Any(type_url=ENDPOINTS, value=one) for one in selected.values()],
+            type_url=ENDPOINTS,
+            nonce=self._nonce,
+        )
+
+
+def _version(resources: Collection[bytes]) -> str:
+    """A hash: the same from every server, and after a restart."""
+    digest = hashlib.sha256()
+    for resource in resources:
+        digest.update(len(resource).to_bytes(8) + resource)
+    return digest.hexdigest()[:16]
+
+
+class EdsServer:
+    """Serves a catalog, and the health service."""
+
+    def __init__(self, catalog: Catalog, files: TlsFiles = _PLAIN) -> None:
+        self._catalog = catalog
+        self._files = files
+        self._streams: set[asyncio.Task[None]] = set()
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        stream = grpc.stream_stream_rpc_method_handler(self._stream)
+        handler = grpc.method_handlers_generic_handler(SERVICE, {METHOD: stream})
+        self._server.add_generic_rpc_handlers((handler,))
+
+    async def start(self, address: str) -> int:
+        """Listens on ``host:port`` and returns the port (of use where it was 0)."""
+        port = tls.open_port(self._server, address, self._files, "xds")
+        await self._server.start()
+        await self.report(serving=True)
+        return port
+
+    async def report(self, serving: bool) -> None:
+        """Sets the answer to health checks. Streams are served either way."""
+        kinds = health_pb2.HealthCheckResponse
+        for service in ("", SERVICE):
+            await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)
+
+    def send_away(self) -> None:
+        """Ends all streams. Each Envoy keeps its replicas and asks a server that is healthy."""
+        for stream in self._streams:
+            stream.cancel()
+
+    async def stop(self) -> None:
+        """Ends all streams; each Envoy keeps its replicas."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(None)
+
+    async def _stream(
+        self, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
+        subscription = Subscription(self._catalog, context.peer())
+        woken = asyncio.Event()
+        reading = asyncio.create_task(_read(requests, subscription, woken))
+        reading.add_done_callback(lambda _: woken.set())
+        self._streams.add(reading)
+        try:
+            with self._catalog.watched_by(woken):
+                while not reading.done():
+                    # Only the newest is sent, however slowly Envoy reads.
+                    if (response := subscription.due()) is not None:
+                        yield bytes(response)
+                    await woken.wait()
+                    woken.clear()
+            if reading.cancelled():
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "cut off from redis: ask another")
+            await reading
+        except ValueError:
+            extra = {"peer": context.peer()}
+            logger.warning("a client sent what is no DiscoveryRequest", extra=extra)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a DiscoveryRequest")
+        finally:
+            self._streams.discard(reading)
+            reading.cancel()
+
+
+async def _read(
+    requests: AsyncIterator[bytes], subscription: Subscription, woken: asyncio.Event
+) -> None:
+    async for raw in requests:
+        subscription.take(_parsed(raw))
+        woken.set()
+
+
+def _parsed(raw: bytes) -> DiscoveryRequest:
+    try:
+        return DiscoveryRequest.parse(raw)
+    except Exception as error:  # of any kind: the package looks at no byte before it uses it
+        raise ValueError("not a DiscoveryRequest") from error

@@ -1,0 +1,207 @@
+"""The protocol: by its state for one stream, and over a real gRPC channel."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from envoy_data_plane.envoy.config.core.v3 import Node
+from envoy_data_plane.envoy.service.discovery.v3 import DiscoveryRequest, DiscoveryResponse
+from envoy_data_plane.google.rpc import Status
+from grpc.aio import EOF
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from extproc.envoy.eds_server import ENDPOINTS, METHOD, SERVICE, Catalog, EdsServer, Subscription
+from tests.conftest import Logged
+from tests.waiting import PATIENCE_S
+
+REFUSED = "envoy refused what it was sent"
+NOT_SERVED = "envoy asks for what is not served"
+
+
+def request(*names: str, answering: DiscoveryResponse | None = None, refusal: str = "") -> bytes:
+    """Subscribes; or takes the response it answers, or refuses it with a reason."""
+    return bytes(
+        DiscoveryRequest(
+            type_url=ENDPOINTS,
+            resource_names=list(names),
+            node=Node(id="envoy-1", cluster="test"),
+            response_nonce=answering.nonce if answering else "",
+            version_info=answering.version_info if answering and not refusal else "",
+            error_detail=Status(code=13, message=refusal) if refusal else None,
+        )
+    )
+
+
+def values(response: DiscoveryResponse | None) -> list[bytes]:
+    assert response is not None
+    assert response.type_url == ENDPOINTS
+    assert {one.type_url for one in response.resources} == {ENDPOINTS}
+    return [one.value for one in response.resources]
+
+
+class Stream:
+    """The state of a stream, and what Envoy sends on it."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._subscription = Subscription(catalog, "peer")
+
+    def ask(
+        self, *names: str, answering: DiscoveryResponse | None = None, refusal: str = ""
+    ) -> DiscoveryResponse | None:
+        """Returns what it is sent for that."""
+        raw = request(*names, answering=answering, refusal=refusal)
+        self._subscription.take(DiscoveryRequest.parse(raw))
+        return self.due()
+
+    def due(self) -> DiscoveryResponse | None:
+        return self._subscription.due()
+
+
+def test_a_change_is_sent_once_to_those_who_asked_for_it() -> None:
+    catalog = Catalog({"a": b"a1", "b": b"b1"})
+    stream = Stream(catalog)
+    first = stream.ask("a")
+    assert values(first) == [b"a1"]
+    assert stream.ask("a", answering=first) is None
+    catalog.replace({"a": b"a1", "b": b"b2"})
+    assert stream.due() is None
+    catalog.replace({"a": b"a2", "b": b"b2"})
+    second = stream.due()
+    assert values(second) == [b"a2"]
+    assert first is not None
+    assert second is not None
+    assert second.version_info != first.version_info
+    assert second.nonce != first.nonce
+    assert stream.due() is None
+
+
+def test_more_names_get_more() -> None:
+    stream = Stream(Catalog({"a": b"a1", "b": b"b1"}))
+    assert values(stream.ask("a", "b", answering=stream.ask("b"))) == [b"a1", b"b1"]
+
+
+def test_an_answer_to_an_older_response_says_nothing() -> None:
+    catalog = Catalog({"a": b"a1", "b": b"b1"})
+    stream = Stream(catalog)
+    first = stream.ask("a")
+    catalog.replace({"a": b"a2", "b": b"b1"})
+    second = stream.due()
+    assert stream.ask("b", answering=first) is None
+    assert stream.ask("a", answering=second) is None
+
+
+def test_a_refusal_is_logged_once_and_its_version_is_not_repeated(logged: Logged) -> None:
+    catalog = Catalog({"a": b"a1"})
+    stream = Stream(catalog)
+    first = stream.ask("a")
+    for _ in range(2):
+        assert stream.ask("a", answering=first, refusal="no such locality") is None
+    (line,) = logged.lines(REFUSED)
+    assert (line["reason"], line["node"]) == ("no such locality", "envoy-1")
+    catalog.replace({"a": b"a2"})
+    assert values(stream.due()) == [b"a2"]
+
+
+def test_a_pool_without_a_known_replica_is_sent_once_it_has_one(logged: Logged) -> None:
+    catalog = Catalog({"a": None, "b": b"b1"})
+    stream = Stream(catalog)
+    assert stream.ask("a") is None
+    catalog.replace({"a": b"a1", "b": b"b1"})
+    assert values(stream.due()) == [b"a1"]
+    assert not logged.lines(NOT_SERVED)
+
+
+def test_a_pool_that_is_not_served_is_logged_with_those_that_are(logged: Logged) -> None:
+    stream = Stream(Catalog({"default": b"a1"}))
+    assert stream.ask("mine") is None
+    (line,) = logged.lines(NOT_SERVED)
+    assert (line["asked"], line["served"], line["node"]) == ("mine", "default", "envoy-1")
+
+
+def test_every_server_gives_the_same_list_the_same_version() -> None:
+    answers = [Stream(Catalog({"a": b"a1"})).ask("a") for _ in range(2)]
+    assert len({one.version_info for one in answers if one is not None}) == 1
+
+
+class Server:
+    """A server on a port of its own."""
+
+    def __init__(self, catalog: Catalog, server: EdsServer, channel: grpc.aio.Channel) -> None:
+        self.catalog = catalog
+        self.server = server
+        self.channel = channel
+
+    def stream(self) -> "grpc.aio.StreamStreamCall[bytes, bytes]":
+        return self.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+
+
+async def response(call: "grpc.aio.StreamStreamCall[bytes, bytes]") -> DiscoveryResponse:
+    """The next one, which must come."""
+    async with asyncio.timeout(PATIENCE_S):
+        raw = await call.read()
+    assert raw is not EOF, "the stream ended"
+    return DiscoveryResponse.parse(raw)
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[Server]:
+    catalog = Catalog({"a": b"a1"})
+    server = EdsServer(catalog)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Server(catalog, server, channel)
+    await server.stop()
+
+
+async def test_changes_are_sent_until_the_stream_ends_which_leaves_nothing() -> None:
+    async with serving() as eds:
+        for number in range(3):
+            call = eds.stream()
+            await call.write(request("a"))
+            await response(call)
+            eds.catalog.replace({"a": b"a%d" % number})
+            assert values(await response(call)) == [b"a%d" % number]
+            await call.done_writing()
+            assert await call.code() == grpc.StatusCode.OK
+        assert not eds.catalog._watchers
+
+
+async def test_garbage_ends_its_stream_alone(logged: Logged) -> None:
+    async with serving() as eds:
+        broken, good = eds.stream(), eds.stream()
+        await broken.write(b"\x0a\xff\xff\xff")
+        assert await broken.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert len(logged.lines("a client sent what is no DiscoveryRequest")) == 1
+        await good.write(request("a"))
+        assert values(await response(good)) == [b"a1"]
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+async def test_health_is_told(service: str) -> None:
+    kinds = health_pb2.HealthCheckResponse
+    async with serving() as eds:
+        health = health_pb2_grpc.HealthStub(eds.channel)
+        for serves, status in ((True, kinds.SERVING), (False, kinds.NOT_SERVING)):
+            await eds.server.report(serving=serves)
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == status
+
+
+async def test_streams_that_are_sent_away_end_and_new_ones_are_served() -> None:
+    async with serving() as eds:
+        for _ in range(2):
+            call = eds.stream()
+            await call.write(request("a"))
+            assert values(await response(call)) == [b"a1"]
+            eds.server.send_away()
+            assert await call.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_an_address_that_is_taken_is_named() -> None:
+    first = EdsServer(Catalog({}))
+    port = await first.start("127.0.0.1:0")
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(xds\.listen\)"):
+        await EdsServer(Catalog({})).start(f"127.0.0.1:{port}")
+    await first.stop()

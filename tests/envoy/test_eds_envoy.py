@@ -1,0 +1,365 @@
+"""A real Envoy that takes its replicas by EDS, from a server here and from ``extproc xds``."""
+
+import asyncio
+import re
+import shutil
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+import yaml
+from envoy_data_plane.envoy.config.core.v3 import HealthStatus
+from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from redis.asyncio import Redis
+
+from extproc.config import Config, TlsFiles
+from extproc.envoy.eds_members import load_assignment
+from extproc.envoy.eds_server import METHOD, SERVICE, Catalog, EdsServer
+from extproc.lab.harness.envoy_config import addressed, endpoints, socket_address
+from extproc.lab.harness.processes import Process, answers, envoy_binary, free_port, listening
+from extproc.replica_state import ReplicaState
+from extproc.share.replicas import StateWriter
+from tests.certificates import Authority
+from tests.conftest import Logged, RedisServer
+from tests.e2e.test_security import documented
+from tests.envoy.test_eds import request, response
+from tests.envoy.test_envoy import ENOUGH, post, replica, validate
+from tests.envoy.watched_files import bootstrap, split
+from tests.waiting import until
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+ENVOY = Path(__file__).parents[2] / "envoy"
+NOWHERE = "127.0.0.1:1"
+POOL = "default"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+PLAIN = TlsFiles()
+
+
+class Envoy:
+    """A running one."""
+
+    def __init__(self, port: int, admin: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._admin = f"http://127.0.0.1:{admin}"
+
+    async def clusters(self) -> dict[str, Any]:
+        """Its clusters by name, with the state of their members."""
+        url = f"{self._admin}/clusters?format=json"
+        async with aiohttp.ClientSession() as session, session.get(url) as told:
+            found = (await told.json(content_type=None))["cluster_statuses"]
+        return {one["name"]: one.get("host_statuses", []) for one in found}
+
+    async def has(self, members: Mapping[str, str]) -> None:
+        """Returns when these are the members of the replicas' cluster, with that health."""
+
+        async def so() -> bool:
+            hosts = (await self.clusters())["replicas"]
+            found = {_address(host): host["health_status"]["eds_health_status"] for host in hosts}
+            return found == members
+
+        await until(so)
+
+
+def _address(host: Mapping[str, Any]) -> str:
+    where = host["address"]["socket_address"]
+    return f"{where['address']}:{where['port_value']}"
+
+
+@asynccontextmanager
+async def running(directory: Path, tree: dict[str, Any], port: int) -> AsyncIterator[Envoy]:
+    """An Envoy with this bootstrap, whose listener is at the port."""
+    envoy = Envoy(port, admin := free_port())
+    where = {"address": socket_address(f"127.0.0.1:{admin}")}
+    config = directory / f"envoy-{admin}.yaml"
+    config.write_text(yaml.safe_dump(tree | {"admin": where}))
+    argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
+    async with await Process.start(
+        "envoy",
+        [*argv, "--concurrency", "1"],
+        log=directory / "envoy.log",
+        ready=answers(f"http://127.0.0.1:{admin}/ready"),
+    ):
+        yield envoy
+
+
+def asking(port: int, *servers: int) -> dict[str, Any]:
+    """envoy/xds.yaml with these ports of its listener and of servers of EDS."""
+    tree: dict[str, Any] = yaml.safe_load((ENVOY / "xds.yaml").read_text(encoding="utf-8"))
+    clusters = {one["name"]: one for one in tree["static_resources"]["clusters"]}
+    clusters["xds"]["load_assignment"]["endpoints"] = endpoints(
+        f"127.0.0.1:{one}" for one in servers
+    )
+    (listener,) = tree["static_resources"]["listeners"]
+    listener["address"] = socket_address(f"127.0.0.1:{port}")
+    return tree
+
+
+@asynccontextmanager
+async def serving(
+    members: Mapping[str, HealthStatus], files: TlsFiles = PLAIN
+) -> AsyncIterator[tuple[Catalog, dict[str, Any], int]]:
+    """Serves a pool; gives a bootstrap that takes it from there, and its listener's port."""
+    catalog, port = Catalog({POOL: load_assignment(POOL, members)}), free_port()
+    server = EdsServer(catalog, files)
+    tree = asking(port, await server.start("127.0.0.1:0"))
+    try:
+        yield catalog, tree, port
+    finally:
+        await server.stop()
+
+
+def healthy(address: str) -> dict[str, HealthStatus]:
+    return {address: HealthStatus.HEALTHY}
+
+
+async def test_our_own_file_is_valid_and_names_nothing_deprecated() -> None:
+    assert "eprecated" not in await validate(ENVOY / "xds.yaml")
+
+
+def test_it_is_the_whole_file_but_for_addresses_and_where_replicas_come_from() -> None:
+    whole, xds = (on_loopback(ENVOY / name) for name in ("envoy.yaml", "xds.yaml"))
+    *clusters, _, replicas = xds["static_resources"]["clusters"]
+    assert replicas.pop("type") == "EDS"
+    assert replicas.pop("eds_cluster_config")["service_name"] == Config().pool
+    *others, static = whole["static_resources"]["clusters"]
+    for key in ("type", "dns_lookup_family", "load_assignment"):
+        del static[key]
+    assert (clusters, replicas) == (others, static)
+    assert xds["static_resources"]["listeners"] == whole["static_resources"]["listeners"]
+    for part in ("admin", "overload_manager"):
+        assert xds[part] == whole[part]
+
+
+def on_loopback(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8")
+    return yaml.safe_load(re.sub(r"address: (0\.0\.0\.0|router),", "address: 127.0.0.1,", text))
+
+
+async def test_replicas_come_over_mutual_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    for name, file in zip(("tls.crt", "tls.key"), authority.sign("router"), strict=True):
+        shutil.copy(file, tmp_path / name)
+    shutil.copy(authority.file, tmp_path / "ca.crt")
+    files = TlsFiles(
+        tls_cert=tmp_path / "tls.crt",
+        tls_key=tmp_path / "tls.key",
+        tls_client_ca=tmp_path / "ca.crt",
+    )
+    async with replica("a") as a, serving(healthy(a), files) as (_, tree, port):
+        (cluster,) = [one for one in tree["static_resources"]["clusters"] if one["name"] == "xds"]
+        cluster |= documented(tmp_path)
+        async with running(tmp_path, tree, port) as envoy:
+            assert (await post(envoy.url))["name"] == "a"
+            (plane,) = (await envoy.clusters())["xds"]
+            assert "failed_active_health_check" not in plane["health_status"]
+
+
+async def test_replicas_join_and_leave_and_health_follows(tmp_path: Path) -> None:
+    async with (
+        replica("a") as a,
+        replica("b") as b,
+        replica("c") as c,
+        serving(healthy(a)) as (catalog, tree, port),
+        running(tmp_path, tree, port) as envoy,
+    ):
+        await envoy.has({a: "HEALTHY"})
+        members = healthy(a) | {b: HealthStatus.DRAINING} | healthy(c)
+        catalog.replace({POOL: load_assignment(POOL, members)})
+        await envoy.has({a: "HEALTHY", b: "DRAINING", c: "HEALTHY"})
+        assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"a", "c"}
+        members = {a: HealthStatus.UNHEALTHY} | healthy(c)
+        catalog.replace({POOL: load_assignment(POOL, members)})
+        await envoy.has({a: "UNHEALTHY", c: "HEALTHY"})
+        assert {(await post(envoy.url))["name"] for _ in range(ENOUGH)} == {"c"}
+
+
+async def test_what_envoy_refuses_is_logged_and_it_keeps_what_it_had(
+    tmp_path: Path, logged: Logged
+) -> None:
+    async with (
+        replica("a") as a,
+        serving(healthy(a)) as (catalog, tree, port),
+        running(tmp_path, tree, port) as envoy,
+    ):
+        await envoy.has({a: "HEALTHY"})
+        catalog.replace({POOL: load_assignment(POOL, healthy("no-address:80"))})
+        line = await logged.line("envoy refused what it was sent")
+        assert line["node"] == "envoy"
+        assert "no-address" in str(line["reason"])
+        assert (await post(envoy.url))["name"] == "a"
+
+
+async def test_envoy_follows_files_as_the_page_says(tmp_path: Path) -> None:
+    port, live = free_port(), tmp_path / "live"
+    async with replica("a") as a, replica("b") as b:
+        first, second = (
+            addressed(listen=f"127.0.0.1:{port}", admin=NOWHERE, routers=[NOWHERE], replicas=[one])
+            for one in (a, b)
+        )
+        split(first, live)
+        async with running(tmp_path, bootstrap(first, live), port) as envoy:
+            assert (await post(envoy.url))["name"] == "a"
+            second["static_resources"]["listeners"][0]["address"] = socket_address(
+                f"127.0.0.1:{(moved := free_port())}"
+            )
+            split(second, live)
+            await until(listening(moved))
+            assert (await post(f"http://127.0.0.1:{moved}"))["name"] == "b"
+
+
+async def test_a_cluster_that_changes_in_its_file_keeps_its_replicas(tmp_path: Path) -> None:
+    live = tmp_path / "live"
+    async with replica("a") as a, serving(healthy(a)) as (_, tree, port):
+        split(tree, live)
+        async with running(tmp_path, bootstrap(tree, live), port) as envoy:
+            assert (await post(envoy.url))["name"] == "a"
+            renamed = yaml.safe_load(yaml.safe_dump(tree).replace("replicas", "renamed"))
+            split(renamed, live)
+
+            async def taken() -> bool:
+                return (await envoy.clusters()).keys() == {"router", "xds", "renamed"}
+
+            await until(taken)
+            assert (await post(envoy.url))["name"] == "a"
+
+
+@asynccontextmanager
+async def instance(directory: Path, settings: Mapping[str, object]) -> AsyncIterator[int]:
+    """The program; gives its port."""
+    port = free_port()
+    flags = {"xds.listen": f"127.0.0.1:{port}", **settings}
+    argv = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    async with await Process.start(
+        "xds",
+        [sys.executable, "-m", "extproc", "xds", *argv],
+        log=directory / "xds.log",
+        ready=listening(port),
+    ) as process:
+        yield port
+        process.signal(15)
+        assert await process.wait() == 0
+
+
+async def test_each_pool_is_a_resource(
+    tmp_path: Path, redis_server: RedisServer, redis_client: Redis
+) -> None:
+    settings = {"redis.url": redis_server.url, "pools": "{batch: {}}"}
+    async with (
+        instance(tmp_path, settings) as port,
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+        await call.write(request(POOL, "batch"))
+        for pool, address in ((POOL, "10.0.0.1:80"), ("batch", "10.0.0.2:80")):
+            await StateWriter(redis_client, pool, ttl_s=60).put([ReplicaState(id=address)])
+        found: dict[str, int] = {}
+        while len(found) < 2:
+            told = await response(call)
+            found = {
+                assignment.cluster_name: len(assignment.endpoints[0].lb_endpoints)
+                for one in told.resources
+                for assignment in [ClusterLoadAssignment.parse(one.value)]
+            }
+            await call.write(request(POOL, "batch", answering=told))
+    assert found == {POOL: 1, "batch": 1}
+
+
+class Cable:
+    """Between a server of EDS and Redis; it may be pulled out."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._ends: set[asyncio.StreamWriter] = set()
+        self._whole = True
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._whole:
+            writer.close()
+            return
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        self._ends |= {writer, back}
+        await asyncio.gather(_pass_on(reader, back), _pass_on(there, writer))
+
+    def pull(self) -> None:
+        self._whole = False
+        for end in self._ends:
+            end.close()
+        self._ends.clear()
+
+    def plug(self) -> None:
+        self._whole = True
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+    writer.close()
+
+
+@asynccontextmanager
+async def cabled(directory: Path, redis: RedisServer) -> AsyncIterator[tuple[Cable, int]]:
+    """The program behind a cable of its own."""
+    cable = Cable(redis.port)
+    server = await asyncio.start_server(cable.connected, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    try:
+        async with instance(directory, {"redis.url": url}) as port:
+            yield cable, port
+    finally:
+        cable.pull()
+        server.close()
+
+
+async def says(port: int, status: int) -> None:
+    """Returns when health checks of the program at that port are told so."""
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+
+        async def so() -> bool:
+            answer = await health.Check(health_pb2.HealthCheckRequest())
+            return bool(answer.status == status)
+
+        await until(so)
+
+
+async def test_envoy_leaves_a_server_that_is_cut_off_from_redis(
+    tmp_path: Path, redis_server: RedisServer, redis_client: Redis
+) -> None:
+    writer = StateWriter(redis_client, POOL, ttl_s=600)
+    known: dict[str, str] = {}
+
+    async def add() -> None:
+        address = f"10.0.0.{len(known) + 1}:8000"
+        known[address] = "HEALTHY"
+        await writer.put([ReplicaState(id=address)])
+
+    async with AsyncExitStack() as stack:
+        servers = [
+            await stack.enter_async_context(cabled(tmp_path / name, redis_server))
+            for name in ("first", "second")
+        ]
+        tree = asking(free_port(), *(port for _, port in servers))
+        await add()
+        async with running(tmp_path, tree, 0) as envoy:
+            await envoy.has(known)
+            for cable, port in servers:  # whichever it asks, it has to leave
+                cable.pull()
+                await says(port, NOT_SERVING)
+                await add()
+                await envoy.has(known)
+                cable.plug()
+                await says(port, SERVING)
+        for cable, port in servers:
+            cable.pull()
+            await says(port, NOT_SERVING)
+        async with running(tmp_path, tree, 0) as envoy:
+            await envoy.has(known)  # the last list that they heard is better than none
