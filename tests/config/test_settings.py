@@ -119,25 +119,6 @@ def test_an_unknown_key_is_named_with_its_source_and_the_nearest(
     assert problems(flags={key: "1"}) == [f"--{key}: {hint}"]
 
 
-def test_an_unknown_key_inside_a_list_is_named(tmp_path: Path) -> None:
-    file = write(tmp_path, "replicas: [{url: 'a:1'}, {url: 'b:1', profil: llama-8b-h100}]")
-    assert problems(file=file) == [
-        f"{file}: unknown key 'replicas.1.profil'; did you mean 'profile'?"
-    ]
-
-
-def test_a_key_like_nothing_known_gets_no_hint(tmp_path: Path) -> None:
-    file = write(tmp_path, "zzzzz: 1")
-    assert problems(file=file) == [f"{file}: unknown key 'zzzzz'"]
-
-
-def test_a_section_set_to_a_value_is_explained(tmp_path: Path) -> None:
-    file = write(tmp_path, "poll: 3")
-    assert problems(file=file) == [
-        f"{file}: 'poll' is a section: set its keys, for example 'poll.interval_s'"
-    ]
-
-
 def test_each_wrong_value_is_one_line_with_source_key_and_value(tmp_path: Path) -> None:
     file = write(tmp_path, "poll: {interval_s: soon}\nlog: {level: loud}")
     found = problems(
@@ -284,40 +265,12 @@ def test_a_header_has_a_name_that_headers_can_have(key: str) -> None:
     assert problem.startswith(f"--{key}: ")
 
 
-@pytest.mark.parametrize("key", ["poll.interval_s", "serve.drain_s"])
-@pytest.mark.parametrize("text", ["inf", "nan"])
-def test_a_number_is_finite(key: str, text: str) -> None:
-    (problem,) = problems({key: text})
-    assert "finite number" in problem
-
-
 def test_ports_of_kv_events_go_together() -> None:
     both = "{url: a:1, kv_events_port: 5557, kv_events_replay_port: 5558}"
     [replica] = load({}, {"EXTPROC_REPLICAS": f"[{both}]"}).replicas
     assert replica.kv_events_ports == (5557, 5558)
     (problem,) = problems(env={"EXTPROC_REPLICAS": "[{url: a:1, kv_events_port: 5557}]"})
     assert "kv_events_port and kv_events_replay_port go together" in problem
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"poll.timeout_s": "2"},
-        {"poll.timeout_s": "1.5", "poll.interval_s": "1"},
-    ],
-)
-def test_a_replica_that_answers_late_is_not_silent(flags: dict[str, str]) -> None:
-    (problem,) = problems(flags)
-    assert "poll.timeout_s: " in problem
-    assert "must be less than 5 s" in problem
-    assert load({"poll.timeout_s": "1.5"}, {}).poll.give_up_s == 4.5
-
-
-def test_names_that_do_not_exist_are_answered_with_the_nearest() -> None:
-    (policy,) = problems(flags={"route.policy": "complet"})
-    assert policy.endswith("; given: 'complet'; did you mean 'completion'?")
-    (profile,) = problems(env={"EXTPROC_REPLICAS": "[{url: a:1, profile: llama-8b-h10}]"})
-    assert "did you mean 'llama-8b-h100'?" in profile
 
 
 @pytest.mark.parametrize(
@@ -378,37 +331,6 @@ def test_a_flag_that_is_no_yaml_list_is_one_line(text: str) -> None:
     assert problem.startswith("--replicas: not YAML: ")
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "told"),
-    [
-        ("replicas", "{url: a:1}", "replicas: must be a list; given: {'url': 'a:1'}"),
-        (
-            "request.tokenizers",
-            "[a]",
-            "request.tokenizers: must hold keys and values; given: ['a']",
-        ),
-        ("hold.objectives", "{a: 5}", "hold.objectives.a: must hold keys and values; given: 5"),
-        (
-            "route.models",
-            "{a: 5}",
-            "route.models.a: must be a name, a list of names, or names with weights; given: 5",
-        ),
-        ("route.models", "{a: []}", "route.models.a.list: must not be empty; given: []"),
-        (
-            "route.models",
-            "{a: {b: -1}}",
-            "route.models.a.weights.b: input should be greater than or equal to 0; given: -1",
-        ),
-    ],
-)
-def test_a_value_of_another_shape_is_one_line_in_words_of_yaml(
-    key: str, text: str, told: str
-) -> None:
-    assert problems(env={f"EXTPROC_{key.replace('.', '__').upper()}": text}) == [
-        f"variable EXTPROC_{key.replace('.', '__').upper()}: {told}"
-    ]
-
-
 def test_every_key_has_a_description() -> None:
     undescribed = [key for key, field in settings.LEAVES.items() if not field.description]
     assert undescribed == []
@@ -448,20 +370,6 @@ def test_every_pool_is_a_configuration_of_its_own(tmp_path: Path) -> None:
     assert {one.poll.interval_s for one in (own, batch, new)} == {0.5}
 
 
-@pytest.mark.parametrize(
-    ("pools", "problem"),
-    [
-        ("{default: {}}", "'default' is the name of the pool itself"),
-        ("{a b: {}}", "pools.a b"),
-        ("{batch: {replica: [a:1]}}", "unknown key 'pools.batch.replica'"),
-        ("{batch: {replicas: [a]}}", "'a' is not an address"),
-    ],
-)
-def test_a_wrong_pool_is_one_line(tmp_path: Path, pools: str, problem: str) -> None:
-    (line,) = problems(file=write(tmp_path, f"pools: {pools}"))
-    assert problem in line
-
-
 def test_model_names_are_written_as_a_name_a_list_or_weights() -> None:
     models = "{a: b, l: [x, y], l2: [l2, x], c: {l: 95, a-next: 5}, d: l}"
     assert load({"route.models": models}, {}).route.models == {
@@ -474,17 +382,67 @@ def test_model_names_are_written_as_a_name_a_list_or_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("models", "named"),
+    ("text", "problem"),
     [
-        ("{a: []}", "route.models"),
-        ("{a: {}}", "'a'"),
-        ("{a: {b: 0}}", "'a'"),
-        ("{a: {b: -1}}", "route.models"),
-        ("{a: b, b: c}", "'a' leads to 'b'"),
-        ("{a: [b, x], b: [x]}", "'a' leads to 'b'"),
-        ("{a: 5}", "route.models"),
+        ("zzzzz: 1", "unknown key 'zzzzz'"),
+        ("poll: 3", "'poll' is a section: set its keys, for example 'poll.interval_s'"),
+        (
+            "replicas: [{url: 'a:1'}, {url: 'b:1', profil: llama-8b-h100}]",
+            "unknown key 'replicas.1.profil'; did you mean 'profile'?",
+        ),
+        ("replicas: {url: a:1}", "replicas: must be a list; given: {'url': 'a:1'}"),
+        (
+            "request: {tokenizers: [a]}",
+            "request.tokenizers: must hold keys and values; given: ['a']",
+        ),
+        (
+            "hold: {objectives: {a: 5}}",
+            "hold.objectives.a: must hold keys and values; given: 5",
+        ),
+        (
+            "route: {models: {a: 5}}",
+            "route.models.a: must be a name, a list of names, or names with weights; given: 5",
+        ),
+        ("route: {models: {a: []}}", "route.models.a.list: must not be empty; given: []"),
+        (
+            "route: {models: {a: {b: -1}}}",
+            "route.models.a.weights.b: input should be greater than or equal to 0; given: -1",
+        ),
     ],
 )
-def test_model_names_that_lead_nowhere_are_errors(models: str, named: str) -> None:
-    told = problems({"route.models": models})
-    assert any(named in problem for problem in told), told
+def test_invalid_value_is_one_line_in_words_of_yaml(
+    text: str, problem: str, tmp_path: Path
+) -> None:
+    file = write(tmp_path, text)
+    assert problems(file=file) == [f"{file}: {problem}"]
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("poll: {interval_s: .inf}", "finite number"),
+        ("serve: {drain_s: .nan}", "finite number"),
+        ("poll: {timeout_s: 2}", "must be less than 5 s: a replica that answers late"),
+        (
+            "poll: {timeout_s: 1.5, interval_s: 1}",
+            "must be less than 5 s: a replica that answers late",
+        ),
+        ("route: {policy: complet}", "; given: 'complet'; did you mean 'completion'?"),
+        ("replicas: [{url: a:1, profile: llama-8b-h10}]", "did you mean 'llama-8b-h100'?"),
+        ("pools: {default: {}}", "'default' is the name of the pool itself"),
+        ("pools: {a b: {}}", "pools.a b"),
+        ("pools: {batch: {replica: [a:1]}}", "unknown key 'pools.batch.replica'"),
+        ("pools: {batch: {replicas: [a]}}", "'a' is not an address"),
+        ("route: {models: {a: {}}}", "'a'"),
+        ("route: {models: {a: {b: 0}}}", "'a'"),
+        ("route: {models: {a: b, b: c}}", "'a' leads to 'b'"),
+        ("route: {models: {a: [b, x], b: [x]}}", "'a' leads to 'b'"),
+    ],
+)
+def test_value_that_cannot_work_is_named(text: str, part: str, tmp_path: Path) -> None:
+    (problem,) = problems(file=write(tmp_path, text))
+    assert part in problem
+
+
+def test_a_poll_that_times_out_is_tried_for_three_timeouts() -> None:
+    assert load({"poll.timeout_s": "1.5"}, {}).poll.give_up_s == 4.5
