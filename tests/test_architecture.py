@@ -19,7 +19,6 @@ BEGIN, END = (f"<!-- {what}: python -m tests.test_architecture -->" for what in 
 ROOMS = (
     "cli",
     "lab",
-    "replicas",
     "envoy",
     "proxy",
     "poll",

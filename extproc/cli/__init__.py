@@ -21,11 +21,16 @@ _COMMANDS = {
     "top": "Shows what a running router sees of its fleet, live.",
     "explain": "Shows what a running router decided, and why.",
     "what-if": "Says what another policy or fleet would make of recorded traffic.",
-    "replicas": "Lists, adds, drains and removes replicas while requests run.",
+    "replicas": "Lists replicas, and drains them while requests run.",
     "simulate": "Runs a simulated vLLM replica.",
     "demo": "Runs Envoy, Redis, four simulated replicas, poller and router.",
 }
-_REMOVED = {"replica": "use 'extproc simulate'"}
+_FILE = "edit the file that 'replicas_file' names: pollers follow it while requests run"
+_REMOVED = {
+    "replica": "use 'extproc simulate'",
+    "replicas add": f"{_FILE}; to take back a drain, use 'extproc replicas undrain'",
+    "replicas remove": _FILE,
+}
 """Commands of earlier versions, each with what to use instead."""
 _MODULES = dict.fromkeys(("serve", "poll", "xds"), "services")
 """Module of a command, where it is not called like the command."""
@@ -35,9 +40,10 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and (instead := _REMOVED.get(words[0])):
-        print(f"extproc {words[0]} was removed: {instead}", file=sys.stderr)
-        return 2
+    for name in (" ".join(words[:count]) for count in (1, 2)):
+        if instead := _REMOVED.get(name):
+            print(f"extproc {name} was removed: {instead}", file=sys.stderr)
+            return 2
     parser = Parser(
         prog="extproc",
         usage="%(prog)s COMMAND [OPTION]...",

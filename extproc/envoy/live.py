@@ -10,7 +10,6 @@ from extproc.envoy.live_redis import check_redis
 from extproc.envoy.live_replicas import check_replicas
 from extproc.fleet.members import ModelNames
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
-from extproc.poll.membership import Membership
 from extproc.share.replicas import Snapshot
 
 _NOWHERE = (
@@ -36,11 +35,11 @@ async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
     replicas: dict[str, str] = {}
     served: set[str] = set()
     for pool in config.each_pool:
-        membership, snapshot = Membership(), None
+        snapshot = None
         if config.state == "redis":
-            said, snapshot = await check_redis(pool, membership)
+            said, snapshot = await check_redis(pool)
             found += said
-        said, named = await _named(pool, membership, snapshot)
+        said, named = await _named(pool, snapshot)
         found += said
         said, models = await check_replicas(pool, named, snapshot)
         found += said
@@ -52,12 +51,10 @@ async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
     return worst_first(found)
 
 
-async def _named(
-    config: Config, membership: Membership, snapshot: Snapshot | None
-) -> tuple[list[Finding], dict[str, str]]:
-    """The replicas that configuration, file, commands or pollers name: ``ip:port`` → name."""
+async def _named(config: Config, snapshot: Snapshot | None) -> tuple[list[Finding], dict[str, str]]:
+    """The replicas that configuration, file or pollers name: ``ip:port`` → name."""
     found: list[Finding] = []
-    sources = [*config.replicas, *membership.added]
+    sources = [*config.replicas]
     if config.replicas_file is not None:
         with suppress(OSError, ValueError):  # check_replicas_files tells
             sources += read_replicas(config.replicas_file)
@@ -72,8 +69,7 @@ async def _named(
         if not targets:
             text = _NOWHERE.format(reason)
             found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", text))
-        removed = membership.removed_of(targets)
-        named |= {id_: name for id_, name in targets.items() if id_ not in removed}
+        named |= targets
     return found, named
 
 

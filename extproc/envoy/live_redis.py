@@ -9,9 +9,7 @@ from redis.utils import str_if_bytes
 from extproc.config import Config
 from extproc.envoy.finding import Finding, Level
 from extproc.ground.clock import monotonic
-from extproc.poll.membership import Membership
 from extproc.share.connection import address, connect, in_time
-from extproc.share.desired import DesiredStore
 from extproc.share.keys import Keys
 from extproc.share.leases import living
 from extproc.share.replicas import Snapshot, StateReader
@@ -30,11 +28,8 @@ _WRITES = "redis.call('TIME') return redis.call('DEL', KEYS[1])"
 """Of a key that is never there."""
 
 
-async def check_redis(
-    config: Config, membership: Membership
-) -> tuple[list[Finding], Snapshot | None]:
-    """What there is to say of one pool, and its replicas' states; None where it did not tell. The
-    membership learns what commands asked of the pool."""
+async def check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
+    """Checks the Redis of one pool, and reads its replicas' states; None where that failed."""
     async with connect(config.redis, config.pool) as redis:
         where = f"redis {address(redis)}"
         try:
@@ -48,7 +43,6 @@ async def check_redis(
             wrong = _REFUSES if isinstance(error, ResponseError) else _AWAY
             text = wrong.format(str(error).rstrip("."))
             return [Finding("redis", Level.ERROR, where, text)], None
-        await membership.look(DesiredStore(redis, config.pool), monotonic())
     told = f"version {version} answers in {took_s * 1e3:.1f} ms; pool {config.pool}: "
     counts = f"{len(pollers)} pollers alive, {len(snapshot.states)} replicas"
     found = [Finding("redis", Level.OK, where, told + counts)]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from extproc.fleet.fleet import Fleet
 from extproc.poll.kv_blocks import KvBlocks
-from extproc.poll.membership import Membership
 from extproc.replica_state import ReplicaState
+from extproc.share.drains import Drains
 from extproc.share.leases import Held
 
 
@@ -14,7 +14,7 @@ class Destination:
     shares nothing."""
 
     def __init__(self) -> None:
-        self.membership = Membership()  # what commands asked for
+        self.drains = Drains()
 
     def put(self, state: ReplicaState) -> None:
         """Takes a replica's newest state."""

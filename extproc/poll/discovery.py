@@ -1,5 +1,5 @@
 """Which replicas there are: addresses from the configuration, DNS names, Services of Kubernetes, a
-watched file, and what commands added and removed."""
+watched file."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -14,10 +14,10 @@ from extproc.config import Config, KubernetesService, ReplicaSource
 from extproc.ground.address import join_address, with_name
 from extproc.ground.files import Watched
 from extproc.ground.yaml_file import read_yaml
-from extproc.poll.membership import Membership
 from extproc.poll.resolve import Host, Resolve, resolve_host
 from extproc.poll.service_watch import ServiceWatch
 from extproc.replica_state import ReplicaState
+from extproc.share.drains import Drains
 
 RESOLVE_S = 2.0
 """Seconds between two looks at DNS names and the replicas file, and for an answer to the first."""
@@ -62,7 +62,7 @@ class Discovery:
         file: Path | None,
         timeout_s: float,
         resolve: Resolve = resolve_host,
-        membership: Membership | None = None,
+        drains: Drains | None = None,
         random: Random | None = None,
     ) -> None:
         self._sources = tuple(sources)
@@ -70,10 +70,10 @@ class Discovery:
         self._listed: tuple[ReplicaSource, ...] = ()
         self._new_host = partial(Host, resolve=resolve, timeout_s=timeout_s)
         self._hosts: dict[str, Host] = {}
-        self._membership = membership or Membership()
+        self._drains = drains or Drains()
         self._new_watch = partial(
             ServiceWatch,
-            changed=self._membership.wake,
+            changed=self._drains.changed.set,
             timeout_s=timeout_s,
             random=random or Random(),
         )
@@ -83,7 +83,7 @@ class Discovery:
         """Return the replicas as of now; an address named twice counts once, the first."""
         if self._file and (listed := self._file.news()) is not None:
             self._listed = listed
-        sources = (*self._sources, *self._listed, *self._membership.added)
+        sources = (*self._sources, *self._listed)
         hosts = {source.host_and_port[0] for source in sources if not source.kubernetes}
         self._follow({source.kubernetes for source in sources if source.kubernetes})
         services = (service.look_up() for service in self._services.values())
@@ -92,11 +92,10 @@ class Discovery:
         for source in sources:
             for target in self._targets_of(source):
                 found.setdefault(target.id, target)
-        removed = self._membership.removed_of(found)
+        self._drains.name(found)
         return tuple(
-            replace(target, draining=target.draining or self._membership.drains(id_))
+            replace(target, draining=target.draining or self._drains.has(id_))
             for id_, target in found.items()
-            if id_ not in removed
         )
 
     def unlisted(self) -> list[str]:
@@ -145,7 +144,7 @@ class Discovery:
 
 
 def names_replicas(config: Config) -> bool:
-    """Whether there may be anything to poll but what commands add."""
+    """Tells whether the configuration names any replica, or a file that may."""
     return any(pool.replicas or pool.replicas_file for pool in config.each_pool)
 
 

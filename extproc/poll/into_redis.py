@@ -25,7 +25,7 @@ from extproc.poll.scrape import PollMetrics
 from extproc.replica_state import TTL_S, ReplicaState
 from extproc.share.blocks import BlockWriter
 from extproc.share.connection import connect, outage, reconnecting
-from extproc.share.desired import DesiredStore
+from extproc.share.drains import DrainStore
 from extproc.share.leases import Held, Leases
 from extproc.share.replicas import StateReader, StateWriter
 
@@ -52,7 +52,9 @@ async def run_poller(config: Config) -> None:
             "for pollers of their own, or several routers, set it to 'redis'"
         )
     if not names_replicas(config):
-        log.warning("no replicas are configured: only those of 'extproc replicas add' are polled")
+        log.warning(
+            "no replicas are configured, nothing is polled: name them (replicas, replicas_file)"
+        )
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     metrics = PollMetrics(registry)
@@ -135,7 +137,7 @@ class IntoRedis(Destination):
         self._reader = StateReader(redis, pool, random)
         self._writer = StateWriter(redis, pool, TTL_S, name)
         self._block_writer = BlockWriter(redis, pool, name)
-        self._desired = DesiredStore(redis, pool)
+        self._drain_store = DrainStore(redis, pool)
         self._random = random
         self._current: dict[str, ReplicaState] = {}
         self._changed: set[str] = set()  # replicas whose current state is not written yet
@@ -145,14 +147,14 @@ class IntoRedis(Destination):
         self._some_blocks = asyncio.Event()
 
     async def look(self) -> None:
-        await self.membership.look(self._desired, monotonic())
+        await self.drains.look(self._drain_store, monotonic())
 
     async def run(self) -> None:
-        """Writes, and follows what commands ask for, until cancelled."""
+        """Writes, and follows which replicas commands drain, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._write_all(self._some_states, self._write_states))
             tasks.create_task(self._write_all(self._some_blocks, self._tell_blocks))
-            tasks.create_task(self.membership.follow(self._desired, monotonic))
+            tasks.create_task(self.drains.follow(self._drain_store, monotonic))
 
     async def _write_all(self, some: asyncio.Event, write: Callable[[], Awaitable[bool]]) -> None:
         backoff = reconnecting(self._random)

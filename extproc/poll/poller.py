@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -45,7 +46,7 @@ class Poller:
             config.replicas,
             config.replicas_file,
             RESOLVE_S,
-            membership=into.membership,
+            drains=into.drains,
             random=random,
         )
         self.unlisted = self._discovery.unlisted
@@ -100,7 +101,11 @@ class Poller:
 
     async def _rediscover(self) -> None:
         while True:
-            await self._into.membership.wait(RESOLVE_S)
+            changed = self._into.drains.changed
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RESOLVE_S):
+                    await changed.wait()
+            changed.clear()
             await self._discover()
 
     async def _discover(self) -> None:

@@ -45,6 +45,28 @@ class Stack(stack.Stack):
         file.write_text(text, encoding="utf-8")
 
 
+class FileStack(Stack):
+    """Its pollers have the replicas from a file, which they follow."""
+
+    @property
+    def _replicas_file(self) -> Path:
+        return self.directory / "replicas.yaml"
+
+    def _configuration(self) -> dict[str, Any]:
+        configuration = super()._configuration()
+        self.list_replicas(configuration.pop("replicas"))
+        return {"replicas_file": str(self._replicas_file), **configuration}
+
+    def list_replicas(self, replicas: Sequence[Mapping[str, Any]]) -> None:
+        """Has pollers follow these; each as in the configuration's ``replicas``."""
+        self._replicas_file.write_text(yaml.safe_dump([*replicas]))
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The replicas in the file."""
+        found: list[dict[str, Any]] = yaml.safe_load(self._replicas_file.read_text())
+        return found
+
+
 def patient(envoy_file: str, seconds: int = Stack.patience_s) -> str:
     """The same, with so many seconds for a message to the router and its health, and half a minute
     for a connection: of many that come at once, the kernel drops some and has them try again."""
@@ -60,7 +82,7 @@ def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
     return settings
 
 
-class XdsStack(Stack):
+class XdsStack(FileStack):
     """With a process ``xds`` more, and an Envoy that runs envoy/xds.yaml."""
 
     def __init__(

@@ -1,17 +1,23 @@
-"""Replicas come and go by command while requests run through Envoy."""
+"""Replicas come and go while requests run through Envoy."""
 
 import asyncio
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from extproc.cli import main
 from tests.e2e.client import Client
-from tests.e2e.stack import Stack
+from tests.e2e.conftest import SETTINGS
+from tests.e2e.stack import FileStack, Stack
 from tests.e2e.test_failures import more, traffic
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
+
+
+def system(directory: Path) -> FileStack:
+    return FileStack(directory, settings=SETTINGS)
 
 
 async def replicas(stack: Stack, *arguments: str) -> int:
@@ -41,7 +47,7 @@ async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> 
         left_out = partial(client.metric, f"extproc_replica_left_out{{{labels}}}")
         await until(left_out)
         assert await client.metric('extproc_replicas_needed{pool="default"}') > 0.0
-        assert await replicas(stack, "add", stack.address(busy)) == 0
+        assert await replicas(stack, "undrain", busy) == 0
 
         async def back() -> bool:
             return not (await client.replica(busy))["draining"]
@@ -61,8 +67,8 @@ async def test_a_replica_drains_and_comes_back(client: Client, stack: Stack) -> 
         )
 
 
-async def test_a_removed_replica_gets_nothing_until_it_is_added(
-    client: Client, stack: Stack
+async def test_a_replica_that_leaves_the_file_gets_nothing_until_it_is_back(
+    client: Client, stack: FileStack
 ) -> None:
     async def names() -> set[str]:
         return {one["name"] for one in (await client.fleet())["replicas"]}
@@ -78,7 +84,8 @@ async def test_a_removed_replica_gets_nothing_until_it_is_added(
     assert await counted() > 0
     async with traffic(client) as answers:
         await more(answers, 3)
-        assert await replicas(stack, "remove", "fast-2") == 0
+        usual = stack.listed()
+        stack.list_replicas([one for one in usual if one["name"] != "fast-2"])
 
         async def gone() -> bool:
             return "fast-2" not in await names()
@@ -86,7 +93,7 @@ async def test_a_removed_replica_gets_nothing_until_it_is_added(
         await until(gone)
         later = await more(answers, 10)
         await until(forgotten)
-        assert await replicas(stack, "add", stack.address("fast-2")) == 0
+        stack.list_replicas(usual)
 
         async def back() -> bool:
             return "fast-2" in await names()

@@ -117,7 +117,7 @@ async def test_a_session_leaves_a_replica_that_drains_and_one_that_died(
     await until(drains)
     second = await stays(client, named)
     assert second != home
-    assert await replicas(stack, "add", home) == 0
+    assert await replicas(stack, "undrain", home) == 0
     await stack.kill(stack.name_of(second))
 
     async def left_out() -> bool:

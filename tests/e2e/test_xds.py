@@ -134,7 +134,8 @@ async def test_a_replica_joins_takes_traffic_drains_and_leaves(envoy: Envoy) -> 
         return any(one[how] for one in replicas if one["name"] == "new")
 
     async with new_replica(stack), traffic(client) as answers:
-        await envoy.replicas("add", stack.address("new"), "--name", "new")
+        usual = stack.listed()
+        stack.list_replicas([*usual, {"url": stack.address("new"), "name": "new"}])
         await envoy.has(one="HEALTHY", two="HEALTHY", new="HEALTHY")
         await until(lambda: known("healthy"))
         served = await asyncio.gather(*(client.chat(tokens=3, headers=ANY) for _ in range(6)))
@@ -162,7 +163,7 @@ async def test_a_replica_joins_takes_traffic_drains_and_leaves(envoy: Envoy) -> 
         ended = await asyncio.gather(*long)
         assert {answer.status for answer in ended} == {200}
 
-        await envoy.replicas("remove", "new")
+        stack.list_replicas(usual)
         await envoy.has(one="HEALTHY", two="HEALTHY")
         await more(answers, 5)
     assert {answer.status for answer in answers} == {200}
@@ -196,7 +197,7 @@ async def test_without_redis_nothing_changes(envoy: Envoy) -> None:
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
         await envoy.replicas("drain", "two")
         await envoy.has(one="HEALTHY", two="DRAINING")
-        await envoy.replicas("add", stack.address("two"))
+        await envoy.replicas("undrain", "two")
         await envoy.has(one="HEALTHY", two="HEALTHY")
     assert {answer.status for answer in answers} == {200}
 
@@ -210,7 +211,7 @@ async def test_without_the_control_plane_envoy_goes_on_and_follows_it_again(envo
         await stack.start("xds")
         await envoy.replicas("drain", "two")
         await envoy.has(one="HEALTHY", two="DRAINING")
-        await envoy.replicas("add", stack.address("two"))
+        await envoy.replicas("undrain", "two")
         await envoy.has(one="HEALTHY", two="HEALTHY")
     assert {answer.status for answer in answers} == {200}
 
@@ -228,6 +229,6 @@ async def test_a_control_plane_that_knows_no_replica_yet_removes_none(envoy: Env
         await envoy.start_redis()
         await envoy.replicas("drain", "two")
         await envoy.has(one="HEALTHY", two="DRAINING")
-        await envoy.replicas("add", stack.address("two"))
+        await envoy.replicas("undrain", "two")
         await envoy.has(one="HEALTHY", two="HEALTHY")
     assert {answer.status for answer in answers} == {200}

@@ -272,3 +272,21 @@ async def test_a_file_that_replaces_another_of_the_same_size_and_time_is_read(
     assert await ids(found) == ["10.0.0.1:80"]
     other.replace(file)
     assert await ids(found) == ["10.0.0.2:80"]
+
+
+async def test_a_config_map_update_adds_and_removes_replicas(tmp_path: Path) -> None:
+    """Kubernetes mounts a ConfigMap as links into a folder, and replaces the link to that."""
+    data, file = tmp_path / "..data", tmp_path / "replicas.yaml"
+    file.symlink_to("..data/replicas.yaml")
+
+    def update(version: str, content: str) -> None:
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "replicas.yaml").write_text(content)
+        (tmp_path / "..data_tmp").symlink_to(version)
+        (tmp_path / "..data_tmp").replace(data)
+
+    update("..1", "[10.0.0.1:80, 10.0.0.2:80]")
+    found = discovery(file=file)
+    assert await ids(found) == ["10.0.0.1:80", "10.0.0.2:80"]
+    update("..2", "[10.0.0.2:80, 10.0.0.3:80]")
+    assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]

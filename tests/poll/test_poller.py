@@ -13,7 +13,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from extproc.cli import main
 from extproc.lab.harness.processes import answers
 from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import EngineFigures, read_metrics
@@ -473,15 +472,13 @@ async def test_every_pool_of_the_configuration_is_polled(redis_server: RedisServ
     ]
 
 
-async def test_a_poller_without_replicas_waits_for_some(
+async def test_a_poller_without_replicas_says_what_to_configure(
     redis_server: RedisServer, logged: Logged
 ) -> None:
-    async with serving() as one, watching(config(redis_server)) as seen:
+    async with polling(config(redis_server)):
         await logged.line(
-            "no replicas are configured: only those of 'extproc replicas add' are polled"
+            "no replicas are configured, nothing is polled: name them (replicas, replicas_file)"
         )
-        await asyncio.to_thread(main, ["replicas", "add", one.id, "--redis.url", redis_server.url])
-        await seen.replica(one, healthy)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,0 +1,136 @@
+"""Replicas that ``extproc replicas drain`` took out: a hash in Redis, which pollers remember."""
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+from redis.utils import str_if_bytes
+
+from extproc.ground.clock import Clock
+from extproc.ground.outage_log import OutageLog
+from extproc.share.connection import in_time
+from extproc.share.keys import Keys
+from extproc.share.read import Garbage
+
+log = logging.getLogger(__name__)
+
+_LIFE_S = 7 * 86_400
+"""Seconds that Redis keeps the hash while no poller runs."""
+_EVERY_S = 0.25
+"""Seconds between two looks of a poller: a command takes effect within that time."""
+_REMEMBERED_S = 3600.0
+"""Seconds that a drain outlives its replica, and that an undrain is remembered."""
+_VALUES = {True: "drain", False: "serve"}
+
+
+class DrainStore:
+    """Reads and writes the drains of one pool, by ``ip:port``; False: the drain was taken back.
+
+    Each method raises RedisError where Redis did not do it; it may take ``connection.TIMEOUT_S``.
+    """
+
+    def __init__(self, redis: Redis, pool: str) -> None:
+        self._redis = redis
+        self.key = Keys(pool).drains
+        self.refused = OutageLog(
+            log,
+            "redis refuses a key: 'extproc replicas' has no effect",
+            "redis refuses the key no longer",
+            logging.ERROR,
+            key=self.key,
+            allow=f"~{self.key} +@read +@write",
+        )
+        self._garbage = Garbage()
+
+    async def read(self) -> dict[str, bool]:
+        """Returns all drains; skips those that cannot be read, with one line in the log."""
+        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+            pipe.hgetall(self.key)
+            pipe.expire(self.key, _LIFE_S)
+            values, _ = await pipe.execute()
+        named = {str_if_bytes(key): value for key, value in values.items()}
+        read = {key: self._garbage.read(key, _drains, value) for key, value in named.items()}
+        return {key: drains for key, drains in read.items() if drains is not None}
+
+    async def write(self, drains: Mapping[str, bool], only_new: bool = False) -> None:
+        """Writes drains; ``only_new``: those of replicas for which Redis has none."""
+        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+            put: Any = pipe.hsetnx if only_new else pipe.hset
+            for replica, value in drains.items():
+                put(self.key, replica, _VALUES[value])
+            pipe.expire(self.key, _LIFE_S)
+            await pipe.execute()
+
+    async def forget(self, replicas: Iterable[str]) -> None:
+        """Deletes the drains of these replicas."""
+        async with in_time():
+            await self._redis.hdel(self.key, *replicas)
+
+
+def _drains(value: bytes) -> bool:
+    for drains, text in _VALUES.items():
+        if value == text.encode():
+            return drains
+    raise ValueError("neither drain nor serve")
+
+
+class Drains:
+    """The drains of one pool as its poller knows them; a Redis that lost them gets them again.
+
+    Pollers read the hash again and again: on the channel of changes each poller would have to read
+    every state that all of them write.
+    """
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self._drains: dict[str, bool] = {}
+        self._named: frozenset[str] | None = None  # replicas of all sources; None: not known yet
+        self._idle_since: dict[str, float] = {}  # since when an entry has had no effect
+
+    def name(self, replicas: Iterable[str]) -> None:
+        """Takes the replicas, ``ip:port``, that the sources name now."""
+        self._named = frozenset(replicas)
+
+    def has(self, replica: str) -> bool:
+        """Tells whether a command drains the replica."""
+        return self._drains.get(replica, False)
+
+    async def follow(self, store: DrainStore, clock: Clock) -> None:
+        """Looks again and again until cancelled."""
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            await self.look(store, clock())
+
+    async def look(self, store: DrainStore, now: float) -> None:
+        """Reads the drains in Redis, adds those that Redis lost, deletes those without effect."""
+        try:
+            await self._look(store, now)
+        except ResponseError as error:  # states may be written all the same
+            store.refused.failed(error)
+        except (RedisError, OSError):  # the writer of states logs it
+            pass
+        else:
+            store.refused.works()
+
+    async def _look(self, store: DrainStore, now: float) -> None:
+        there = await store.read()
+        known = {**self._drains, **there}
+        idle = {one for one, drains in known.items() if self._has_no_effect(one, drains)}
+        self._idle_since = {replica: self._idle_since.get(replica, now) for replica in idle}
+        old = {one for one, since in self._idle_since.items() if now - since > _REMEMBERED_S}
+        if old & there.keys():
+            await store.forget(old & there.keys())
+        # An entry without effect is not restored: another poller may have deleted it for its age.
+        lost = known.keys() - there.keys() - idle
+        if lost:
+            await store.write({replica: known[replica] for replica in lost}, only_new=True)
+        drains = {replica: value for replica, value in known.items() if replica not in old}
+        if drains != self._drains:
+            self._drains = drains
+            self.changed.set()
+
+    def _has_no_effect(self, replica: str, drains: bool) -> bool:
+        return self._named is not None and (not drains or replica not in self._named)

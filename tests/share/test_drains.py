@@ -1,0 +1,311 @@
+"""``extproc replicas`` against a real Redis and real pollers."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from extproc.cli import main
+from extproc.share.connection import connect
+from extproc.share.drains import Drains, DrainStore
+from extproc.share.keys import Keys
+from tests.conftest import Logged, RedisServer
+from tests.fakes import ManualClock
+from tests.poll.polling import config, polling, watching
+from tests.poll.replica import Replica, page, serving, text
+from tests.share.servers import command
+from tests.waiting import until
+
+pytestmark = pytest.mark.process
+
+Run = Callable[..., Coroutine[Any, Any, str]]
+
+
+@pytest.fixture
+def run(stopped_redis: RedisServer, capsys: pytest.CaptureFixture[str]) -> Run:
+    async def run(*arguments: str, status: int = 0) -> str:
+        """What it prints; on standard error where it fails."""
+        argv = ["replicas", *arguments, "--redis.url", stopped_redis.url]
+        capsys.readouterr()
+        assert await asyncio.to_thread(main, argv) == status
+        output = capsys.readouterr()
+        if status:
+            return output.err
+        assert output.err == ""
+        return output.out
+
+    return run
+
+
+async def listed(run: Run) -> dict[str, dict[str, Any]]:
+    return {one["id"]: one for one in json.loads(await run("list", "--json"))}
+
+
+def empty(**figures: Any) -> Any:
+    return text(page(running=0, waiting=0, **figures))
+
+
+async def test_undrain_takes_a_drain_back(redis_server: RedisServer, run: Run) -> None:
+    async with serving() as one, serving() as two, watching(config(redis_server, one, two)) as seen:
+        await seen.until(lambda states: len(states) == 2)
+        assert await run("drain", one.id) == f"{one.id} is draining: 2 running and 1 waiting\n"
+        await seen.replica(one, lambda state: state.draining)
+        assert not seen.states[two.id].draining
+        told = (await listed(run))[one.id]
+        assert (told["state"], told["drained"]) == ("draining", True)
+        assert await run("undrain", one.id) == f"{one.id} takes requests again\n"
+        await seen.replica(one, lambda state: not state.draining)
+        assert not (await listed(run))[one.id]["drained"]
+        assert await run("undrain", one.id) == f"{one.id} was not drained\n"
+
+
+async def test_a_poller_that_starts_knows_drains_from_the_beginning(
+    redis_server: RedisServer, run: Run
+) -> None:
+    async with serving() as one, serving() as two:
+        settings = config(redis_server, one, two)
+        async with watching(settings) as seen:
+            await seen.until(lambda states: len(states) == 2)
+            await run("drain", one.id)
+            await seen.replica(one, lambda state: state.draining)
+        async with watching(settings) as seen:
+            await seen.until(lambda states: len(states) == 2)
+            await seen.replica(two, lambda state: not state.draining)
+            assert all(state.draining for state in seen.history if state.id == one.id)
+
+
+async def test_a_poller_that_may_not_read_drains_logs_it_once(
+    redis_server: RedisServer, run: Run, logged: Logged
+) -> None:
+    async with serving() as one, watching(config(redis_server, one)) as seen:
+        await seen.until(lambda states: set(states) == {one.id})
+        async with connect(redis_server.url, "default") as redis:
+            keys = "~{default}:replica:* ~{default}:lease:* ~{default}:pollers"
+            await command(redis, "ACL", "SETUSER", "default", "resetkeys", *keys.split())
+            line = await logged.line("redis refuses a key: 'extproc replicas' has no effect")
+            assert line["key"] == "{default}:drains"
+            assert "permission" in str(line["error"])
+            error = await run("drain", one.id, status=1)
+            assert "refuses" in error
+            assert "{default}:drains" in error
+            await command(redis, "ACL", "SETUSER", "default", *str(line["allow"]).split())
+        await logged.line("redis refuses the key no longer")
+        await run("drain", one.id)
+        await seen.replica(one, lambda state: state.draining)
+    assert len(logged.lines("redis refuses a key: 'extproc replicas' has no effect")) == 1
+
+
+async def test_drain_waits_until_nothing_is_left(redis_server: RedisServer, run: Run) -> None:
+    async with serving() as one, serving() as two, watching(config(redis_server, one, two)) as seen:
+        await seen.until(lambda states: len(states) == 2)
+        waiting = asyncio.create_task(run("drain", one.id, "--wait", "60"))
+        await seen.replica(one, lambda state: state.draining)
+        one.answers["/metrics"] = text(page(running=0, waiting=1))
+        await seen.replica(one, lambda state: not state.running)
+        one.answers["/metrics"] = empty()
+        first, last = (await waiting).splitlines()
+        assert first == f"{one.id} is draining: 2 running and 1 waiting"
+        assert last.startswith(f"{one.id} is empty after ")
+        await run("drain", two.id)
+        await seen.replica(two, lambda state: state.draining)
+        assert await run("drain", two.id, "--wait", "0.3", status=1) == (
+            f"extproc replicas: {two.id} has 2 running and 1 waiting after 0.3 s; "
+            "it goes on draining\n"
+        )
+
+
+async def test_the_last_replica_of_a_model_is_warned_of(
+    redis_server: RedisServer, run: Run
+) -> None:
+    async with serving() as one, watching(config(redis_server, one)) as seen:
+        await seen.replica(one, lambda state: state.models == ("tiny", "adapter"))
+        assert "no other replica could serve its requests" in await run("drain", one.id)
+
+
+async def test_waiting_for_a_replica_that_died_says_so(redis_server: RedisServer, run: Run) -> None:
+    dead = Replica()
+    async with watching(config(redis_server, dead)) as seen:
+        await seen.until(lambda states: dead.id in states)
+        await run("drain", dead.id)
+        await seen.replica(dead, lambda state: state.draining)
+        error = await run("drain", dead.id, "--wait", "0.2", status=1)
+    assert "does not answer (cannot connect: connection refused)" in error
+
+
+async def test_without_a_poller_drain_says_so(redis_server: RedisServer, run: Run) -> None:
+    async with serving() as one:
+        async with watching(config(redis_server, one)) as seen:
+            await seen.until(lambda states: one.id in states)
+        error = await run("drain", one.id, "--wait", "0.2", status=1)
+    assert "was not taken up by a poller" in error
+
+
+async def test_a_replica_whose_state_expired_is_not_taken_for_empty(
+    redis_server: RedisServer, run: Run
+) -> None:
+    async with serving() as one, connect(redis_server.url, "default") as redis:
+        async with watching(config(redis_server, one)) as seen:
+            await seen.until(lambda states: one.id in states)
+            await run("drain", one.id)
+            await seen.replica(one, lambda state: state.draining)
+        await redis.delete(Keys("default").replica + one.id)
+        assert (await listed(run))[one.id]["state"] == "drained, not polled"
+        error = await run("drain", one.id, "--wait", "0.2", status=1)
+    assert f"{one.id} is not polled, so that nobody knows what it has" in error
+
+
+async def test_a_redis_that_comes_back_empty_gets_the_drains_again(
+    redis_server: RedisServer, run: Run, logged: Logged
+) -> None:
+    async with serving() as one, serving() as two:
+        settings = config(redis_server, one, two)
+        async with watching(settings) as seen, polling(config(redis_server, one, two)):
+            await seen.until(lambda states: len(states) == 2)
+            for replica in (one, two):
+                await run("drain", replica.id)
+                await seen.replica(replica, lambda state: state.draining)
+            await run("undrain", two.id)
+            await seen.replica(two, lambda state: not state.draining)
+            await redis_server.kill()
+            await logged.line("redis is lost, retrying")
+            await redis_server.start()
+            async with connect(redis_server.url, "default") as redis:
+                await until(DrainStore(redis, settings.pool).read)
+                assert await DrainStore(redis, settings.pool).read() == {one.id: True}
+                assert await redis.ttl("{default}:drains") > 3600
+            await seen.until(lambda states: len(states) == 2)
+            assert seen.states[one.id].draining
+
+
+HERE, GONE = "10.0.0.1:80", "10.0.0.2:80"
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[DrainStore]:
+    async with connect(redis_server.url, "default") as redis:
+        yield DrainStore(redis, "default")
+
+
+async def test_a_drain_outlives_its_replica_for_an_hour(store: DrainStore) -> None:
+    clock, drains = ManualClock(), Drains()
+    await store.write({HERE: True, GONE: True})
+    for _ in range(3):
+        await drains.look(store, clock())
+        clock.advance(3601)
+    assert len(await store.read()) == 2  # the sources have named nothing yet
+    for _ in range(2):
+        drains.name([HERE])
+        await drains.look(store, clock())
+        clock.advance(3601)
+    assert await store.read() == {HERE: True}
+    assert (drains.has(HERE), drains.has(GONE)) == (True, False)
+
+
+async def test_a_drain_that_one_poller_forgot_is_brought_back_by_no_other(
+    store: DrainStore,
+) -> None:
+    clock = ManualClock()
+    await store.write({GONE: True})
+    pollers = Drains(), Drains()
+    for poller in pollers:
+        poller.name([])
+        await poller.look(store, clock())
+        clock.advance(10)
+    clock.advance(3581)  # the first one's hour is over
+    for _ in range(4):
+        for poller in pollers:
+            await poller.look(store, clock())
+            clock.advance(1)
+    assert await store.read() == {}
+
+
+async def test_an_undrain_is_not_undone_by_a_poller_that_missed_it(store: DrainStore) -> None:
+    poller = Drains()
+    poller.name([HERE])
+    await store.write({HERE: True})
+    await poller.look(store, 0.0)
+    await store.write({HERE: False})
+    await poller.look(store, 1.0)
+    assert not poller.has(HERE)
+    assert await store.read() == {HERE: False}
+
+
+async def test_garbage_in_redis_is_passed_over(
+    redis_server: RedisServer, store: DrainStore, run: Run, logged: Logged
+) -> None:
+    async with connect(redis_server.url, "default") as redis:
+        await redis.hset("{default}:drains", mapping={HERE: "{", GONE: ""})
+    async with serving() as one, watching(config(redis_server, one)) as seen:
+        await seen.until(lambda states: one.id in states)
+        await run("drain", one.id)
+        await seen.replica(one, lambda state: state.draining)
+        assert await store.read() == {one.id: True}
+    assert {line["source"] for line in logged.lines("skipped garbage in redis")} == {HERE, GONE}
+
+
+async def test_an_unknown_replica_is_answered_with_the_nearest(
+    redis_server: RedisServer, run: Run, tmp_path: Path
+) -> None:
+    one, two = Replica(), Replica()
+    file = tmp_path / "replicas.yaml"
+    file.write_text(f"[{{url: '{one.id}', name: gpu-1}}, {{url: '{two.id}', name: gpu-1}}]")
+    async with watching(config(redis_server, replicas_file=file)) as seen:
+        await seen.until(lambda states: len(states) == 2)
+        error = await run("drain", "gpu-2", status=1)
+        assert "'gpu-2' is not in the pool 'default'; did you mean 'gpu-1'?" in error
+        error = await run("drain", "gpu-1", status=1)
+    both = ", ".join(sorted([one.id, two.id]))
+    assert f"2 replicas are called 'gpu-1': say which of {both}" in error
+
+
+async def test_the_list(redis_server: RedisServer, run: Run) -> None:
+    assert "nothing is known of a replica in the pool 'default'" in await run("list")
+    dead = Replica()
+    async with serving() as one, watching(config(redis_server, one, dead)) as seen:
+        await seen.until(lambda states: len(states) == 2)
+        header, *rows = (await run("list")).splitlines()
+    assert header.split("  ")[0] == "name"
+    row = next(row for row in rows if one.id in row)
+    assert row.split()[:9] == [one.id, one.id, "healthy", "2", "1", "50%", "-", "-", row.split()[8]]
+    assert "cannot connect: connection refused" in next(row for row in rows if dead.id in row)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "problem"),
+    [
+        (["drain", "10.0.0.1:80"], 1, "'10.0.0.1:80' is not in the pool 'default'"),
+        (["undrain", "10.0.0.1:80"], 1, "does a poller run?"),
+    ],
+)
+async def test_what_cannot_be_done_is_one_line(
+    redis_server: RedisServer, run: Run, arguments: list[str], status: int, problem: str
+) -> None:
+    (line,) = (await run(*arguments, status=status)).splitlines()
+    assert line.startswith("extproc replicas: ")
+    assert problem in line
+
+
+async def test_without_redis_it_is_one_line(stopped_redis: RedisServer, run: Run) -> None:
+    (line,) = (await run("list", status=1)).splitlines()
+    assert line.startswith(f"extproc replicas: Redis at 127.0.0.1:{stopped_redis.port} (redis.url)")
+
+
+def test_a_router_without_redis_takes_no_commands(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXTPROC_STATE", "memory")
+    assert main(["replicas", "list"]) == 2
+    assert "state is 'memory'" in capsys.readouterr().err
+
+
+def test_wrongly_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["drian"], ["drain"], ["drain", "x", "--wait", "soon"]):
+        with pytest.raises(SystemExit) as caught:
+            main(["replicas", *arguments])
+        assert caught.value.code == 2
+    assert "'soon' is not a number from 0 on" in capsys.readouterr().err
+    assert main(["replicas", "list", "--redis.url", "nonsense"]) == 2
+    assert "not an address of Redis" in capsys.readouterr().err
