@@ -1,5 +1,5 @@
 """A page and pictures from the JSON of ``load``, ``compare``, ``simulate`` and ``overhead``."""
 
-from benchmarks.report.page import writable, write
+from benchmarks.report.markdown import writable, write
 
 __all__ = ["writable", "write"]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from PIL import Image  # comes with matplotlib
 
 from benchmarks import report
 from benchmarks.report.__main__ import main
-from benchmarks.report.page import html
+from benchmarks.report.markdown import PAGE, markdown
 from benchmarks.report.pictures import in_flight, share_within
 from benchmarks.report.results import Request, Run, read
 from benchmarks.report.words import between, ratio, seconds
@@ -24,26 +23,24 @@ PICTURES = {"figures", "completion", "ttft", "load", "prediction"}
 
 
 class Page:
-    """What a reader sees of a page, and what it would fetch."""
+    """What a reader sees of a page in Markdown, and what it links to."""
 
     def __init__(self, text: str) -> None:
-        shown = re.sub("<style>.*?</style>", "", text, flags=re.DOTALL)
-        self.text = plain(shown)
-        self.tags = re.findall(r"<([a-z0-9]+)", shown)
-        self.links = re.findall(r'(?:src|href)="([^"]*)"', shown)
-        rows = re.findall("<tr>(.*?)</tr>", shown, re.DOTALL)
-        self.cells = [[*map(plain, re.findall("<td[^>]*>.*?</td>", row))] for row in rows]
-        self.said = [*map(plain, re.findall("<li>(.*?)</li>", shown))]
-        best = zip(rows, self.cells, strict=True)
-        self.shaded = {cells[0] for row, cells in best if 'class="best"' in row}
-        """What the rows with shaded cells begin with."""
+        self.text = plain(text)
+        self.links = re.findall(r"\]\(([^)]*)\)", text)
+        rows = [line.strip("| ") for line in text.splitlines() if line.startswith("| ")]
+        self.rows = [re.split(r" \| ", row) for row in rows]
+        outcome = text.partition("## How it was measured")[0]
+        self.said = [plain(line[2:]) for line in outcome.splitlines() if line.startswith("- ")]
+        self.best = {plain(row[0]) for row in self.rows for cell in row if cell.startswith("**")}
+        """What the rows with a bold figure begin with."""
 
     def row(self, name: str) -> list[str]:
-        return next(cells for cells in self.cells if cells[:1] == [name])
+        return next([*map(plain, row)] for row in self.rows if plain(row[0]) == name)
 
 
-def plain(html: str) -> str:
-    return unescape(re.sub("<[^>]*>", "", html.replace("<small>", " ")))
+def plain(markdown: str) -> str:
+    return re.sub(r"\\(.)", r"\1", markdown.replace("**", ""))
 
 
 def request(number: int, completion: float, **more: Any) -> Json:
@@ -68,13 +65,13 @@ def completions(of: Json) -> list[float]:
 
 def written(results: Json, folder: Path) -> Page:
     path = report.write(results, folder)
-    assert path == folder / "index.html"
+    assert path == folder / PAGE
     return Page(path.read_text())
 
 
 def told(results: Json) -> Page:
     """The page without its pictures: faster."""
-    return Page(html(read(results), {}))
+    return Page(markdown(read(results), []))
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +88,7 @@ def test_every_contender_has_a_row_with_the_figures_of_its_requests(
     both: tuple[Json, Path],
 ) -> None:
     results, folder = both
-    page = Page((folder / "index.html").read_text())
+    page = Page((folder / PAGE).read_text())
     for name in ("ours", "theirs"):
         cells = page.row(name)
         runs = [one for one in results["runs"] if one["run"]["name"] == name]
@@ -103,11 +100,11 @@ def test_every_contender_has_a_row_with_the_figures_of_its_requests(
         assert cells[10].startswith(seconds(mean[1] / 10))  # TTFT is a tenth
     assert page.row("ours")[4].endswith(" 0.50×")
     assert page.row("theirs")[4].endswith(" 2.00×")
-    assert page.shaded == {"ours"}
+    assert page.best == {"ours"}
 
 
 def test_what_came_out_is_said_first(both: tuple[Json, Path]) -> None:
-    said = Page((both[1] / "index.html").read_text()).said
+    said = Page((both[1] / PAGE).read_text()).said
     assert len(said) == 4
     assert said[0].startswith(
         "Completion, p99: ours is 0.50× the best other (theirs), better in all 3 turns. "
@@ -118,7 +115,7 @@ def test_a_loss_is_said_as_plainly() -> None:
     runs = [run(name, scale, n) for n in range(2) for name, scale in (("us", 3), ("them", 1))]
     page = told(compared(*runs))
     assert "us is 3.00× the best other (them), worse in all 2 turns." in page.said[0]
-    assert page.shaded == {"them"}
+    assert page.best == {"them"}
 
 
 def test_turns_that_do_not_agree_show_no_difference() -> None:
@@ -127,31 +124,31 @@ def test_turns_that_do_not_agree_show_no_difference() -> None:
     assert "better in 1 of 2 turns (0.91 – 1.09×): no clear difference" in page.said[0]
     assert page.row("us")[4].endswith("≈ 1.00× 0.91 – 1.09×")
     assert "≈" in page.row("them")[4]
-    assert not page.shaded
+    assert not page.best
 
 
 def test_the_table_has_the_spread_of_ratios() -> None:
     runs = [run("us", 1, 0), run("them", 2, 0), run("us", 2, 1), run("them", 5, 1)]
     page = told(compared(*runs))
     assert page.row("us")[4].endswith(" 0.45× 0.40 – 0.50×")
-    assert page.shaded == {"us"}
+    assert page.best == {"us"}
 
 
-def test_one_turn_is_not_shaded() -> None:
+def test_one_turn_is_not_bold() -> None:
     page = told(compared(run("us", 1), run("them", 2)))
     assert "in one turn, which shows no spread" in page.said[0]
     assert page.row("us")[4].endswith(" 0.50×")
-    assert not page.shaded
+    assert not page.best
 
 
 @pytest.mark.parametrize("wrong", [{"complaints": ["3 failed"]}, {"validity": {"doubts": ["CPU"]}}])
-def test_a_turn_in_doubt_is_marked_and_shades_nothing(wrong: Json) -> None:
+def test_a_turn_in_doubt_is_marked_and_nothing_is_bold(wrong: Json) -> None:
     names = (("fast", 0.1), ("us", 1.0), ("them", 2.0))
     runs = [run(name, scale, n) for n in range(3) for name, scale in names]
     runs[0] |= wrong
     page = told(compared(*runs, ours=["us"]))
     assert page.row("fast in doubt: 1 of 3 turns")
-    assert page.shaded == set()
+    assert page.best == set()
     assert "better in 1 of 3 turns" in page.said[0]
     assert "In doubt: fast in 1 of 3 turns. Comparisons leave these turns out." in page.said
 
@@ -185,16 +182,9 @@ def test_own_contenders_and_references_are_no_rivals() -> None:
     assert page.row("ours b")[4].endswith(" 0.50×")  # beside the best other, which is ours, too
 
 
-def test_the_page_fetches_nothing_and_every_picture_is_a_file_of_its_own_too(
-    both: tuple[Json, Path],
-) -> None:
-    text = (both[1] / "index.html").read_text()
-    page = Page(text)
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    assert page.tags.count("img") == len(PICTURES)
-    for link in page.links:
-        assert link.startswith("data:image/png;base64,") or link == "results.json"
-    assert not re.search(r"url\(|@import", text)
+def test_page_links_to_its_pictures_and_its_json(both: tuple[Json, Path]) -> None:
+    links = Page((both[1] / PAGE).read_text()).links
+    assert {*links} == {*(f"{name}.png" for name in PICTURES), "results.json"}
     assert {path.stem for path in both[1].glob("*.png")} == PICTURES
     for path in both[1].glob("*.png"):
         with Image.open(path) as image:
@@ -205,16 +195,15 @@ def test_the_page_fetches_nothing_and_every_picture_is_a_file_of_its_own_too(
 
 
 def test_how_it_was_measured_is_shown(both: tuple[Json, Path]) -> None:
-    text = Page((both[1] / "index.html").read_text()).text
+    text = Page((both[1] / PAGE).read_text()).text
     assert "a lathe" in text
     assert "python -m benchmarks.compare" in text
     assert "envoy: 1.40.0" in text
 
 
 def test_names_are_text_and_neither_markup_nor_formulas(tmp_path: Path) -> None:
-    name = '<script>alert("&amp;")</script> $title $x_{$'
+    name = "<b> | **$x_{$** [a](b)"
     page = written(compared(run(name, 1), run("other", 2), machine=name), tmp_path)
-    assert "script" not in page.tags
     assert page.row(name)[0] == name
     assert page.said[0].startswith(f"Completion, p99: {name} is ")
 
@@ -226,8 +215,8 @@ def test_the_report_can_be_drawn_again_from_its_own_json(
     assert json.loads((folder / "results.json").read_text()) == results
     again = tmp_path / "again"
     assert main([str(folder / "results.json"), "--out", str(again)]) == 0
-    assert capsys.readouterr().out.strip() == str(again / "index.html")
-    assert (again / "index.html").read_text() == (folder / "index.html").read_text()
+    assert capsys.readouterr().out.strip() == str(again / PAGE)
+    assert (again / PAGE).read_text() == (folder / PAGE).read_text()
 
 
 def test_one_run_alone_is_compared_with_nothing(tmp_path: Path) -> None:

@@ -1,27 +1,18 @@
-"""The page: one file that needs nothing from anywhere, its pictures beside it, and the JSON."""
+"""The report: a page in Markdown, its pictures beside it, and the JSON."""
 
 import json
-from base64 import b64encode
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
-from string import Template
 from tempfile import TemporaryFile
 from typing import Any
 
 from benchmarks.report import faults
-from benchmarks.report.figures import (
-    METRICS,
-    Contender,
-    Metric,
-    beside_best,
-    contenders,
-    spread,
-)
+from benchmarks.report.figures import METRICS, Contender, Metric, beside_best, contenders, spread
 from benchmarks.report.results import Overhead, Results, Setup, read
 from benchmarks.report.words import added, between, of_turns, outcome, ratio, ratios, seconds
 
-_TEMPLATE = Path(__file__).with_name("page.html")
+PAGE = "report.md"
 _TERMS = (
     "TTFT is the time until the first token of an answer arrives, completion the time until its "
     "last. Requests are sent when the trace says, whether or not those before are answered. p99 "
@@ -74,11 +65,14 @@ _PICTURES = {
         "flight all the time; memory that the router's process grew by for each request in flight.",
     ),
 }
-"""Heading and caption. Those of an earlier run are removed."""
+"""Heading and caption of each picture."""
+
+
+_MARKUP = re.compile(r"[\\`*_{}\[\]<>#|~$]")
 
 
 def writable(folder: Path) -> None:
-    """To be called before minutes of measuring; makes the folder.
+    """Makes the folder, and tries to write there: to be called before minutes of measuring.
 
     Raises:
         ValueError: matplotlib is missing.
@@ -93,7 +87,9 @@ def writable(folder: Path) -> None:
 
 
 def write(results: Mapping[str, Any], folder: Path) -> Path:
-    """Writes ``index.html``, its pictures as PNG, and ``results.json``; returns the page's path.
+    """Writes ``report.md``, its pictures as PNG, and ``results.json``; returns the page's path.
+
+    Pictures of an earlier report are removed.
 
     Raises:
         ValueError: ``results`` is not what a benchmark writes with ``--json``, or matplotlib is
@@ -109,14 +105,14 @@ def write(results: Mapping[str, Any], folder: Path) -> Path:
         (folder / f"{name}.png").unlink(missing_ok=True)
     for name, png in drawn.items():
         (folder / f"{name}.png").write_bytes(png)
-    page = folder / "index.html"
-    page.write_text(html(known, drawn), encoding="utf-8")
+    page = folder / PAGE
+    page.write_text(markdown(known, list(drawn)), encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
     return page
 
 
-def html(results: Results | Overhead, pictures: Mapping[str, bytes]) -> str:
-    """The page; pictures are PNGs."""
+def markdown(results: Results | Overhead, pictures: Sequence[str]) -> str:
+    """The page, with links to these pictures."""
     if isinstance(results, Overhead):
         title, intro, said = "Envoy with and without the router", _OVERHEAD, added(results)
         table = _costs(results.setups)
@@ -126,14 +122,34 @@ def html(results: Results | Overhead, pictures: Mapping[str, bytes]) -> str:
         title = f"How long requests take: {many if len(every) > 1 else every[0].name}"
         intro, said = f"{_SAME[results.kind]} {_TERMS}", outcome(results, every)
         table = _harm(results, every) if results.fault else _figures(results, every)
-    return Template(_TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=escape(title),
-        intro=escape(intro),
-        outcome="\n".join(f"<li>{escape(one)}</li>" for one in said),
-        table=table,
-        figures="\n".join(_figure(*pair) for pair in pictures.items()),
-        about="\n".join(_about(results.about)),
-    )
+    shown = [
+        f"## {heading}\n\n{caption}\n\n![{heading}]({name}.png)"
+        for name in pictures
+        for heading, caption in [_PICTURES[name]]
+    ]
+    parts = [
+        f"# {escaped(title)}",
+        escaped(intro),
+        "\n".join(f"- {escaped(one)}" for one in said),
+        table,
+        *shown,
+        "## How it was measured",
+        "\n".join(_about(results.about)),
+        "All figures, and every request, are in [results.json](results.json).\n",
+    ]
+    return "\n\n".join(parts)
+
+
+def escaped(text: str) -> str:
+    """Text as Markdown that shows it unchanged, on one line."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+
+
+def table_of(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    """Lines of a Markdown table; cells are Markdown."""
+    columns = list(head)
+    for row in (columns, ["---"] * len(columns), *rows):
+        yield f"| {' | '.join(row)} |"
 
 
 def _figures(results: Results, every: Sequence[Contender]) -> str:
@@ -143,24 +159,24 @@ def _figures(results: Results, every: Sequence[Contender]) -> str:
         for one in every
     )
     head = ["", "Requests", "of them streamed", "Failed", *(one.name for one in metrics)]
-    return _table(head, rows, " ".join(_notes(results, every)))
+    return "\n".join([*table_of(head, rows), "", escaped(" ".join(_notes(results, every)))])
 
 
 def _harm(results: Results, every: Sequence[Contender]) -> str:
-    rows = (map(_cell, row) for row in faults.rows(results, every))
+    rows = (map(escaped, row) for row in faults.rows(results, every))
     note = "Counts are of all turns, until and slowest the most of any, other times medians."
-    return _table(["", *faults.HEAD], rows, note)
+    return "\n".join([*table_of(["", *faults.HEAD], rows), "", note])
 
 
 def _notes(results: Results, every: Sequence[Contender]) -> Iterator[str]:
     turns = max(len(one.runs) for one in every)
     if turns > 1:
         yield "Requests are those of one turn, failed ones those of all."
-        yield f"Median of {turns} turns, below it the least and the greatest."
+        yield f"Median of {turns} turns, then the least and the greatest."
     if len(every) > 1:
         yield "The figure with × compares with the best other of the same turn: below 1 is better."
         yield (
-            "Below it its least and greatest. Shaded: better in all turns. ≈: turns do not agree, "
+            "Then its least and greatest. Bold: better in all turns. ≈: turns do not agree, "
             "no clear difference."
             if turns > 1
             else "One turn does not show how much of that is chance."
@@ -227,42 +243,22 @@ def _costs(setups: Sequence[Setup]) -> str:
         ]
         for one in setups
     ]
-    return _table(_COSTS, rows, f"Latency in ms, and below it how much more than {alone.name}.")
+    note = f"Latency in ms, and how much more than {alone.name}."
+    return "\n".join([*table_of(_COSTS, rows), "", escaped(note)])
 
 
-# -- HTML -----------------------------------------------------------------------------------
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]], note: str) -> str:
-    """``head`` is text; a row's cells are whole ``td`` elements."""
-    names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines = "\n".join(f"<tr>{''.join(cells)}</tr>" for cells in rows)
-    return (
-        f'<div class="scroll"><table>\n<thead><tr>{names}</tr></thead>\n'
-        f"<tbody>\n{lines}\n</tbody></table></div>\n<p>{escape(note)}</p>"
-    )
-
-
-def _cell(text: str, small: Iterable[str] = (), best: bool = False) -> str:
-    """One figure, and smaller ones below it."""
-    below = "".join(f"<small>{escape(one)}</small>" for one in small if one)
-    mark = ' class="best"' if best else ""
-    return f"<td{mark}>{escape(text)}{below}</td>"
-
-
-def _figure(name: str, png: bytes) -> str:
-    heading, caption = map(escape, _PICTURES[name])
-    image = f'<img alt="{heading}" src="data:image/png;base64,{b64encode(png).decode()}">'
-    figure = f"<figure>\n<figcaption>{caption}</figcaption>\n{image}\n</figure>"
-    return f"<h2>{heading}</h2>\n{figure}"
+def _cell(text: str, more: Iterable[str] = (), best: bool = False) -> str:
+    """One figure, bold where it is best, and others after it."""
+    first = f"**{escaped(text)}**" if best else escaped(text)
+    return " ".join([first, *(escaped(one) for one in more if one)])
 
 
 def _about(about: Mapping[str, Any]) -> Iterator[str]:
     for key, value in about.items():
         if value is not None:
-            said = "<br>".join(escape(line) for line in _lines(value))
-            said = f"<code>{said}</code>" if key == "command" else said
-            yield f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{said}</dd>"
+            said = "; ".join(_lines(value))
+            said = f"`{said}`" if key == "command" else escaped(said)
+            yield f"- {escaped(key.replace('_', ' '))}: {said}"
 
 
 def _lines(value: Any) -> list[str]:
