@@ -17,7 +17,7 @@ from benchmarks.compare.faults import FAULTS, Fault
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.compare.play import play
 from benchmarks.report.faults import Harm, harm
-from benchmarks.report.page import html
+from benchmarks.report.markdown import markdown
 from benchmarks.report.results import Results, Run, read
 from extproc.lab.demo.access_log import Access, AccessLog
 from extproc.predict.hardware import hardware_profile
@@ -100,9 +100,8 @@ def test_the_table_is_the_same_on_terminal_and_page() -> None:
     assert "replica killed after 5 s" in printed
     known = read(result())
     assert isinstance(known, Results)
-    page = html(known, {})
-    cells = "".join(f"<td>{one}</td>" for one in ("hurt:x", *hurt))
-    assert f"<tr>{cells}</tr>" in page
+    page = markdown(known, [])
+    assert f"| {' | '.join(('hurt:x', *hurt))} |" in page
     assert "replica killed after 5 s" in page
 
 
