@@ -54,7 +54,8 @@ check: venv
 # Maintainers: renew what is pinned (needs uv) and the compiled messages. The image gets of the
 # same versions only what it runs.
 LOCK := uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-  --no-emit-find-links --no-header pyproject.toml requirements-build.in --extra tokenizers --extra traces
+  --no-emit-find-links --no-header pyproject.toml requirements-build.in --extra kubernetes \
+  --extra tokenizers --extra traces
 lock:
 	$(LOCK) --extra demo --extra bench --extra dev --output-file requirements.txt
 	$(LOCK) --constraint requirements.txt --output-file requirements-image.txt

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 
 from extproc.lab.harness.processes import free_port
-from extproc.poll import in_cluster
+from extproc.poll import kubernetes
 from tests.certificates import Authority
 from tests.waiting import until
 
@@ -284,4 +284,4 @@ def enter_pod(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process finds is what a pod finds in a cluster with this server."""
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
-    monkeypatch.setattr(in_cluster, "ACCOUNT", server.account)
+    monkeypatch.setattr(kubernetes, "ACCOUNT", server.account)

@@ -28,6 +28,7 @@ from extproc.ground.text import printable
 from extproc.ground.yaml_file import read_yaml
 from extproc.observe.admin import read_token
 from extproc.observe.traces import Traces
+from extproc.poll.discovery import require_client
 from extproc.request.tokens import TokenCounter, TokenizerError
 from extproc.share.connection import address, connect
 
@@ -58,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     config = configured(args)
     try:
         TokenCounter(config.request)
+        require_client(config)
         doubts = [
             *_doubts("serve", config.serve, "Envoy"),
             *_doubts("xds", config.xds, "Envoy"),

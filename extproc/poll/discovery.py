@@ -5,8 +5,10 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -15,9 +17,11 @@ from extproc.ground.address import join_address, with_name
 from extproc.ground.files import Watched
 from extproc.ground.yaml_file import read_yaml
 from extproc.poll.resolve import Host, Resolve, resolve_host
-from extproc.poll.service_watch import ServiceWatch
 from extproc.replica_state import ReplicaState
 from extproc.share.drains import Drains
+
+if TYPE_CHECKING:
+    from extproc.poll.kubernetes import ServiceWatch
 
 RESOLVE_S = 2.0
 """Seconds between two looks at DNS names and the replicas file, and for an answer to the first."""
@@ -71,12 +75,8 @@ class Discovery:
         self._new_host = partial(Host, resolve=resolve, timeout_s=timeout_s)
         self._hosts: dict[str, Host] = {}
         self._drains = drains or Drains()
-        self._new_watch = partial(
-            ServiceWatch,
-            changed=self._drains.changed.set,
-            timeout_s=timeout_s,
-            random=random or Random(),
-        )
+        self._timeout_s = timeout_s
+        self._random = random or Random()
         self._services: dict[KubernetesService, ServiceWatch] = {}
 
     async def targets(self) -> tuple[Target, ...]:
@@ -130,7 +130,10 @@ class Discovery:
         for gone in self._services.keys() - services:
             self._services.pop(gone).stop()
         for service in services - self._services.keys():
-            self._services[service] = self._new_watch(service)
+            from extproc.poll.kubernetes import ServiceWatch  # its client is an extra
+
+            wake = self._drains.changed.set
+            self._services[service] = ServiceWatch(service, wake, self._timeout_s, self._random)
 
     async def _look_up(self, names: set[str]) -> None:
         for gone in self._hosts.keys() - names:
@@ -144,8 +147,27 @@ class Discovery:
 
 
 def names_replicas(config: Config) -> bool:
-    """Tells whether the configuration names any replica, or a file that may."""
+    """Tells whether the configuration names any replica, or a file that may.
+
+    Raises:
+        ValueError: as :func:`require_client`.
+    """
+    require_client(config)
     return any(pool.replicas or pool.replicas_file for pool in config.each_pool)
+
+
+def require_client(config: Config) -> None:
+    """Refuses Services of Kubernetes where their client is missing.
+
+    Raises:
+        ValueError: the extra ``kubernetes`` is not installed.
+    """
+    sources = (source for pool in config.each_pool for source in pool.replicas)
+    if any(source.kubernetes for source in sources) and find_spec("lightkube") is None:
+        raise ValueError(
+            "replicas: a Service of Kubernetes is found by lightkube, which is not installed: "
+            "pip install 'extproc[kubernetes]'"
+        )
 
 
 def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
@@ -153,14 +175,16 @@ def read_replicas(path: Path) -> tuple[ReplicaSource, ...]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not such a list; the message is one line.
+        ValueError: it is not such a list, or as :func:`require_client`; the message is one line.
     """
     listed = read_yaml(path)
     if not isinstance(listed, list):
         raise ValueError("not a YAML list of replicas")
     try:
-        return Config.model_validate({"replicas": listed}).replicas
+        config = Config.model_validate({"replicas": listed})
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{where}: {first['msg']}") from None
+    require_client(config)
+    return config.replicas

@@ -178,6 +178,17 @@ def test_traces_that_cannot_be_sent_are_told_of_before_anything_runs(
     assert line.endswith("OpenTelemetry is not installed: pip install 'extproc[traces]'")
 
 
+@pytest.mark.parametrize("command", ["check", "poll", "serve --state memory"])
+def test_kubernetes_source_without_the_extra_names_the_extra(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lightkube", None)
+    pods = "[{kubernetes: {service: vllm, port: 8000}}]"
+    assert main([*command.split(), "--replicas", pods]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("not installed: pip install 'extproc[kubernetes]'")
+
+
 @pytest.mark.parametrize(
     ("command", "instead"),
     [

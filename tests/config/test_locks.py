@@ -24,5 +24,6 @@ def test_the_image_has_versions_that_are_tested_and_no_tool_of_the_tests() -> No
     installed = {name for name, _ in image}
     extras = PROJECT["optional-dependencies"]
     assert image < pinned("requirements.txt")
-    assert names([*PROJECT["dependencies"], *extras["tokenizers"], *extras["traces"]]) <= installed
+    of_the_image = [*extras["kubernetes"], *extras["tokenizers"], *extras["traces"]]
+    assert names([*PROJECT["dependencies"], *of_the_image]) <= installed
     assert not names([*extras["demo"], *extras["bench"], *extras["dev"]]) & installed

@@ -40,7 +40,7 @@ class Cluster(Stack):
 
     def _poller_constants(self) -> dict[str, object]:
         """Where kubelet would mount the account only root may write."""
-        account = {"extproc.poll.in_cluster.ACCOUNT": self.api.account}
+        account = {"extproc.poll.kubernetes.ACCOUNT": self.api.account}
         return super()._poller_constants() | account
 
 

@@ -231,6 +231,19 @@ async def test_a_broken_file_keeps_the_last_list(
     assert len(logged.lines("replicas file is usable again")) == 1
 
 
+async def test_file_with_a_kubernetes_source_without_the_extra_keeps_the_last_list(
+    tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lightkube", None)
+    file = tmp_path / "replicas.yaml"
+    file.write_text("[10.0.0.1:80]")
+    found = discovery(file=file)
+    assert await ids(found) == ["10.0.0.1:80"]
+    file.write_text("[{kubernetes: {service: vllm, port: 8000}}]")
+    assert await ids(found) == ["10.0.0.1:80"]
+    assert "pip install 'extproc[kubernetes]'" in str(logged.lines()[0]["error"])
+
+
 async def test_a_file_that_is_yet_to_come_has_no_last_content(
     tmp_path: Path, logged: Logged
 ) -> None:
