@@ -7,7 +7,7 @@ from aiohttp import web
 from msgspec import json
 
 from extproc.observe.admin import Check, decision_number
-from extproc.observe.dashboard.routes import news_routes
+from extproc.observe.dashboard.routes import dashboard_routes
 from extproc.proxy.services import Services
 
 _PAGE = 50
@@ -36,7 +36,7 @@ def admin_routes(*pools: Services) -> list[web.RouteDef]:
     return [
         web.get("/decisions", decisions, allow_head=False),
         web.get("/fleet", fleet, allow_head=False),
-        *news_routes(pools),
+        *dashboard_routes(pools),
     ]
 
 

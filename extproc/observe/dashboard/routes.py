@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from aiohttp import web
-from pydantic_core import to_json
+from msgspec.json import encode
 
 from extproc.observe.admin import MAY_LOOK, decision_number
-from extproc.observe.dashboard.snapshot import snapshot
+from extproc.observe.dashboard.snapshot import snapshot, text_table
 from extproc.observe.decision import DecisionRecord
 from extproc.observe.decision_log import ObservedPool
 from extproc.observe.explain import compare
@@ -47,21 +46,21 @@ class Live:
         while True:
             async with self._making:
                 if self._clock() >= self._next_at - _EARLY_S:
-                    self._last = to_json(await snapshot(self._pools), inf_nan_mode="null")
+                    self._last = encode(await snapshot(self._pools))
                     self._next_at = self._clock() + EVERY_S
             yield self._last
             await asyncio.sleep(max(self._next_at - self._clock(), 0.0))
 
 
 def page_routes() -> list[web.RouteDef]:
-    """The page itself, which holds nothing that anybody may not see."""
+    """The page itself, which holds nothing secret."""
     files = (*_FILES.glob("*.js"), *_FILES.glob("*.css"))
     beside = [web.get(f"/dashboard/{file.name}", _file(file)) for file in files]
     return [web.get("/", _file(_FILES / "index.html")), *beside]
 
 
-def news_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
-    """What the page shows, of the pools of one router."""
+def dashboard_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
+    """The content of the page, for the pools of one router."""
     live, log, places = Live(pools), pools[0].log, asyncio.Semaphore(_MOST_VIEWERS)
 
     async def events(request: web.Request) -> web.StreamResponse:
@@ -80,7 +79,7 @@ def news_routes(pools: Sequence[ObservedPool]) -> list[web.RouteDef]:
                 async with asyncio.timeout(_PATIENCE_S):
                     await response.write(b"data: %s\n\n" % frame)
         except ConnectionError:
-            pass  # whoever looked is gone
+            pass  # the viewer is gone
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
@@ -111,4 +110,13 @@ def _file(file: Path) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 
 def _compared(record: DecisionRecord) -> bytes:
-    return to_json(asdict(compare(record)))
+    one = compare(record)
+    units, keys = {"": "mark", "replica": "name"}, list(range(len(one.rows)))
+    return encode(
+        {
+            "facts": [*one.facts.items()],
+            "candidates": text_table("Candidates", keys, one.columns, one.rows, units),
+            "legend": one.legend,
+            "left_out": one.left_out,
+        }
+    )

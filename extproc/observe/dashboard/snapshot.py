@@ -1,149 +1,228 @@
-"""What the page shows at one moment."""
+"""The dashboard's content at one moment: tables with title, unit and values of each column."""
 
 import asyncio
 import platform
+import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
+from extproc.ground.text import Column
 from extproc.observe.dashboard.warnings import pool_warnings, router_warnings
 from extproc.observe.decision_log import DecisionLog, ObservedPool, PredictionResult
 from extproc.observe.explain import DECISIONS, figures_of, reason_of
 from extproc.predict.completion import backlog_s
-from extproc.predict.inputs import FleetView
-from extproc.route.queue import Queue
+from extproc.predict.inputs import FleetView, Floats
 from extproc.route.waiting import Waiting
 
-_LATELY_S = 60.0
+_RECENT_S = 60.0
 """Seconds over which decisions are counted."""
-_MINUTES_S = 300.0
-"""Seconds over which predictions are compared with what came of them."""
-_LISTED = 12
-"""Of the last decisions."""
+_COMPARED_S = 300.0
+"""Seconds over which predictions are compared with actual times."""
+_DECISIONS_LISTED = 12
 _POINTS = 500
-"""Requests that are drawn, at most."""
 _GROUPS = 50
-"""Of what waits, at most: tenants may be as many as users."""
+"""Groups of waiting requests listed at most: tenants may be as many as users."""
+
+Facts = list[tuple[str, str]]
+
+
+class PageColumn(Struct, omit_defaults=True):
+    """A column for browser and terminal, which lay the values out by their unit."""
+
+    title: str
+    unit: str  # a key of UNITS in page/table.js
+    values: list[Any]
+    notes: list[str] = []  # small print below each value
+    estimated: list[bool] = []  # marked with ≈
+
+
+class PageTable(Struct):
+    """A table; a row keeps its place on the page for as long as its key is listed."""
+
+    caption: str
+    keys: list[Any]
+    columns: list[PageColumn]
+    note: str = ""  # below the rows
 
 
 async def snapshot(pools: Sequence[ObservedPool]) -> dict[str, Any]:
-    """All of it, of the pools of one router, in what JSON has: seconds, tokens, and what JSON
-    cannot say (infinity) for what is not known. Piece by piece: a thousand replicas take 15 ms, and
-    requests come first."""
+    """Describe the pools of one router for JSON; infinite figures become null there.
+
+    A thousand replicas take 15 ms: other tasks run between two pools.
+    """
     first = pools[0]
-    serve = first.config.serve
     sent, seconds = _sent(first)
-    shown = []
+    shown, warnings, usable, replicas = [], [*router_warnings(pools)], 0, 0
     for pool in pools:
-        shown.append(_pool(pool, sent))
+        view = pool.fleet.overview()
+        ended = [*pool.accuracy.since(pool.clock() - _COMPARED_S)]
+        name = pool.config.pool
+        prefix = f"Pool {name}: " if len(pools) > 1 else ""
+        warnings += [prefix + warning for warning in pool_warnings(pool, view, ended)]
+        usable += len(view) - len({one.id for one in view.excluded} & {*view.ids})
+        replicas += len(view)
+        shown.append(
+            {
+                "name": name,
+                "replicas": _replicas(pool, view, sent),
+                "waiting": _waiting(pool, view),
+                "accuracy": _accuracy(ended, pool.accuracy.added),
+            }
+        )
         await asyncio.sleep(0)
     return {
-        "router": {
-            "host": platform.node(),
-            "admin": serve.admin,
-            "workers": serve.workers,
-            "policy": first.config.route.policy,
-            "polls": first.config.state == "memory",
-        },
-        "warnings": [*router_warnings(pools)],
-        "decisions_s": seconds,
-        "decisions": _decisions(first.log),
+        "router": f"router on {platform.node()}, {first.config.serve.admin}",
+        "warnings": warnings,
+        "figures": [
+            ("replicas in use", f"{usable} of {replicas}"),
+            ("requests in flight", f"{sum(pool.fleet.in_flight for pool in pools):,}"),
+            ("waiting at this router", f"{sum(len(pool.queue) for pool in pools):,}"),
+            ("decisions a second", f"{sent.total() / seconds:.1f}"),
+        ],
+        "facts": [*_facts(pools), ("Policy", first.config.route.policy)],
         "pools": shown,
+        "decisions": _decisions(first.log),
     }
 
 
-def _pool(pool: ObservedPool, sent: Counter[tuple[str, str]]) -> dict[str, Any]:
-    fleet = pool.fleet
-    view = fleet.overview()
-    ended = [*pool.accuracy.since(pool.clock() - _MINUTES_S)]
-    return {
-        "name": pool.config.pool,
-        "warnings": [*pool_warnings(pool, view, ended)],
-        "in_flight": fleet.in_flight,
-        "other_routers": len(fleet.peers),
-        "others_age_s": fleet.peers.news_age,
-        "pollers": fleet.pollers,
-        "replicas": _replicas(pool, view, sent),
-        "waiting": len(pool.queue),
-        "held": _held(pool.queue, view, pool.clock()),
-        **_accuracy(ended, pool.accuracy.added),
-    }
+def text_table(
+    caption: str,
+    keys: list[Any],
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    units: Mapping[str, str],
+) -> PageTable:
+    """Convert a table of ``explain``; ``units`` names those that are neither text nor figures."""
+    made = list[PageColumn]()
+    for at, column in enumerate(columns):
+        title = column.header
+        if title == "actual":
+            title = f"{made[-1].title.removesuffix(' s')} actual"
+        unit = units.get(title, "text" if column.left else "figure")
+        made.append(PageColumn(title, unit, [row[at] for row in rows]))
+    return PageTable(caption, keys, made)
 
 
-def _replicas(
-    pool: ObservedPool, view: FleetView, sent: Counter[tuple[str, str]]
-) -> dict[str, list[Any]]:
-    """Column by column, an entry a replica."""
-    fleet, now = pool.fleet, pool.clock()
-    against = {one.id: one.why for one in view.excluded}
-    states = [fleet.members.by_row[row] for row in view.rows]
+def _replicas(pool: ObservedPool, view: FleetView, sent: Counter[tuple[str, str]]) -> PageTable:
+    fleet, name, now = pool.fleet, pool.config.pool, pool.clock()
+    why_not = {one.id: one.why for one in view.excluded}
+    order = sorted(range(len(view)), key=lambda row: _natural(view.names[row]))
+    ids = [view.ids[row] for row in order]
+    states = [fleet.members.by_row[view.rows[row]] for row in order]
+    reasons = [why_not.get(replica, "") for replica in ids]
+    health = [
+        reason if reason in ("", "draining") else "left out" if state.healthy else "down"
+        for reason, state in zip(reasons, states, strict=True)
+    ]
+    addresses = [
+        " ".join(([] if state.name == state.id else [state.id]) + [", ".join(state.models)])
+        for state in states
+    ]
+    by_profile = [not state.measured for state in states]
     with np.errstate(divide="ignore"):
         prefill = 1.0 / view.c_prefill
-    return {
-        "replica": view.ids,
-        "name": view.names,
-        "models": [", ".join(state.models) for state in states],
-        "why_not": [against.get(name, "") for name in view.ids],
-        "healthy": [state.healthy for state in states],
-        "running": np.maximum(view.requests - view.waiting, 0.0).round(3).tolist(),
-        "waiting": view.waiting.round(3).tolist(),
-        "kv_usage": view.kv_usage.round(3).tolist(),
-        "warm_tokens": [round(fleet.warm_tokens(name)) for name in view.ids],
-        "warm_known": [fleet.blocks.count(name) is not None for name in view.ids],
-        "backlog_s": backlog_s(view).round(3).tolist(),
-        "prefill_per_s": prefill.round(3).tolist(),
-        "decode_per_s": (view.tokens_per_step / view.decode_step / view.stretch).round(3).tolist(),
-        "measured": [state.measured for state in states],
-        "stretch": view.stretch.round(3).tolist(),
-        "sent": [sent[pool.config.pool, name] for name in view.ids],
-        "news_age_s": [round(now - fleet.eligibility.heard_at(name), 1) for name in view.ids],
-    }
+    decode = view.tokens_per_step / view.decode_step / view.stretch
+    total = max(sent.total(), 1)
+
+    def figures(values: Floats) -> list[float]:
+        return [*values[order].round(3).tolist()]
+
+    columns = [
+        PageColumn("Replica", "name", [view.names[row] for row in order], notes=addresses),
+        PageColumn(
+            "Health",
+            "health",
+            [one or "ok" for one in health],
+            notes=["" if reason == "draining" else reason for reason in reasons],
+        ),
+        PageColumn("Running", "load", figures(np.maximum(view.requests - view.waiting, 0.0))),
+        PageColumn("Waiting", "load", figures(view.waiting)),
+        PageColumn("KV", "share", figures(view.kv_usage)),
+        PageColumn("Backlog", "seconds", figures(backlog_s(view))),
+        PageColumn("×", "ratio", figures(view.stretch)),
+        PageColumn("Share", "share", [round(sent[name, one] / total, 3) for one in ids]),
+        PageColumn("News", "age", [round(now - fleet.eligibility.heard_at(one), 1) for one in ids]),
+        PageColumn("Prompt/s", "tokens", figures(prefill), estimated=by_profile),
+        PageColumn("Output/s", "tokens", figures(decode), estimated=by_profile),
+        PageColumn(
+            "Warm tokens",
+            "tokens",
+            [round(fleet.warm_tokens(one)) for one in ids],
+            estimated=[fleet.blocks.count(one) is None for one in ids],
+        ),
+    ]
+    return PageTable(f"Replicas of pool {name}", ids, columns)
+
+
+def _natural(name: str) -> list[int | str]:
+    """Sort key: ``r2`` before ``r10``."""
+    parts = re.split(r"(\d+)", name.casefold())
+    return [int(part) if at % 2 else part for at, part in enumerate(parts)]
 
 
 def _sent(pool: ObservedPool) -> tuple[Counter[tuple[str, str]], float]:
-    """Of late, how many requests went to each pool and replica; and in how many seconds."""
+    """Recent requests by pool and replica, and the seconds in which they were decided."""
     now = pool.wall()
-    records = pool.log.since(now - _LATELY_S)
+    records = pool.log.since(now - _RECENT_S)
     sent = Counter((one.pool, one.decision.replica) for one in records)
     kept = pool.log.after(0, 1)
-    if records and records[-1].number == kept[0].number > 1:  # there were more
+    if records and records[-1].number == kept[0].number > 1:  # older ones were dropped
         return sent, max(now - records[-1].decided_at, 1.0)
-    return sent, _LATELY_S
+    return sent, _RECENT_S
 
 
-def _held(queue: Queue, view: FleetView, now: float) -> list[dict[str, Any]]:
-    """What waits at the router, by whose it is, in the order of priorities."""
+def _waiting(pool: ObservedPool, view: FleetView) -> PageTable:
+    """Requests that wait at the router by tenant, model and priority, the highest first."""
     names = dict(zip(view.ids, view.names, strict=True))
     groups = defaultdict[tuple[int, str, str], list[Waiting]](list)
-    for one in queue:  # the oldest first
+    for one in pool.queue:  # the oldest first
         groups[-one.priority, one.tenant, one.model].append(one)
-    return [
-        {
-            "priority": -less,
-            "tenant": tenant,
-            "model": model,
-            "requests": len(held),
-            "longest_s": round(now - held[0].since, 1),
-            "replicas": Counter(names.get(one.replica, one.replica) for one in held),
-        }
-        for (less, tenant, model), held in sorted(groups.items())[:_GROUPS]
+    listed = dict(sorted(groups.items())[:_GROUPS])
+    keys, held, now = list(listed), list(listed.values()), pool.clock()
+    replicas = [Counter(names.get(one.replica, one.replica) for one in group) for group in held]
+    columns = [
+        PageColumn("Tenant", "name", [tenant or "–" for _, tenant, _ in keys]),
+        PageColumn("Priority", "count", [-less for less, _, _ in keys]),
+        PageColumn("Model", "text", [model for _, _, model in keys]),
+        PageColumn("Requests", "count", [len(group) for group in held]),
+        PageColumn("Longest", "seconds", [round(now - group[0].since, 1) for group in held]),
+        PageColumn(
+            "For replica",
+            "words",
+            [", ".join(f"{name} ({many})" for name, many in one.items()) for one in replicas],
+        ),
     ]
+    what = f"for replicas of pool {pool.config.pool}"
+    note = "" if held else f"Nothing waits {what}: every request goes to a replica at once."
+    if more := len(pool.queue) - sum(map(len, held)):
+        note = f"And {more:,} more."
+    return PageTable(f"Waiting {what}", [" ".join(map(str, key)) for key in keys], columns, note)
 
 
 def _accuracy(ended: Sequence[PredictionResult], added: int) -> dict[str, Any]:
-    """Predicted and actual seconds of the last requests, the newest first, and how far apart they
-    are; ``added``: the number of the newest."""
+    """Compare predicted and actual seconds of the last requests.
+
+    ``ended`` begins with the newest, whose number is ``added``.
+    """
     pairs = ((one.actual_s, one.predicted_s) for one in ended)
-    ratios = np.array([actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf])
-    low, middle, high = np.percentile(ratios, (10, 50, 90)) if len(ratios) else (None,) * 3
-    # Always the same ones, so that a point stays where it is.
+    ratios = [actual / predicted for actual, predicted in pairs if 0.0 < predicted < inf]
+    if not ratios:
+        words = f"No request ended in the last {_COMPARED_S / 60:.0f} minutes whose end was seen."
+        return {"words": words, "quantiles": [], "points": []}
+    low, middle, high = np.percentile(ratios, (10, 50, 90)).tolist()
+    # Always the same requests, so that a point stays where it is.
     one_in = 1 << (len(ended) // _POINTS).bit_length()
     return {
-        "ended": len(ratios),
-        "actual_to_predicted": {"p10": low, "p50": middle, "p90": high},
+        "words": (
+            f"Of the last {len(ratios):,} requests that ended, half took at most {middle:.2f} "
+            f"times as long as predicted, and eight of ten between {low:.2f} and {high:.2f} times."
+        ),
+        "quantiles": [low, middle, high],
         "points": [
             [round(one.predicted_s, 3), round(one.actual_s, 3)]
             for place, one in enumerate(ended)
@@ -152,13 +231,29 @@ def _accuracy(ended: Sequence[PredictionResult], added: int) -> dict[str, Any]:
     }
 
 
-def _decisions(log: DecisionLog) -> dict[str, Any]:
-    """As ``extproc explain`` lists them, the newest first."""
-    records = [one.record(0) for one in reversed(log.last(_LISTED))]
-    return {
-        "columns": DECISIONS,
-        "rows": [
-            {"number": one.number, "figures": figures_of(one), "why": reason_of(one)}
-            for one in records
-        ],
-    }
+def _facts(pools: Sequence[ObservedPool]) -> Facts:
+    facts: Facts = []
+    for pool in pools:
+        of, peers = f" of {pool.config.pool}" if len(pools) > 1 else "", pool.fleet.peers
+        routers = "this one alone"
+        if others := len(peers):
+            routers = f"this one and {others} more"
+            if peers.news_age is not None:
+                routers += f", newest digest {peers.news_age:.2f} s old"
+        pollers = "this router polls the replicas itself"
+        if pool.config.state == "redis":
+            alive = pool.fleet.pollers
+            pollers = (
+                "unknown: Redis does not answer" if alive is None else ", ".join(alive) or "none"
+            )
+        facts += [(f"Routers{of}", routers), (f"Pollers{of}", pollers)]
+    return facts
+
+
+def _decisions(log: DecisionLog) -> PageTable:
+    """The last decisions as ``extproc explain`` lists them, the newest first."""
+    records = [one.record(0) for one in reversed(log.last(_DECISIONS_LISTED))]
+    numbers, rows = [one.number for one in records], [figures_of(one) for one in records]
+    table = text_table("Last decisions", numbers, DECISIONS, rows, {"request": "decision"})
+    table.columns.append(PageColumn("model: why", "words", [reason_of(one) for one in records]))
+    return table

@@ -93,7 +93,8 @@ async def test_the_news_are_events_and_no_other_site_reads_them(
         assert response.content_type == "text/event-stream"
         assert "Content-Security-Policy" in response.headers
         for told in await news(response, 2):
-            assert told["pools"][0]["replicas"]["name"] == ["r1", "r2", "r3", "r4"]
+            names = told["pools"][0]["replicas"]["columns"][0]["values"]
+            assert names == ["r1", "r2", "r3", "r4"]
 
 
 async def test_what_is_beyond_all_figures_is_null(
@@ -103,9 +104,9 @@ async def test_what_is_beyond_all_figures_is_null(
         services.accuracy.add(PredictionResult(clock(), replica(1), predicted, 2.0, 0.0, None))
     async with client.get("/dashboard/events") as response:
         (told,) = await news(response, 1)
-    (pool,) = told["pools"]
-    assert [predicted for predicted, _ in pool["points"]] == [1.0, None]
-    assert (pool["ended"], pool["actual_to_predicted"]["p90"]) == (1, 2.0)
+    accuracy = told["pools"][0]["accuracy"]
+    assert [predicted for predicted, _ in accuracy["points"]] == [1.0, None]
+    assert accuracy["quantiles"] == [2.0, 2.0, 2.0]
 
 
 async def test_the_news_end_when_the_token_is_another_one(
@@ -164,7 +165,7 @@ async def test_a_large_fleet_is_shown_without_holding_requests_up(
     async def look() -> None:
         async with client.get("/dashboard/events") as response:
             found = await news(response, 2)
-        assert len(found[-1]["pools"][0]["replicas"]["replica"]) == REPLICAS + 4
+        assert len(found[-1]["pools"][0]["replicas"]["keys"]) == REPLICAS + 4
 
     await hold_nobody_up(look)
 
@@ -178,10 +179,10 @@ async def test_a_decision_is_compared_in_the_words_of_explain(
     async with client.get("/dashboard/decision", params={"number": "1"}) as response:
         shown = await response.json()
     text = comparison(record.record())
-    assert shown["facts"]["request"] == "the-id"
-    for name, value in shown["facts"].items():
+    assert shown["facts"][0] == ["request", "the-id"]
+    for name, value in shown["facts"]:
         assert " ".join(f"{name} {value}".split()) in " ".join(text.split())
-    for row in shown["rows"]:
+    for row in zip(*(one["values"] for one in shown["candidates"]["columns"]), strict=True):
         assert " ".join(row).split() in [line.split() for line in text.splitlines()]
     assert all(line in text for line in shown["legend"])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic_core import from_json, to_json
+from msgspec.json import decode, encode
 
 from extproc.config import Config, HoldSettings
 from extproc.observe.dashboard.snapshot import snapshot
@@ -22,16 +22,29 @@ from tests.proxy.conftest import on_fleet
 
 
 def shown(services: Services) -> dict[str, Any]:
-    """The only pool, as it arrives at the page."""
-    news = from_json(to_json(asyncio.run(snapshot([services])), inf_nan_mode="null"))
-    (pool,) = news["pools"]
-    return {**pool, "warnings": [*news["warnings"], *pool["warnings"]], "news": news}
+    """The snapshot of the only pool, as it arrives at the page."""
+    found = decode(encode(asyncio.run(snapshot([services]))))
+    (pool,) = found.pop("pools")
+    return dict(found | pool | {"figures": dict(found["figures"])})
 
 
-def of(pool: dict[str, Any], name: str) -> dict[str, Any]:
-    """One replica's figures."""
-    place = pool["replicas"]["name"].index(name)
-    return {column: values[place] for column, values in pool["replicas"].items()}
+def rows(table: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The rows of a table by their keys."""
+    found: dict[Any, dict[str, Any]] = {key: {} for key in table["keys"]}
+    for place, row in enumerate(found.values()):
+        for column in table["columns"]:
+            for part, name in (
+                ("values", column["title"]),
+                ("notes", f"{column['title']} note"),
+                ("estimated", f"{column['title']} estimated"),
+            ):
+                if part in column:
+                    row[name] = column[part][place]
+    return found
+
+
+def of(services: Services, number: int) -> dict[str, Any]:
+    return rows(shown(services)["replicas"])[replica(number)]
 
 
 def warned(services: Services) -> list[str]:
@@ -74,60 +87,74 @@ def test_nothing_is_warned_of_where_all_is_well(services: Services) -> None:
     assert warned(services) == []
 
 
-def test_each_replica_is_shown_as_the_fleet_knows_it(
-    services: Services, clock: ManualClock
-) -> None:
+def test_replica_row_shows_load_and_speed(services: Services, clock: ManualClock) -> None:
     services.fleet.dispatch(replica(2), chat(20_000, 100))
     clock.advance(0.3)
-    one, two = (of(shown(services), name) for name in ("r1", "r2"))
-    assert (one["replica"], one["models"], one["why_not"]) == (replica(1), "llama", "")
-    assert (one["running"], one["waiting"], one["backlog_s"]) == (0, 0, 0)
-    assert (two["running"], two["waiting"]) == (0, 1)
+    one, two = (of(services, number) for number in (1, 2))
+    assert (one["Replica"], one["Replica note"]) == ("r1", f"{replica(1)} llama")
+    assert (one["Health"], one["Health note"]) == ("ok", "")
+    assert (one["Running"], one["Waiting"], one["Backlog"]) == (0, 0, 0)
+    assert (two["Running"], two["Waiting"]) == (0, 1)
     # 20,000 tokens at 38 µs, less the third of a second that has passed.
-    assert two["backlog_s"] == pytest.approx(0.76 - 0.3, abs=0.05)
-    assert two["prefill_per_s"] == pytest.approx(1e6 / 38, rel=0.01)
-    assert one["decode_per_s"] == pytest.approx(1 / 6.5e-3, rel=0.05)
-    assert two["news_age_s"] == 0.3
-    assert shown(services)["in_flight"] == 1
+    assert two["Backlog"] == pytest.approx(0.76 - 0.3, abs=0.05)
+    assert two["Prompt/s"] == pytest.approx(1e6 / 38, rel=0.01)
+    assert one["Output/s"] == pytest.approx(1 / 6.5e-3, rel=0.05)
+    assert not one["Output/s estimated"]
+    assert two["News"] == 0.3
+    assert shown(services)["figures"]["requests in flight"] == "1"
+    assert shown(services)["figures"]["replicas in use"] == "4 of 4"
+
+
+def test_speed_by_hardware_profile_is_marked_as_estimated(
+    services: Services, clock: ManualClock
+) -> None:
+    poll(services, clock, 2, measured=False)
+    assert [of(services, number)["Prompt/s estimated"] for number in (1, 2)] == [False, True]
+
+
+def test_replicas_are_sorted_by_number(services: Services, clock: ManualClock) -> None:
+    for number, name in enumerate(("r10", "r9", "R1", "a"), start=1):
+        poll(services, clock, number, name=name)
+    names = [one["Replica"] for one in rows(shown(services)["replicas"]).values()]
+    assert names == ["a", "R1", "r9", "r10"]
 
 
 def test_warm_tokens_are_those_of_the_prompts_that_were_sent(services: Services) -> None:
     prefix = replace(NO_PREFIX, keys=np.arange(1, 4, dtype=np.uint64), unit=64.0, tokens=192)
     prompt = replace(chat(200, 10), prefix=prefix)
     services.fleet.dispatch(replica(3), prompt)
-    assert of(shown(services), "r3")["warm_tokens"] == 192
-    assert of(shown(services), "r4")["warm_tokens"] == 0
-    assert not of(shown(services), "r3")["warm_known"]
+    assert of(services, 3)["Warm tokens"] == 192
+    assert of(services, 4)["Warm tokens"] == 0
+    assert of(services, 3)["Warm tokens estimated"]
 
 
-def test_where_requests_go_is_counted_over_the_last_minute(
-    services: Services, clock: ManualClock
-) -> None:
+def test_decisions_of_the_last_minute_are_counted(services: Services, clock: ManualClock) -> None:
     decide(services, "long-ago")
     clock.advance(61.0)
     poll(services, clock)
-    chosen = [decide(services, str(number)) for number in range(8)]
-    pool = shown(services)
-    assert dict(zip(pool["replicas"]["replica"], pool["replicas"]["sent"], strict=True)) == {
-        replica(number): chosen.count(replica(number)) for number in range(1, 5)
+    chosen = [decide(services, str(number)) for number in range(9)]
+    found = shown(services)
+    assert {key: row["Share"] for key, row in rows(found["replicas"]).items()} == {
+        replica(number): round(chosen.count(replica(number)) / 9, 3) for number in range(1, 5)
     }
-    assert pool["news"]["decisions_s"] == 60.0
-    headers = [column["header"] for column in pool["news"]["decisions"]["columns"]]
-    newest = pool["news"]["decisions"]["rows"][0]
-    assert newest["figures"][headers.index("request")] == "7"
-    assert newest["why"].startswith("llama: ")
+    assert found["figures"]["decisions a second"] == "0.1"  # 9 in 60 s
+    newest = next(iter(rows(found["decisions"]).values()))
+    assert newest["request"] == "8"
+    assert newest["model: why"].startswith("llama: ")
+    titles = [column["title"] for column in found["decisions"]["columns"]]
+    assert titles[-5:] == ["TTFT s", "TTFT actual", "finish s", "finish actual", "model: why"]
 
 
-def test_who_served_instead_is_named(services: Services) -> None:
+def test_decision_served_by_another_replica_names_it(services: Services) -> None:
     chosen = decide(services)
     other = 2 if chosen == replica(1) else 1
     outcome = services.log.last(1)[0].outcome
     outcome.served_by, outcome.status = replica(other), 200
-    (row,) = shown(services)["news"]["decisions"]["rows"]
-    assert row["why"].endswith(f" [served by r{other}]")
+    (row,) = rows(shown(services)["decisions"]).values()
+    assert row["model: why"].endswith(f" [served by r{other}]")
 
 
-def test_where_few_decisions_are_kept_the_rate_is_theirs(
+def test_decision_rate_covers_only_the_decisions_kept(
     services: Services, clock: ManualClock
 ) -> None:
     few = replace(services, log=DecisionLog(4))
@@ -135,60 +162,96 @@ def test_where_few_decisions_are_kept_the_rate_is_theirs(
         clock.advance(2.0)
         decide(few, str(number))
     clock.advance(2.0)
-    pool = shown(few)
-    assert sum(pool["replicas"]["sent"]) == 4
-    assert pool["news"]["decisions_s"] == 8.0
+    found = shown(few)
+    assert found["figures"]["decisions a second"] == "0.5"  # 4 in 8 s
+    shares = [row["Share"] for row in rows(found["replicas"]).values()]
+    assert sum(shares) == 1.0
+    assert {share * 4 % 1 for share in shares} == {0.0}
 
 
-def test_what_waits_is_shown_by_priority_and_tenant(services: Services, clock: ManualClock) -> None:
+def test_waiting_requests_are_grouped_by_priority_and_tenant(
+    services: Services, clock: ManualClock
+) -> None:
+    empty = shown(services)["waiting"]
+    assert (empty["keys"], empty["note"][:13]) == ([], "Nothing waits")
     fill(services, clock)
     wait(services, "blue")
     clock.advance(2.0)
     for tenant, priority in (("red", 5), ("blue", 0)):
         wait(services, tenant, priority)
-    held = shown(services)["held"]
-    assert [(one["tenant"], one["priority"], one["requests"]) for one in held] == [
-        ("red", 5, 1),
-        ("blue", 0, 2),
-    ]
-    assert [one["longest_s"] for one in held] == [0.0, 2.0]
-    assert sum(held[1]["replicas"].values()) == 2
+    found = shown(services)
+    first, second = rows(found["waiting"]).values()
+    assert (first["Tenant"], first["Priority"], first["Requests"]) == ("red", 5, 1)
+    assert (second["Tenant"], second["Priority"], second["Requests"]) == ("blue", 0, 2)
+    assert (first["Longest"], second["Longest"]) == (0.0, 2.0)
+    assert first["For replica"].endswith(" (1)")
+    assert found["figures"]["waiting at this router"] == "3"
+    assert found["waiting"]["note"] == ""
 
 
-def test_of_very_many_tenants_that_wait_some_are_shown_and_all_counted(
+def test_waiting_tenants_beyond_fifty_are_counted_and_not_listed(
     services: Services, clock: ManualClock
 ) -> None:
     fill(services, clock)
     roomy = replace(services, queue=Queue(services.fleet, HoldSettings(), clock))
     for number in range(60):
         wait(roomy, f"tenant-{number}", priority=number)
-    pool = shown(roomy)
-    assert (len(pool["held"]), pool["waiting"]) == (50, 60)
-    assert pool["held"][0]["priority"] == 59
+    found = shown(roomy)
+    assert (len(found["waiting"]["keys"]), found["waiting"]["note"]) == (50, "And 10 more.")
+    assert found["figures"]["waiting at this router"] == "60"
+    assert next(iter(rows(found["waiting"]).values()))["Priority"] == 59
 
 
-def test_predictions_are_compared_with_what_came_of_them(
+def test_predictions_of_the_last_five_minutes_are_compared(
     services: Services, clock: ManualClock
 ) -> None:
+    assert shown(services)["accuracy"]["quantiles"] == []
     services.accuracy.add(PredictionResult(clock() - 301.0, replica(1), 1.0, 99.0, 0.0, None))
     for actual in (0.5, 1.0, 2.0):
         services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, actual, 0.0, None))
-    pool = shown(services)
-    assert (pool["ended"], pool["actual_to_predicted"]["p50"]) == (3, 1.0)
-    assert sorted(actual for _, actual in pool["points"]) == [0.5, 1.0, 2.0]
+    found = shown(services)["accuracy"]
+    assert found["words"].startswith("Of the last 3 requests that ended, half took at most 1.00 ")
+    assert found["quantiles"] == pytest.approx([0.6, 1.0, 1.8])
+    assert sorted(actual for _, actual in found["points"]) == [0.5, 1.0, 2.0]
 
 
-def test_of_very_many_some_are_drawn_and_all_are_counted(
+def test_of_many_predictions_some_are_drawn_and_all_are_counted(
     services: Services, clock: ManualClock
 ) -> None:
     for _ in range(4000):
         clock.advance(0.01)
         services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.0, 0.0, None))
-    pool = shown(services)
-    assert pool["ended"] == 4000
-    assert 100 < len(pool["points"]) < 500
+    found = shown(services)["accuracy"]
+    assert "last 4,000 requests" in found["words"]
+    assert 100 < len(found["points"]) < 500
     services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.0, 0.0, None))
-    assert abs(len(shown(services)["points"]) - len(pool["points"])) <= 1
+    assert abs(len(shown(services)["accuracy"]["points"]) - len(found["points"])) <= 1
+
+
+def test_routers_and_pollers_are_named(services: Services) -> None:
+    assert shown(services)["facts"] == [
+        ["Routers", "this one alone"],
+        ["Pollers", "here:1"],
+        ["Policy", "completion"],
+    ]
+    services.fleet.pollers = None
+    assert ["Pollers", "unknown: Redis does not answer"] in shown(services)["facts"]
+    alone = replace(services, config=Config.model_validate({"state": "memory"}))
+    assert ["Pollers", "this router polls the replicas itself"] in shown(alone)["facts"]
+
+
+def test_two_pools_are_told_apart(services: Services) -> None:
+    other = services.of_pool(services.config.model_copy(update={"pool": "other"}))
+    other.fleet.pollers = ["there:1"]
+    found = decode(encode(asyncio.run(snapshot([services, other]))))
+    assert found["warnings"] == [
+        "Pool other: No replica is known yet: Envoy's own load balancing serves."
+    ]
+    assert [pool["replicas"]["caption"] for pool in found["pools"]] == [
+        "Replicas of pool default",
+        "Replicas of pool other",
+    ]
+    assert ["Pollers of other", "there:1"] in found["facts"]
 
 
 def test_a_replica_that_is_down_is_warned_of_with_the_reason(
@@ -196,8 +259,9 @@ def test_a_replica_that_is_down_is_warned_of_with_the_reason(
 ) -> None:
     poll(services, clock, 2, healthy=False, problem="cannot connect")
     assert warned(services) == ["r2 is left out: cannot connect."]
-    two = of(shown(services), "r2")
-    assert (two["why_not"], two["healthy"]) == ("cannot connect", False)
+    two = of(services, 2)
+    assert (two["Health"], two["Health note"]) == ("down", "cannot connect")
+    assert shown(services)["figures"]["replicas in use"] == "3 of 4"
     poll(services, clock, 1, 3, 4, healthy=False, problem="cannot connect")
     assert warned(services) == [
         "No replica is healthy: Envoy's own load balancing serves.",
@@ -214,12 +278,14 @@ def test_a_replica_that_fails_is_warned_of_even_where_it_is_used_for_want_of_oth
     assert warned(services) == [
         "r1, r2, r3 and 1 more are left out: it failed several requests in a row."
     ]
+    assert of(services, 1)["Health"] == "left out"
 
 
 def test_one_that_drains_is_shown_and_not_warned_of(services: Services, clock: ManualClock) -> None:
     poll(services, clock, 2, draining=True)
     assert warned(services) == []
-    assert of(shown(services), "r2")["why_not"] == "draining"
+    two = of(services, 2)
+    assert (two["Health"], two["Health note"]) == ("draining", "")
 
 
 def test_stale_news_are_warned_of(services: Services, clock: ManualClock) -> None:
@@ -247,7 +313,7 @@ def test_a_replica_that_drifts_from_its_prediction_is_warned_of(
             services.fleet.decoded(replica(number), 1.0, 2.6 if number == 3 else 1.3)
     (warning,) = warned(services)
     assert warning.startswith("r3 is drifting from the prediction: answers take much longer")
-    assert of(shown(services), "r3")["stretch"] > 2
+    assert of(services, 3)["×"] > 2
     clock.advance(300.0)  # what was seen fades
     poll(services, clock)
     assert warned(services) == []
@@ -292,7 +358,7 @@ def test_a_fleet_that_is_faster_as_a_whole_does_not_drift(services: Services) ->
 
 def test_old_news_are_as_old_as_they_are(services: Services, clock: ManualClock) -> None:
     services.fleet.put(state(1, H100, clock, measured=True), age=9.0)
-    assert of(shown(services), "r1")["news_age_s"] == 9.0
+    assert of(services, 1)["News"] == 9.0
 
 
 def test_a_cache_that_does_not_hit_is_warned_of(services: Services, clock: ManualClock) -> None:
@@ -325,4 +391,4 @@ def test_a_pool_without_replicas(services: Services, clock: ManualClock) -> None
     fleet.pollers = ["here:1"]
     empty = on_fleet(services, fleet)
     assert warned(empty) == ["No replica is known yet: Envoy's own load balancing serves."]
-    assert shown(empty)["replicas"]["replica"] == []
+    assert shown(empty)["replicas"]["keys"] == []

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.json import decode, encode
 from prometheus_client import CollectorRegistry
-from pydantic_core import from_json, to_json
 
+from extproc.cli.top import screen
 from extproc.ground.clock import Clock
 from extproc.lab.harness.processes import free_port
 from extproc.observe.admin import serve_admin
 from extproc.observe.dashboard.snapshot import snapshot
-from extproc.observe.dashboard.terminal import screen
 from extproc.proxy.admin import admin_routes
 from extproc.proxy.app import apply
 from extproc.proxy.services import Services
@@ -45,7 +45,7 @@ def top(capsys: pytest.CaptureFixture[str]) -> Top:
 
 def rows(lines: list[str]) -> list[str]:
     """First cells of the table of replicas."""
-    begin = next(at for at, line in enumerate(lines) if line.startswith("replica "))
+    begin = next(at for at, line in enumerate(lines) if line.startswith("Replica "))
     return [line.split()[0] for line in lines[begin + 1 :] if line.startswith("r")]
 
 
@@ -53,7 +53,7 @@ async def test_trouble_is_on_top(services: Services, router: str, top: Top, cloc
     services.fleet.dispatch(replica(3), chat(50_000, 100))
     poll(services, clock, 4, healthy=False, problem="/health answered 503")
     lines = await top("--router", router)
-    assert "3 of 4 replicas in use, 1 in flight, 0 waiting here" in lines[0]
+    assert "3 of 4 replicas in use, 1 requests in flight, 0 waiting at" in lines[0]
     assert any(line.startswith("! r4 is left out: ") for line in lines)
     assert rows(lines) == ["r4", "r3", "r1", "r2"]
     assert "down" in next(line for line in lines if line.startswith("r4"))
@@ -72,11 +72,11 @@ async def test_decisions_are_listed(services: Services, router: str, top: Top) -
 async def test_it_fits_the_width(services: Services, clock: Clock, width: int) -> None:
     poll(services, clock, 1, name="\x1b[2Jr1")
     poll(services, clock, 4, healthy=False, problem="/health answered 503")
-    lines = screen(from_json(to_json(await snapshot([services]))), width)
+    lines = screen(decode(encode(await snapshot([services]))), width)
     assert all(len(line) <= width for line in lines)
     assert not any("\x1b" in line for line in lines)
-    (header,) = (line for line in lines if line.startswith("replica"))
-    assert ("out tok/s" in header) is (width >= 120)
+    (header,) = (line for line in lines if line.startswith("Replica"))
+    assert ("Warm tokens" in header) is (width >= 120)
     assert not header.endswith("...")
 
 
@@ -103,60 +103,38 @@ async def test_what_is_no_router_is_one_line(top: Top) -> None:
         assert "is not the admin address (serve.admin) of a router: it answers status 404" in error
 
 
-class Terminal:
-    """The command on a terminal of its own."""
-
-    def __init__(self) -> None:
-        self.master, self.slave = pty.openpty()
-        termios.tcsetwinsize(self.slave, (24, 100))
-        self.before = termios.tcgetattr(self.slave)
-        self.seen = b""
-        self._more = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self.master, self._read)
-
-    def _read(self) -> None:
-        self.seen += os.read(self.master, 65536)
-        self._more.set()
-
-    async def shows(self, text: bytes, times: int = 1) -> None:
-        """Wait until it was written so often."""
-        async with asyncio.timeout(PATIENCE_S):
-            while self.seen.count(text) < times:
-                self._more.clear()
-                await self._more.wait()
-
-
-@pytest.fixture
-async def terminal() -> AsyncIterator[Terminal]:
-    made = Terminal()
-    yield made
-    asyncio.get_running_loop().remove_reader(made.master)
-    os.close(made.master)
-    os.close(made.slave)
-
-
-@pytest.mark.parametrize("end", ["q", "Ctrl-C"])
-async def test_on_a_terminal_it_goes_on_until_it_is_ended(
-    services: Services, terminal: Terminal, clock: Clock, end: str
-) -> None:
+async def test_terminal_is_redrawn_until_interrupted(services: Services, clock: Clock) -> None:
     address = f"127.0.0.1:{free_port()}"
     routes = admin_routes(services)
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (24, 100))
+    seen, more = bytearray(), asyncio.Event()
+
+    def read() -> None:
+        seen.extend(os.read(master, 65536))
+        more.set()
+
+    async def shows(text: bytes, times: int = 1) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while seen.count(text) < times:
+                more.clear()
+                await more.wait()
+
+    asyncio.get_running_loop().add_reader(master, read)
     async with serve_admin(address, CollectorRegistry(), routes):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "extproc", "top", "--router", address,
-            stdin=terminal.slave, stdout=terminal.slave, stderr=terminal.slave,
+            stdin=slave, stdout=slave, stderr=slave,
         )  # fmt: skip
-        await terminal.shows(b"4 of 4 replicas in use")
+        await shows(b"4 of 4 replicas in use")
         poll(services, clock, 4, healthy=False, problem="/health answered 503")
-        await terminal.shows(b"r4 is left out")
-    await terminal.shows(b"! no router answers")  # and what was seen stays
+        await shows(b"r4 is left out")
+    await shows(b"! no router answers")  # above the last snapshot
     async with serve_admin(address, CollectorRegistry(), routes):
-        await terminal.shows(b"3 of 4 replicas in use", terminal.seen.count(b"3 of 4") + 2)
-        if end == "q":
-            os.write(terminal.master, b"xq")
-        else:
-            process.send_signal(signal.SIGINT)
+        await shows(b"3 of 4 replicas in use", seen.count(b"3 of 4") + 2)
+        process.send_signal(signal.SIGINT)
         assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
-    await terminal.shows(b"\x1b[?25h\x1b[?1049l")
-    assert termios.tcgetattr(terminal.slave) == terminal.before
-    assert b"Traceback" not in terminal.seen
+    assert b"Traceback" not in seen
+    asyncio.get_running_loop().remove_reader(master)
+    os.close(master)
+    os.close(slave)

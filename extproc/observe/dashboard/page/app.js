@@ -1,8 +1,7 @@
-// Follows the router's news, and shows them.
+// Follows the router's snapshots, and shows them.
 
-import { ask } from "./ask.js";
-import { $, classed, write } from "./elements.js";
 import { show, showAccuracy } from "./sections.js";
+import { $, ask, classed, write } from "./table.js";
 
 const RETRY_MS = [500, 1000, 2000, 5000];
 const SILENT_MS = 5000;
