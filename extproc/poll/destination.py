@@ -1,4 +1,4 @@
-"""Where a poller brings what it sees of replicas, and whom it shares them with."""
+"""Takers of what a poller sees of replicas; they also divide replicas among pollers."""
 
 from collections.abc import Callable, Collection, Mapping
 

@@ -31,19 +31,15 @@ RESOLVE_S = 2.0
 class Target:
     """A replica to scrape."""
 
-    id: str
-    """``ip:port``: Envoy picks an upstream by nothing else."""
+    id: str  # ``ip:port``: Envoy picks an upstream by nothing else
     name: str
     profile: str
-    kv_events_ports: tuple[int, int] | None = None
-    """Where its KV events are published and replayed; None: they are not."""
-    draining: bool = field(default=False, compare=False)
-    """It is to get nothing new: by command, or since Kubernetes is about to end its pod."""
-    ready: bool = field(default=True, compare=False)
-    """False: Kubernetes says that it is not to be used."""
+    kv_events_ports: tuple[int, int] | None = None  # to subscribe at, and to ask for a replay
+    draining: bool = field(default=False, compare=False)  # by command, or its pod terminates
+    ready: bool = field(default=True, compare=False)  # False: Kubernetes says so
 
     def marked(self, state: ReplicaState) -> ReplicaState:
-        """What a scrape saw of it, as it is to be published."""
+        """Returns the state with what discovery knows: not ready, draining."""
         if not self.ready and state.healthy:
             update = {"healthy": False, "problem": "not ready, by its EndpointSlice"}
             state = state.model_copy(update=update)
@@ -53,7 +49,7 @@ class Target:
 
     @property
     def who(self) -> str:
-        """What it is called in the log."""
+        """Name in the log."""
         return with_name(self.id, self.name)
 
 
@@ -99,17 +95,17 @@ class Discovery:
         )
 
     def unlisted(self) -> list[str]:
-        """The Services that Kubernetes has not told of yet."""
+        """Names the Services that were never listed."""
         return [str(wanted) for wanted, watch in self._services.items() if not watch.listed]
 
     def problems(self) -> list[str]:
-        """What is wrong with names that lead nowhere."""
+        """Says why names and Services are not resolved."""
         hosts, services = self._hosts.values(), self._services.values()
         found = [*(one.problem for one in hosts), *(one.problem for one in services)]
         return [problem for problem in found if problem]
 
     def stop(self) -> None:
-        """Nobody asks any more."""
+        """Ends all watches."""
         self._follow(set())
 
     def _targets_of(self, source: ReplicaSource) -> Iterable[Target]:

@@ -15,16 +15,16 @@ from extproc.request.prefix import seed_of, token_keys
 _MOST_BLOCKS = 2**20
 """17 million tokens in blocks of 16: no replica holds as many."""
 _WHOLE_EVERY_S = 900.0
-"""Seconds after which all is told again, at the latest: what was told does not live for ever."""
+"""Seconds after which all is told again at the latest: Redis drops what was told after a while."""
 _REPEAT_S = 1.0
 """Seconds between telling all and telling all again: a Redis that is full takes nothing."""
 _REPEAT_MOST_S = 16.0
 """The same, where Redis goes on taking nothing."""
 _FEW = 512
-"""Keys that may be told before all are again, however few these are."""
+"""Keys that may be told before all are told again, however few are held."""
 
 _KEYS_OF_A_HEADER = 4
-"""As many take the room of what news have beside keys."""
+"""Keys that take as much room as the header of an update."""
 
 _GPU = (None, "GPU")
 _FULL = (None, "full_attention", "mla_attention", "sink_full_attention")
@@ -34,14 +34,14 @@ _HASH_BITS = 2**64 - 1
 
 
 class Mark(NamedTuple):
-    """Up to which batch of events something is known."""
+    """The last batch of events that was applied."""
 
     number: int
     digest: bytes
 
 
 class _Kept(msgspec.Struct, array_like=True, tag=1):
-    """All that is known, for another poller to go on from; the tag is the version."""
+    """What another poller goes on from; the tag is the version."""
 
     number: int
     digest: bytes
@@ -64,51 +64,45 @@ class KvBlocks:
     """
 
     def __init__(self, random: Random, clock: Clock) -> None:
-        self.complete = False
-        """Whether nothing is held but what events told."""
+        self.complete = False  # the replica holds nothing but what its events told
+        # Of the last update; its multiple of NUMBERS is this poller's alone. A step without an
+        # update voids all updates before.
         self.number = random.randrange(1, 2**31) * NUMBERS
-        """Of the last news; its multiple no other poller has. Higher, where all that these told is
-        void."""
         self._clock = clock
         self._block_size = 0
         self._group: int | None = None
-        self._keys: dict[int, int] = {}
-        """By hash."""
+        self._keys: dict[int, int] = {}  # by hash
+        # By hash, blocks beside the first: sequences computed at the same time have one each.
         self._copies: dict[int, int] = {}
-        """By hash, how many blocks there are beside the first: sequences that were computed at the
-        same time have one each."""
-        self._changes: dict[int, bool] = {}
-        """Not told yet: whether the block with that key is held now."""
-        self._missed = True
-        """Whether changes were lost on the way, or could not be put as such."""
+        self._changes: dict[int, bool] = {}  # by key, not told yet: held now?
+        self._missed = True  # changes were lost on the way
         self._repeat_s = _REPEAT_S
-        self._told = 0
-        """Keys told since all were, and the room of as many."""
+        self._told = 0  # keys told since all were, headers counted as keys
         self._whole_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def start(self, complete: bool) -> None:
-        """Nothing is known to be held; what is ``complete`` holds nothing."""
+        """Forgets all blocks; ``complete``: the replica holds none."""
         self._keys.clear()
         self._copies.clear()
         self._changes.clear()
         self._block_size, self._group = 0, None
         self.complete = complete
-        self.number += 1  # who heard all news until now does not know
+        self.number += 1  # voids what routers heard until now
         self._whole_at = -math.inf
         self.repeat()
 
     def dump(self, mark: Mark) -> bytes:
-        """All that is known as of a batch: 16 bytes a block."""
+        """Encodes the blocks as of a batch, in 16 bytes a block."""
         parts = [*self._keys], [*self._keys.values()]
         hashes, keys = (np.array(part, _NUMBERS).tobytes() for part in parts)
         kept = _Kept(*mark, self._block_size, self._group, hashes, keys, self._copies)
         return msgspec.msgpack.encode(kept)
 
     def restore(self, data: bytes) -> Mark | None:
-        """Go on from what :meth:`dump` gave; None where it is none, and nothing is known."""
+        """Goes on from what :meth:`dump` gave; None: ``data`` is no dump."""
         try:
             kept = msgspec.msgpack.decode(data, type=_Kept)
             parts = (np.frombuffer(part, _NUMBERS).tolist() for part in (kept.hashes, kept.keys))
@@ -121,25 +115,25 @@ class KvBlocks:
         return Mark(kept.number, kept.digest)
 
     def repeat(self) -> None:
-        """Somebody may have missed what was told: tell all, in a while."""
+        """Tells all blocks again, within a second: a router may have missed updates."""
         self._missed, self._repeat_s = True, _REPEAT_S
 
     def not_kept(self) -> None:
-        """All who listen heard what was told, but Redis did not keep it: tell all, at longer and
-        longer intervals, and until then what changes."""
+        """Tells all blocks again, ever later, and changes meanwhile: routers heard the last update,
+        but Redis did not keep it."""
         self._missed = True
 
     def apply(self, event: Event) -> None:
-        """What the next event tells.
+        """Applies the next event.
 
         Raises:
-            OverflowError, ValueError: its tokens are none, or there are too many blocks.
+            OverflowError, ValueError: its tokens are no tokens, or the blocks are too many.
         """
         match event:
             case AllBlocksCleared():
                 self.start(complete=True)
             case _ if not self.complete:
-                pass  # what it adds to is not known
+                pass  # the blocks before are not known
             case BlockStored():
                 if event.medium in _GPU and event.kv_cache_spec_kind in _FULL:
                     self._store(event)
@@ -149,7 +143,7 @@ class KvBlocks:
                         self._remove(hash_)
 
     def news(self) -> tuple[BlockNews, BlockNews | None] | None:
-        """What was not told yet, and all that is held where that is due; None: there is neither."""
+        """Returns the update not told yet, and all blocks where that is due; None: neither."""
         since = self._clock() - self._whole_at
         if not self.complete:
             return None
@@ -197,10 +191,10 @@ class KvBlocks:
             raise ValueError(f"more than {_MOST_BLOCKS} blocks")
 
     def _before(self, event: BlockStored) -> int | None:
-        """The key of the block before; None: it has none."""
+        """Key of the block before; None: that block is not known."""
         if event.parent_block_hash is not None:
             return self._keys.get(_number_of(event.parent_block_hash))
-        if event.lora_id and not event.lora_name:  # older vLLMs: what adapter it is, nobody knows
+        if event.lora_id and not event.lora_name:  # older vLLM: the adapter is not known
             return None
         return seed_of(event.lora_name or "", _salt(event))
 
@@ -213,18 +207,17 @@ class KvBlocks:
 
 
 def _number_of(hash_: int | bytes) -> int:
-    """vLLM may tell all of a hash, or its last 64 bits as a number."""
+    """Last 64 bits of a hash, which vLLM sends whole or as that number."""
     return (int.from_bytes(hash_, "big") if isinstance(hash_, bytes) else hash_) & _HASH_BITS
 
 
 def _beside_tokens(event: BlockStored, block: int) -> list[object]:
-    """What the hash of a block covers beside tokens and adapter."""
     keys = event.extra_keys[block] if event.extra_keys else None
     return [key for key in keys or () if key != event.lora_name]
 
 
 def _salt(event: BlockStored) -> str:
-    """It stands with the first block of a sequence, alone."""
+    """Salt of a sequence, which stands alone with its first block."""
     match _beside_tokens(event, 0) if event.parent_block_hash is None else ():
         case [str(salt)]:
             return salt

@@ -11,7 +11,7 @@ _LARGEST_BLOCK = 2**20
 
 
 class BlockStored(msgspec.Struct, tag=True):
-    """Blocks of a sequence, one after another, can be hit from now on."""
+    """Consecutive blocks of a sequence can be hit from now on."""
 
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
@@ -20,9 +20,9 @@ class BlockStored(msgspec.Struct, tag=True):
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
+    # Of each block, what its hash covers beside tokens: the adapter's name, an identifier of each
+    # image with its place, the salt, digests of embeddings.
     extra_keys: list[list[Any] | None] | None = None
-    """Of each block, what its hash covers beside tokens: the adapter's name, an identifier of each
-    image with its place, the salt, digests of embeddings."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
 
@@ -46,10 +46,10 @@ _KINDS: dict[Any, Any] = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def read_batch(data: bytes) -> Iterable[Event]:
-    """The events of a batch; of a kind that this version does not know, none.
+    """Reads the events of a batch, and skips unknown kinds.
 
     Raises:
-        ValueError: it is no batch.
+        ValueError: ``data`` is no batch.
     """
     try:
         return _USUAL.decode(data)[1]

@@ -1,5 +1,4 @@
-"""The stream of one replica's KV events: numbered batches over ZeroMQ, the last of which can be had
-again."""
+"""The stream of one replica's KV events: numbered batches over ZeroMQ, and a replay of the last."""
 
 import asyncio
 import logging
@@ -24,33 +23,31 @@ from extproc.poll.kv_events import read_batch
 log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-"""Seconds between two looks whether anything is missing: silence may be nothing but a lack of
-events. It takes vLLM half a millisecond to answer."""
+"""Seconds between two checks for missing batches, which silence does not show. vLLM answers within
+half a millisecond."""
 _ANSWER_S = 2.0
-"""Seconds for an answer, and for the next; vLLM gives one within 0.1 s, unless it is busy."""
+"""Seconds for each part of a replay; vLLM takes 0.1 s at most, unless it is busy."""
 SAVE_S = 30.0
-"""Seconds between two times that what is known is kept for another poller: the replica has to keep
-the events of so many for it, and vLLM keeps those of 10,000 steps."""
+"""Seconds between two saves for another poller: the replica has to keep the events of that time,
+and vLLM keeps those of 10,000 steps."""
 _SAVE_AGAIN_S = 900.0
-"""Seconds after which it is kept again though nothing changed: what is kept does not live for
-ever."""
+"""Seconds between two saves where nothing changed: Redis drops a save after a while."""
 _LARGEST_MESSAGE = 64 * 2**20
-"""Bytes. A batch is of one step: a megabyte, where steps are large."""
+"""Bytes; the batch of a large step has a megabyte."""
 _MOST_WAITING = 1_000
-"""Batches pushed that may wait to be taken; what is beyond is had by asking."""
+"""Pushed batches that may wait here; those beyond are dropped and replayed."""
 _LONGEST_REASON = 200
 _UNBOUNDED = 0
 _NUMBER_BYTES = 8
 
 
 class KvStream:
-    """Brings the events of one replica into its blocks, and tells ``into`` when these may have
+    """Brings the events of one replica into its blocks, and tells ``into`` when they may have
     changed.
 
-    Batches are pushed. Whether none was lost, and whether the process is the same as before, the
-    replica is asked, at the second of ``ports``: to send again all from the last batch on that
-    came. What it has forgotten by then cannot be made up for, and until it starts anew or clears
-    its cache its blocks are not known. What one poller knows the next one goes on from.
+    The replica pushes batches at the first of ``ports``. At the second one it replays all from the
+    last applied batch on: a gap, and another process, show there. Batches that the replica has
+    dropped by then are lost, and its blocks stay unknown until it starts anew or clears its cache.
     """
 
     def __init__(
@@ -70,37 +67,32 @@ class KvStream:
         self._into = into
         self._replica = target.id
         self._clock = clock
-        self._last: Mark | None = None
-        """Of the last batch that was applied; ``_NOTHING`` where there was none yet, None where
-        nobody has looked."""
+        self._last: Mark | None = None  # ``_NOTHING``: the replica sent none yet; None: not checked
         self._saved: Mark | None = None
-        """Up to where what is known was saved."""
         self._saved_at = -math.inf
-        self._known = False
-        """Whether somebody has looked, and found its blocks known."""
+        self._known = False  # the last check found the blocks known
         begins = "replica's KV events do not tell its blocks"
         over = "replica's KV events tell its blocks again"
         self._trouble = OutageLog(log, begins, over, replica=target.who)
-        self._flaw = ""
-        """What keeps them from being known until the replica starts anew."""
+        self._flaw = ""  # why the blocks are unknown until the replica starts anew
 
     @property
     def number(self) -> int | None:
-        """Of the last news of its blocks; None where these are not known."""
+        """Number of the last update of its blocks; None: they are not known."""
         return self._blocks.number if self._known and self._blocks.complete else None
 
     def tell_again(self) -> None:
-        """Have all that is held told, within a second, and saved."""
+        """Tells all blocks again, within a second, and saves them."""
         self._blocks.repeat()
         self._saved_at = -math.inf
 
     def doubt(self) -> None:
-        """The replica may be gone: until it was asked again, its blocks are not known. Another
-        process may have its place, and be scraped before that."""
+        """Takes the blocks for unknown until the next check: another process may have taken the
+        replica's place, and be scraped before."""
         self._known = False
 
     async def run(self) -> NoReturn:
-        """Follow it until cancelled."""
+        """Follows the stream until cancelled."""
         self._last = self._blocks.restore(await self._into.load(self._replica))
         while True:
             try:
@@ -112,14 +104,14 @@ class KvStream:
                         await self._follow(pushed, self._clock() + CHECK_S)
             except zmq.ZMQError as error:  # no file left to open, say
                 self._note(f"{error}")
-            except Exception as error:  # it is this replica's alone: the others go on
+            except Exception as error:  # the other replicas go on
                 self._last = None
                 self._give_up(f"{type(error).__name__}: {error}"[:_LONGEST_REASON])
                 self._note(self._flaw, error)
             await asyncio.sleep(CHECK_S)
 
     async def _follow(self, pushed: zmq.asyncio.Socket, until: float) -> None:
-        """Apply what is pushed up to that time, or until something is missing."""
+        """Applies pushed batches up to that time, or to a gap."""
         while (left := until - self._clock()) > 0:
             if await pushed.poll(math.ceil(left * 1000)):
                 whole = self._take(_Batch.of(await pushed.recv_multipart()))
@@ -128,7 +120,7 @@ class KvStream:
                     return
 
     async def _check(self) -> None:
-        """Find out whether its blocks are known, and make up for what was missed."""
+        """Replays what was missed, and notes whether the blocks are known."""
         try:
             while not await self._catch_up():
                 pass
@@ -149,8 +141,13 @@ class KvStream:
         self._into.changed(self._replica, self._blocks)
 
     async def _catch_up(self) -> bool:
-        """Apply what came after the last batch; begin anew where the replica no longer knows that.
-        Returns whether nothing is missing; zmq.Again: no answer came in time."""
+        """Replays from the last batch on, or starts anew where the replica has another one.
+
+        Returns: whether nothing is missing.
+
+        Raises:
+            zmq.Again: no answer came in time.
+        """
         last = self._last or _NOTHING
         async with aclosing(self._replayed(max(last.number, 0))) as batches:
             first = await anext(batches)
@@ -179,7 +176,7 @@ class KvStream:
         self._apply(first)
 
     def _take(self, batch: "_Batch") -> bool:
-        """Apply a batch if it is the next one; returns whether none before it is missing."""
+        """Applies the batch if it is the next one; returns whether none before it is missing."""
         if self._last is None:
             return False
         following = self._last.number + 1
@@ -196,12 +193,11 @@ class KvStream:
             self._give_up(f"its events are not understood: {error}"[:_LONGEST_REASON])
 
     def _give_up(self, flaw: str) -> None:
-        """Its blocks are not known until it starts anew or clears its cache."""
         self._flaw = flaw
         self._blocks.start(complete=False)
 
     async def _replayed(self, first: int) -> AsyncGenerator["_Batch"]:
-        """The batches from number ``first`` on that the replica still has, and nothing."""
+        """Yields the batches from number ``first`` on that the replica still has, then the end."""
         with self._socket(zmq.DEALER, self._asked, _UNBOUNDED) as asked:
             asked.rcvtimeo = round(_ANSWER_S * 1000)
             await asked.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
@@ -218,7 +214,6 @@ class KvStream:
         return socket
 
     def _note(self, problem: str, error: Exception | None = None) -> None:
-        """Its blocks are not known for that reason; empty: they are."""
         self._known = not problem
         if problem:
             self._trouble.failed(problem, error)
@@ -227,19 +222,19 @@ class KvStream:
 
 
 class _Batch(NamedTuple):
-    """A numbered batch of events; ``_NOTHING`` ends a replay."""
+    """A numbered batch of events; a negative number ends a replay."""
 
     number: int
     content: bytes
 
     @property
     def mark(self) -> Mark:
-        """What tells it from every other batch, of other processes, too."""
+        """Tells the batch from every other one, of other processes too."""
         return Mark(self.number, blake2b(self.content, digest_size=16).digest())
 
     @classmethod
     def of(cls, frames: list[bytes]) -> "_Batch":
-        """The last two frames; the topic is before them, and in an answer not in every version."""
+        """Reads the last two frames; a topic may come before them."""
         number, content = frames[-2:] if len(frames) > 1 else _GARBAGE
         if len(number) != _NUMBER_BYTES:
             number, content = _GARBAGE

@@ -1,6 +1,6 @@
-"""The few figures a router needs, out of the 60 kB a vLLM server answers to ``GET /metrics``.
+"""The few figures a router needs, of the 60 kB that vLLM answers to ``GET /metrics``.
 
-A general parser of the format takes milliseconds a page. This one searches for the lines it needs.
+A general parser of the format takes milliseconds a page; this one searches for the lines it needs.
 Names differ between versions of vLLM: the newest comes first.
 """
 
@@ -43,12 +43,12 @@ _ESCAPE = re.compile(r"\\(.)")
 
 
 class MetricsError(ValueError):
-    """A page that is not vLLM's, or that holds a value no vLLM would report."""
+    """The page is not vLLM's, or holds a value that no vLLM reports."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """What one page says, its engines (data parallel) summed. Fields as in ``ReplicaState``."""
+    """Figures of a page, its engines (data parallel) summed; fields as in ``ReplicaState``."""
 
     models: tuple[str, ...]
     running: int
@@ -63,25 +63,23 @@ class EngineFigures:
     first_tokens: float
     accepted_tokens: float
     preemptions: float
-    finished: float
-    """Counter: requests finished."""
+    finished: float  # counter of requests
     output_lengths: tuple[tuple[float, float], ...] = ()
     engines: int = 1
-    prefix_caching: bool = True
-    """Whether prefixes are cached, as far as it tells."""
+    prefix_caching: bool = True  # also where the page does not tell
     max_loras: int = 0
     adapters_in_use: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """By name, as they are: ``dataclasses.asdict`` would copy every number, in 100 µs."""
+        """Fields by name, not copied: ``dataclasses.asdict`` takes 100 µs."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     def counts(self, at: float) -> EngineCounts:
-        """The figures that step times are learned from, read at that time.
+        """Returns the figures, read at that time, that step times are learned from.
 
-        vLLM says which share of its KV blocks is in use; the last block of a sequence is half full
-        on average. Where blocks are large (128 tokens on CPUs) that is a quarter of what is in
-        use, and its time would be taken for that of KV tokens.
+        vLLM tells the share of KV blocks in use, and the last block of a sequence is half full on
+        average. With large blocks (128 tokens on CPUs) a quarter of what is in use would be counted
+        as KV tokens and is none.
         """
         unfilled = self.running * self.block_size / 2
         return EngineCounts(
@@ -97,7 +95,11 @@ class EngineFigures:
 
 
 def read_metrics(page: bytes) -> EngineFigures:
-    """Read the text of a ``/metrics`` page."""
+    """Reads the text of a ``/metrics`` page.
+
+    Raises:
+        MetricsError: the page is not vLLM's, or a value is none that vLLM reports.
+    """
     shortened = bytearray(b"\n" + page)
     forget_old_sets(shortened)
     page = bytes(shortened)
@@ -137,13 +139,13 @@ def read_metrics(page: bytes) -> EngineFigures:
 
 
 def forget_old_sets(page: bytearray) -> None:
-    """Take out of a page, or its beginning, the sets of adapters that no longer run together.
+    """Takes the sets of adapters that no longer run together out of a page, or its beginning.
 
-    What was so once stays on vLLM's page, a line for each order of each set: megabytes of them. The
-    value is when it was so last.
+    vLLM keeps a line for each order of each set that ever ran, megabytes of them; the value is the
+    time at which the set ran last.
 
     Raises:
-        MetricsError: one has no such value.
+        MetricsError: a line has no such value.
     """
     last = page.rfind(_SET)  # its end may be missing
     if (begin := page.find(_SET, 0, max(last, 0))) >= 0:
@@ -157,13 +159,13 @@ def _series(page: bytes, *names: bytes) -> list[bytes]:
 
 
 def _lines(page: bytes, start: bytes) -> list[bytes]:
-    """A metric's lines stand together, under its comments: at the next comment they have ended."""
+    """Finds the lines of a metric, which end at the next comment."""
     begin = page.find(start + b"{")
     if begin < 0 and (begin := page.find(start + b" ")) < 0:
         return []
     end = page.find(b"\n#", begin)
     lines = page[begin : end if end >= 0 else len(page)].split(start)
-    # What does not go on like this is a longer name.
+    # Any other next byte belongs to a longer name.
     return [line.partition(b"\n")[0] for line in lines if line[:1] in (b"{", b" ")]
 
 
@@ -191,12 +193,11 @@ def _value(name: bytes, line: bytes | bytearray) -> float:
 
 
 def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
-    """Return tokens in a block, and tokens all engines' KV caches hold; 0: not known.
+    """Returns tokens in a block, and in the KV caches of all engines; 0: not known.
 
     The label ``num_gpu_blocks`` of each engine counts the blocks of all engines, and with several
-    kinds of attention a block does not hold ``block_size`` tokens of a sequence. So vLLM's own sum
-    per engine comes first, where there is one. An engine whose model has no KV cache has one block
-    all the same, which is not used.
+    kinds of attention a block does not hold ``block_size`` tokens of a sequence: vLLM's own sum per
+    engine goes first. A model without KV cache has one unused block per engine.
     """
     block_size = max(_labels(_BLOCK_SIZE, configs), default=_BLOCK_SIZE_ON_GPUS)
     tokens = sum(_labels(_KV_TOKENS, configs))
@@ -207,7 +208,7 @@ def _kv_cache(configs: list[bytes]) -> tuple[int, int]:
 
 
 def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
-    """Requests per bucket of generated tokens, which vLLM counts with all those below."""
+    """Requests in each bucket of generated tokens, of vLLM's cumulative counts."""
     below: dict[float, float] = {}
     for line in buckets:
         if edge := _EDGE.search(line):
@@ -222,11 +223,8 @@ def _output_lengths(buckets: list[bytes]) -> tuple[tuple[float, float], ...]:
 
 
 def _adapters(page: bytes) -> tuple[int, tuple[str, ...]]:
-    """Return how many adapters a batch may have, and which are in use; 0 where nothing is known.
-
-    They are in the labels.
-    """
-    if page.rfind(_SET) < 0:  # to find none from the beginning on takes five times as long
+    """Returns how many adapters a batch may have (0: not known), and those in use."""
+    if page.rfind(_SET) < 0:  # a search from the beginning takes five times as long
         return 0, ()
     line = max(_series(page, _ADAPTERS), key=lambda line: _value(_ADAPTERS, line))
     used: dict[str, None] = {}

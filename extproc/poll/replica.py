@@ -1,4 +1,4 @@
-"""One replica, scraped until it is no longer wanted."""
+"""Scrapes one replica."""
 
 import asyncio
 import logging
@@ -259,7 +259,7 @@ class PolledReplica:
             self._publish(self.state.model_copy(update=values))
 
     def _kv_news(self, figures: EngineFigures) -> int | None:
-        """None with several engines: a router does not know which of them gets a request."""
+        """Number of the last update; several engines have none: a request may go to any."""
         return self._kv_stream.number if self._kv_stream and figures.engines == 1 else None
 
     def _restarted(self, figures: EngineFigures) -> bool:
@@ -282,7 +282,7 @@ class PolledReplica:
 
 
 class Models:
-    """One replica's list of models, asked beside its scrapes so that a slow answer delays none.
+    """The models of one replica, asked for beside its scrapes so that a slow answer delays none.
 
     Args:
         ask: returns fields of a ``ReplicaState``.

@@ -1,8 +1,7 @@
 """Host names to addresses: a lookup that hangs holds up nothing but itself.
 
-The system's resolver can be neither cancelled nor bounded. The loop's own ``getaddrinfo`` runs it
-on a few threads shared with every other lookup and connection, which a name server that does not
-answer would fill (uvloop has four).
+The system's resolver can be neither cancelled nor bounded. The loop's own ``getaddrinfo`` has a few
+threads for all lookups and connections (uvloop four), and a silent name server would fill them.
 """
 
 import asyncio
@@ -22,26 +21,24 @@ Resolve = Callable[[str], Awaitable[Sequence[str]]]
 
 
 async def resolve_host(host: str) -> Sequence[str]:
-    """Ask the system's resolver, on a thread of its own.
+    """Asks the system's resolver, on a thread of its own.
 
     Raises:
         OSError: the name has no address.
-        UnicodeError: it can be no host's name.
+        UnicodeError: no host can have that name.
     """
     ask = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
     return [str(sockaddr[0]) for *_, sockaddr in await in_daemon_thread(ask)]
 
 
 class Host:
-    """A host name, or an address, that is looked up again and again; what fails keeps its last
-    answer.
+    """A host name, or an address, looked up again and again; a failure keeps the last answer.
 
-    An answer that takes longer than ``timeout_s`` is there at the next look.
+    An answer that takes longer than ``timeout_s`` serves the next look.
     """
 
     def __init__(self, name: str, resolve: Resolve, timeout_s: float) -> None:
-        self.addresses: tuple[str, ...] = ()
-        """Of one family, in order."""
+        self.addresses: tuple[str, ...] = ()  # of one family, in order
         self._name = name
         self._resolve = resolve
         self._timeout_s = timeout_s
@@ -51,16 +48,16 @@ class Host:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a lookup has not come back yet."""
+        """A lookup has not come back yet."""
         return self._lookup is not None and not self._lookup.done()
 
     @property
     def problem(self) -> str:
-        """Why it was not found at the last look; empty where it was."""
+        """Why the last look failed; empty: it did not."""
         return self._trouble.problem
 
     async def look_up(self) -> None:
-        """Bring its addresses up to date, by one lookup at a time."""
+        """Brings the addresses up to date, by one lookup at a time."""
         try:
             self.addresses = one_family(await self._found())
         except (OSError, UnicodeError) as error:
@@ -73,7 +70,7 @@ class Host:
             return [self._name]
         if self._lookup is None:
             self._lookup = asyncio.ensure_future(self._resolve(self._name))
-            # Perhaps nobody asks for it any more when it fails: asyncio would log that.
+            # asyncio would log a failure that no look asks for any more.
             self._lookup.add_done_callback(lambda lookup: lookup.cancelled() or lookup.exception())
         await asyncio.wait([self._lookup], timeout=self._timeout_s)
         if self.is_asked:
@@ -83,7 +80,7 @@ class Host:
 
 
 def is_address(host: str) -> bool:
-    """Whether it is an IP address."""
+    """Tells an IP address from a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -92,6 +89,6 @@ def is_address(host: str) -> bool:
 
 
 def one_family(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Sort the addresses; of a replica that has both IPv4 and IPv6 it keeps one, IPv4."""
+    """Sorts the addresses; of a replica with IPv4 and IPv6 it keeps IPv4."""
     ips = sorted(map(ipaddress.ip_address, addresses), key=lambda ip: (ip.version, int(ip)))
     return tuple(dict.fromkeys(str(ip) for ip in ips if ip.version == ips[0].version))

@@ -16,10 +16,10 @@ from yarl import URL
 from extproc.poll.metrics_text import EngineFigures, MetricsError, forget_old_sets, read_metrics
 
 MAX_BYTES = 4 * 2**20
-"""Largest answer that is kept; a vLLM's ``/metrics`` page has 60 kB per engine or two, beside the
-sets of adapters that ran once."""
+"""Largest answer that is kept; ``/metrics`` of one or two engines has 60 kB, beside old sets of
+adapters."""
 _LONG = 2**18
-"""Bytes after which an answer is shortened, where that can be."""
+"""Bytes after which an answer is shortened, where possible."""
 
 _SCRAPED = "/metrics", "/health"
 _LONGEST_REASON = 200
@@ -59,57 +59,52 @@ class PollMetrics:
 
 
 class ScrapeError(Exception):
-    """A replica that is dead, hung, or answers what no healthy vLLM would; the text says which."""
+    """The replica is dead or hangs, or no healthy vLLM would answer this; the text says which."""
 
 
 class UnreachableError(ScrapeError):
-    """No connection to it: its process is gone, or its machine."""
+    """No connection: the replica's process is gone, or its machine."""
 
 
 class SilentError(ScrapeError):
-    """It takes connections, as its machine does for it, and does not answer."""
+    """The replica, or its machine, takes connections and does not answer."""
 
 
 class VanishedError(UnreachableError, SilentError):
-    """Its machine does not even take, or refuse, connections."""
+    """The replica's machine neither takes nor refuses connections."""
 
 
 class _Model(BaseModel):
-    """One entry of ``/v1/models``: the model itself, or a LoRA adapter."""
+    """An entry of ``/v1/models``: the model itself, or a LoRA adapter."""
 
     id: str
-    parent: str | None = None
-    """The model that an adapter belongs to; None for the model itself."""
+    parent: str | None = None  # an adapter's model
     max_model_len: int | None = Field(default=None, gt=0, le=_LONGEST_CONTEXT)
 
 
 class _Version(BaseModel):
-    """What ``/version`` answers."""
-
     version: str
 
     @property
     def takes_priority(self) -> bool:
-        """Whether a body may have ``priority``: vLLM answered 400 before 0.11 unless it ran
-        ``--scheduling-policy priority``, and no longer cares since."""
+        """A body may have ``priority``: vLLM answered 400 before 0.11, unless it ran
+        ``--scheduling-policy priority``."""
         number = _NUMBER.match(self.version)
         return number is not None and (int(number[1]), int(number[2])) >= _TAKES_PRIORITY
 
 
 class _ModelList(BaseModel):
-    """What ``/v1/models`` answers."""
-
     data: tuple[_Model, ...]
 
     def fields(self) -> dict[str, Any]:
-        """What a ``ReplicaState`` says of it; nothing where it names none."""
+        """Fields of a ``ReplicaState``; none where no model is named."""
         if not self.data:
             return {}
         return {
             "models": tuple(model.id for model in self.data),
             "listed": True,
             "adapters": tuple(model.id for model in self.data if model.parent),
-            # Adapters have their model's.
+            # Adapters have the length of their model.
             "max_model_len": next(
                 (one.max_model_len for one in self.data if one.max_model_len), None
             ),
@@ -117,12 +112,12 @@ class _ModelList(BaseModel):
 
 
 def open_session(timeout_s: float) -> aiohttp.ClientSession:
-    """Return a session that keeps connections to replicas open; close it after use."""
+    """Returns a session that keeps connections to replicas open; close it after use."""
     return aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=timeout_s / 2),
         connector=aiohttp.TCPConnector(limit=0),
         cookie_jar=aiohttp.DummyCookieJar(),
-        # A replica's processor has better things to do than to compress for a neighbour.
+        # Compression would cost the replica CPU for a neighbour.
         headers={"Accept-Encoding": "identity"},
         auto_decompress=False,
     )
@@ -131,12 +126,12 @@ def open_session(timeout_s: float) -> aiohttp.ClientSession:
 async def scrape(
     session: aiohttp.ClientSession, replica: str, health: bool = True
 ) -> EngineFigures:
-    """Ask the replica at ``ip:port`` for its metrics and, at the same time, for its health.
+    """Asks a replica for its metrics and, with ``health``, at the same time for its health.
 
     Args:
         session: from :func:`open_session`.
-        replica: whom to ask.
-        health: whether to ask for its health, too.
+        replica: ``ip:port``.
+        health: asks ``/health``, too.
 
     Raises:
         ScrapeError: either failed.
@@ -154,8 +149,8 @@ async def scrape(
 
 
 async def says_anything(session: aiohttp.ClientSession, replica: str) -> bool:
-    """Whether the replica at ``ip:port`` begins to answer what a scrape asks for, be it with an
-    error, or refuses to."""
+    """Tells whether the replica at ``ip:port`` begins to answer a scrape, with an error or not, or
+    refuses connections."""
     asked = [asyncio.ensure_future(_answers(session, replica, path)) for path in _SCRAPED]
     try:
         for one in asyncio.as_completed(asked):
@@ -176,11 +171,10 @@ async def _answers(session: aiohttp.ClientSession, replica: str, path: str) -> b
 
 
 async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str, Any]:
-    """Ask the replica at ``ip:port`` which models it serves, and whether it takes priorities;
-    returns fields of its state.
+    """Asks the replica at ``ip:port`` for its models and version; returns fields of its state.
 
     Raises:
-        ScrapeError: it does not say which models.
+        ScrapeError: the replica does not name its models.
     """
     body = await _get(session, replica, "/v1/models")
     try:
@@ -191,7 +185,7 @@ async def read_models(session: aiohttp.ClientSession, replica: str) -> dict[str,
 
 
 async def _takes_priority(session: aiohttp.ClientSession, replica: str) -> bool:
-    """Not where it does not tell its version: another server than vLLM's, or a proxy before it."""
+    """False without a version: another server than vLLM, or a proxy before it."""
     try:
         body = await _get(session, replica, "/version")
         return _Version.model_validate_json(body).takes_priority
@@ -225,7 +219,7 @@ async def _answer(
 
 @lru_cache(maxsize=10_000)
 def _url(replica: str, path: str) -> URL:
-    """Taking a URL apart takes a tenth of a scrape."""
+    """Cached: parsing a URL takes a tenth of a scrape."""
     return URL(f"http://{replica}{path}")
 
 
