@@ -4,21 +4,11 @@ import argparse
 import asyncio
 import logging
 import sys
-from itertools import starmap
 from pathlib import Path
 
 from extproc.cli.arguments import CommandError, UsageError
 from extproc.cli.configuration import add_flags, configured
-from extproc.config import (
-    AdminSettings,
-    CertificateFiles,
-    Config,
-    ModelTargets,
-    PoolReplicas,
-    ServeSettings,
-    TlsFiles,
-    XdsSettings,
-)
+from extproc.config import CertificateFiles, Config, TlsFiles
 from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Finding, Level
 from extproc.envoy.live import check_live
@@ -30,10 +20,10 @@ from extproc.observe.admin import read_token
 from extproc.observe.traces import Traces
 from extproc.poll.discovery import require_client
 from extproc.request.tokens import TokenCounter, TokenizerError
-from extproc.share.connection import address, connect
 
 _SILENT = logging.NullHandler()
 """For what runs here as in a router or poller: what is wrong is a finding, and no line of a log."""
+_VALID = Finding("config", Level.OK, "", "The configuration is valid.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is understood and found; 1 if there is an error in a file of replicas, in the
-    Envoy file, or in what runs."""
+    """Prints the findings; 1 if there is an error in a file of replicas, in the Envoy file, or in
+    what runs."""
     config = configured(args)
     try:
         TokenCounter(config.request)
@@ -73,11 +63,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"request.tokenizers: {error}") from None
     except ValueError as error:
         raise UsageError(error) from None
-    if args.envoy is None or args.config or config != Config():
-        print(_understood(config))
     for doubt in doubts:
         print(f"{Level.WARNING:<8} {doubt}", file=sys.stderr)
-    findings = _printed(check_replicas_files(config))
+    findings = _printed([_VALID, *check_replicas_files(config)])
     if args.envoy is not None:
         findings += _of_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:
@@ -109,50 +97,3 @@ def _printed(findings: list[Finding]) -> list[Finding]:
     for finding in findings:
         print(printable(str(finding)))
     return findings
-
-
-def _understood(config: Config) -> str:
-    """The configuration in a few lines."""
-    kept, poller = "in the memory of the only router", "in the router"
-    if config.state == "redis":
-        kept = f"shared in {address(connect(config.redis, config.pool))}"
-        poller = f"{config.poll.admin} for people"
-    lines = {
-        "pool": f"{config.pool}, {kept}",
-        "router": _router(config.serve, config.admin),
-        "policy": config.route.policy,
-        "poller": f"every {config.poll.interval_s:g} s, {poller}",
-        "replicas": _replicas(config) or "none: a poller has nothing to do",
-    }
-    if config.route.models:
-        lines["models"] = "; ".join(starmap(_leads_to, config.route.models.items()))
-    if config.xds != XdsSettings():
-        lines["xds"] = f"{config.xds.listen} for Envoy{_tls(config.xds)}"
-    others = [f"pool {name}: {_replicas(pool) or 'none'}" for name, pool in config.pools.items()]
-    return "\n".join([*(f"{name:<8} {text}" for name, text in lines.items()), *others])
-
-
-def _leads_to(name: str, targets: ModelTargets) -> str:
-    if isinstance(targets, tuple):
-        return f"{name}: served as {' or '.join(targets)}"
-    total = sum(targets.values())
-    return f"{name}: " + ", ".join(f"{part / total:.1%} {one}" for one, part in targets.items())
-
-
-def _replicas(pool: PoolReplicas) -> str:
-    replicas = [f"{one.where} ({one.profile})" for one in pool.replicas]
-    if pool.replicas_file:
-        replicas.append(f"those in {pool.replicas_file}")
-    return ", ".join(replicas)
-
-
-def _router(serve: ServeSettings, access: AdminSettings) -> str:
-    first = f"{serve.listen} for Envoy{_tls(serve)}, {serve.admin} for people{_tls(access)}"
-    others = serve.workers - 1
-    return f"{first}; {others} more on the next ports" if others else first
-
-
-def _tls(files: CertificateFiles) -> str:
-    if files.tls_cert is None:
-        return ""
-    return " (TLS)" if not isinstance(files, TlsFiles) or files.tls_client_ca is None else " (mTLS)"

@@ -7,9 +7,8 @@ import aiohttp
 
 from extproc.config import Config
 from extproc.envoy.check import check_envoy
-from extproc.envoy.choice import is_destination
 from extproc.envoy.config_dump import refused, running
-from extproc.envoy.envoy_file import EnvoyFile
+from extproc.envoy.envoy_file import EnvoyFile, is_destination
 from extproc.envoy.finding import Finding, Level
 from extproc.ground.address import join_address, with_name
 
@@ -73,16 +72,16 @@ def _hosts(cluster: Mapping[str, Any]) -> dict[str, str]:
 def _members(
     file: EnvoyFile, hosts: Mapping[str, Mapping[str, str]], replicas: Mapping[str, str]
 ) -> Iterator[tuple[Level, str]]:
-    routers = [part.message.name for part in file.router_clusters]
-    fixed = [one.message for one in file.replica_clusters if not is_destination(one.message)]
-    for name in [*routers, *(one.name for one in fixed)]:
+    routers = [cluster["name"] for cluster in file.router_clusters]
+    fixed = [one["name"] for one in file.replica_clusters if not is_destination(one)]
+    for name in [*routers, *fixed]:
         for host, wrong in hosts.get(name, {}).items():
             if wrong:
                 yield Level.WARNING, _ILL.format(name, _titled(host, replicas), wrong)
     for name in routers:
         if all(hosts.get(name, {}).values()):
             yield Level.ERROR, _NO_ROUTER.format(name)
-    there = {host: one.name for one in fixed for host in hosts.get(one.name, {})}
+    there = {host: name for name in fixed for host in hosts.get(name, {})}
     for host in there.keys() - replicas.keys():
         yield Level.WARNING, _STRANGER.format(there[host], host)
     for host in replicas.keys() - there.keys() if fixed else ():

@@ -1,5 +1,6 @@
 """compose.yaml agrees with the settings it sets, and with those it does not."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import yaml
 
 from extproc.cli import main
 from extproc.config import ServeSettings
+from extproc.settings import load
 
 COMPOSE = Path(__file__).parents[2] / "compose.yaml"
 
@@ -25,13 +27,12 @@ def test_docker_waits_until_a_router_has_drained() -> None:
 
 
 @pytest.mark.parametrize("name", ["router", "poller"])
-def test_check_takes_the_configuration(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_takes_the_configuration(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in service(name)["environment"].items():
         monkeypatch.setenv(key, value)
     assert main(["check"]) == 0
-    assert "fast:8000 (llama-8b-h100)" in capsys.readouterr().out
+    replicas = load({}, os.environ).replicas
+    assert ("fast:8000", "llama-8b-h100") in [(one.where, one.profile) for one in replicas]
 
 
 @pytest.mark.parametrize("name", ["fast", "slow"])

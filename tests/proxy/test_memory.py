@@ -117,8 +117,3 @@ async def test_no_model_is_unknown_before_each_replica_told_its_own(
 def test_a_poller_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["poll", "--replicas", "127.0.0.1:1", "--state", "memory"]) == 2
     assert "the router polls its replicas itself" in capsys.readouterr().err
-
-
-def test_check_says_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "--state", "memory", "--replicas", "127.0.0.1:1"]) == 0
-    assert "in the memory of the only router" in capsys.readouterr().out

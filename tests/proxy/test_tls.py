@@ -231,9 +231,7 @@ def test_check_warns_of_an_expired_certificate(
 ) -> None:
     files.put(*files.ours.sign("router", days=-1))
     assert main(["check", *files.flags(section)]) == 0
-    output = capsys.readouterr()
-    assert f"{section}.tls_cert: {files.cert}: certificate has expired" in output.err
-    assert "mTLS" in output.out
+    assert f"{section}.tls_cert: {files.cert}: certificate has expired" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("section", ["serve", "xds"])

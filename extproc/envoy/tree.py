@@ -1,0 +1,252 @@
+"""An Envoy file as a tree of plain values, and where it breaks Envoy's schema.
+
+A message is known by its ``@type``, by the key it lies under (``clusters``, ``listeners``, …), or,
+in Istio's EnvoyFilter, by the ``applyTo`` of its patch. The schema is that of ``envoy-data-plane``,
+whose own ``from_dict`` names no place in the file, knows a type only once its module is imported,
+and no field with a letter after a digit (``consecutive_5xx``).
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+from betterproto2 import Message
+from betterproto2.casing import safe_snake_case
+from envoy_data_plane.google.protobuf import Any as AnyMessage
+from pydantic import ValidationError
+
+from extproc.envoy.finding import Finding, Level
+from extproc.ground.text import suggest
+
+_PACKAGE = "envoy_data_plane."
+BOOTSTRAP = "envoy.config.bootstrap.v3.Bootstrap"
+CLUSTER = "envoy.config.cluster.v3.Cluster"
+LISTENER = "envoy.config.listener.v3.Listener"
+ROUTE = "envoy.config.route.v3.RouteAction"
+MANAGER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager"
+FILTER = "envoy.extensions.filters.network.http_connection_manager.v3.HttpFilter"
+_BY_KEY = {
+    "clusters": CLUSTER,
+    "listener": LISTENER,
+    "listeners": LISTENER,
+    "route": ROUTE,
+    "http_connection_manager": MANAGER,
+    "http_filters": FILTER,
+}
+_BY_APPLY_TO = {
+    "CLUSTER": CLUSTER,
+    "LISTENER": LISTENER,
+    "HTTP_FILTER": FILTER,
+    "HTTP_ROUTE": "envoy.config.route.v3.Route",
+    "VIRTUAL_HOST": "envoy.config.route.v3.VirtualHost",
+    "NETWORK_FILTER": "envoy.config.listener.v3.Filter",
+}
+_TYPED_STRUCT = re.compile(r"(udpa\.type\.v1|xds\.type\.v3)\.TypedStruct$")
+
+Path = tuple[str | int, ...]
+"""Keys and indices that lead to a place in the tree."""
+
+
+class Node(dict[str, Any]):
+    """A message: its fields by ``snake_case`` name; one that is not there reads as in proto3.
+
+    Enums are names, durations ``timedelta``, and a message that is not there an empty node.
+    """
+
+    def __init__(self, cls: type[Any], path: Path, fields: Mapping[str, Any] | None = None) -> None:
+        super().__init__(fields or {})
+        self.cls = cls
+        self.path = path
+
+    def __missing__(self, name: str) -> Any:
+        inner, container = _held_by(self.cls, name)
+        if inner is not None and container is object and not _is_plain(inner):
+            return Node(inner, (*self.path, name))
+        return _bare(getattr(self.cls(), name))
+
+    @property
+    def kind(self) -> str:
+        """Name of its type, as in ``@type``."""
+        return f"{self.cls.__module__}.{self.cls.__name__}".removeprefix(_PACKAGE)
+
+    @property
+    def where(self) -> str:
+        """The path as people write it: ``static_resources.listeners[0].name``."""
+        return _written(self.path)
+
+
+class Tree:
+    """The messages in a bootstrap, in a fragment of one, or in a patch for a mesh."""
+
+    def __init__(self, tree: object) -> None:
+        self.findings: list[Finding] = []  # breaches of the schema, and types Envoy does not have
+        self._nodes: list[Node] = []
+        self._search(tree, (), None, kubernetes=False)
+
+    def __bool__(self) -> bool:
+        return bool(self._nodes or self.findings)
+
+    def all(self, kind: str, within: Node | None = None) -> list[Node]:
+        """Every message of that type, in the whole file or within one of its messages."""
+        root = within.path if within is not None else ()
+        return [one for one in self._nodes if one.kind == kind and one.path[: len(root)] == root]
+
+    def _search(self, value: object, path: Path, kind: str | None, kubernetes: bool) -> None:
+        if isinstance(value, list):
+            for index, item in enumerate(value):
+                self._search(item, (*path, index), kind, kubernetes)
+        if not isinstance(value, Mapping):
+            return
+        if isinstance(value.get("@type"), str):
+            self._any(value, path)
+        elif "static_resources" in value or "staticResources" in value:
+            self._read(_message_type(BOOTSTRAP), value, path)
+        elif kind:
+            self._read(_message_type(kind), value, path)
+        elif "applyTo" in value and isinstance(patch := value.get("patch"), Mapping):
+            kind = _BY_APPLY_TO.get(str(value["applyTo"]))
+            self._search(patch.get("value"), (*path, "patch", "value"), kind, kubernetes)
+        else:
+            # Kubernetes has things of its own under the same keys.
+            kubernetes = kubernetes or {"apiVersion", "kind"} <= value.keys()
+            for key, child in value.items():
+                kind = None if kubernetes else _BY_KEY.get(snake_case(str(key)))
+                self._search(child, (*path, str(key)), kind, kubernetes)
+
+    def _read(self, cls: Any, value: object, path: Path) -> Any:
+        """A node, or the plain value of a duration and the like; None where it cannot be made."""
+        if cls is AnyMessage:
+            return self._any(value, path)
+        if _is_plain(cls):
+            return self._made(lambda: _unwrapped(cls.from_dict(value)), path)
+        if not isinstance(value, Mapping):
+            return self._problem(path, f"must hold the fields of {cls.__name__}, not {value!r}")
+        node = Node(cls, path)
+        self._nodes.append(node)
+        for key, item in value.items():
+            place = (*path, str(key))
+            name = _field_name(cls, str(key))
+            if name is None:
+                hint = suggest(str(key), cls._betterproto.meta_by_field_name)
+                self._problem(place, f"{cls.__name__} has no field {str(key)!r}{hint}")
+            elif item is not None and (made := self._field(cls, name, item, place)) is not None:
+                node[name] = made
+        for group, fields in cls._betterproto.oneof_field_by_group.items():
+            given = sorted(field.name for field in fields if field.name in node)
+            if len(given) > 1:
+                self._problem(path, f"{group} has more than one value: {', '.join(given)}")
+        return node
+
+    def _field(self, cls: Any, name: str, value: Any, path: Path) -> Any:
+        inner, container = _held_by(cls, name)
+        if inner is None:
+            return self._made(lambda: _bare(getattr(cls.from_dict({name: value}), name)), path)
+        if not isinstance(value, container):
+            kind = "a list" if container is list else "keys and values"
+            return self._problem(path, f"must hold {kind}, not {value!r}")
+        if container is dict:
+            return {key: self._item(inner, item, (*path, key)) for key, item in value.items()}
+        if container is list:
+            return [self._item(inner, item, (*path, at)) for at, item in enumerate(value)]
+        return self._read(inner, value, path)
+
+    def _item(self, cls: Any, value: object, path: Path) -> Any:
+        if value is None:
+            self._problem(path, "must not be null")
+        made = None if value is None else self._read(cls, value, path)
+        return Node(cls, path) if made is None else made
+
+    def _any(self, value: object, path: Path) -> Any:
+        if value == {}:
+            # as in FilterConfig, which may leave its filter's own settings as they are
+            return Node(AnyMessage, path)
+        if not isinstance(value, Mapping) or not isinstance(value.get("@type"), str):
+            return self._problem(path, "needs an '@type'")
+        name = str(value["@type"]).rpartition("/")[2]
+        fields: Any = {key: item for key, item in value.items() if key != "@type"}
+        inner = fields.get("value")
+        if _TYPED_STRUCT.search(name) and isinstance(inner, Mapping):
+            self._any({**inner, "@type": fields.get("type_url") or fields.get("typeUrl")}, path)
+        cls = _message_type(name)
+        if cls is None:  # a warning: other builds of Envoy have types of their own
+            text = f"Envoy itself has no type {name!r}: misspelt, or another build's own"
+            where = _written(path)
+            self.findings.append(Finding("schema", Level.WARNING, where, f"{text}; not checked"))
+            return Node(AnyMessage, path)
+        return self._read(cls, inner if _is_plain(cls) and "value" in fields else fields, path)
+
+    def _made(self, make: Callable[[], Any], path: Path) -> Any:
+        try:
+            return make()
+        except ValidationError as error:
+            said = (detail["msg"].removeprefix("Value error, ") for detail in error.errors())
+            return self._problem(path, "; ".join(said))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            return self._problem(path, str(error))
+
+    def _problem(self, path: Path, text: str) -> None:
+        self.findings.append(Finding("schema", Level.ERROR, _written(path), text))
+
+
+def snake_case(key: str) -> str:
+    """``camelCase``, as JSON may be written, to ``snake_case``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key).lower()
+
+
+def _written(path: Path) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+def _message_type(name: str) -> Any:
+    """The class of ``envoy.config.cluster.v3.Cluster``; None where Envoy has no such type."""
+    package, _, short = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(_PACKAGE + package), short, None)
+    except ImportError:
+        return None
+    return found if isinstance(found, type) and issubclass(found, Message) else None
+
+
+def _field_name(cls: Any, key: str) -> str | None:
+    """A field's name, of it or of its JSON form; None where the message has no such field."""
+    names = cls._betterproto.meta_by_field_name
+    if (name := safe_snake_case(key)) in names:
+        return name
+    # Its idea of snake case takes consecutive_5xx apart.
+    return next((name for name in names if key in (name, _camel_case(name))), None)
+
+
+def _camel_case(name: str) -> str:
+    first, *others = name.split("_")
+    return first + "".join(word.capitalize() for word in others)
+
+
+def _held_by(cls: Any, name: str) -> tuple[Any, type[Any]]:
+    """The class of the messages that a field holds, and in what: a list, a dict or nothing
+    (``object``); None where it holds plain values."""
+    description = cls._betterproto
+    meta = description.meta_by_field_name[name]
+    if meta.map_meta and meta.map_meta[1].proto_type == "message":
+        return description.cls_by_field[f"{name}.value"], dict
+    if meta.proto_type != "message":
+        return None, object
+    inner = meta.unwrap() if meta.unwrap else description.cls_by_field[name]
+    return inner, list if meta.repeated else object
+
+
+def _is_plain(cls: Any) -> bool:
+    """Durations, wrappers and the like, which JSON writes as a value."""
+    return cls.to_dict is not Message.to_dict
+
+
+def _unwrapped(message: Any) -> Any:
+    return message.to_wrapped() if hasattr(message, "to_wrapped") else message
+
+
+def _bare(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_bare(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
