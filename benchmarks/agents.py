@@ -25,19 +25,13 @@ from benchmarks.trace import ID_TOKENS, TracedRequest
 _HOURS = 0.35
 _SESSIONS_PER_S = 0.5
 _APPLICATIONS = 6
-_SYSTEM_PROMPT = (2000.0, 8000.0)
-"""Tokens, log-uniformly between."""
-_TURNS = 12.0
-"""Mean."""
-_NEW_TEXT = (100.0, 1500.0)
-"""Tokens that a turn adds, log-uniformly between."""
-_ANSWER = 120.0
-"""Tokens, median."""
+_SYSTEM_PROMPT = (2000.0, 8000.0)  # tokens, log-uniformly between
+_TURNS = 12.0  # mean
+_NEW_TEXT = (100.0, 1500.0)  # tokens that a turn adds, log-uniformly between
+_ANSWER = 120.0  # tokens, median
 _SHORTEST_ANSWER, _LONGEST_ANSWER = 4, 2000
-_TOKEN_S = 0.015
-"""Seconds that a token of an answer takes, until the gap begins."""
-_GAP_S = 5.0
-"""Between an answer and the next turn, median."""
+_TOKEN_S = 0.015  # seconds that a token of an answer takes, until the gap begins
+_GAP_S = 5.0  # between an answer and the next turn, median
 _CONTEXT = 32_000
 _MOST_BOUND = 4096
 

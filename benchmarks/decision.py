@@ -46,15 +46,11 @@ from extproc.route.router import Router
 
 POLICIES = ("completion", "least_request")
 REPLICAS = (8, 100, 1000)
-_IN_FLIGHT = 30
-"""Requests per replica."""
-_RATE = 300.0
-"""Requests per second, whatever the size of the fleet."""
-_POLL_INTERVAL = 0.2
-"""Seconds between two polls of a replica."""
+_IN_FLIGHT = 30  # requests per replica
+_RATE = 300.0  # requests per second, whatever the size of the fleet
+_POLL_INTERVAL = 0.2  # seconds between two polls of a replica
 _MODEL = "model"
-_PROMPT_TOKENS = 300.0
-"""Median; log-normal, as the lengths of answers are."""
+_PROMPT_TOKENS = 300.0  # median; log-normal, as the lengths of answers are
 _SHARED_PROMPTS = 8
 """With one of these each prompt begins: system prompts, that replicas have in their caches."""
 _SHARED_TOKENS = 200
@@ -64,12 +60,10 @@ _BOUNDS = (256, 512, 1024, 2048, None)
 _EDGES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
 """vLLM's histogram of output lengths."""
 _HARDWARE = "llama-8b-h100"
-_STEP = 0.01
-"""Seconds of one step of every replica."""
+_STEP = 0.01  # seconds of one step of every replica
 _KV_USAGE = 0.02
 _FULL = 1.0
-_CHATS = (1_000, 10_000, 100_000)
-"""Bytes of text."""
+_CHATS = (1_000, 10_000, 100_000)  # bytes of text
 _MESSAGES = 4
 _REPEATS = 20
 
@@ -80,14 +74,11 @@ class Timing:
 
     policy: str
     replicas: int
-    full: bool
-    """Whether no KV cache has room for another prompt."""
+    full: bool  # whether no KV cache has room for another prompt
     median_us: float
     p99_us: float
-    ledger_us: float
-    """Median, for the entry of a request and its release together."""
-    poll_us: float
-    """Median, for one poll's news of one replica."""
+    ledger_us: float  # median, for the entry of a request and its release together
+    poll_us: float  # median, for one poll's news of one replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +86,8 @@ class Reading:
     """Microseconds to read a chat of some length; the least of several, as ``timeit`` advises."""
 
     text_bytes: int
-    profile_us: float
-    """From its body to its profile."""
-    prefix_us: float
-    """Of these, for the keys of its prefix."""
+    profile_us: float  # from its body to its profile
+    prefix_us: float  # of these, for the keys of its prefix
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,14 +197,11 @@ class _Load:
     """A router under a virtual clock, its fleet equally busy all the time: one comes, one ends."""
 
     def __init__(self, policy: str, replicas: int, kv_usage: float = _KV_USAGE) -> None:
-        self.decisions: list[float] = []
-        """Seconds that each took."""
-        self.shadowed: list[bool] = []
-        """Whether another policy was asked."""
+        self.decisions: list[float] = []  # seconds that each took
+        self.shadowed: list[bool] = []  # whether another policy was asked
         self.ledger: list[float] = []
         """Seconds for the entry of a request and the release of another."""
-        self.polls: list[float] = []
-        """Seconds for one poll's news of one replica."""
+        self.polls: list[float] = []  # seconds for one poll's news of one replica
         self._kv_usage = kv_usage
         self._random = Random(0)
         self._clock = VirtualClock()

@@ -31,17 +31,13 @@ from extproc.request.prefix import Prefix
 from extproc.request.profile import RequestProfile
 
 KNOWN = ("lengths", "coefficients")
-STREAMED = 0.5
-"""Share of requests that are streamed."""
+STREAMED = 0.5  # share of requests that are streamed
 MODEL = "model"
-_MAX_MODEL_LEN = 131_072
-"""Tokens, where the KV cache holds as many."""
-_INTERVAL = 0.2
-"""Seconds between two scrapes, as configured by default."""
+_MAX_MODEL_LEN = 131_072  # tokens, where the KV cache holds as many
+_INTERVAL = 0.2  # seconds between two scrapes, as configured by default
 _PICKERS_INTERVAL = 0.05
 """The default of the gateways that decide on what they polled, llm-d's picker and AIBrix's."""
-_HOLD = HoldSettings(longest_s=3600.0)
-"""Nothing is refused: all must be answered to be compared."""
+_HOLD = HoldSettings(longest_s=3600.0)  # nothing is refused: all must be answered to be compared
 _URGENT = Objective("urgent", priority=1)
 
 
@@ -55,8 +51,7 @@ class Simulation(simulation.Simulation):
     """One policy, or the oracle, on one fleet and one trace."""
 
     fleet_file: FleetFile
-    policy: str
-    """Name of a policy, or ``oracle``."""
+    policy: str  # name of a policy, or `oracle`
     poll_interval: float | None = None
     """Seconds between two scrapes of a replica; None: as usual with the policy."""
     seed: int = 0
@@ -67,18 +62,12 @@ class Simulation(simulation.Simulation):
     routers: int = 1
     share_lag: float | None = None
     """Seconds that a router's digest takes to the others; None: it never arrives."""
-    weight: float = 1.0
-    """The oracle's, of the cost to others."""
-    hold: bool = False
-    """Whether requests wait at the router while no replica can carry them."""
-    urgent: float = 0.0
-    """Share of the requests that go before others where they wait."""
-    target: Objective = NO_OBJECTIVE
-    """What others aim for."""
-    target_share: float = 1.0
-    """Of these requests, so many do, drawn."""
-    ignore_targets: bool = False
-    """Whether the router is told of none."""
+    weight: float = 1.0  # the oracle's, of the cost to others
+    hold: bool = False  # whether requests wait at the router while no replica can carry them
+    urgent: float = 0.0  # share of the requests that go before others where they wait
+    target: Objective = NO_OBJECTIVE  # what others aim for
+    target_share: float = 1.0  # of these requests, so many do, drawn
+    ignore_targets: bool = False  # whether the router is told of none
     tenants: PySequence[float] = ()
     """Of how many of the requests each tenant has one; none: all are one's."""
     clock: VirtualClock = field(default_factory=VirtualClock)
@@ -99,8 +88,7 @@ class Simulation(simulation.Simulation):
             typical, dealt = Typical(), Random(self.seed)
             watches = [self._watch(one, typical, poll_s) for one in machines.values()]
             routers = Routers(self.nodes, self.share_lag, self.clock, dealt)
-        self.speeds = Speeds()
-        """What was learned of replicas whose speed changed."""
+        self.speeds = Speeds()  # what was learned of replicas whose speed changed
         events = [(one.at, partial(self._happen, one)) for one in self.fleet_file.events]
         super().__init__(machines, watches, routers, self.clock, poll_s, self.hold, events)
 

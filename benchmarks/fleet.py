@@ -61,8 +61,7 @@ class FleetEvent(_Part):
     """Something that happens to one replica: ``{at: 600, replica: a-0, slow: 3}``, or ``down``,
     ``up`` or ``hang`` in place of ``slow: 3``."""
 
-    at: float = Field(ge=0)
-    """Seconds from the start."""
+    at: float = Field(ge=0)  # seconds from the start
     replica: str
     slow: float | None = Field(default=None, gt=0)
     """From now on every step takes this many times as long as the profile says; 1 ends it."""

@@ -3,8 +3,7 @@
 import resource
 from contextlib import suppress
 
-_FILES = 10_240
-"""Asked for where a process may have any number: more is refused on macOS."""
+_FILES = 10_240  # asked for where a process may have any number: more is refused on macOS
 
 
 def allow_many_connections() -> None:

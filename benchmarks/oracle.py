@@ -119,14 +119,10 @@ class Oracle(Routers):
 class _Exact:
     """One engine as it is."""
 
-    context: Floats
-    """KV tokens by sequence, prompts to be computed included."""
-    remaining: Floats
-    """Tokens it will generate still."""
-    backlog: float
-    """Prompt tokens to be computed after the step in progress."""
-    cached: float
-    """Tokens of the new prompt that need not be computed."""
+    context: Floats  # KV tokens by sequence, prompts to be computed included
+    remaining: Floats  # tokens it will generate still
+    backlog: float  # prompt tokens to be computed after the step in progress
+    cached: float  # tokens of the new prompt that need not be computed
 
     @classmethod
     def of(cls, machine: Machine, profile: RequestProfile, prefix: Items[int]) -> "_Exact":

@@ -48,13 +48,10 @@ from extproc.route.policies import POLICIES
 _PROMPT = Lengths(80, 1.0, 8, 1000)
 _KNOWN_SHARE = 0.5
 _OUTPUT_MEDIAN = 80
-_LOOSE_BOUND = 13
-"""The bound of an unknown length, as a multiple of the median."""
+_LOOSE_BOUND = 13  # the bound of an unknown length, as a multiple of the median
 
-Row = Mapping[str, Any]
-"""One request: what the router predicted, and what its client saw; seconds."""
-Accuracy = dict[str, float]
-"""How near predictions came; errors are relative to what happened."""
+Row = Mapping[str, Any]  # one request: what the router predicted, and what its client saw; seconds
+Accuracy = dict[str, float]  # how near predictions came; errors are relative to what happened
 
 
 def requests(

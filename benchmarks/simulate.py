@@ -35,8 +35,7 @@ class _Played:
     simulation: Simulation
     served: list[Served]
     run: Run
-    took: float
-    """Seconds of computing."""
+    took: float  # seconds of computing
 
 
 def main(argv: Sequence[str] | None = None) -> int:

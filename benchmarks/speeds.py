@@ -9,8 +9,7 @@ from extproc.lab.replay.machine import Machine
 from extproc.predict.inputs import FleetView, Floats
 from extproc.predict.step import StepModel
 
-_AFTER = 30.0
-"""Seconds after a change by which it should be learned."""
+_AFTER = 30.0  # seconds after a change by which it should be learned
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +19,7 @@ class LearnedSpeed:
     replica: str
     at: float
     slow: float
-    ratio: float
-    """The average step since the change, as learned, over what it truly takes."""
+    ratio: float  # the average step since the change, as learned, over what it truly takes
 
 
 class Speeds:

@@ -16,8 +16,7 @@ from extproc.share.replicas import StateWriter
 MODEL = "model"
 PROFILE = "llama-8b-h100"
 _TTL_S = 10.0
-_TICK_S = 0.02
-"""Pollers write what came in meanwhile in one go; so does this."""
+_TICK_S = 0.02  # pollers write what came in meanwhile in one go; so does this
 _STEPS_A_SECOND = 100.0
 _ANSWERS_A_SECOND = 2.0
 _EDGES = (10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0)

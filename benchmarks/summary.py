@@ -13,8 +13,7 @@ from benchmarks.imbalance import imbalance
 from extproc.lab.replay.distribution import FIGURES, distribution, rank_correlation
 from extproc.lab.replay.served import Failed, Served, Traced
 
-Run = dict[str, Any]
-"""One run's figures, in the form of the JSON report; times in seconds."""
+Run = dict[str, Any]  # one run's figures, in the form of the JSON report; times in seconds
 _PARTS = ("ttft_s", "e2e_s")
 
 

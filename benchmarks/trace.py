@@ -11,19 +11,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, ValidationError
 
-ID_TOKENS = 512
-"""Prompt tokens that one hash id stands for."""
+ID_TOKENS = 512  # prompt tokens that one hash id stands for
 
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
     """One request of a trace."""
 
-    at: float
-    """Seconds from the start."""
+    at: float  # seconds from the start
     prompt_tokens: int
-    output_tokens: int
-    """What it will generate; no policy may see it."""
+    output_tokens: int  # what it will generate; no policy may see it
     max_tokens: int | None
     hash_ids: tuple[int, ...] = ()
     """One id per 512 prompt tokens: equal leading ids are a shared prefix."""
@@ -82,8 +79,7 @@ def _line(path: Path, number: int, line: str) -> TracedRequest:
 class _Line(BaseModel):
     model_config = ConfigDict(allow_inf_nan=False)
 
-    timestamp: NonNegativeFloat
-    """Milliseconds."""
+    timestamp: NonNegativeFloat  # milliseconds
     input_length: int
     output_length: int
     max_tokens: int | None = None

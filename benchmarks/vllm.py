@@ -10,11 +10,9 @@ from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import Process, answers
 from extproc.predict.step import StepModel
 
-MODEL = "model"
-"""What the servers call theirs."""
+MODEL = "model"  # what the servers call theirs
 _MAX_MODEL_LEN = 4096
-_KV_BLOCKS = 256
-"""Of 128 tokens on a CPU: room for a full batch."""
+_KV_BLOCKS = 256  # of 128 tokens on a CPU: room for a full batch
 _START_S = 300.0
 _STOP_S = 30.0
 
@@ -23,8 +21,7 @@ _STOP_S = 30.0
 class Server:
     """One that runs."""
 
-    address: str
-    """``ip:port``"""
+    address: str  # `ip:port`
     pid: int
 
 

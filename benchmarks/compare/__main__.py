@@ -47,8 +47,7 @@ _FROM_S = 120.0
 """Of the trace's own time: in its first two minutes the Azure conversation trace speeds up."""
 _DURATION_S, _REPEATS = 16.0, 2
 _QUICK_DURATION_S = 6.0
-_INTERRUPTED = 130
-"""128 + SIGINT, as shells count."""
+_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 @dataclass(slots=True)

@@ -14,8 +14,7 @@ from benchmarks.compare.pickers import Account, Product
 
 _DECIDED = re.compile(r'routing_strategy="?([\w-]+).*?target_pod_ip="?([\d.:]+)')
 """In its log, a line for each request; its metrics do not tell policies."""
-_NOBODY = "1"
-"""A port where no Redis is: it would use one that happens to run on this machine."""
+_NOBODY = "1"  # a port where no Redis is: it would use one that happens to run on this machine
 
 
 class AIBrix(Product):

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from benchmarks.compare.fleets import Fleet, Servers
 from extproc.lab.harness.processes import Process
 
-Requests = Sequence[Mapping[str, Any]]
-"""As the load client recorded them."""
+Requests = Sequence[Mapping[str, Any]]  # as the load client recorded them
 
 
 async def no_decisions() -> list[dict[str, Any]]:
@@ -22,8 +21,7 @@ async def no_decisions() -> list[dict[str, Any]]:
 class Front:
     """A contender that runs."""
 
-    url: str
-    """Where clients send requests."""
+    url: str  # where clients send requests
     complaints: Callable[[Requests], Awaitable[list[str]]]
     """Why this was not the contender at work, after the requests; empty where it was."""
     decisions: Callable[[], Awaitable[list[dict[str, Any]]]] = no_decisions
@@ -35,10 +33,8 @@ class Front:
 class Contender(Protocol):
     """One way to spread requests over replicas."""
 
-    name: str
-    """``kind:policy``, for example ``envoy:round_robin``."""
-    about: str
-    """What it is, in a line."""
+    name: str  # `kind:policy`, for example `envoy:round_robin`
+    about: str  # what it is, in a line
     parts: tuple[str, ...]
     """Which of ``picker``, ``poller`` and ``redis`` it has, each a process of its own."""
 

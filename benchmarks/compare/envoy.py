@@ -24,10 +24,8 @@ _TYPES = {
 }
 POLICIES = tuple(_TYPES)
 
-_FASTEST = 100
-"""Weight of the fastest replica."""
-_WORKERS = 2
-"""As many as the demo's stack gives the Envoy beside a router."""
+_FASTEST = 100  # weight of the fastest replica
+_WORKERS = 2  # as many as the demo's stack gives the Envoy beside a router
 _READY_S = 30.0
 
 

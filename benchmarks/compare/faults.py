@@ -17,8 +17,7 @@ from extproc.lab.harness.processes import Process
 
 TIMEOUT_S = 45.0
 """For an answer, in a turn with a fault: what waits for a part that hangs ends here."""
-_SLOWER = 4.0
-"""Times as long as before every step of a slow replica takes."""
+_SLOWER = 4.0  # times as long as before every step of a slow replica takes
 _SIGNALS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 FAULTS = (
     *("picker-killed", "picker-hung"),
@@ -31,10 +30,8 @@ FAULTS = (
 class Fault:
     """What happens, and when."""
 
-    name: str
-    """One of ``FAULTS``."""
-    at_s: float
-    """Seconds after the first request is sent."""
+    name: str  # one of `FAULTS`
+    at_s: float  # seconds after the first request is sent
 
     @property
     def part(self) -> str:
@@ -54,10 +51,8 @@ class Blow:
         self, fault: Fault, front: Front, servers: Servers, replicas: Mapping[str, Process]
     ) -> None:
         """It falls on a part of the contender, or on one of the replicas' processes."""
-        self.complaints: list[str] = []
-        """Why the contender was not at work before."""
-        self.others = dict(servers)
-        """The replicas that it does not fall on."""
+        self.complaints: list[str] = []  # why the contender was not at work before
+        self.others = dict(servers)  # the replicas that it does not fall on
         self._fault = fault
         self._front = front
         self._address = ""

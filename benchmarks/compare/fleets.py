@@ -15,10 +15,8 @@ from extproc.lab.simulator.replica import DEFAULT_MODEL_LEN
 
 _READY_S = 30.0
 
-Servers = Mapping[str, str]
-"""Name → ``ip:port``."""
-Processes = Mapping[str, Process]
-"""The same by name."""
+Servers = Mapping[str, str]  # name → `ip:port`
+Processes = Mapping[str, Process]  # the same by name
 
 
 class Fleet:

@@ -35,8 +35,7 @@ class Part:
     name: str
     options: str
     heading: str = ""
-    contenders: Sequence[str] = _BY_LOAD
-    """Of these, those that are installed."""
+    contenders: Sequence[str] = _BY_LOAD  # of these, those that are installed
     module: str = "compare"
 
     @property
@@ -78,8 +77,7 @@ OUTCOME = _by_name(
 _MIDWAY = "--speed 3.5 --duration 10 --at 4 --repeats 1"
 HARM = _by_name(*(Part(fault, f"{_EQUAL} {_MIDWAY} --fault {fault}") for fault in FAULTS))
 COST = Part("overhead", "--replicas 8,100 --seconds 5 --rounds 4", contenders=(), module="overhead")
-ELSEWHERE = Part("elsewhere", options="")
-"""Measured by hand, once: its file says where and how."""
+ELSEWHERE = Part("elsewhere", options="")  # measured by hand, once: its file says where and how
 
 
 def measure(folder: Path, programs: Path | None) -> bool:

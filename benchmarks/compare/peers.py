@@ -18,8 +18,7 @@ from benchmarks.pages import get_json, get_samples
 from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import Process
 
-INSTALLED = Path(__file__).parents[2] / ".peers"
-"""Where ``make peers`` puts them."""
+INSTALLED = Path(__file__).parents[2] / ".peers"  # where `make peers` puts them
 
 _READY_S = 60.0
 
@@ -34,14 +33,10 @@ _ALWAYS_ZERO = (
 class Product:
     """How one of them is started."""
 
-    name: str
-    """Of its package and of its command."""
-    best: str
-    """Its policy that looks at how busy replicas are."""
-    decisions: str
-    """Its counter of decisions, by policy."""
-    words: tuple[str, ...] = ()
-    """Further words of its command line, before the options."""
+    name: str  # of its package and of its command
+    best: str  # its policy that looks at how busy replicas are
+    decisions: str  # its counter of decisions, by policy
+    words: tuple[str, ...] = ()  # further words of its command line, before the options
     options: tuple[str, ...] = ()
 
     @property
@@ -98,8 +93,7 @@ PRODUCTS = {
 class Peer:
     """A policy of one of them."""
 
-    parts: tuple[str, ...] = ()
-    """One process does it all."""
+    parts: tuple[str, ...] = ()  # one process does it all
 
     def __init__(self, product: Product, policy: str) -> None:
         self.name = f"{product.name}:{policy}"

@@ -29,16 +29,11 @@ _READY_S = 30.0
 class Account:
     """What a picker says of itself."""
 
-    policy: set[str]
-    """By what it should decide, in its own words."""
-    used: set[str]
-    """By what it did."""
-    decided: Counter[str]
-    """How often for which ``ip:port``."""
-    replicas: int | None
-    """How many it holds to be ready; None where it does not say."""
-    failed: int
-    """Decisions, or requests, that failed."""
+    policy: set[str]  # by what it should decide, in its own words
+    used: set[str]  # by what it did
+    decided: Counter[str]  # how often for which `ip:port`
+    replicas: int | None  # how many it holds to be ready; None where it does not say
+    failed: int  # decisions, or requests, that failed
 
     def uses_all(self, servers: Servers) -> bool:
         """Whether it does, as far as it says."""
@@ -65,8 +60,7 @@ class Product(ABC):
 
     name: ClassVar[str]
     program: ClassVar[str]
-    policies: ClassVar[tuple[str, ...]]
-    """The usual one first."""
+    policies: ClassVar[tuple[str, ...]]  # the usual one first
     clusters: ClassVar[Mapping[str, str]]
     """Those of its Envoy file that lead to its own ports: ``grpc`` or ``http``."""
     standard: ClassVar[bool] = False

@@ -20,8 +20,7 @@ from extproc.lab.harness.processes import Process, ProcessError
 
 _BEGINS_S = 60.0
 """Until the load client sends its first request: it reads the trace, and asks the server."""
-_SOME_FAILED = 1
-"""Exit status of the load client."""
+_SOME_FAILED = 1  # exit status of the load client
 _TIMEOUT_S = 120.0
 """For an answer. On the mixed fleet round robin needs 60 s for some, as slow replicas queue."""
 

@@ -14,8 +14,7 @@ from benchmarks.pages import decisions
 from extproc.lab.harness.envoy_config import Bootstrap
 
 _DECISIONS_KEPT = 25_000
-_PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}
-"""As the stack calls them."""
+_PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # as the stack calls them
 
 
 class Router:

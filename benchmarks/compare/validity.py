@@ -20,10 +20,8 @@ from extproc.ground.clock import Clock
 from extproc.poll.metrics_text import EngineFigures, read_metrics
 
 _INTERVAL_S = 1.0
-MOST_BUSY = 0.85
-"""Share of all cores."""
-MOST_FOREIGN = 0.1
-"""Share of all cores that something else on the machine had."""
+MOST_BUSY = 0.85  # share of all cores
+MOST_FOREIGN = 0.1  # share of all cores that something else on the machine had
 
 Ticks = tuple[int, int, int]
 """CPU time of all cores since the machine's start, in ticks of its clock: in all, busy, and what
@@ -34,19 +32,15 @@ this process, those it started and those that these started used, ended ones too
 class Look:
     """What was seen at a moment."""
 
-    at_s: float
-    """By the clock."""
+    at_s: float  # by the clock
     cpu: Ticks
-    prompt_tokens: float = 0.0
-    """Of all replicas, until then."""
-    cached_tokens: float = 0.0
-    """Of these, taken from prefix caches."""
+    prompt_tokens: float = 0.0  # of all replicas, until then
+    cached_tokens: float = 0.0  # of these, taken from prefix caches
     late: Mapping[str, Any] = field(default_factory=dict)
     """How late steps were until then, by replica; None for one that does not answer."""
 
 
-Looks = Sequence[Look]
-"""In order."""
+Looks = Sequence[Look]  # in order
 
 
 def validity(looks: Looks, client_late_p99_s: float) -> dict[str, Any]:

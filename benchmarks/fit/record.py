@@ -24,14 +24,11 @@ from extproc.predict.windows import EngineCounts
 _TOKEN_BUDGET = 2048
 _LONGEST_PROMPT, _LONGEST_OUTPUT = 3000, 1000
 """Tokens: together less than the context of the server."""
-_SPECIAL_TOKENS = 16
-"""Ids below are left out of prompts: beginnings, ends, padding."""
+_SPECIAL_TOKENS = 16  # ids below are left out of prompts: beginnings, ends, padding
 _POLL_INTERVAL_S = 0.25
 _GIVE_UP_S = 600.0
-_PAUSE_S = 0.2
-"""Between two bursts: the server has become idle."""
-_CORE = 0
-"""The server's."""
+_PAUSE_S = 0.2  # between two bursts: the server has become idle
+_CORE = 0  # the server's
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +36,11 @@ class Plan:
     """What to send."""
 
     trace: Path
-    requests: int
-    """Of each run."""
+    requests: int  # of each run
     speeds: Sequence[float]
     """Of the trace, a run each; each run goes on in the trace where the last one ended."""
-    shrink_prompts: int
-    """What the prompts of the trace are divided by."""
-    shrink_answers: int
-    """The same for what is generated."""
+    shrink_prompts: int  # what the prompts of the trace are divided by
+    shrink_answers: int  # the same for what is generated
 
     def __str__(self) -> str:
         prompts, answers = self.shrink_prompts, self.shrink_answers
@@ -129,14 +123,10 @@ class Player:
     ``ignore_eos`` and ``max_tokens`` make each answer as long as it is said to be.
     """
 
-    server: str
-    """``ip:port``."""
-    model: str
-    """What the server calls it."""
-    vocabulary: int
-    """Token ids of the prompts are below this."""
-    random: Random
-    """Draws the prompts."""
+    server: str  # `ip:port`
+    model: str  # what the server calls it
+    vocabulary: int  # token ids of the prompts are below this
+    random: Random  # draws the prompts
 
     async def play(self, name: str, parts: Sequence[Sequence[TracedRequest]]) -> Run:
         """Send the requests of each part at their times, each part when the last has ended.

@@ -15,23 +15,18 @@ class Limits:
     """What the server's scheduler goes by."""
 
     max_num_seqs: int
-    token_budget: int
-    """``max_num_batched_tokens``."""
-    block_size: int
-    """Tokens in a KV block."""
-    kv_tokens: int
-    """Tokens the KV cache holds."""
+    token_budget: int  # `max_num_batched_tokens`
+    block_size: int  # tokens in a KV block
+    kv_tokens: int  # tokens the KV cache holds
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
     """One streamed request, as its client saw it."""
 
-    at_s: float
-    """When it was sent, in seconds from the first of its run."""
+    at_s: float  # when it was sent, in seconds from the first of its run
     prompt_tokens: int
-    output_tokens: int
-    """Generated; the request asked for exactly so many."""
+    output_tokens: int  # generated; the request asked for exactly so many
     ttft_s: float
     completion_s: float
 
@@ -41,21 +36,17 @@ class Run:
     """Requests that were sent to an idle server, and its counters meanwhile."""
 
     name: str
-    requests: list[Request]
-    """In the order they were sent."""
-    polls: list[EngineCounts]
-    """Times are in seconds from the first request."""
+    requests: list[Request]  # in the order they were sent
+    polls: list[EngineCounts]  # times are in seconds from the first request
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
     """What was sent to one server."""
 
-    about: dict[str, str]
-    """Where it comes from: server, model, machine, date."""
+    about: dict[str, str]  # where it comes from: server, model, machine, date
     limits: Limits
-    calibration: Run
-    """Of :func:`benchmarks.fit.replay.bursts`."""
+    calibration: Run  # of :func:`benchmarks.fit.replay.bursts`
     runs: list[Run]
 
 

@@ -26,12 +26,10 @@ from extproc.predict.inputs import Floats
 from extproc.predict.step import StepModel
 from extproc.predict.windows import EngineCounts
 
-MEASURED, LEARNED = "measured", "learned"
-"""Where step times come from."""
+MEASURED, LEARNED = "measured", "learned"  # where step times come from
 TIMES = ("ttft", "completion")
 
-_LONE = (16, 64, 128, 256, 512, 1024, 2048) * 2
-"""Tokens of the prompts."""
+_LONE = (16, 64, 128, 256, 512, 1024, 2048) * 2  # tokens of the prompts
 _TOGETHER = ((2, 32), (4, 32), (8, 32), (16, 32), (8, 512), (16, 256))
 """Sequences, and tokens of the prompt of each."""
 _BURSTS = (*((1, prompt, 16) for prompt in _LONE), *((*burst, 64) for burst in _TOGETHER))
@@ -56,8 +54,7 @@ class Fitted:
     """A run, and what the simulator makes of it."""
 
     run: Run
-    simulated: dict[str, Simulated]
-    """With step times from :data:`MEASURED` and :data:`LEARNED`."""
+    simulated: dict[str, Simulated]  # with step times from :data:`MEASURED` and :data:`LEARNED`
 
     def to_json(self) -> dict[str, Any]:
         """All figures, and every request."""

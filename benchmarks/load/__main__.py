@@ -33,8 +33,7 @@ from extproc.ground.clock import monotonic
 from extproc.lab.harness.traffic import POLICY_HEADER, Client
 from extproc.lab.replay.progress import progress
 
-SENDING = "sending"
-"""Printed when the first request is sent."""
+SENDING = "sending"  # printed when the first request is sent
 _EVERY_S = 1.0
 
 

@@ -15,24 +15,20 @@ from extproc.lab.simulator.server import OUTPUT_TOKENS_STATE, REQUEST_STATE
 OBJECTIVE_HEADER = "x-gateway-inference-objective"
 """As in the Gateway API Inference Extension; the router's ``hold.objective_header`` may name it."""
 URGENT = "urgent"
-_ROOM_TOKENS = 64
-"""Left free of the context, since a prompt's tokens are known only roughly."""
+_ROOM_TOKENS = 64  # left free of the context, since a prompt's tokens are known only roughly
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A request that will be sent."""
 
-    number: int
-    """In the plan, from 1."""
+    number: int  # in the plan, from 1
     traced: TracedRequest
     endpoint: Endpoint
     streamed: bool
     max_tokens: int | None
-    ignore_eos: bool
-    """Whether exactly ``max_tokens`` shall be generated."""
-    objective: str = ""
-    """Name of its objective; empty: it has none."""
+    ignore_eos: bool  # whether exactly `max_tokens` shall be generated
+    objective: str = ""  # name of its objective; empty: it has none
 
     @property
     def at_s(self) -> float:

@@ -22,8 +22,7 @@ DECK = len(_WORDS)
 class Counting:
     """How a target counts: a prompt of so many words is ``overhead + per_word·words`` tokens."""
 
-    overhead: float = 0.0
-    """Tokens of the chat template, or that begin every text."""
+    overhead: float = 0.0  # tokens of the chat template, or that begin every text
     per_word: float = 1.0
 
     @classmethod

@@ -14,17 +14,13 @@ from extproc.ground.text import Column, figure
 from extproc.lab.harness.traffic import Answer, Client
 from extproc.lab.replay.distribution import FIGURES, distribution
 
-Figures = dict[str, Any]
-"""In the form of the JSON report; times in seconds."""
-Record = Mapping[str, Any]
-"""Of a request, as :func:`record` makes it."""
+Figures = dict[str, Any]  # in the form of the JSON report; times in seconds
+Record = Mapping[str, Any]  # of a request, as :func:`record` makes it
 
 LATE_S = 0.02
 """Lateness at p99 from which on the arrivals are no longer the trace's: some engine steps."""
-BUSY = 0.9
-"""Share of a core in a second from which on the client, not the target, sets the times."""
-_OFF = 0.05
-"""By how much token counts may differ from the trace's."""
+BUSY = 0.9  # share of a core in a second from which on the client, not the target, sets the times
+_OFF = 0.05  # by how much token counts may differ from the trace's
 
 _ROWS = (
     ("time to first token", "ttft_s"),
@@ -39,8 +35,7 @@ class Effort:
     """CPU time of the client: one that is busy measures itself."""
 
     cpu_s: float
-    busiest_second: float
-    """The largest share of a core in any second."""
+    busiest_second: float  # the largest share of a core in any second
 
 
 def record(planned: Planned, answer: Answer) -> Figures:

@@ -14,8 +14,7 @@ Endpoint = Literal["chat", "completions"]
 
 PATHS: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
-_PROBES = (DECK, 6 * DECK)
-"""Words of the prompts whose tokens are asked for."""
+_PROBES = (DECK, 6 * DECK)  # words of the prompts whose tokens are asked for
 
 
 class TargetError(Exception):
@@ -29,8 +28,7 @@ class Target:
     model: str
     context: int | None
     """Most tokens of a prompt and its answer; None where the server does not say."""
-    counting: dict[Endpoint, Counting]
-    """For each endpoint that requests may go to."""
+    counting: dict[Endpoint, Counting]  # for each endpoint that requests may go to
 
 
 async def ask(url: str, endpoints: Sequence[Endpoint], model: str | None, salt: str) -> Target:

@@ -23,12 +23,9 @@ from extproc.lab.harness.envoy_config import TEMPLATE
 from extproc.lab.harness.processes import ProcessError
 
 _AT_ONCE = 64
-_RATE = 300
-"""Requests a second, where the latency is measured."""
-_RAMP = 1000
-"""Requests a second, until all are in flight that are to be held."""
-HELD_S = 3.0
-"""How long all of them are in flight together."""
+_RATE = 300  # requests a second, where the latency is measured
+_RAMP = 1000  # requests a second, until all are in flight that are to be held
+HELD_S = 3.0  # how long all of them are in flight together
 WARM_UP_S = 2.0
 _SAMPLE_EVERY_S = 0.1
 _HEADER = (
@@ -42,16 +39,11 @@ class Figures:
     """What was measured of one setup."""
 
     name: str
-    rate: Report
-    """At a fixed rate."""
-    at_once: Report
-    """At a fixed number of requests in flight."""
-    held: Report
-    """With many requests in flight, held by the upstream."""
-    cpu_s_at_once: float
-    """Of the router's process."""
-    stream_kb: float
-    """The router's memory for each request in flight."""
+    rate: Report  # at a fixed rate
+    at_once: Report  # at a fixed number of requests in flight
+    held: Report  # with many requests in flight, held by the upstream
+    cpu_s_at_once: float  # of the router's process
+    stream_kb: float  # the router's memory for each request in flight
 
     @property
     def failed(self) -> int:

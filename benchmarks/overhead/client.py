@@ -34,15 +34,11 @@ _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 class Report:
     """What came of the requests."""
 
-    answered: int
-    """With status 200."""
+    answered: int  # with status 200
     failed: int
-    seconds: float
-    """From the first request to the last answer."""
-    most_at_once: int
-    """Requests in flight at the same time."""
-    p50_ms: float
-    """From a request to the end of its answer; of those answered."""
+    seconds: float  # from the first request to the last answer
+    most_at_once: int  # requests in flight at the same time
+    p50_ms: float  # from a request to the end of its answer; of those answered
     p95_ms: float
     p99_ms: float
 
@@ -70,8 +66,7 @@ class Connection(asyncio.Protocol):
         self._received = b""
         self._end = 0
         """Bytes of the whole answer, or up to its next chunk; 0: its head is not here yet."""
-        self._chunked = False
-        """Whether a chunk is to come."""
+        self._chunked = False  # whether a chunk is to come
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

@@ -29,8 +29,7 @@ from extproc.lab.harness.processes import (
 _UPSTREAM = Path(__file__).with_name("upstream.yaml")
 _PORTS = ("envoy", "envoy-admin", "router", "router-admin", "redis", "upstream")
 _POOL = "overhead"
-_INTERVAL_S = 0.2
-"""Between two states of a replica, as pollers are configured by default."""
+_INTERVAL_S = 0.2  # between two states of a replica, as pollers are configured by default
 _READY_S = 60.0
 
 
@@ -38,11 +37,9 @@ _READY_S = 60.0
 class Setup:
     """What stands between the client and the replicas."""
 
-    router: str
-    """``none``: Envoy alone; ``proceed``: an ext_proc server that does nothing; ``extproc``."""
+    router: str  # `none`: Envoy alone; `proceed`: an ext_proc server that does nothing; `extproc`
     replicas: int
-    envoy: Path = TEMPLATE
-    """The file that Envoy runs with."""
+    envoy: Path = TEMPLATE  # the file that Envoy runs with
     tokens: int = 0
     """Of an answer, each of them a chunk; 0: an Envoy answers in place of all replicas, in one."""
 

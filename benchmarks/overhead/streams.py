@@ -9,8 +9,7 @@ from benchmarks.overhead.client import Report
 from benchmarks.overhead.stack import Cores, Setup, Stack, running
 from benchmarks.overhead.upstream import EVERY_S
 
-RATES = 100, 200
-"""Requests a second."""
+RATES = 100, 200  # requests a second
 WARM_UP_S = 5.0
 _HEADER = (
     f"{'':<24}{'tokens':>8}{'sent/s':>8}{'requests/s':>12}{'router CPU':>12}{'µs/request':>12}"
@@ -23,11 +22,9 @@ class Streamed:
 
     name: str
     tokens: int
-    rate: int
-    """Requests a second that were sent."""
+    rate: int  # requests a second that were sent
     report: Report
-    cpu_s: float
-    """Of the router's process."""
+    cpu_s: float  # of the router's process
 
     @property
     def cpu_us(self) -> float:

@@ -12,8 +12,7 @@ from typing import cast
 
 import uvloop
 
-EVERY_S = 0.01
-"""Seconds between two tokens of an answer."""
+EVERY_S = 0.01  # seconds between two tokens of an answer
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 

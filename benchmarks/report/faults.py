@@ -24,22 +24,15 @@ _TERMS = (
 class Harm:
     """In one turn; times in seconds."""
 
-    hit: int
-    """Requests that were in flight on the part when the fault fell."""
-    lost: int
-    """Those of them that failed."""
-    elsewhere: int
-    """Others in flight then that failed."""
-    later: int
-    """Requests sent afterwards that failed."""
-    until_s: float | None
-    """When the last of these was sent, after the fault."""
+    hit: int  # requests that were in flight on the part when the fault fell
+    lost: int  # those of them that failed
+    elsewhere: int  # others in flight then that failed
+    later: int  # requests sent afterwards that failed
+    until_s: float | None  # when the last of these was sent, after the fault
     slowest_s: float | None
     """The longest that a request took which had not ended when the fault fell, good or bad."""
-    before_s: list[float]
-    """Completions of what was sent before, but for what was hit."""
-    after_s: list[float]
-    """Completions of what was sent afterwards."""
+    before_s: list[float]  # completions of what was sent before, but for what was hit
+    after_s: list[float]  # completions of what was sent afterwards
 
     @property
     def failed(self) -> int:

@@ -19,12 +19,9 @@ class Metric:
     """A figure of one run's answered requests; less is better."""
 
     name: str
-    of: str
-    """What of a request."""
-    percent: float | None = None
-    """Its percentile; None: its mean."""
-    headline: bool = False
-    """Worth a sentence."""
+    of: str  # what of a request
+    percent: float | None = None  # its percentile; None: its mean
+    headline: bool = False  # worth a sentence
 
     def figure(self, run: Run) -> float | None:
         """None where no request has it."""
@@ -73,13 +70,10 @@ class Beside:
     """
 
     mine: Spread
-    best: Spread
-    """Of the best other of each turn."""
-    names: tuple[str, ...]
-    """Who that was, the most frequent first."""
+    best: Spread  # of the best other of each turn
+    names: tuple[str, ...]  # who that was, the most frequent first
     ratio: Spread
-    less: int
-    """Turns in which the contender's figure is less."""
+    less: int  # turns in which the contender's figure is less
     more: int
 
     @property

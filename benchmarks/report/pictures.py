@@ -30,10 +30,8 @@ _FEW_TO_MANY = ListedColormap(colormaps["viridis"](np.linspace(0.18, 0.92, 256))
 _SHARES = (10, 50, 90, 99, 99.9)
 """Percentiles that a distribution's axis names; it begins at the first."""
 _POINTS = 240
-_MOMENTS = 300
-"""Points in time at which the load is drawn."""
-_MOST_NAMED = 16
-"""Replicas named beside a panel; of more of them every second, third, …"""
+_MOMENTS = 300  # points in time at which the load is drawn
+_MOST_NAMED = 16  # replicas named beside a panel; of more of them every second, third, …
 
 
 def draw(results: Results | Overhead) -> dict[str, bytes]:

@@ -11,12 +11,9 @@ class Request(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    at_s: float
-    """Planned arrival, from the start."""
-    streamed: bool | None = None
-    """None where nobody says."""
-    late_s: float = 0.0
-    """It was sent so much after that."""
+    at_s: float  # planned arrival, from the start
+    streamed: bool | None = None  # none where nobody says
+    late_s: float = 0.0  # it was sent so much after that
     ttft_s: PositiveFloat | None = None
     completion_s: PositiveFloat | None = None
     gaps_s: dict[str, float] | None = None
@@ -25,10 +22,8 @@ class Request(BaseModel):
     failed_after_s: float | None = None
     replica: str | None = None
     predicted_completion_s: PositiveFloat | None = None
-    counted: bool = True
-    """False: it was load on its replica, but no figure is of it."""
-    struck: bool = False
-    """It was in flight on the part that a fault fell on, when that fell."""
+    counted: bool = True  # false: it was load on its replica, but no figure is of it
+    struck: bool = False  # it was in flight on the part that a fault fell on, when that fell
 
     @property
     def answered(self) -> bool:
@@ -54,8 +49,7 @@ class Fault(BaseModel):
     """What happened to a part in the middle of a run."""
 
     name: str
-    at_s: float
-    """From the start."""
+    at_s: float  # from the start
 
 
 class Run(BaseModel):
@@ -68,8 +62,7 @@ class Run(BaseModel):
     requests: list[Request]
     fault: Fault | None = None
     warnings: list[str] = Field([], validation_alias=AliasPath("summary", "warnings"))
-    complaints: list[str] = []
-    """What did not go as it should; failed requests, too."""
+    complaints: list[str] = []  # what did not go as it should; failed requests, too
     doubts: list[str] = Field([], validation_alias=AliasPath("validity", "doubts"))
     """Why figures are the machine's rather than the contender's."""
 
@@ -117,8 +110,7 @@ class Setup(BaseModel):
     """One line of ``overhead``: Envoy alone, or with something behind it."""
 
     name: str
-    p50_ms: float = _of("rate", "p50_ms")
-    """At a fixed rate, as all latencies."""
+    p50_ms: float = _of("rate", "p50_ms")  # at a fixed rate, as all latencies
     p95_ms: float = _of("rate", "p95_ms")
     p99_ms: float = _of("rate", "p99_ms")
     failed_at_rate: int = _of("rate", "failed")

@@ -27,8 +27,7 @@ from extproc.lab.harness.processes import Process, free_port, start_redis
 from extproc.share.connection import connect
 
 _POOL = "scale"
-_PORT = 8000
-"""Of the replicas, which do not exist."""
+_PORT = 8000  # of the replicas, which do not exist
 _POLL_S = 0.5
 _HEADINGS = (
     "replicas routers interval requests/s | router cores age p50 p99 s late p99 ms "
