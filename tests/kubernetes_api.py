@@ -21,14 +21,12 @@ from extproc.poll import kubernetes
 from tests.certificates import Authority
 from tests.waiting import until
 
-RECORDED = Path(__file__).parent / "data" / "kubernetes"
-"""What a real one answered."""
+RECORDED = Path(__file__).parent / "data" / "kubernetes"  # what a real one answered
 KIND = {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1"}
 SERVICE = "kubernetes.io/service-name"
 
 _Slice = dict[str, Any]
-_Change = tuple[int, _Slice | None, _Slice | None]
-"""Version, and the slice before and after."""
+_Change = tuple[int, _Slice | None, _Slice | None]  # version, and the slice before and after
 _END, _HANG_UP = "end", "hang up"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -82,17 +80,13 @@ class ApiServer:
     """Speaks HTTPS, and takes one token; a test writes its slices, and makes it misbehave."""
 
     def __init__(self, directory: Path) -> None:
-        self.account = directory / "account"
-        """The files of a pod's service account."""
+        self.account = directory / "account"  # the files of a pod's service account
         self.port = free_port()
         self.token = "token-1"
-        self.forbidden: set[str] = set()
-        """Verbs that the token gives no right to."""
-        self.asked: list[dict[str, str]] = []
-        """The queries that were answered, each with its path."""
+        self.forbidden: set[str] = set()  # verbs that the token gives no right to
+        self.asked: list[dict[str, str]] = []  # the queries that were answered, each with its path
         self.version = 90
-        self.handler: Handler = self._answer
-        """A test may put another in its place."""
+        self.handler: Handler = self._answer  # a test may put another in its place
         self._slices: dict[str, _Slice] = {}
         self._changes: list[_Change] = []
         self.watches: set[asyncio.Queue[Any]] = set()

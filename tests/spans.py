@@ -15,10 +15,8 @@ class Spans:
 
     def __init__(self) -> None:
         self.port = free_port()
-        self.all: list[tuple[str, Span]] = []
-        """Each with the name of its service."""
-        self.status = 200
-        """That it answers."""
+        self.all: list[tuple[str, Span]] = []  # each with the name of its service
+        self.status = 200  # that it answers
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=2**26)

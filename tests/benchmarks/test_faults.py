@@ -28,17 +28,14 @@ AT_S = 1.55
 """When ``trace`` pauses: a busy machine takes long to make the fault, and what arrived meanwhile
 would be neither before it nor after it."""
 RESUMES_S = 2.5
-_TURNS = 3
-"""At most, until the fault is made within the pause."""
-TIMEOUT_S = 6.0
-"""Of the clients, where something hangs that they wait for."""
+_TURNS = 3  # at most, until the fault is made within the pause
+TIMEOUT_S = 6.0  # of the clients, where something hangs that they wait for
 FLEET = """
 replicas:
 - {name: a, profile: llama-8b-h100, count: 2}
 """
 ARRIVALS_MS = [*range(0, 1500, 100), *range(int(1000 * RESUMES_S), 4000, 100)]
-TOKENS = 300
-"""Of an answer, at least: none has ended at ``AT_S``."""
+TOKENS = 300  # of an answer, at least: none has ended at `AT_S`
 
 
 def trace() -> str:

@@ -168,7 +168,7 @@ def test_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, replica: str)
     page = tmp_path / "report"
     assert main([*given, *options, "--json", str(path), "--report", str(page)]) == 0
     output = capsys.readouterr()
-    assert (page / "index.html").is_file()
+    assert (page / "report.md").is_file()
     assert "40 of 40 requests answered" in output.out
     assert output.err == ""
     result = json.loads(path.read_text())

@@ -125,7 +125,7 @@ def test_it_measures_envoy_alone_a_server_that_does_nothing_and_the_router(
     monkeypatch.setattr(overhead, "HELD_S", 0.5)
     report = tmp_path / "overhead.json"
     arguments = ["--replicas", "1,3", "--seconds", "0.3", "--in-flight", "30"]
-    page = tmp_path / "report" / "index.html"
+    page = tmp_path / "report" / "report.md"
     assert overhead.main([*arguments, "--json", str(report), "--report", str(page.parent)]) == 0
     figures = json.loads(report.read_text())["setups"]
     names = [one["name"] for one in figures]

@@ -258,7 +258,7 @@ def test_pictures_are_drawn(simulate: Simulate, tmp_path: Path) -> None:
     folder = tmp_path / "report"
     arguments = ["--policy", "completion,lmetric", "--requests", "100"]
     simulate(*arguments, "--report", str(folder))
-    page = (folder / "index.html").read_text()
+    page = (folder / "report.md").read_text()
     assert all(name in page for name in ("completion", "lmetric", "oracle"))
     assert {path.stem for path in folder.glob("*.png")} == {
         *("figures", "completion", "ttft", "load", "prediction")

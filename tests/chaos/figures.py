@@ -21,8 +21,7 @@ class Times:
     began: float
     failed: float
     mended: float
-    over: float | None
-    """None: it was not over after all the patience there is."""
+    over: float | None  # None: it was not over after all the patience there is
     ended: float
 
 

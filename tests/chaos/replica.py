@@ -28,10 +28,8 @@ class Page(StrEnum):
 
     GOOD = "good"
     GARBAGE = "garbage"
-    HUGE = "huge"
-    """200 MB, as fast as they are taken."""
-    ENDLESS = "endless"
-    """A line now and then, for ever."""
+    HUGE = "huge"  # 200 MB, as fast as they are taken
+    ENDLESS = "endless"  # a line now and then, for ever
 
 
 class MisbehavingServer(ReplicaServer):

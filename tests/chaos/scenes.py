@@ -23,16 +23,11 @@ class Scene:
     fail: Act
     hold_s: float
     mend: Act
-    over: Over
-    """Recovery is timed from the mending to this."""
-    victim: str = ""
-    """The replica that fails."""
-    stopped: str = ""
-    """The router that goes on later, at first with what it knew before."""
-    loses_answers: bool = False
-    """Whether the answers it was giving when it failed may be lost."""
-    tidy: Act = _nothing
-    """Once it is over."""
+    over: Over  # recovery is timed from the mending to this
+    victim: str = ""  # the replica that fails
+    stopped: str = ""  # the router that goes on later, at first with what it knew before
+    loses_answers: bool = False  # whether the answers it was giving when it failed may be lost
+    tidy: Act = _nothing  # once it is over
     most_age_s: float = 2.0
     """Seconds: routers have no older figures of the other replicas. A poller that dies is replaced
     within these."""

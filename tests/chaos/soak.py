@@ -44,10 +44,8 @@ class Soak:
     """Looks at router and poller again and again, and notes what must not be."""
 
     def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
-        self.problems: Counter[str] = Counter()
-        """And how often each was seen."""
-        self.decisions = 0
-        """Those looked at."""
+        self.problems: Counter[str] = Counter()  # and how often each was seen
+        self.decisions = 0  # those looked at
         self._stack = stack
         self._session = session
 

@@ -21,8 +21,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclass
 class Answer:
-    sent: float
-    """On the monotonic clock."""
+    sent: float  # on the monotonic clock
     status: int
     body: bytes
     headers: Mapping[str, str]

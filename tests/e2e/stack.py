@@ -25,8 +25,7 @@ class Stack(stack.Stack):
     take, which is not tested."""
 
     patience_s = 10
-    doubts_s = 2.0
-    """Steps in which a poller counts for how long a replica says nothing."""
+    doubts_s = 2.0  # steps in which a poller counts for how long a replica says nothing
 
     def _service(self, name: str) -> list[str]:
         argv = super()._service(name)

@@ -11,8 +11,7 @@ from tests.e2e.stack import Stack, ext_proc_of
 
 A10, H100 = "llama-8b-a10", "llama-8b-h100"
 OTHER = "qwen-7b"
-LOAD_S = 0.5
-"""Seconds that an adapter takes to load."""
+LOAD_S = 0.5  # seconds that an adapter takes to load
 _TELLS = "--enable-prompt-tokens-details"
 _UNCACHED = "--no-enable-prefix-caching"
 _LORA = ("--lora-modules", "law", "code", "tax", "--max-loras", "1")

@@ -19,10 +19,8 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
 """The first is chosen while nothing speaks against it."""
-HUNG_S, LATE_S = 2.0, 60.0
-"""What hangs so long is given up; or longer than any machine is busy."""
-LONG = 3000
-"""Tokens of an answer that ``one`` has begun and not ended when it is stopped."""
+HUNG_S, LATE_S = 2.0, 60.0  # what hangs so long is given up; or longer than any machine is busy
+LONG = 3000  # tokens of an answer that `one` has begun and not ended when it is stopped
 
 
 class Doubting(Stack):

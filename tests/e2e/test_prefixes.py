@@ -13,8 +13,7 @@ from tests.e2e.stack import Stack
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 HOST = "prefixes.example"
 
-UNIT = 64
-"""Tokens."""
+UNIT = 64  # tokens
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

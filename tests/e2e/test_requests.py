@@ -26,8 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 DECODING = list(BODIES)[:4]
 EIGHT = {"x-simulate-output-tokens": "8"}
-LARGEST_KEY = 8192
-"""Bytes in Redis."""
+LARGEST_KEY = 8192  # bytes in Redis
 
 
 async def test_every_key_ends_by_itself_and_is_small(stack: Stack, client: Client) -> None:

@@ -19,10 +19,8 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 RESPONSES = "/v1/responses"
 REPLICAS = Routers.FLEET
-TIMES = 6
-"""By chance it is the right one of four replicas so often in one of 4,096 cases."""
-TURNS = 24
-"""By chance Envoy asks only one of two routers so often in one of eight million cases."""
+TIMES = 6  # by chance it is the right one of four replicas so often in one of 4,096 cases
+TURNS = 24  # by chance Envoy asks only one of two routers so often in one of eight million cases
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

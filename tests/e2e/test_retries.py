@@ -20,12 +20,9 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = (SimulatedReplica("one", "llama-8b-h100"), SimulatedReplica("two", "llama-8b-a10"))
 """The first is chosen while nothing speaks against it."""
-PATIENCE_S = 0.4
-"""Envoy hedges a request that is not answered by then."""
-OUTLASTING = 120
-"""Tokens that take ``one`` longer than that, and ``two`` several times as long."""
-TOLERATED = 3
-"""Failures in a row before a replica is left out."""
+PATIENCE_S = 0.4  # Envoy hedges a request that is not answered by then
+OUTLASTING = 120  # tokens that take `one` longer than that, and `two` several times as long
+TOLERATED = 3  # failures in a row before a replica is left out
 
 
 class Hedging(Stack):

@@ -23,11 +23,9 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100") for name in ("one", "two"))
 UPLOADS = 1000
-AT_ONCE = 100
-"""Begun together."""
+AT_ONCE = 100  # begun together
 CHUNKS = 24
-ENDLESS = 3000
-"""Tokens of an answer that does not end during a test."""
+ENDLESS = 3000  # tokens of an answer that does not end during a test
 IN_FULL_DUPLEX = "endpoint_picker"
 
 

@@ -21,8 +21,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
 WORDS, TOKENS, FIT = 1000, 120, 4
-SMALL = ("--kv-tokens", str(FIT * 1152))
-"""Of the requests here a replica has room for four."""
+SMALL = ("--kv-tokens", str(FIT * 1152))  # of the requests here a replica has room for four
 REPLICAS = tuple(SimulatedReplica(name, "llama-8b-h100", SMALL) for name in ("one", "two"))
 BODY_FIRST, HEADERS_FIRST, FULL_DUPLEX = "envoy", "istio", "endpoint_picker"
 IMPATIENT = "envoy, without max_message_timeout"

@@ -156,8 +156,7 @@ def buffered() -> dict[str, object]:
 
 
 Settings = dict[str, dict[str, Any]]
-ONE_ALONE: Settings = {"serve": {"second_choice": False}}
-"""Fits any way to follow the choice."""
+ONE_ALONE: Settings = {"serve": {"second_choice": False}}  # fits any way to follow the choice
 NAMED: Settings = {
     "route": {"allow_policy_header": True, "session_cookie": "sid"},
     "request": {"tenant_header": "X-Tenant"},

@@ -39,8 +39,7 @@ pytestmark = pytest.mark.process
 
 ENVOY = Path(__file__).parents[2] / "envoy"
 DESTINATION = "x-gateway-destination-endpoint"
-ENOUGH = 40
-"""By chance Envoy takes the same of two so often in one of 500,000,000,000 cases."""
+ENOUGH = 40  # by chance Envoy takes the same of two so often in one of 500,000,000,000 cases
 
 
 async def validate(config: Path) -> str:
@@ -145,10 +144,8 @@ class Chooser:
     def __init__(self) -> None:
         self.destination = ""
         self.served_by = ""
-        self.asked: list[str] = []
-        """The messages that came before the request left."""
-        self.told: dict[str, str] = {}
-        """What was told of the last request's headers."""
+        self.asked: list[str] = []  # the messages that came before the request left
+        self.told: dict[str, str] = {}  # what was told of the last request's headers
 
     async def process(
         self, requests: AsyncIterator[ProcessingRequest], _: object

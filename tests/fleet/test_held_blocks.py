@@ -17,8 +17,7 @@ from tests.conftest import Logged
 from tests.fakes import MODEL, ManualClock, replica, state
 
 IDS = np.arange(1000, 1321, dtype=np.uint32)
-PREFIX = Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS)
-"""Twenty blocks and a token."""
+PREFIX = Prefix(NO_PREFIX.keys, 64.0, 0.0, ids=IDS)  # twenty blocks and a token
 FIRST = 7 * NUMBERS
 
 

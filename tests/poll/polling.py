@@ -62,8 +62,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.states: dict[str, ReplicaState] = {}
-        self.history: list[ReplicaState] = []
-        """All that were pushed."""
+        self.history: list[ReplicaState] = []  # all that were pushed
         self._changed = asyncio.Event()
 
     async def follow(self, settings: Config) -> None:

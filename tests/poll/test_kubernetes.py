@@ -90,8 +90,7 @@ class Recorded:
 
     def __init__(self, *watches: list[dict[str, Any]]) -> None:
         self._watches = list(watches)
-        self.step = asyncio.Semaphore(0)
-        """An event is told for each release."""
+        self.step = asyncio.Semaphore(0)  # an event is told for each release
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         if "watch" not in request.query:

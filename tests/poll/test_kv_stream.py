@@ -32,8 +32,7 @@ class Engine:
         self._context = context
         self._ports = ports
         self._encode: Callable[[list[dict[str, Any]]], bytes] = as_maps
-        self.old = False
-        """Whether it is a version that replays without a topic."""
+        self.old = False  # whether it is a version that replays without a topic
         self.silent = False
         self.replays = 0
 

@@ -27,8 +27,7 @@ from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
-Owners = dict[str, str]
-"""Replica → the poller that holds its lease."""
+Owners = dict[str, str]  # replica → the poller that holds its lease
 
 
 @asynccontextmanager

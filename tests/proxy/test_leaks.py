@@ -14,8 +14,7 @@ from extproc.proxy import messages
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 
-BATCH = 96
-"""Bytes of C's memory that gRPC takes for what it does in one go."""
+BATCH = 96  # bytes of C's memory that gRPC takes for what it does in one go
 
 
 class _InUse(ctypes.Structure):

@@ -16,8 +16,7 @@ from tests.fakes import ManualClock, chat, replica
 from tests.proxy.envoy_side import CHAT, EnvoySide, destination
 
 PER_S = 100
-TOKENS = 20
-"""Of a streamed answer, each of them a chunk."""
+TOKENS = 20  # of a streamed answer, each of them a chunk
 CHUNKS_PER_S = 2.0
 """So six answers' chunks are kept, half of them for those whose first token teaches."""
 STREAMED = CHAT | {"stream": True, "min_tokens": TOKENS, "max_tokens": TOKENS}

@@ -15,8 +15,7 @@ from extproc.request.tokens import TokenCounter
 
 IMAGE_TOKENS = 100
 FRAME = TOKENS_PER_MESSAGE + TOKENS_TO_REPLY
-MINUTE = "AAAA" * (60 * 16_000 // 3)
-"""A minute of MP3 at 128 kbit/s, in base64."""
+MINUTE = "AAAA" * (60 * 16_000 // 3)  # a minute of MP3 at 128 kbit/s, in base64
 MINUTE_URL = "data:audio/mp3;base64," + MINUTE
 DATA_URL = "data:image/png;base64," + "iVBORw0K" * 10_000
 
@@ -393,8 +392,7 @@ class TestLongestPrompt:
 
 
 class TestAudioForm:
-    AUDIO = bytes(range(256)) * 7_500
-    """Two minutes of MP3 at 128 kbit/s."""
+    AUDIO = bytes(range(256)) * 7_500  # two minutes of MP3 at 128 kbit/s
 
     def form(self, **fields: str) -> bytes:
         parts = [f'; name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]

@@ -19,8 +19,7 @@ from tests.fakes import MODEL, ManualClock, chat, replica, state
 
 A10 = "llama-8b-a10"
 ADAPTERS = ("a", "b", "c")
-SHORT = 5
-"""Tokens of an answer of which a load is more than a tenth: else it is as good as equal."""
+SHORT = 5  # tokens of an answer of which a load is more than a tenth: else it is as good as equal
 
 
 class System:

@@ -12,8 +12,7 @@ from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
 TICK_S = 0.2
-STEPS = 4.0
-"""A tick, of a replica that is slower than its profile says."""
+STEPS = 4.0  # a tick, of a replica that is slower than its profile says
 
 
 class System:

@@ -24,8 +24,7 @@ from extproc.route.waiting import Waiting
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
-MOST = 24_000
-"""Prompt tokens, of 42,000 that fit: two such requests do not fit beside each other."""
+MOST = 24_000  # prompt tokens, of 42,000 that fit: two such requests do not fit beside each other
 
 
 class System:

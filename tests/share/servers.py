@@ -163,10 +163,8 @@ class Proxy:
     def __init__(self, behind: int) -> None:
         self._behind = behind
         self.port = 0
-        self.mute = False
-        """Whether new connections are taken, and nothing is answered."""
-        self.unanswered = asyncio.Event()
-        """Set once there was such a connection."""
+        self.mute = False  # whether new connections are taken, and nothing is answered
+        self.unanswered = asyncio.Event()  # set once there was such a connection
         self._writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

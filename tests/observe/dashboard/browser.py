@@ -40,10 +40,8 @@ class Page:
         self._numbers = count(1)
         self.problems: list[str] = []
         """What the console, the content security policy or a script complained of."""
-        self.requested: list[str] = []
-        """Every address that was asked for."""
-        self.received = 0
-        """Pieces of answers that came."""
+        self.requested: list[str] = []  # every address that was asked for
+        self.received = 0  # pieces of answers that came
 
     async def ask(self, method: str, **parameters: object) -> dict[str, Any]:
         """One command, and its result."""
