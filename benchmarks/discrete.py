@@ -22,8 +22,8 @@ from extproc.lab.replay.served import Arrival, Traced
 from extproc.lab.simulator.blocks import trace_hashes
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.sequence import Sequence
+from extproc.predict.calibration import Typical
 from extproc.predict.lengths import OutputLengths
-from extproc.predict.typical import Typical
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
 from extproc.request.objective import NO_OBJECTIVE, Objective

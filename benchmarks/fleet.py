@@ -17,7 +17,7 @@ from benchmarks.imbalance import speed
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.speculation import ACCEPTANCE, Speculation
-from extproc.predict.hardware import HardwareProfile, hardware_profile
+from extproc.predict.step import HardwareProfile, hardware_profile
 
 Happening = Literal["down", "up", "hang"]
 

@@ -41,8 +41,7 @@ from extproc.lab.harness.processes import ProcessError
 from extproc.lab.harness.stack import Stack
 from extproc.lab.harness.traffic import Answer, send_all
 from extproc.lab.replay.distribution import distribution, rank_correlation
-from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
-from extproc.predict.step import StepModel
+from extproc.predict.step import DEFAULT_PROFILE, PROFILES, StepModel
 from extproc.route.policies import POLICIES
 
 _PROMPT = Lengths(80, 1.0, 8, 1000)

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from extproc.ground.address import shift_port, split_address
-from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
+from extproc.predict.step import DEFAULT_PROFILE, hardware_profile
 from extproc.redis_settings import connection_options
 from extproc.replica_state import SILENT_AFTER_S
 from extproc.request.objective import FAIRNESS_ID, NO_OBJECTIVE, OBJECTIVE, TARGETS, Objective

@@ -21,9 +21,8 @@ from extproc.lab.replay.distribution import distribution
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.sequence import Sequence
 from extproc.predict.calibration import Calibration
-from extproc.predict.hardware import PROFILES, HardwareProfile
 from extproc.predict.inputs import Floats
-from extproc.predict.step import StepModel
+from extproc.predict.step import PROFILES, HardwareProfile, StepModel
 from extproc.predict.windows import EngineCounts
 
 MEASURED, LEARNED = "measured", "learned"  # where step times come from

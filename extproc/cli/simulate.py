@@ -12,7 +12,7 @@ from extproc.ground.address import join_address
 from extproc.ground.runtime import until_signalled
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
 from extproc.lab.simulator.server import start
-from extproc.predict.hardware import PROFILES
+from extproc.predict.step import PROFILES
 
 logger = logging.getLogger(__name__)
 

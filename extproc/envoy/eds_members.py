@@ -12,7 +12,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     LocalityLbEndpoints,
 )
 
-from extproc.fleet.silence import Silence
+from extproc.fleet.members import Silence
 from extproc.ground.address import split_address
 from extproc.ground.clock import Clock, monotonic
 from extproc.replica_state import ReplicaState

@@ -10,7 +10,7 @@ from statistics import median
 import numpy as np
 
 from extproc.fleet.tables import Requests
-from extproc.predict.adapter import AdapterTimes
+from extproc.predict.completion import AdapterTimes
 from extproc.predict.inputs import FleetView
 from extproc.replica_state import ReplicaState
 

@@ -9,8 +9,7 @@ from math import inf
 
 import numpy as np
 
-from extproc.fleet.members import ModelNames
-from extproc.fleet.silence import Silence
+from extproc.fleet.members import ModelNames, Silence
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Candidates, Excluded, FleetView, Floats
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState

@@ -8,13 +8,12 @@ from uuid import uuid4
 
 import numpy as np
 
-from extproc.fleet import sent
 from extproc.fleet.adapters import Adapters
+from extproc.fleet.announcements import Holders, SentPrompts, read_prompts
 from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.digest_source import DigestSource
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.held_blocks import HeldBlocks
-from extproc.fleet.holders import Holders
 from extproc.fleet.ledger import Ledger, Ticket
 from extproc.fleet.lone_requests import Baseline, LoneRequests
 from extproc.fleet.members import Members, ModelNames
@@ -22,12 +21,10 @@ from extproc.fleet.peers import Peers
 from extproc.fleet.prefixes import Held, Prefixes
 from extproc.fleet.progress import Progress
 from extproc.fleet.reconcile import Reconciliation
-from extproc.fleet.sent import SentPrompts
 from extproc.fleet.tables import SEEN, Replicas, Requests
 from extproc.ground.clock import Clock, monotonic, wall
-from extproc.predict.adapter import AdapterTimes
-from extproc.predict.correction import Corrections
-from extproc.predict.first_token import FirstTokens
+from extproc.predict.completion import AdapterTimes
+from extproc.predict.correction import Corrections, FirstTokens
 from extproc.predict.inputs import (
     Candidates,
     Columns,
@@ -328,7 +325,7 @@ class Fleet:
         """
         if router == self.router:
             return
-        for replica, prefix in sent.read(prompts):
+        for replica, prefix in read_prompts(prompts):
             if (row := self._rows.get(replica)) is None:
                 continue
             if prefix.tokens:

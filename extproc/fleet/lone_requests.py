@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from extproc.fleet.tables import Replicas
 from extproc.ground.clock import Clock
 from extproc.predict.firsthand import Firsthand, Served, work_of
-from extproc.predict.hardware import profile_or_default
-from extproc.predict.step import StepModel
+from extproc.predict.step import StepModel, profile_or_default
 from extproc.predict.windows import SECONDS, warms_up
 from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile

@@ -5,9 +5,8 @@ from math import inf
 import numpy as np
 
 from extproc.fleet.tables import COSTS, Replicas, Requests
-from extproc.predict.hardware import profile_or_default
 from extproc.predict.inputs import Floats, Indices
-from extproc.predict.step import StepModel
+from extproc.predict.step import StepModel, profile_or_default
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
 _SHORTEST_STEP = 1e-4

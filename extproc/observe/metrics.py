@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from extproc.ground.clock import Clock
 from extproc.observe.tally import OTHER, Counts, Spread
-from extproc.predict.work import work
+from extproc.predict.completion import work
 from extproc.route.router import Decision
 from extproc.route.waiting import Waiting
 

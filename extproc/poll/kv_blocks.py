@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from extproc.fleet.block_news import NUMBERS, BlockNews
+from extproc.fleet.held_blocks import NUMBERS, BlockNews
 from extproc.ground.clock import Clock
 from extproc.poll.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from extproc.request.prefix import seed_of, token_keys

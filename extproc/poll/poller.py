@@ -19,7 +19,7 @@ from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_stream import KvStream
 from extproc.poll.replica import PolledReplica
 from extproc.poll.scrape import PollMetrics, open_session
-from extproc.predict.typical import Typical
+from extproc.predict.calibration import Typical
 from extproc.replica_state import ReplicaState
 from extproc.share.leases import TEND_S
 

@@ -25,10 +25,8 @@ from extproc.poll.scrape import (
     says_anything,
     scrape,
 )
-from extproc.predict.calibration import Calibration
-from extproc.predict.hardware import hardware_profile
-from extproc.predict.step import StepModel
-from extproc.predict.typical import Typical
+from extproc.predict.calibration import Calibration, Typical
+from extproc.predict.step import StepModel, hardware_profile
 from extproc.replica_state import TTL_S, ReplicaState
 
 log = logging.getLogger(__name__)

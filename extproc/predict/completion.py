@@ -1,12 +1,12 @@
 """When each replica would finish a request, over the whole fleet in one expression."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import cast
 
 import numpy as np
 
-from extproc.predict.admission import admission
-from extproc.predict.inputs import FleetView, Floats, Sequences, least, most
+from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
 from extproc.request.profile import RequestProfile
 
 
@@ -41,7 +41,7 @@ class Prediction:
     avoidable: Floats
     """Time to prefill what another candidate has in its prefix cache: once for each request that
     waits for it, and once for the cache that it displaces. With a LoRA adapter, also what others
-    lose by its load and its place (:func:`~extproc.predict.adapter.add_adapter`)."""
+    lose by its load and its place (:func:`~extproc.predict.completion.add_adapter`)."""
 
     first_token_share: float
     """Time to first token in the completion, at the soonest, 0…1."""
@@ -85,7 +85,7 @@ def predict(
     (:class:`~extproc.predict.correction.Corrections`), and d the tokens that a sequence gets from a
     step. The frontend is what passes beside the steps by requests that the replica served alone
     (:class:`~extproc.predict.firsthand.Firsthand`); x, y and z tell the same by the first tokens of
-    all replicas (:class:`~extproc.predict.first_token.FirstTokens`).
+    all replicas (:class:`~extproc.predict.correction.FirstTokens`).
 
     Where a replica goes by priority, W and the queue that the admission waits for have none of a
     lower priority, and the KV pressure is that beside sequences of the same and of higher ones: the
@@ -213,3 +213,115 @@ def _decode(
     )
     slower = step_share * (view.c_batch * steps + view.c_kv * (each * steps + kv_growth))
     return decode, own * slower, steps
+
+
+def admission(view: FleetView, sequences: Sequences, own: int, new: Floats | float) -> Floats:
+    """Seconds until the sequences in flight have freed the KV tokens and places it needs.
+
+    vLLM admits a prompt only when all of it fits, after those queued before it.
+
+    Args:
+        view: the candidates.
+        sequences: what is in flight on them.
+        own: places that the request needs.
+        new: KV tokens that it needs, on each candidate.
+    """
+    wait = np.zeros(len(view))
+    missing = new - (view.kv_capacity - view.taken)
+    places = view.max_num_seqs - view.batch - view.waiting
+    if most(missing) <= 0.0 and least(places) >= own:
+        return wait
+    here = ((missing > 0.0) | (places < own))[sequences.replica].nonzero()[0]
+    if not len(here):
+        return wait
+    # By replica, and of each the first to end first.
+    here = here[np.lexsort((sequences.remaining[here], sequences.replica[here]))]
+    weight, remaining = sequences.weight[here], sequences.remaining[here]
+    on = sequences.replica[here]
+    borders = (on[1:] != on[:-1]).nonzero()[0] + 1
+    first, end = np.concatenate([[0], borders]), np.concatenate([borders, [len(on)]])
+    full = on[first]
+    freed = weight * (sequences.context[here] + remaining)
+    last = np.maximum(
+        _reaching(freed, first, missing[full]), _reaching(weight, first, own - places[full])
+    )
+    token = view.decode_step[full] / view.tokens_per_step[full]
+    wait[full] = remaining[np.minimum(last, end - 1)] * token
+    return wait
+
+
+def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
+    """With which of the amounts that begin at each of ``first`` their sum gets to what is wanted
+    there."""
+    sums = amounts.cumsum()
+    before = sums[first] - amounts[first]
+    return np.maximum(sums.searchsorted(before + wanted), first)
+
+
+@dataclass(slots=True)
+class AdapterTimes:
+    """What a request for an adapter meets, one entry of each array a candidate of a view."""
+
+    wait: Floats
+    """Seconds until the batch has a place for the adapter."""
+    load: Floats
+    """Seconds to load it."""
+    wasted: Floats
+    """Seconds that others lose: all that decode stand still while it is loaded, and what is dropped
+    for it may have to be loaded again."""
+    overrun: float
+    """Times as long as for what came before it that a request waits: requests for the adapters in
+    the batch that come after it pass."""
+
+
+def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
+    """Puts into a prediction what an adapter costs, with B sequences decoding::
+
+    T_first   += (wait for a place of the adapter − admission, if more) + load
+    avoidable += B·load + load again what is dropped, where that is likely
+    """
+    later = np.maximum(times.wait - prediction.admission, 0.0) + times.load
+    prediction.adapter = later
+    prediction.ttft = prediction.ttft + later
+    prediction.completion = prediction.completion + later
+    prediction.avoidable = prediction.avoidable + times.wasted
+    prediction.first_token_share = least(prediction.ttft) / least(prediction.completion)
+
+
+FULL = 0.94
+"""KV pressure from which on a replica can carry no other request: what it has is still growing."""
+
+
+def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: int) -> float:
+    """Seconds for which the request would keep the candidate ``at`` busy, all by itself.
+
+    With u prompt tokens to prefill, o output tokens, d tokens a step and K KV tokens it holds on
+    average, of which m are its own (those that were cached are shared)::
+
+        work  = u·c_prefill + o/d·(share·c0 + c_batch + c_kv·K)
+        share = m / (0.94·KV capacity), or 1 / places in the batch, whichever is more
+
+    The work of requests that come in a second adds up to 1 where a replica can just do it: shares
+    of a full batch add up to 1, so that each step's c0 is counted once. (That is the least a step
+    costs, whoever is in it, so a request in an emptier batch takes more of a replica than this.)
+    The stretch of decode times is not in it: most of that is others' prefill, which is their work.
+    A target for each token, or for the end, needs quicker steps, in smaller batches: larger shares.
+    """
+    own, out = max(profile.sequences, 1), prediction.output_tokens
+    prompt, later = float(profile.prompt_tokens), max(out - 1.0, 0.0)
+    new = prompt - prediction.cached.item(at)
+    prefill = new * view.c_prefill.item(at)
+    step = view.c0.item(at)
+    if not later:
+        return prefill + step * new / view.token_budget.item(at)
+    decoded = own * later / 2
+    places, memory = view.max_num_seqs.item(at), FULL * view.kv_capacity.item(at)
+    share = max((new + decoded) / memory, own / places)
+    steps = later / view.tokens_per_step.item(at)
+    rows = own * view.c_batch.item(at) + view.c_kv.item(at) * (prompt + decoded)
+    objective = profile.objective
+    longest = min(prefill + objective.tpot_s * later, objective.completion_s)
+    if longest < inf:
+        spare = longest - steps * step
+        share = max(share, (steps * rows + prefill) / spare) if spare > 0.0 else 1.0
+    return prefill + steps * (min(share, 1.0) * step + rows)

@@ -7,9 +7,8 @@ from operator import mul
 
 import numpy as np
 
-from extproc.predict.fit import coefficients, descend, relative
 from extproc.predict.step import StepModel
-from extproc.predict.windows import SECONDS, Work
+from extproc.predict.windows import SECONDS, Work, coefficients, descend, relative
 
 _MEMORY = 3.0
 """Seconds of such work in which what was seen loses two thirds of its weight: a few answers, each

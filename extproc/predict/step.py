@@ -1,6 +1,8 @@
-"""How long one step of a vLLM engine takes."""
+"""How long one step of a vLLM engine takes, and what named models on named GPUs start from."""
 
 from dataclasses import dataclass
+
+from extproc.ground.text import suggest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +49,71 @@ class StepModel:
             self.c_att * factor,
             self.frontend,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """A model on a machine: its step times and its limits."""
+
+    name: str
+    step: StepModel
+    kv_tokens: int
+    """KV cache, in tokens, when the replica does not say."""
+    token_budget: int
+    """vLLM's ``max_num_batched_tokens``: tokens scheduled in one step at most."""
+    max_num_seqs: int
+    """vLLM's limit on sequences running at once."""
+
+
+def _profile(
+    name: str,
+    c0_ms: float,
+    prefill_us: float,
+    batch_us: float,
+    kv_us: float,
+    kv_tokens: int,
+    limits: tuple[int, int],
+) -> HardwareProfile:
+    step = StepModel(c0_ms / 1e3, prefill_us / 1e6, batch_us / 1e6, kv_us / 1e6)
+    return HardwareProfile(name, step, kv_tokens, *limits)
+
+
+# Token budget and sequences that vLLM's API server takes by default (`get_batch_defaults` of 0.32's
+# `EngineArgs`): large ones where a card has 70 GiB or more and is no A100.
+_LARGE, _OTHER = (8192, 1024), (2048, 256)
+
+_LISTED = (
+    # Roofline of the card with usual efficiency:
+    _profile("llama-8b-h100", 6.5, 38, 20, 0.047, 400_000, _LARGE),
+    _profile("llama-8b-a10", 29, 260, 50, 0.26, 42_000, _OTHER),
+    # Linear operators of the Vidur simulator's published profiles, fitted; the last one without
+    # all-reduce:
+    _profile("llama-3-8b-a100", 11, 66, 29, 0.086, 400_000, _OTHER),
+    _profile("llama-2-7b-a100", 11, 64, 29, 0.34, 100_000, _OTHER),
+    _profile("llama-2-7b-h100", 7, 20, 11, 0.21, 100_000, _LARGE),
+    _profile("llama-3-70b-4xa100", 26, 158, 70, 0.054, 300_000, _OTHER),
+    # Whole-engine fit published with the BLIS simulator:
+    _profile("qwen2.5-7b-h100", 7.1, 19.5, 25, 0.03, 800_000, _LARGE),
+    _profile("llama-3.3-70b-4xh100", 12.6, 76, 67, 0.033, 500_000, _LARGE),
+)
+
+PROFILES: dict[str, HardwareProfile] = {profile.name: profile for profile in _LISTED}
+
+DEFAULT_PROFILE = "llama-3-8b-a100"
+
+
+def profile_or_default(name: str) -> HardwareProfile:
+    """The profile of that name, or the default one where there is none."""
+    return PROFILES.get(name) or PROFILES[DEFAULT_PROFILE]
+
+
+def hardware_profile(name: str) -> HardwareProfile:
+    """The profile of that name.
+
+    Raises:
+        ValueError: no profile has that name; the message lists the nearest.
+    """
+    if name not in PROFILES:
+        hint = suggest(name, PROFILES) or f"; known: {', '.join(PROFILES)}"
+        raise ValueError(f"no hardware profile is named {name!r}{hint}")
+    return PROFILES[name]

@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 from extproc.config import Config
 from extproc.proxy import messages
-from extproc.request.endpoint import Endpoint
-from extproc.request.objective import first_of, targets_of
-from extproc.request.paths import endpoint_of
-from extproc.request.session import session_of
+from extproc.request.endpoint import Endpoint, endpoint_of
+from extproc.request.objective import first_of, session_of, targets_of
 
 _LONGEST_ID = 128
 """Characters of a request id: one is kept with every decision."""

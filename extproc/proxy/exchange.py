@@ -29,14 +29,12 @@ from extproc.proxy.in_flight import InFlight
 from extproc.proxy.models import model_list
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.proxy.services import Services
+from extproc.request.endpoint import lists_models, stored_response_of
 from extproc.request.errors import NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
-from extproc.request.objective import NO_OBJECTIVE, Objective
-from extproc.request.paths import lists_models, stored_response_of
-from extproc.request.priority import with_priority
+from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
 from extproc.request.profile import RequestProfile
-from extproc.request.rename import AnswerNamer, rename
-from extproc.request.session import session_key
+from extproc.request.rewrite import AnswerNamer, rename, with_priority
 from extproc.route.router import Decision
 from extproc.route.waiting import Waiting
 

@@ -6,8 +6,7 @@ from extproc.proxy import messages
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.request.errors import NoReplica
-from extproc.request.response_id import ResponseIdReader
-from extproc.request.usage import PRELUDE, Usage, UsageReader
+from extproc.request.usage import PRELUDE, ResponseIdReader, Usage, UsageReader
 from extproc.route.router import Decision
 
 _OVERLOADED = "x-envoy-overloaded"

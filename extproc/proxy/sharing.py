@@ -10,10 +10,9 @@ from redis.exceptions import RedisError
 from redis.utils import str_if_bytes
 
 from extproc.config import Config
+from extproc.fleet.announcements import MOST_HELD, MOST_KEPT, Holders
 from extproc.fleet.digest import EVERY_S
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.holders import MOST_HELD, Holders
-from extproc.fleet.sent import MOST_KEPT
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.blocks import BlockReader

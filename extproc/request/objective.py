@@ -1,7 +1,7 @@
-"""What a request aims for, and the headers of llm-d and of the Gateway API Inference Extension that
-say so."""
+"""What a request's headers say: its objective and targets, and its session."""
 
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 from math import inf
 from typing import NamedTuple
 
@@ -68,3 +68,21 @@ def _seconds(milliseconds: str) -> float | None:
     except ValueError:
         return None
     return seconds if 0.0 < seconds < inf else None
+
+
+def session_of(headers: Mapping[str, str], header: str | None, cookie: str | None) -> str:
+    """The id that a request has in that header or, where it is not there, in that cookie; empty:
+    none."""
+    named = headers.get(header.lower(), "") if header else ""
+    if named or cookie is None:
+        return named
+    cookies = (one.strip().partition("=") for one in headers.get("cookie", "").split(";"))
+    return next((value for name, _, value in cookies if name == cookie), "")
+
+
+def session_key(session: str, model: str) -> str:
+    """Names a session among all: each of the models it uses has its replica.
+
+    A digest, for an id may be a secret, and of any length; keys go through Redis.
+    """
+    return blake2b(f"{model}\n{session}".encode(), digest_size=16).hexdigest()

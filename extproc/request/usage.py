@@ -1,6 +1,7 @@
-"""Token usage, read from a response while it passes."""
+"""Token usage and the id of a stored response, read while the response passes."""
 
 import json
+import re
 from dataclasses import dataclass
 
 from extproc.request.endpoint import Endpoint
@@ -138,3 +139,26 @@ def _first(usage: dict[str, object], *names: str) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
             return value
     return None
+
+
+_ID = re.compile(rb'"id":\s*"(resp_[^"\\]{1,123})"')
+_WITHIN = 4_096
+"""Bytes in which it stands: vLLM's JSON begins with it, and so does the first event of a stream."""
+
+
+class ResponseIdReader:
+    """Reads the id from the beginning of a body, in chunks however split."""
+
+    def __init__(self) -> None:
+        self._head: bytes | None = b""
+        """None: it was found, or is not there."""
+
+    def feed(self, chunk: bytes) -> str | None:
+        """Take the next bytes of the body; returns the id once, when it is whole."""
+        if self._head is None:
+            return None
+        self._head += chunk[: _WITHIN - len(self._head)]
+        found = _ID.search(self._head)
+        if found or len(self._head) >= _WITHIN:
+            self._head = None
+        return found[1].decode(errors="replace") if found else None

@@ -7,8 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from extproc.fleet.prefixes import Held
-from extproc.predict.adapter import AdapterTimes
-from extproc.predict.completion import Prediction
+from extproc.predict.completion import AdapterTimes, Prediction
 from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least
 from extproc.request.profile import RequestProfile
 

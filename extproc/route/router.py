@@ -7,11 +7,10 @@ import numpy as np
 
 from extproc.fleet.fleet import Ended, Fleet
 from extproc.fleet.lone_requests import Baseline
-from extproc.predict.adapter import add_adapter
-from extproc.predict.completion import Prediction, predict
+from extproc.predict.completion import Prediction, add_adapter, predict
+from extproc.predict.correction import Margins
 from extproc.predict.firsthand import Served
 from extproc.predict.inputs import NO_SEQUENCES, FleetView, least, most, usual_step
-from extproc.predict.margins import Margins
 from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
 from extproc.route.comparison import seconds
@@ -57,7 +56,7 @@ class Forecast:
     adapter_wait: float
     """Seconds until there is a place in the batch for it."""
     adapter_overrun: float
-    """As in :class:`~extproc.predict.adapter.AdapterTimes`."""
+    """As in :class:`~extproc.predict.completion.AdapterTimes`."""
     stretch: float
     """Correction of its decode time, in the completion."""
     usual_step: float

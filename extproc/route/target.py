@@ -5,8 +5,8 @@ import random
 import numpy as np
 
 from extproc.predict.completion import Prediction
+from extproc.predict.correction import Margins
 from extproc.predict.inputs import Floats
-from extproc.predict.margins import Margins
 from extproc.request.objective import Objective
 from extproc.route.comparison import seconds
 from extproc.route.policy import Choice, Policy, Situation, lowest

@@ -5,8 +5,8 @@ from math import log
 
 import numpy as np
 
+from extproc.predict.completion import FULL
 from extproc.predict.inputs import Floats
-from extproc.predict.work import FULL
 from extproc.route.comparison import seconds
 from extproc.route.router import Decision
 

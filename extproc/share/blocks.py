@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 from redis.utils import str_if_bytes
 
-from extproc.fleet.block_news import BlockNews, decode, is_up_to
+from extproc.fleet.held_blocks import BlockNews, decode, is_up_to
 from extproc.ground.clock import Clock
 from extproc.share.connection import in_time
 from extproc.share.keys import Keys

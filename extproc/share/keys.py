@@ -30,9 +30,9 @@ class Keys:
         self.sessions = f"{tag}sessions"
         """A stream of sessions: digest → ``ip:port`` of the replica that has its requests."""
         self.prompts = f"{tag}prompts"
-        """A stream of the prompts that routers sent: :mod:`extproc.fleet.sent`."""
+        """A stream of the prompts that routers sent: :mod:`extproc.fleet.announcements`."""
         self.blocks = f"{tag}blocks:"
-        """A replica's KV blocks: news of them, as :mod:`extproc.fleet.block_news` encodes them,
+        """A replica's KV blocks: news of them, as :mod:`extproc.fleet.held_blocks` encodes them,
         one after another; the first is whole."""
         self.blocks_channel = f"{tag}blocks"
         """Channel that carries news of blocks: the replica, a line break, the news."""

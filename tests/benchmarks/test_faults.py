@@ -20,7 +20,7 @@ from benchmarks.report.faults import Harm, harm
 from benchmarks.report.markdown import markdown
 from benchmarks.report.results import Results, Run, read
 from extproc.lab.demo.access_log import Access, AccessLog
-from extproc.predict.hardware import hardware_profile
+from extproc.predict.step import hardware_profile
 
 Json = dict[str, Any]
 

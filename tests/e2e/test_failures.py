@@ -10,7 +10,7 @@ import pytest
 
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.stack import MODEL
-from extproc.predict.hardware import PROFILES
+from extproc.predict.step import PROFILES
 from tests.e2e.client import CHAT, MESSAGES, Answer, Client
 from tests.e2e.stack import Stack
 from tests.waiting import until

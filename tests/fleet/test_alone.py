@@ -7,8 +7,7 @@ import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.predict.firsthand import Served
-from extproc.predict.hardware import PROFILES
-from extproc.predict.step import StepModel
+from extproc.predict.step import PROFILES, StepModel
 from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, chat, fleet_of, replica, state
 

@@ -8,8 +8,8 @@ import pytest
 from extproc.fleet.fleet import Fleet
 from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
-from extproc.predict.hardware import PROFILES
 from extproc.predict.inputs import usual_step
+from extproc.predict.step import PROFILES
 from tests.fakes import MODEL, ManualClock, chat, embedding, excluded, fleet_of, replica, state
 
 A10 = "llama-8b-a10"

@@ -5,9 +5,8 @@ from collections.abc import Collection
 import numpy as np
 import pytest
 
-from extproc.fleet.block_news import NUMBERS, BlockNews, decode
 from extproc.fleet.fleet import Fleet
-from extproc.fleet.held_blocks import LATE_S
+from extproc.fleet.held_blocks import LATE_S, NUMBERS, BlockNews, decode
 from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
 from extproc.request.endpoint import Endpoint

@@ -2,13 +2,13 @@ import asyncio
 
 import pytest
 
-from extproc.fleet import holders
-from extproc.fleet.holders import Holders
+from extproc.fleet import announcements
+from extproc.fleet.announcements import Holders
 from tests.fakes import replica
 
 
 def test_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MOST_HELD", 3)
+    monkeypatch.setattr(announcements, "MOST_HELD", 3)
     responses = Holders()
     for name in ("a", "b", "c", "a", "d"):
         responses.keep(name, replica(1))

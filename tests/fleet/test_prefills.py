@@ -11,7 +11,7 @@ from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.sequence import Sequence
-from extproc.predict.hardware import hardware_profile
+from extproc.predict.step import hardware_profile
 from extproc.replica_state import ReplicaState
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state
 

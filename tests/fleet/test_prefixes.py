@@ -6,9 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from extproc.fleet import sent
+from extproc.fleet.announcements import SentPrompts, read_prompts
 from extproc.fleet.prefixes import Prefixes
-from extproc.fleet.sent import SentPrompts
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import NO_PREFIX, UNIT_BYTES, Prefix, unit_keys
 
@@ -210,7 +209,7 @@ def test_a_prompt_of_no_tokens_is_harmless(prefixes: Prefixes) -> None:
 def test_another_router_hears_of_one_that_started_anew() -> None:
     told = SentPrompts()
     told.emptied("10.0.0.1:8000")
-    [(replica, prefix)] = sent.read(told.take())
+    [(replica, prefix)] = read_prompts(told.take())
     assert (replica, prefix.tokens, len(prefix.keys)) == ("10.0.0.1:8000", 0, 0)
 
 
@@ -220,7 +219,7 @@ def test_what_waits_for_redis_is_told_a_batch_at_a_time() -> None:
         told.add("10.0.0.1:8000", prompt("ab"))
     sizes = []
     while batch := told.take():
-        sizes.append(len(sent.read(batch)))
+        sizes.append(len(read_prompts(batch)))
     assert sizes == [100, 100, 50]
 
 
@@ -230,7 +229,7 @@ def test_what_nobody_is_told_takes_ten_megabytes_at_most() -> None:
         long = Prefix(np.full(size // 8, number, np.uint64), UNIT, UNIT * size / 8)
         told.add("10.0.0.1:8000", long)
     assert 9_900_000 < size * len(told) <= 10_000_000
-    numbers = [int(prefix.keys[0]) for _ in range(8) for _, prefix in sent.read(told.take())]
+    numbers = [int(prefix.keys[0]) for _ in range(8) for _, prefix in read_prompts(told.take())]
     assert numbers == list(range(1_000 - len(numbers), 1_000)), "the newest"
     assert not told.take()
     told.add("10.0.0.1:8000", prompt("abc"))
@@ -242,7 +241,7 @@ def test_another_router_hears_what_was_sent() -> None:
     told.add("10.0.0.1:8000", prompt("abc", whole=5))
     told.add("10.0.0.2:8000", prompt(""))
     told.add("[::1]:8000", prompt("x"))
-    heard = sent.read(told.take())
+    heard = read_prompts(told.take())
     assert [replica for replica, _ in heard] == ["10.0.0.1:8000", "[::1]:8000"]
     assert list(heard[0][1].keys) == list(prompt("abc").keys)
     assert (heard[0][1].unit, heard[0][1].whole) == (UNIT, 5)
@@ -254,4 +253,4 @@ def test_what_is_cut_short_is_refused(cut: int) -> None:
     told = SentPrompts()
     told.add("10.0.0.1:8000", prompt("abc"))
     with pytest.raises(ValueError, match=r"cut short|smaller"):
-        sent.read(told.take()[:-cut])
+        read_prompts(told.take()[:-cut])

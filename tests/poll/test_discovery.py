@@ -13,7 +13,7 @@ import pytest
 from extproc.config import ReplicaSource
 from extproc.poll.discovery import Discovery, Target
 from extproc.poll.resolve import resolve_host
-from extproc.predict.hardware import DEFAULT_PROFILE
+from extproc.predict.step import DEFAULT_PROFILE
 from tests.conftest import Logged
 from tests.waiting import PATIENCE_S
 

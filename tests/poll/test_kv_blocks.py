@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from extproc.fleet.block_news import is_up_to
+from extproc.fleet.held_blocks import is_up_to
 from extproc.poll.kv_blocks import KvBlocks
 from extproc.poll.kv_events import read_batch
 from extproc.request.prefix import seed_of, token_keys

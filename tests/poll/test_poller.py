@@ -16,7 +16,7 @@ from aiohttp import web
 from extproc.lab.harness.processes import answers
 from extproc.poll.into_redis import run_poller
 from extproc.poll.metrics_text import EngineFigures, read_metrics
-from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
+from extproc.predict.step import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.replicas import Put, StateReader, StateWriter

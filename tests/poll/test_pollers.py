@@ -15,7 +15,7 @@ from redis.utils import str_if_bytes
 
 from extproc.config import Config
 from extproc.lab.harness.processes import Process, free_port
-from extproc.predict.hardware import DEFAULT_PROFILE, PROFILES
+from extproc.predict.step import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
 from extproc.share.keys import Keys

@@ -7,8 +7,7 @@ from statistics import median
 import pytest
 
 from extproc.predict.calibration import Calibration
-from extproc.predict.hardware import PROFILES
-from extproc.predict.step import StepModel
+from extproc.predict.step import PROFILES, StepModel
 from extproc.predict.windows import EngineCounts
 
 RUN = Path(__file__).parents[1] / "data" / "vllm" / "polled-run.json"

@@ -3,7 +3,7 @@ from random import Random
 
 import pytest
 
-from extproc.predict.first_token import FirstTokens
+from extproc.predict.correction import FirstTokens
 
 
 def seen(tokens: FirstTokens, count: int, per_step: float, request: float, token: float) -> None:

@@ -4,8 +4,7 @@ from random import Random
 import pytest
 
 from extproc.predict.firsthand import Firsthand, Served, work_of
-from extproc.predict.hardware import PROFILES
-from extproc.predict.step import StepModel
+from extproc.predict.step import PROFILES, StepModel
 
 A10, A100 = PROFILES["llama-8b-a10"].step, PROFILES["llama-3-8b-a100"].step
 

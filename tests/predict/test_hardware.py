@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.predict.hardware import PROFILES
+from extproc.predict.step import PROFILES
 
 LARGE = {"llama-8b-h100", "llama-2-7b-h100", "qwen2.5-7b-h100", "llama-3.3-70b-4xh100"}
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from extproc.predict.margins import Margin
+from extproc.predict.correction import Margin
 
 
 def test_nothing_is_known_at_first() -> None:

@@ -2,9 +2,8 @@
 
 import pytest
 
-from extproc.predict.calibration import Calibration
+from extproc.predict.calibration import Calibration, Typical
 from extproc.predict.step import StepModel
-from extproc.predict.typical import Typical
 from extproc.predict.windows import EngineCounts
 
 START = StepModel(0.01, 1e-4, 1e-4, 1e-7)

@@ -8,8 +8,8 @@ import pytest
 
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.sequence import Sequence
-from extproc.predict.hardware import HardwareProfile, hardware_profile
-from extproc.predict.work import work
+from extproc.predict.completion import work
+from extproc.predict.step import HardwareProfile, hardware_profile
 from extproc.request.objective import NO_OBJECTIVE, Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Router

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from extproc.request.rename import AnswerNamer
+from extproc.request.rewrite import AnswerNamer
 
 SERVED, ASKED = 'org/b "1"', "the-model"
 WHOLE = json.dumps({"id": "1", "model": SERVED, "text": f'"model":"{SERVED}"', "x": ["model"]})

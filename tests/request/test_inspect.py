@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from extproc.config import RequestSettings
-from extproc.request.endpoint import Endpoint
+from extproc.request.endpoint import Endpoint, endpoint_of, stored_response_of
 from extproc.request.errors import BadRequest, error_body
 from extproc.request.inspect import inspect
-from extproc.request.paths import endpoint_of, stored_response_of
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import TOKENS_PER_MESSAGE, TOKENS_TO_REPLY, VIDEO_TOKENS
 from extproc.request.tokens import TokenCounter

@@ -6,7 +6,7 @@ import pytest
 
 from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
-from extproc.request.priority import with_priority
+from extproc.request.rewrite import with_priority
 from tests.request.test_inspect import counter
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from extproc.request.endpoint import Endpoint
 from extproc.request.inspect import inspect
-from extproc.request.rename import rename
+from extproc.request.rewrite import rename
 from tests.request.test_inspect import counter
 
 NAME = 'org/another "one"'

@@ -1,6 +1,6 @@
 import pytest
 
-from extproc.request.response_id import ResponseIdReader
+from extproc.request.usage import ResponseIdReader
 
 WHOLE = b'{"id":"resp_12ab","created_at":1,"output":[{"id":"msg_1"}]}'
 STREAM = (

@@ -10,7 +10,7 @@ from extproc.fleet.adapters import LOAD_S
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.fleet.members import ModelNames
-from extproc.predict.adapter import AdapterTimes
+from extproc.predict.completion import AdapterTimes
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile

@@ -7,7 +7,7 @@ import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
-from extproc.request.session import session_key, session_of
+from extproc.request.objective import session_key, session_of
 from extproc.route.router import Decision, Router
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from extproc.fleet.block_news import NUMBERS, BlockNews
+from extproc.fleet.held_blocks import NUMBERS, BlockNews
 from extproc.ground.clock import monotonic
 from extproc.share import blocks as shared
 from extproc.share.blocks import LIFE_S, BlockReader, BlockWriter

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from extproc.lab.replay.scene import Member, Scene
-from extproc.predict.hardware import HardwareProfile, hardware_profile
-from extproc.predict.step import StepModel
+from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
 _HELD_S = 300.0
 """Seconds for which requests wait where that is new."""

@@ -8,8 +8,7 @@ from extproc.lab.simulator.histogram import Histogram
 from extproc.lab.simulator.metrics import TOKENS
 from extproc.lab.simulator.sequence import Sequence
 from extproc.lab.simulator.steps import Outcome
-from extproc.predict.hardware import HardwareProfile
-from extproc.predict.step import StepModel
+from extproc.predict.step import HardwareProfile, StepModel
 
 
 class Machine:

@@ -19,9 +19,9 @@ from extproc.lab.replay.served import Arrival, Traced
 from extproc.lab.replay.simulation import Simulation
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.sequence import Sequence
+from extproc.predict.calibration import Typical
 from extproc.predict.inputs import Floats
 from extproc.predict.lengths import OutputLengths
-from extproc.predict.typical import Typical
 
 _JITTER_S = 0.02
 """No traffic comes twice to the millisecond: so much later, drawn, requests come in a replay."""

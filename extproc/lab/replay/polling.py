@@ -5,9 +5,8 @@ from random import Random
 from extproc.ground.runtime import Backoff
 from extproc.lab.replay.machine import Machine
 from extproc.poll.metrics_text import EngineFigures
-from extproc.predict.calibration import Calibration
+from extproc.predict.calibration import Calibration, Typical
 from extproc.predict.step import StepModel
-from extproc.predict.typical import Typical
 from extproc.replica_state import ReplicaState
 
 _TIMEOUT = 1.0

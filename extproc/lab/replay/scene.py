@@ -10,8 +10,7 @@ from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded
 from extproc.lab.replay.speeds import step_times
 from extproc.observe.record import Replica, Request, keys_of
-from extproc.predict.hardware import HardwareProfile, profile_or_default
-from extproc.predict.step import StepModel
+from extproc.predict.step import HardwareProfile, StepModel, profile_or_default
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
 from extproc.request.objective import Objective

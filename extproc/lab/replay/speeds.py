@@ -16,11 +16,9 @@ from operator import sub
 import numpy as np
 
 from extproc.observe.record import Replica, Request
-from extproc.predict.fit import coefficients, descend, relative
-from extproc.predict.hardware import profile_or_default
 from extproc.predict.inputs import Floats, Indices
-from extproc.predict.step import StepModel
-from extproc.predict.windows import Work
+from extproc.predict.step import StepModel, profile_or_default
+from extproc.predict.windows import Work, coefficients, descend, relative
 from extproc.replica_state import ReplicaState
 
 _STRETCH_S = 9.0

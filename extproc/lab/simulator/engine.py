@@ -14,8 +14,7 @@ from extproc.lab.simulator.sequence import FinishReason, Sequence
 from extproc.lab.simulator.speculation import Speculation
 from extproc.lab.simulator.steps import Counters, Gauges, Outcome, Step
 from extproc.lab.simulator.stretch import Stretch
-from extproc.predict.hardware import HardwareProfile
-from extproc.predict.step import StepModel
+from extproc.predict.step import HardwareProfile, StepModel
 
 _rank = attrgetter("rank")
 

@@ -19,7 +19,7 @@ from extproc.lab.simulator.live import Answer, Generation, LiveEngine
 from extproc.lab.simulator.metrics import Metrics
 from extproc.lab.simulator.sequence import FinishReason, Sequence
 from extproc.lab.simulator.speculation import ACCEPTANCE, Speculation
-from extproc.predict.hardware import DEFAULT_PROFILE, hardware_profile
+from extproc.predict.step import DEFAULT_PROFILE, hardware_profile
 
 DEFAULT_MODEL_LEN = 32_768
 """Context length in tokens, unless the KV cache holds less."""

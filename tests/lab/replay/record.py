@@ -11,7 +11,7 @@ from extproc.lab.replay.play import play
 from extproc.lab.replay.recorded import Recorded
 from extproc.lab.replay.scene import scene_of
 from extproc.observe.record import FORMAT, Line, Replica, Request, Start, text_of
-from extproc.predict.hardware import PROFILES
+from extproc.predict.step import PROFILES
 
 MODEL = "llama"
 BEGAN = 1_790_000_000.0

@@ -7,8 +7,7 @@ from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.sequence import FinishReason, Sequence
 from extproc.lab.simulator.speculation import Speculation
 from extproc.lab.simulator.steps import Outcome
-from extproc.predict.hardware import HardwareProfile
-from extproc.predict.step import StepModel
+from extproc.predict.step import HardwareProfile, StepModel
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, 1e-8)
 PROFILE = HardwareProfile("test", STEP, 1600, 256, 16)

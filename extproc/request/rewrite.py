@@ -1,4 +1,4 @@
-"""Another name for the model in a request's body, and in its answer; every other byte stays."""
+"""Changes to a request's body and its answer: the model's name, and vLLM's priority."""
 
 import re
 
@@ -91,3 +91,17 @@ def _begun(body: bytes, word: bytes) -> int:
     """With how many bytes of a word the body ends."""
     longest = min(len(word) - 1, len(body))
     return next((size for size in range(longest, 0, -1) if body.endswith(word[:size])), 0)
+
+
+_EMPTY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{\s*\}")
+
+
+def with_priority(body: bytes, priority: int) -> bytes:
+    """``body``, a whole JSON object, with this ``priority`` of vLLM: the lower goes first.
+
+    It comes last: of several, whoever decodes a body takes the last one, so that what a client said
+    does not count.
+    """
+    end = body.rfind(b"}")
+    comma = b"" if _EMPTY.match(body) else b","
+    return b'%b%b"priority":%d%b' % (body[:end], comma, priority, body[end:])
