@@ -42,7 +42,6 @@ class _Prompt:
     ids: list[int] = field(default_factory=list)
 
     def fill(self, fresh: Iterator[int]) -> None:
-        """An id for every 512 tokens that have none yet."""
         self.ids += [next(fresh) for _ in range(self.tokens // ID_TOKENS - len(self.ids))]
 
 
@@ -64,7 +63,6 @@ def sessions(random: Random) -> list[TracedRequest]:
 
 
 def line(request: TracedRequest) -> str:
-    """As it is in a trace."""
     fields: dict[str, Any] = {
         "timestamp": _milliseconds(request),
         "input_length": request.prompt_tokens,

@@ -32,13 +32,11 @@ def add_part(parser: argparse.ArgumentParser, start: str, requests: bool = True)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """Where figures go, of what has no page."""
     parser.set_defaults(report=None)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """Where results go."""
     add = parser.add_argument
     add("--json", type=Path, metavar="FILE", help="write all figures and every request")
     add("--report", type=Path, metavar="DIR", help="write a page with pictures: needs matplotlib")
@@ -53,7 +51,6 @@ def check_outputs(args: argparse.Namespace) -> None:
 
 
 def keep(args: argparse.Namespace, result: Any) -> None:
-    """Writes a result where it was asked for."""
     if args.json:
         args.json.write_text(json.dumps(result) + "\n")
     if args.report:
@@ -61,12 +58,10 @@ def keep(args: argparse.Namespace, result: Any) -> None:
 
 
 def paths(text: str) -> list[Path]:
-    """Files with commas between."""
     return [Path(part) for part in text.split(",")]
 
 
 def counts(text: str) -> list[int]:
-    """Whole numbers of at least 1 with commas between."""
     return [*map(count, text.split(","))]
 
 

@@ -91,7 +91,6 @@ class Reading:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Times every policy on every size of fleet."""
     parser = arguments.command("decision", __doc__)
     parser.add_argument("--decisions", type=int, default=3000, help="timed on each line")
     parser.add_argument(

@@ -94,7 +94,6 @@ class Simulation(simulation.Simulation):
 
     @property
     def fleet(self) -> Fleet:
-        """The first router's."""
         return self.nodes[0].fleet
 
     # -- requests ---------------------------------------------------------------------------

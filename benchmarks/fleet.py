@@ -123,12 +123,10 @@ class FleetFile(_Part):
         return {name: hardware_profile(of.believed or of.profile) for name, of in groups.items()}
 
     def group(self, name: str) -> ReplicaGroup:
-        """The one that a replica belongs to."""
         return next(one for one in self.replicas if name.rpartition("-")[0] == one.name)
 
     @property
     def members(self) -> dict[str, HardwareProfile]:
-        """Every replica by name."""
         return {
             f"{group.name}-{number}": hardware_profile(group.profile)
             for group in self.replicas

@@ -30,8 +30,6 @@ from extproc.route.policies import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class _Played:
-    """A simulation that was run to its end."""
-
     simulation: Simulation
     served: list[Served]
     run: Run
@@ -118,7 +116,6 @@ def _results(
     played: Sequence[_Played],
     phase: Phase,
 ) -> dict[str, Any]:
-    """What --json writes and --report draws."""
     setting = {
         "trace": " and ".join(path.name.split(".")[0] for path in args.trace),
         "speed": args.speed,

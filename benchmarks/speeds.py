@@ -32,7 +32,6 @@ class Speeds:
 
     @property
     def due(self) -> float:
-        """When the next comparison is to be made."""
         return self._changes[0][0] + _AFTER if self._changes else inf
 
     def changed(self, machine: Machine, slow: float, now: float) -> None:
@@ -40,7 +39,6 @@ class Speeds:
         self._changes.append((now, machine, slow, _work(machine)))
 
     def compare(self, now: float, view: FleetView) -> None:
-        """Makes the comparison that is due, with what the policies see."""
         _, machine, slow, before = self._changes.pop(0)
         if machine.name not in view.ids:
             return  # it is down

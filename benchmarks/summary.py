@@ -29,7 +29,6 @@ class Phase:
         return f"requests that arrived from {self.start:g} s {until}"
 
     def has(self, request: Traced) -> bool:
-        """Whether it arrived then."""
         return self.start <= request.at < self.end
 
 
@@ -94,7 +93,6 @@ def distance(run: Run, oracle: Run) -> Run:
 
 
 def header() -> str:
-    """The table's."""
     names = "".join(f"{name:>8}" for name in FIGURES)
     return (
         f"{'':18}{'TTFT s':^32}   {'completion s':^32}   error  × the oracle's"

@@ -19,8 +19,6 @@ _STOP_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One that runs."""
-
     address: str  # `ip:port`
     pid: int
 
@@ -80,7 +78,6 @@ def vllm_command(
 
 
 def described(step: StepModel) -> str:
-    """Step times in words."""
     return (
         f"{step.c0 * 1e3:.1f} ms a step, {step.c_prefill * 1e6:.0f} µs a prompt token, "
         f"{step.c_att * 1e6:.2f} µs for each before it, {step.c_batch * 1e6:.0f} µs a sequence, "

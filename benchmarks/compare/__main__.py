@@ -205,7 +205,6 @@ def _installed() -> list[Product]:
 
 
 def _result(args: argparse.Namespace, origin: dict[str, Any], turns: _Turns) -> dict[str, Any]:
-    """What --json writes."""
     ran = list(dict.fromkeys(run["run"]["name"] for run in turns.runs))
     kinds = {name.partition(":")[0] for name in ran}
     peers = {one.name: one.version for one in _installed() if one.name in kinds}

@@ -13,14 +13,11 @@ Requests = Sequence[Mapping[str, Any]]  # as the load client recorded them
 
 
 async def no_decisions() -> list[dict[str, Any]]:
-    """Of a contender that tells of none."""
     return []
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """A contender that runs."""
-
     url: str  # where clients send requests
     complaints: Callable[[Requests], Awaitable[list[str]]]
     """Why this was not the contender at work, after the requests; empty where it was."""

@@ -28,8 +28,6 @@ FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens, and when."""
-
     name: str  # one of `FAULTS`
     at_s: float  # seconds after the first request is sent
 
@@ -40,7 +38,6 @@ class Fault:
 
     @property
     def way(self) -> str:
-        """``killed``, ``hung`` or ``slow``."""
         return self.name.partition("-")[2]
 
 
@@ -78,7 +75,6 @@ class Blow:
             self._process.signal(_SIGNALS[self._fault.way])
 
     async def end(self) -> None:
-        """What hangs is killed: nobody need wait for it any more."""
         if self._fault.way == "hung":
             await self._process.kill()
 

@@ -40,7 +40,6 @@ class Part:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Its figures."""
         found: dict[str, Any] = json.loads((KEPT / f"{self.name}.json").read_bytes())
         return found
 

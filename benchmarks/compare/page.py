@@ -62,7 +62,6 @@ def parts(text: str) -> tuple[str, str, str]:
 
 
 def tables() -> str:
-    """All of them, as Markdown."""
     return "\n".join((*_outcome(), *_faults(), *_cost(), *_elsewhere()))
 
 

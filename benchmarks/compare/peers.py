@@ -46,17 +46,14 @@ class Product:
 
     @property
     def command(self) -> Path:
-        """Its program."""
         return INSTALLED / self.name / "bin" / self.name
 
     @property
     def installed(self) -> bool:
-        """Whether ``make peers`` has put it there."""
         return self.command.is_file()
 
     @property
     def version(self) -> str:
-        """Of the package that is installed."""
         packages = INSTALLED.glob(f"{self.name}/lib/python*/site-packages")
         found = distributions(name=self.name, path=[str(one) for one in packages])
         return next((one.version for one in found), "")
@@ -105,7 +102,6 @@ class Peer:
     async def running(
         self, fleet: Fleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
-        """Runs it until the block ends; it takes no seed."""
         ports = pick_ports({"proxy": 0, "metrics": 0})
         url = f"http://127.0.0.1:{ports['proxy']}"
         name = self._product.name
@@ -126,7 +122,6 @@ class Peer:
             yield Front(url, complaints)
 
     def _command(self, ports: Mapping[str, int]) -> list[str]:
-        """All but the replicas' URLs, which come last."""
         options = {
             "host": "127.0.0.1",
             "port": str(ports["proxy"]),
@@ -140,7 +135,6 @@ class Peer:
         return [*command, "--worker-urls"]
 
     def _complaints(self, samples: Sequence[Sample], requests: int) -> list[str]:
-        """What its metrics say."""
         by_policy: Counter[str] = Counter()
         for one in samples:
             if one.name == self._product.decisions:
@@ -152,7 +146,6 @@ class Peer:
 
 
 async def _healthy(url: str) -> int:
-    """Replicas that it holds to be."""
     page = await get_json(f"{url}/workers")
     return sum(bool(one["is_healthy"]) for one in page["workers"]) if page else 0
 

@@ -68,7 +68,6 @@ class Product(ABC):
 
     @property
     def envoy(self) -> Path:
-        """Its makers' Envoy file for use without Kubernetes."""
         return Path(__file__).with_name(f"{self.name}.yaml")
 
     @abstractmethod
@@ -143,7 +142,6 @@ class Picker:
             yield Front(url, complaints, parts={"picker": started})
 
     def _bootstrap(self, ports: Mapping[str, int], servers: Servers) -> Bootstrap:
-        """The Envoy file with these addresses."""
         if self._fair:
             return _fair(ports, servers)
         bootstrap: Bootstrap = yaml.safe_load(self._product.envoy.read_text())
@@ -171,7 +169,6 @@ def _fair(ports: Mapping[str, int], servers: Servers) -> Bootstrap:
 
 
 def _endpoint(cluster: Any) -> Any:
-    """The only one of a cluster."""
     (group,) = cluster["load_assignment"]["endpoints"]
     (member,) = group["lb_endpoints"]
     return member["endpoint"]

@@ -18,8 +18,6 @@ _PARTS = {"picker": "router", "poller": "poller", "redis": "redis"}  # as the st
 
 
 class Router:
-    """A policy of this router."""
-
     parts = tuple(_PARTS)
 
     def __init__(self, policy: str) -> None:

@@ -13,7 +13,6 @@ _NAME = 30
 
 
 def progress_header() -> str:
-    """Above the lines of the runs."""
     return (
         f"{'':{_NAME}}{'TTFT s':>14}{'completion s':>18}{'prefix':>8}{'':>8}{'CPU':>21}"
         f"{'client':>10}{'replicas':>10}\n"

@@ -30,8 +30,6 @@ this process, those it started and those that these started used, ended ones too
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was seen at a moment."""
-
     at_s: float  # by the clock
     cpu: Ticks
     prompt_tokens: float = 0.0  # of all replicas, until then

@@ -22,8 +22,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One streamed request, as its client saw it."""
-
     at_s: float  # when it was sent, in seconds from the first of its run
     prompt_tokens: int
     output_tokens: int  # generated; the request asked for exactly so many

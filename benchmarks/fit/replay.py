@@ -63,7 +63,6 @@ class Fitted:
 
 
 def fit(recorded: Recording) -> list[Fitted]:
-    """Play all runs."""
     calibrated = measured(recorded.calibration.requests)
     return [
         Fitted(

@@ -32,7 +32,6 @@ class Planned:
 
     @property
     def at_s(self) -> float:
-        """Seconds from the start."""
         return self.traced.at
 
     @property
@@ -55,7 +54,6 @@ class Planned:
         return Request(self.at_s, name, path, body, self.streamed, told)
 
     def body(self, target: Target, salt: str) -> dict[str, Any]:
-        """The JSON body."""
         text = prompt(self.traced, self.number, target.counting[self.endpoint], salt)
         more: dict[str, Any] = {"stream": self.streamed}
         if self.max_tokens is not None:

@@ -98,7 +98,6 @@ def summary(
 
 
 def table(figures: Figures) -> str:
-    """The figures, for people."""
     head = [Column("seconds", left=True), *map(Column, FIGURES)]
     lines = [
         f"{figures['answered']} of {figures['requests']} requests answered, "
@@ -135,7 +134,6 @@ def _cells(figures: Figures | None, names: Sequence[str]) -> list[str]:
 
 
 def _by(key: str, records: Sequence[Record]) -> Figures:
-    """For each of the names that the records have there."""
     names = sorted({one[key] for one in records})
     return {name: _counts([one for one in records if one[key] == name]) for name in names}
 

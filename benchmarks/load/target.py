@@ -23,8 +23,6 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that takes requests."""
-
     model: str
     context: int | None
     """Most tokens of a prompt and its answer; None where the server does not say."""
@@ -48,7 +46,6 @@ async def ask(url: str, endpoints: Sequence[Endpoint], model: str | None, salt: 
 
 
 def body(model: str, endpoint: Endpoint, text: str, **more: Any) -> dict[str, Any]:
-    """A request's, with that prompt."""
     if endpoint == "chat":
         return {"model": model, **more, "messages": [{"role": "user", "content": text}]}
     return {"model": model, **more, "prompt": text}

@@ -47,12 +47,10 @@ class Figures:
 
     @property
     def failed(self) -> int:
-        """Requests not answered with 200."""
         return self.rate.failed + self.at_once.failed + self.held.failed
 
     @property
     def requests_per_s(self) -> float:
-        """At a fixed number in flight."""
         return self.at_once.answered / self.at_once.seconds
 
     @property

@@ -173,7 +173,6 @@ class Load:
         return connection
 
     def _begin(self) -> None:
-        """One request, on a new connection where none is idle."""
         if self._idle:
             self._send(self._idle.pop())
             return
@@ -195,12 +194,10 @@ class Load:
         connection.send(self._raw)
 
     def lost(self, connection: Connection) -> None:
-        """Envoy closed it."""
         if connection in self._idle:
             self._idle.remove(connection)
 
     def ended(self, connection: Connection, seconds: float, good: bool) -> None:
-        """A request was answered, or its connection was lost."""
         self._in_flight -= 1
         if not self._in_flight:
             self._all_over.set()

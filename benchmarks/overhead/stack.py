@@ -45,7 +45,6 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """As it is printed."""
         return self._router if self.envoy == TEMPLATE else f"{self._router}, {self.envoy.stem}"
 
     @property
@@ -88,7 +87,6 @@ class Stack:
         self._router = router
 
     async def load(self, *arguments: str) -> Report:
-        """Run the client to its end."""
         log = self._directory / "client.log"
         log.unlink(missing_ok=True)
         argv = _python("benchmarks.overhead.client", str(self._port), *arguments)
@@ -100,11 +98,9 @@ class Stack:
         return Report(**json.loads(client.last_lines(1)))
 
     def cpu_s(self) -> float:
-        """Seconds of CPU the router has used."""
         return cpu_s(self._router.pid) if self._router else 0.0
 
     def memory_kb(self) -> float:
-        """The router's resident memory."""
         return memory_kb(self._router.pid) if self._router else 0.0
 
 

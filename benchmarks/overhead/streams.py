@@ -32,7 +32,6 @@ class Streamed:
         return 1e6 * self.cpu_s / max(self.report.answered, 1)
 
     def line(self) -> str:
-        """As it is printed."""
         per_s = self.report.answered / self.report.seconds
         load = self.cpu_s / self.report.seconds
         text = f"{self.name:<24}{self.tokens:>8}{self.rate:>8}{per_s:>12.0f}{load:>12.0%}"

@@ -47,8 +47,6 @@ HEADLINES = [one for one in METRICS if one.headline]
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over turns."""
-
     median: float
     least: float
     most: float
@@ -100,7 +98,6 @@ class Contender:
 
     @property
     def failed(self) -> int:
-        """Of these, those without a whole answer."""
         return self.counted - sum(len(run.answered) for run in self.runs)
 
     @cached_property

@@ -262,7 +262,6 @@ def _about(about: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _lines(value: Any) -> list[str]:
-    """A value of the JSON in words."""
     if isinstance(value, Mapping):
         return [f"{key}: {', '.join(_lines(one))}" for key, one in value.items()]
     if isinstance(value, list):

@@ -81,8 +81,6 @@ class Run(BaseModel):
 
 
 class Event(BaseModel):
-    """Something that happened to the fleet."""
-
     at_s: float
     text: str
 

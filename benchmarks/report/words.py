@@ -100,7 +100,6 @@ def between(least: float, most: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """``0.45×``."""
     return f"{value:.2f}×" if value < 10 else f"{value:.0f}×"
 
 

@@ -121,7 +121,6 @@ def _line(run: Run) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every size of fleet with every number of routers."""
     parser = arguments.command("scale", __doc__)
     parser.add_argument("--replicas", type=arguments.counts, default=[10, 100, 1000])
     parser.add_argument("--routers", type=arguments.counts, default=[1, 8])
