@@ -20,14 +20,12 @@ from extproc.ground.text import suggest
 from extproc.ground.yaml_file import parse_yaml, read_yaml
 
 ENV_PREFIX = "EXTPROC_"
-ENV_FILE = "EXTPROC_CONFIG"
-"""Names the YAML file where no flag does."""
+ENV_FILE = "EXTPROC_CONFIG"  # names the YAML file where no flag does
 
 _SERVICE_LINK = re.compile(r"EXTPROC_(.+_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_\d+_.+)?)")
 """What Kubernetes sets in every pod for a Service named ``extproc`` or ``extproc-…``."""
 
-_IPV6 = re.compile(r"\[[^\[\]]*\]:")
-"""How an address begins, and no list in YAML."""
+_IPV6 = re.compile(r"\[[^\[\]]*\]:")  # how an address begins, and no list in YAML
 
 _OF_SHAPES = {
     "tuple_type": "must be a list",

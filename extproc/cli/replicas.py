@@ -23,10 +23,8 @@ from extproc.share.connection import address, connect
 from extproc.share.drains import DrainStore
 from extproc.share.replicas import StateReader
 
-_LOOK_EVERY_S = 0.1
-"""Between two looks at a draining replica; scrapes come every ``poll.interval_s``."""
-_IN_A_ROW = 2
-"""Scrapes that must find it empty: a request may have been on its way at the first."""
+_LOOK_EVERY_S = 0.1  # between two looks at a draining replica; scrapes come every `poll.interval_s`
+_IN_A_ROW = 2  # scrapes that must find it empty: a request may have been on its way at the first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

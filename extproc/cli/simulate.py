@@ -32,8 +32,7 @@ _NUMBERS: dict[str, tuple[Callable[[str], float], str]] = {
     "lora-load-seconds": (above_zero, "what it takes to load an adapter"),
 }
 """Options that are a number, by name: its type, and what it is."""
-_FIELDS = {"lora-load-seconds": "adapter_load_s"}
-"""Those whose setting is not called as they are."""
+_FIELDS = {"lora-load-seconds": "adapter_load_s"}  # those whose setting is not called as they are
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,5 +8,4 @@ Clock = Callable[[], float]
 
 monotonic: Clock = time.monotonic
 
-wall: Clock = time.time
-"""Seconds since the epoch, for stamps that leave the process."""
+wall: Clock = time.time  # seconds since the epoch, for stamps that leave the process

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-WIDTH = 120
-"""Columns of the terminal."""
+WIDTH = 120  # columns of the terminal
 _GAP = "  "
 _BAR = 10
 
@@ -20,12 +19,10 @@ class Column:
 
     header: str
     left: bool = False
-    most: int = WIDTH
-    """Characters; of longer cells the end is kept, which tells names apart."""
+    most: int = WIDTH  # characters; of longer cells the end is kept, which tells names apart
 
 
-Cells = Sequence[tuple[Column, Callable[[T], str]]]
-"""Columns, and what each shows of a row's item."""
+Cells = Sequence[tuple[Column, Callable[[T], str]]]  # columns, and what each shows of a row's item
 
 
 def table_of(cells: Cells[T], items: Iterable[T]) -> list[str]:

@@ -5,8 +5,7 @@ from typing import Any
 
 import yaml
 
-_MERGE = "tag:yaml.org,2002:merge"
-"""Of ``<<``, which brings in another mapping."""
+_MERGE = "tag:yaml.org,2002:merge"  # of `<<`, which brings in another mapping
 
 
 def read_yaml(path: Path) -> object:
