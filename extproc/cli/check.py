@@ -11,8 +11,7 @@ from extproc.cli.configuration import add_flags, configured
 from extproc.config import CertificateFiles, Config, TlsFiles
 from extproc.envoy.check import check_envoy
 from extproc.envoy.finding import Finding, Level
-from extproc.envoy.live import check_live
-from extproc.envoy.replicas_file import check_replicas_files
+from extproc.envoy.live import check_live, check_replicas_files
 from extproc.ground import tls
 from extproc.ground.text import printable
 from extproc.ground.yaml_file import read_yaml
@@ -23,7 +22,6 @@ from extproc.request.tokens import TokenCounter, TokenizerError
 
 _SILENT = logging.NullHandler()
 """For what runs here as in a router or poller: what is wrong is a finding, and no line of a log."""
-_VALID = Finding("config", Level.OK, "", "The configuration is valid.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(error) from None
     for doubt in doubts:
         print(f"{Level.WARNING:<8} {doubt}", file=sys.stderr)
-    findings = _printed([_VALID, *check_replicas_files(config)])
+    print("The configuration is valid.")
+    findings = _printed(check_replicas_files(config))
     if args.envoy is not None:
         findings += _of_file(args.envoy, config)
     if args.live or args.envoy_admin is not None:

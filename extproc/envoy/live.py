@@ -1,17 +1,32 @@
-"""What there is to say about what runs: Redis, the replicas, Envoy."""
+"""Findings on what runs: the files of replicas, Redis, the replicas and their models, Envoy."""
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from random import Random
 
-from extproc.config import Config, ModelTargets
+import aiohttp
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+from redis.utils import str_if_bytes
+
+from extproc.config import Config, ModelTargets, ReplicaSource
 from extproc.envoy.finding import Finding, Level, worst_first
 from extproc.envoy.live_envoy import check_live_envoy
-from extproc.envoy.live_redis import check_redis
-from extproc.envoy.live_replicas import check_replicas
 from extproc.fleet.members import ModelNames
+from extproc.ground.address import with_name
+from extproc.ground.clock import monotonic
 from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
-from extproc.share.replicas import Snapshot
+from extproc.poll.metrics_text import EngineFigures
+from extproc.poll.scrape import ScrapeError, open_session, read_models, scrape
+from extproc.replica_state import SILENT_AFTER_S
+from extproc.share.connection import address, connect, in_time
+from extproc.share.keys import Keys
+from extproc.share.leases import living
+from extproc.share.replicas import Snapshot, StateReader
 
+_UNUSABLE = "cannot be used: {}: none of its replicas is polled. Put it right, or replicas_file"
 _NOWHERE = (
     "names no address now{}: none of its replicas is polled. Put right its name, or what resolves "
     "it"
@@ -24,57 +39,106 @@ _LACKING = (
     "no replica that answers lists it: requests for {} go to those that list another of its names. "
     "Start one with it, or put right route.models"
 )
+_AWAY = (
+    "{}: routers and pollers go on by themselves. Start it, or put right redis.url; a router that "
+    "is alone needs none (state: memory)"
+)
+_REFUSES = (
+    "refuses what routers and pollers do: {}. Give their user the rights that docs/operations.md "
+    "lists (Redis)"
+)
+_NO_POLLER = "no poller of the pool {!r} is alive: what routers know gets old. Run 'extproc poll'"
+_WRITES = "redis.call('TIME') return redis.call('DEL', KEYS[1])"
+"""Of a key that is never there."""
+_NONE = "no replica is known: Envoy's own load balancing serves. Name them (replicas)"
+_DOWN = "{}: it gets no requests. Start it, or put right its address (replicas)"
+_SLOW = (
+    "a scrape took {:.2f} s, longer than poll.timeout_s ({:g} s): nothing is learned from it. Look "
+    "what keeps its API server busy, or raise poll.timeout_s"
+)
+_NO_LIST = "{}: any model's requests may go there. Let it answer /v1/models"
+_NO_SIZE = (
+    "tells no size of its KV cache (vllm:cache_config_info): how full it will be is not predicted. "
+    "Let nothing between it and the poller drop that line"
+)
+_NO_STEPS = (
+    "counts no steps (vllm:iteration_tokens_total): its speed stays that of its profile. Let "
+    "nothing between it and the poller drop that line"
+)
+_UNPOLLED = (
+    "routers do not know it: no poller scrapes it. Run 'extproc poll' with this configuration"
+)
+_DISAGREE = "it answers here, and pollers say: {}. Let the pollers' machines reach it"
+_OLD = "what pollers saw of it is {:.0f} s old: is a poller that scrapes it alive?"
+
+
+def check_replicas_files(config: Config) -> list[Finding]:
+    """An error for each file that cannot be used now; pollers and routers wait until it can."""
+    found = []
+    for path in (pool.replicas_file for pool in config.each_pool):
+        try:
+            if path is not None:
+                read_replicas(path)
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            where = f"replicas_file {path}"
+            found.append(Finding("replicas", Level.ERROR, where, _UNUSABLE.format(reason)))
+    return found
 
 
 async def check_live(config: Config, envoy_admin: str | None) -> list[Finding]:
-    """What there is to say, worst first. All are asked; nothing is changed.
-
-    Envoy is asked at the URL of its admin address, if that is given.
-    """
+    """Findings, worst first; nothing is changed. ``envoy_admin``: URL of Envoy's admin address."""
     found: list[Finding] = []
     replicas: dict[str, str] = {}
     served: set[str] = set()
-    for pool in config.each_pool:
-        snapshot = None
-        if config.state == "redis":
-            said, snapshot = await check_redis(pool)
-            found += said
-        said, named = await _named(pool, snapshot)
-        found += said
-        said, models = await check_replicas(pool, named, snapshot)
+    for said, named, models in await asyncio.gather(*map(_check_pool, config.each_pool)):
         found += said
         replicas |= named
         served |= models
-    found += _models(config.route.models, served)
+    found += _check_models(config.route.models, served)
     if envoy_admin is not None:
         found += await check_live_envoy(envoy_admin, config, replicas)
     return worst_first(found)
 
 
-async def _named(config: Config, snapshot: Snapshot | None) -> tuple[list[Finding], dict[str, str]]:
-    """The replicas that configuration, file or pollers name: ``ip:port`` → name."""
-    found: list[Finding] = []
+async def _check_pool(config: Config) -> tuple[list[Finding], dict[str, str], set[str]]:
+    """Findings on a pool, its replicas (``ip:port`` → name), and the models that they list."""
+    found, snapshot = await _check_redis(config) if config.state == "redis" else ([], None)
+    named = {state.id: state.name for state in snapshot.states} if snapshot else {}
     sources = [*config.replicas]
     if config.replicas_file is not None:
         with suppress(OSError, ValueError):  # check_replicas_files tells
             sources += read_replicas(config.replicas_file)
-    named = {state.id: state.name for state in snapshot.states} if snapshot else {}
-    for source in sources:
-        discovery = Discovery([source], None, RESOLVE_S)
-        try:
-            targets = {target.id: target.name for target in await discovery.targets()}
-            reason = "".join(f" ({problem})" for problem in discovery.problems())
-        finally:
-            discovery.stop()
-        if not targets:
-            text = _NOWHERE.format(reason)
-            found.append(Finding("replicas", Level.ERROR, f"replica {source.where}", text))
+    for source, (targets, reason) in zip(
+        sources, await asyncio.gather(*map(_resolve, sources)), strict=True
+    ):
         named |= targets
-    return found, named
+        if not targets:
+            where = f"replica {source.where}"
+            found.append(Finding("replicas", Level.ERROR, where, _NOWHERE.format(reason)))
+    if not named:
+        found.append(Finding("replica", Level.ERROR, f"pool {config.pool}", _NONE))
+    models: set[str] = set()
+    async with open_session(config.poll.give_up_s) as session:
+        ask = partial(_check_replica, config, session, snapshot)
+        for said, served in await asyncio.gather(*map(ask, named, named.values())):
+            found += said
+            models |= served
+    return found, named, models
 
 
-def _models(models: Mapping[str, ModelTargets], served: set[str]) -> Iterator[Finding]:
-    """What the names that clients ask for lead to, and no replica serves."""
+async def _resolve(source: ReplicaSource) -> tuple[dict[str, str], str]:
+    """The replicas of a source (``ip:port`` → name), or why there is none."""
+    discovery = Discovery([source], None, RESOLVE_S)
+    try:
+        targets = {target.id: target.name for target in await discovery.targets()}
+        return targets, "".join(f" ({problem})" for problem in discovery.problems())
+    finally:
+        discovery.stop()
+
+
+def _check_models(models: Mapping[str, ModelTargets], served: set[str]) -> Iterator[Finding]:
+    """Models that names of clients lead to, and no replica serves."""
     names = ModelNames(models)
     for name, targets in models.items():
         weighed = targets.items() if isinstance(targets, dict) else [(name, 1.0)]
@@ -83,3 +147,93 @@ def _models(models: Mapping[str, ModelTargets], served: set[str]) -> Iterator[Fi
         text = _LACKING if missing < known else _UNSERVED
         for model in sorted(missing):
             yield Finding("model", Level.ERROR, f"model {model}", text.format(name))
+
+
+async def _check_redis(config: Config) -> tuple[list[Finding], Snapshot | None]:
+    """Checks the Redis of one pool, and reads its replicas' states; None where that failed."""
+    async with connect(config.redis, config.pool) as redis:
+        finding = partial(Finding, "redis", where=f"redis {address(redis)}")
+        try:
+            began = monotonic()
+            version = await _version(redis)
+            took_s = monotonic() - began
+            await _rights(redis, Keys(config.pool))
+            pollers = await living(redis, config.pool)
+            snapshot = await StateReader(redis, config.pool, Random()).read()
+        except (RedisError, OSError) as error:
+            wrong = _REFUSES if isinstance(error, ResponseError) else _AWAY
+            return [finding(level=Level.ERROR, text=wrong.format(str(error).rstrip(".")))], None
+    told = f"version {version} answers in {took_s * 1e3:.1f} ms; pool {config.pool}: "
+    counts = f"{len(pollers)} pollers alive, {len(snapshot.states)} replicas"
+    found = [finding(level=Level.OK, text=told + counts)]
+    if not pollers:
+        found.append(finding(level=Level.ERROR, text=_NO_POLLER.format(config.pool)))
+    return found, snapshot
+
+
+async def _version(redis: Redis) -> str:
+    """Asked for with what needs no right to administer."""
+    async with in_time():
+        await redis.ping()
+    try:
+        async with in_time():
+            # redis-py leaves it untyped.
+            told = await redis.execute_command("HELLO")  # type: ignore[no-untyped-call]
+    except ResponseError:  # before 6.2
+        return "not told"
+    fields = told if isinstance(told, dict) else dict(zip(told[::2], told[1::2], strict=True))
+    return str_if_bytes(fields[b"version"])
+
+
+async def _rights(redis: Redis, keys: Keys) -> None:
+    """Writes and tells, in ways that change nothing."""
+    async with in_time():
+        await redis.eval(_WRITES, 1, keys.slot)
+        await redis.publish(keys.changes, "{}")
+    async with redis.pubsub() as pubsub, in_time():
+        await pubsub.subscribe(keys.changes)
+        await pubsub.get_message(timeout=None)
+
+
+async def _check_replica(
+    config: Config, session: aiohttp.ClientSession, snapshot: Snapshot | None, id_: str, name: str
+) -> tuple[list[Finding], set[str]]:
+    """Findings on a replica's answers and on what pollers say of it, and its models."""
+    finding = partial(Finding, "replica", where=f"replica {with_name(id_, name)}")
+    began = monotonic()
+    try:
+        figures = await scrape(session, id_)
+    except ScrapeError as error:
+        return [finding(level=Level.ERROR, text=_DOWN.format(error))], set()
+    took_s = monotonic() - began
+    said = [(Level.WARNING, text) for text in _lacks(figures)]
+    if took_s > config.poll.timeout_s:
+        said.append((Level.WARNING, _SLOW.format(took_s, config.poll.timeout_s)))
+    said += _as_polled(id_, snapshot)
+    models: tuple[str, ...] = figures.models
+    try:
+        models = (await read_models(session, id_)).get("models", ())
+    except ScrapeError as error:
+        said.append((Level.WARNING, _NO_LIST.format(error)))
+    told = f"scraped in {took_s * 1e3:.0f} ms; serves {', '.join(models) or 'no model'}"
+    said.append((Level.OK, told))
+    return [finding(level=level, text=text) for level, text in said], {*models}
+
+
+def _lacks(figures: EngineFigures) -> Iterator[str]:
+    if figures.generated_tokens and not figures.kv_tokens:  # who only embeds may have none
+        yield _NO_SIZE
+    if figures.finished and not figures.steps:
+        yield _NO_STEPS
+
+
+def _as_polled(id_: str, snapshot: Snapshot | None) -> Iterator[tuple[Level, str]]:
+    if snapshot is None:
+        return
+    state = next((one for one in snapshot.states if one.id == id_), None)
+    if state is None:
+        yield Level.ERROR, _UNPOLLED
+    elif not state.healthy:
+        yield Level.ERROR, _DISAGREE.format(state.problem)
+    elif (age_s := snapshot.ages[id_]) > SILENT_AFTER_S:
+        yield Level.WARNING, _OLD.format(age_s)

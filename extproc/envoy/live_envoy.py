@@ -7,7 +7,6 @@ import aiohttp
 
 from extproc.config import Config
 from extproc.envoy.check import check_envoy
-from extproc.envoy.config_dump import refused, running
 from extproc.envoy.envoy_file import EnvoyFile, is_destination
 from extproc.envoy.finding import Finding, Level
 from extproc.ground.address import join_address, with_name
@@ -31,6 +30,10 @@ _MISSING = (
     "have 'extproc xds' tell Envoy its members"
 )
 _DOWN = ("UNHEALTHY", "TIMEOUT")
+_CLUSTERS = ("ClustersConfigDump", "static_clusters", "dynamic_active_clusters")
+_LISTENERS = ("ListenersConfigDump", "static_listeners", "dynamic_listeners")
+_ROUTES = ("RoutesConfigDump", "dynamic_route_configs")
+"""Those that are static stand in their listeners."""
 
 
 async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]) -> list[Finding]:
@@ -41,7 +44,7 @@ async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]
         async with aiohttp.ClientSession(timeout=_PATIENCE, raise_for_status=True) as session:
             dump = await _get(session, f"{url}/config_dump")
             clusters = await _get(session, f"{url}/clusters?format=json")
-        tree, refusals = running(dump), [*refused(dump)]
+        tree, refusals = _running(dump), [*_refused(dump)]
         hosts = {one["name"]: _hosts(one) for one in clusters["cluster_statuses"]}
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         return [Finding("envoy", Level.ERROR, where, _SILENT.format(error or "no answer"))]
@@ -90,3 +93,45 @@ def _members(
 
 def _titled(host: str, replicas: Mapping[str, str]) -> str:
     return with_name(host, replicas.get(host, ""))
+
+
+def _running(dump: dict[str, Any]) -> dict[str, Any]:
+    """As a file that says all of it would.
+
+    Raises:
+        LookupError, TypeError, AttributeError: it is no such dump.
+    """
+    (told,) = _parts(dump, "BootstrapConfigDump")
+    bootstrap = {key: value for key, value in told["bootstrap"].items() if "dynamic" not in key}
+    bootstrap["static_resources"] = {
+        "clusters": [_untyped(one["cluster"]) for one in _entries(dump, *_CLUSTERS)],
+        "listeners": [
+            _untyped(one.get("active_state", one)["listener"])
+            for one in _entries(dump, *_LISTENERS)
+            if "listener" in one or "active_state" in one
+        ],
+    }
+    routes = [one["route_config"] for one in _entries(dump, *_ROUTES) if "route_config" in one]
+    return {"bootstrap": bootstrap, "routes": routes}
+
+
+def _refused(dump: dict[str, Any]) -> Iterator[str]:
+    """Why Envoy did not take what its control plane told last, of each such thing."""
+    for lists in (_LISTENERS, _CLUSTERS, _ROUTES):
+        for one in _entries(dump, *lists):
+            if "error_state" in one:
+                yield str(one["error_state"].get("details", "for no reason that it tells"))
+
+
+def _entries(dump: dict[str, Any], part: str, *lists: str) -> Iterator[dict[str, Any]]:
+    for told in _parts(dump, part):
+        for name in lists:
+            yield from told.get(name, ())
+
+
+def _parts(dump: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [one for one in dump["configs"] if one["@type"].endswith(f".{name}")]
+
+
+def _untyped(resource: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in resource.items() if key != "@type"}
