@@ -1,0 +1,1 @@
+"""Golden files: what a restructuring must leave as it is, recorded from running processes only."""

@@ -1,0 +1,373 @@
+"""Conversations of Envoy with a router, message by message, and the routers they are held with.
+
+Addresses are those of the golden files: :mod:`tests.golden.stage` puts the real ones in.
+"""
+
+import gzip
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as Mode,
+)
+from envoy_data_plane.envoy.service.ext_proc.v3 import (
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingRequest,
+    ProtocolConfiguration,
+)
+from envoy_data_plane.google.protobuf import ListValue, Struct, Value
+
+FAST, SLOW, SIMULATED, GONE = (f"127.100.100.{last}:8000" for last in (101, 102, 103, 250))
+KV_TOKENS = 8192
+"""KV cache of the simulated replica."""
+_REPLICAS = [
+    {"url": FAST, "profile": "llama-8b-h100", "name": "fast"},
+    {"url": SLOW, "profile": "llama-8b-a10", "name": "slow"},
+]
+_SEES_ALL = {"chunks_per_s": 1e6}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "plain": {
+        "replicas": _REPLICAS,
+        "pools": {"slow": {"replicas": _REPLICAS[1:]}},
+        "serve": _SEES_ALL,
+    },
+    "rich": {
+        "replicas": _REPLICAS,
+        "serve": {**_SEES_ALL, "decision_metadata": True},
+        "route": {
+            "models": {"chat": "tiny", "either": ["tiny", "other"], "drawn": {"tiny": 1}},
+            "session_header": "X-Session",
+            "session_cookie": "sid",
+        },
+        "request": {"tenant_header": "X-Tenant"},
+        "hold": {
+            "objective_header": "X-Objective",
+            "allow_inference_headers": True,
+            "objectives": {
+                "urgent": {"priority": 10},
+                "batch": {"priority": -5, "models": ["drawn"]},
+                "gold": {"priority": 3, "tenants": ["gold"]},
+                "hasty": {"ttft_s": 0.001, "sheddable": True},
+            },
+        },
+    },
+    "strict": {
+        "replicas": _REPLICAS,
+        "serve": {"chunks_per_s": 0, "second_choice": False},
+        "route": {"max_ttft_s": 0.3},
+    },
+    "narrow": {"replicas": [{"url": SIMULATED}], "hold": {"longest_s": 2}, "serve": _SEES_ALL},
+    "policy": {"replicas": _REPLICAS[:1], "route": {"policy": "queue_kv"}},
+    "empty": {"replicas": [{"url": GONE}]},
+}
+"""Name → configuration, beside the addresses and the seed that every router gets."""
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello " * 50}]}
+BODY = json.dumps(CHAT).encode()
+USAGE = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
+DONE = b"data: [DONE]\n\n"
+EVENT = b'data: {"model":"tiny","choices":[{"delta":{"content":"a"}}]}\n\n'
+_EXT_PROC = "envoy.filters.http.ext_proc"
+_DESTINATION = "x-gateway-destination-endpoint"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A message, and how many replies the router sends before it reads the next."""
+
+    message: ProcessingRequest
+    replies: int = 1
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One HTTP request as Envoy describes it to a router."""
+
+    router: str
+    name: str
+    steps: list[Step]
+    metadata: dict[str, str] = field(default_factory=dict)
+    beside: list[list[Step]] = field(default_factory=list)
+    """Requests that begin earlier and end with this one, or at :data:`OTHERS_END`."""
+
+
+OTHERS_END = Step(ProcessingRequest(), 0)
+
+
+def _fields(values: dict[str, str]) -> Struct:
+    return Struct(fields={name: Value(string_value=text) for name, text in values.items()})
+
+
+def _headers(values: dict[str, str], end: bool) -> HttpHeaders:
+    listed = [HeaderValue(key=key, raw_value=value.encode()) for key, value in values.items()]
+    return HttpHeaders(headers=HeaderMap(headers=listed), end_of_stream=end)
+
+
+def _bytes(data: Any) -> bytes:
+    return data if isinstance(data, bytes) else json.dumps(data).encode()
+
+
+def headers(
+    path: str = "/v1/chat/completions",
+    method: str = "POST",
+    end: bool = False,
+    mode: Mode = Mode.BUFFERED,
+    replies: int = 1,
+    subset: list[str] | None = None,
+    **named: str,
+) -> Step:
+    """Request headers; ``x_session`` names the header ``x-session``."""
+    values = {":path": path, ":method": method}
+    values |= {name.replace("_", "-"): value for name, value in named.items()}
+    duplex = mode == Mode.FULL_DUPLEX_STREAMED
+    listed = [Value(string_value=one) for one in subset or []]
+    hint = Struct(fields={f"{_DESTINATION}-subset": Value(list_value=ListValue(values=listed))})
+    message = ProcessingRequest(
+        request_headers=_headers(values, end),
+        protocol_config=ProtocolConfiguration(
+            request_body_mode=mode, response_body_mode=mode if duplex else Mode.NONE
+        ),
+        metadata_context=None
+        if subset is None
+        else Metadata(filter_metadata={"envoy.lb.subset_hint": hint}),
+    )
+    return Step(message, replies)
+
+
+def body(data: Any, end: bool = True, replies: int = 1) -> Step:
+    """Request body, or a chunk of one."""
+    return Step(
+        ProcessingRequest(request_body=HttpBody(body=_bytes(data), end_of_stream=end)), replies
+    )
+
+
+def first(
+    data: Any,
+    path: str = "/v1/chat/completions",
+    end: bool = True,
+    mode: Mode = Mode.BUFFERED,
+    replies: int = 1,
+    **named: str,
+) -> Step:
+    """Request body as the first message, with attributes in place of headers."""
+    values = {f"request.headers['{key.replace('_', '-')}']": one for key, one in named.items()}
+    values |= {"request.id": named["x_request_id"]} if "x_request_id" in named else {}
+    message = ProcessingRequest(
+        request_body=HttpBody(body=_bytes(data), end_of_stream=end),
+        attributes={_EXT_PROC: _fields({**values, "request.path": path})},
+        protocol_config=ProtocolConfiguration(request_body_mode=mode),
+    )
+    return Step(message, replies)
+
+
+def response(
+    status: int = 200,
+    upstream: str = FAST,
+    kind: str = "application/json",
+    end: bool = False,
+    served: str = "",
+) -> Step:
+    """Response headers; Envoy names the replica as upstream, a gateway as served."""
+    message = ProcessingRequest(
+        response_headers=_headers({":status": str(status), "content-type": kind}, end),
+        attributes={} if served else {_EXT_PROC: _fields({"upstream.address": upstream})},
+        metadata_context=Metadata(
+            filter_metadata={"envoy.lb": _fields({f"{_DESTINATION}-served": served})}
+        )
+        if served
+        else None,
+    )
+    return Step(message)
+
+
+def chunk(data: Any, end: bool = True) -> Step:
+    """Response body, or a chunk of one."""
+    return Step(ProcessingRequest(response_body=HttpBody(body=_bytes(data), end_of_stream=end)))
+
+
+REQUEST_TRAILERS = Step(ProcessingRequest(request_trailers=HttpTrailers(trailers=HeaderMap())))
+RESPONSE_TRAILERS = Step(ProcessingRequest(response_trailers=HttpTrailers(trailers=HeaderMap())))
+_STREAM = [
+    response(kind="text/event-stream"),
+    chunk(EVENT, end=False),
+    chunk(b"data: " + json.dumps(USAGE).encode() + b"\n\n", end=False),
+    chunk(DONE),
+]
+_ANSWER = [response(), chunk(USAGE)]
+_DUPLEX: dict[str, Any] = {"mode": Mode.FULL_DUPLEX_STREAMED}
+_HELD: dict[str, Any] = {"mode": Mode.FULL_DUPLEX_STREAMED, "replies": 0}
+_MULTIPART = (
+    b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n--b--\r\n'
+)
+_BODIES: dict[str, Any] = {
+    "/v1/chat/completions": CHAT | {"n": 2, "max_tokens": 20, "stream": True},
+    "/v1/completions": {"model": "tiny", "prompt": [[1, 2, 3], [4, 5]], "max_tokens": 7},
+    "/v1/responses": {"model": "tiny", "input": "hello", "max_output_tokens": 9},
+    "/v1/messages": CHAT | {"max_tokens": 5, "system": "be brief"},
+    "/v1/audio/transcriptions": _MULTIPART,
+    "/v1/audio/translations": _MULTIPART,
+    "/v1/embeddings": {"model": "tiny", "input": ["one", "two"]},
+    "/pooling": {"model": "tiny", "input": "one"},
+    "/classify": {"model": "tiny", "input": "one"},
+    "/v1/score": {"model": "tiny", "text_1": "one", "text_2": ["two", "three"]},
+    "/v2/rerank": {"model": "tiny", "query": "one", "documents": ["two", "three"]},
+}
+_MALFORMED: dict[str, bytes] = {
+    "empty": b"",
+    "no JSON": b"not json",
+    "a list": b"[]",
+    "a model that is a number": b'{"model": 5}',
+    "deep": b"[" * 10_000,
+    "no UTF-8": b'{"model": "\xff"}',
+    "cut": BODY[:-5],
+}
+_LARGE = json.dumps(CHAT | {"filler": "x" * 9_000_000}).encode()
+_LONG = {"model": "tiny", "prompt": list(range(10_000))}
+
+
+def _plain() -> list[Conversation]:
+    told: dict[str, Any] = {"x_request_id": "headers-first"}
+    steps: dict[str, list[Step]] = {
+        "headers first, answer": [headers(**told), body(CHAT), *_ANSWER],
+        "headers first, stream": [headers(), body(CHAT | {"stream": True}), *_STREAM],
+        "headers first, retried": [headers(), body(CHAT), response(upstream=SLOW), chunk(USAGE)],
+        "headers first, trailers": [headers(), body(CHAT, end=False), REQUEST_TRAILERS, *_ANSWER],
+        "response trailers": [headers(), body(CHAT), response(), RESPONSE_TRAILERS],
+        "response of headers alone": [headers(), body(CHAT), response(204, end=True)],
+        "no body mode": [headers(mode=Mode.NONE), *_ANSWER],
+        "streamed mode": [headers(mode=Mode.STREAMED), *_ANSWER],
+        "partial mode": [headers(mode=Mode.BUFFERED_PARTIAL), body(BODY[:-20], end=False)],
+        "POST without a body": [headers(end=True)],
+        "compressed": [headers(content_encoding="gzip"), *_ANSWER],
+        "large by its length": [headers(content_length=str(2**24)), *_ANSWER],
+        "large body": [headers(), body(_LARGE)],
+        "unknown model": [headers(), body(CHAT | {"model": "unknown"})],
+        "without a model": [headers(), body({"messages": []})],
+        "list of models": [headers("/v1/models", "GET", end=True), response()],
+        "GET of a chat": [headers("/v1/chat/completions", "GET"), body(b"x"), response()],
+        "tokenize": [headers("/tokenize"), body(b"x"), response()],
+        "path with prefix and query": [headers("/a/b/v1/completions?x=1"), body(CHAT)],
+        "phases in any order": [
+            *(response(), chunk(b"x"), RESPONSE_TRAILERS, REQUEST_TRAILERS),
+            *(Step(ProcessingRequest()), body(CHAT), headers(), body(CHAT), body(CHAT)),
+        ],
+        "body first, answer": [first(CHAT, x_request_id="body-first"), *_ANSWER],
+        "body first, stream": [first(CHAT | {"stream": True}), *_STREAM],
+        "body first, unseen": [first(CHAT, x_extproc_unseen="1")],
+        "body first, client left": [first(CHAT)],
+        "body first, compressed": [first(gzip.compress(BODY, mtime=0), content_encoding="gzip")],
+        "body first, goes on": [first(BODY[:-20], end=False, mode=Mode.BUFFERED_PARTIAL)],
+        "body first, twice": [first(CHAT), first(CHAT), headers()],
+        "body first, large": [first(_LARGE)],
+        "body first, unknown model": [first(CHAT | {"model": "unknown"})],
+        "body first, tokenize": [first(CHAT, "/tokenize"), response()],
+        "response alone": [response()],
+        "gateway, three chunks": [
+            *(headers(**_HELD), body(BODY[:7], False, 0), body(BODY[7:100], False, 0)),
+            *(body(BODY[100:], replies=2), response(served=SLOW), chunk(EVENT, end=False)),
+            *(chunk(DONE), RESPONSE_TRAILERS),
+        ],
+        "gateway, trailers": [
+            *(headers(**_HELD), body(BODY, False, 0), Step(REQUEST_TRAILERS.message, 3)),
+        ],
+        "gateway, subset": [headers(**_HELD, subset=[SLOW]), body(CHAT, replies=2)],
+        "gateway, no member": [headers(**_HELD, subset=[GONE]), body(CHAT)],
+        "gateway, empty subset": [headers(**_HELD, subset=[]), body(CHAT)],
+        "gateway, GET": [headers("/v1/models", "GET", end=True, **_DUPLEX), *_ANSWER],
+        "gateway, tokenize": [headers("/tokenize", **_DUPLEX), body(b"text"), *_ANSWER],
+        "gateway, bad body": [headers(**_HELD), body(b"not json")],
+        "gateway, unknown model": [headers(**_HELD), body(CHAT | {"model": "unknown"})],
+        "buffered subset": [headers(subset=[SLOW]), body(CHAT)],
+        "buffered, no member": [headers(subset=[GONE]), body(CHAT)],
+        "stored response": [
+            *(first({"model": "tiny", "input": "a"}, "/v1/responses"), response()),
+            chunk({"id": "resp_1", "object": "response", "status": "completed"}),
+        ],
+        "stored response, GET": [headers("/v1/responses/resp_1", "GET", end=True)],
+        "stored response, cancel": [first(b"{}", "/v1/responses/resp_1/cancel")],
+        "stored response, gateway": [headers("/v1/responses/resp_1", "GET", end=True, **_DUPLEX)],
+        "stored response, next": [
+            first(
+                {"model": "tiny", "input": "b", "previous_response_id": "resp_1"}, "/v1/responses"
+            )
+        ],
+    }
+    steps |= {f"endpoint {path}": [first(one, path), *_ANSWER] for path, one in _BODIES.items()}
+    steps |= {f"headers, {path}": [headers(path), body(one)] for path, one in _BODIES.items()}
+    steps |= {f"malformed, {name}": [headers(), body(one)] for name, one in _MALFORMED.items()}
+    steps |= {f"malformed first, {name}": [first(one)] for name, one in _MALFORMED.items()}
+    found = [Conversation("plain", name, one) for name, one in steps.items()]
+    for pool in ("slow", "unknown"):
+        steps_of_pool = [headers(), body(CHAT)]
+        found.append(Conversation("plain", f"pool {pool}", steps_of_pool, {"x-extproc-pool": pool}))
+    return found
+
+
+def _rich() -> list[Conversation]:
+    renamed = CHAT | {"model": "chat"}
+    steps: dict[str, list[Step]] = {
+        "alias, headers first": [headers(), body(renamed), *_STREAM],
+        "alias, body first": [first(renamed), response(), chunk({"model": "tiny", **USAGE})],
+        "alias before trailers": [first(renamed, end=False), REQUEST_TRAILERS],
+        "alias, gateway": [headers(**_HELD), body(renamed, replies=2)],
+        "alias, audio": [first(_MULTIPART.replace(b"tiny", b"chat"), "/v1/audio/transcriptions")],
+        "either name": [headers(), body(CHAT | {"model": "either"})],
+        "drawn name, objective of a model": [headers(), body(CHAT | {"model": "drawn"})],
+        "unknown model": [first(CHAT | {"model": "unknown"})],
+        "list of models": [headers("/v1/models", "GET", end=True)],
+        "list of models, gateway": [headers("/v1/models", "GET", end=True, **_DUPLEX)],
+        "urgent": [first(CHAT, x_objective="urgent", x_request_id="urgent"), *_ANSWER],
+        "urgent, client's own priority": [first(CHAT | {"priority": 7}, x_objective="urgent")],
+        "own priority": [first(CHAT | {"priority": 7})],
+        "messages have no priority": [first(CHAT, "/v1/messages", x_objective="urgent")],
+        "objective of a tenant": [headers(x_tenant="gold"), body(CHAT)],
+        "objective by the gateway's header": [
+            first(CHAT, x_gateway_inference_objective="urgent"),
+        ],
+        "sheddable": [first(CHAT, x_objective="hasty")],
+        "session header": [headers(x_session="s"), body(CHAT)],
+        "session cookie": [first(CHAT, cookie="a=b; sid=s")],
+    }
+    return [Conversation("rich", name, one) for name, one in steps.items()]
+
+
+def _filling(number: int) -> Step:
+    """A prompt of 3/8 of the cache that shares no beginning with others."""
+    tokens = list(range(number, number + 3 * KV_TOKENS // 8))
+    return first({"model": "tiny", "prompt": tokens, "max_tokens": 100}, "/v1/completions")
+
+
+def _refusing() -> list[Conversation]:
+    strict: dict[str, list[Step]] = {
+        "too late": [headers("/v1/completions"), body(_LONG)],
+        "too late, body first": [first(_LONG, "/v1/completions")],
+        "too late, gateway": [headers("/v1/completions", **_HELD), body(_LONG)],
+        "in time, unseen": [headers(), body(CHAT)],
+        "in time, body first": [first(CHAT), *_ANSWER],
+        **{f"failure {n}": [headers(), body(CHAT), response(500)] for n in (1, 2, 3)},
+        "after failures": [first(CHAT)],
+    }
+    empty: dict[str, list[Step]] = {
+        "headers first": [headers(), body(CHAT)],
+        "body first": [first(CHAT)],
+        "gateway": [headers(**_HELD), body(CHAT)],
+        "gateway, GET": [headers("/v1/models", "GET", end=True, **_DUPLEX)],
+        "GET": [headers("/v1/models", "GET", end=True)],
+    }
+    others = [[[_filling(number)], [_filling(number + 1)]] for number in (1, 4)]
+    late = Step(_filling(7).message, 2)
+    return [
+        *(Conversation("strict", name, one) for name, one in strict.items()),
+        *(Conversation("empty", name, one) for name, one in empty.items()),
+        Conversation("policy", "headers first", [headers(), body(CHAT)]),
+        Conversation("narrow", "waits", [_filling(3), Step(OTHERS_END.message)], beside=others[0]),
+        Conversation("narrow", "waits too long", [late], beside=others[1]),
+    ]
+
+
+CONVERSATIONS = [*_plain(), *_rich(), *_refusing()]
