@@ -7,32 +7,23 @@ replica predicted, one of them chosen. Beside it stands what the ledger takes fo
 when it is sent and when it ends, and what a poll's news of a replica takes. What is learned of
 answers is not timed. Below stands what it takes to make a profile of a chat's body, and the part of
 it that the keys of its prefix take.
-
-    python -m benchmarks.decision --shadow
-
-tells instead by what share each policy makes a decision longer as ``route.shadow_policy``, with
-what it adds to metrics.
 """
 
 import gc
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import compress, cycle
-from operator import not_
+from itertools import cycle
 from random import Random
 from statistics import median, quantiles
 from time import perf_counter
 from timeit import repeat
-
-from prometheus_client import CollectorRegistry
 
 from benchmarks import arguments
 from extproc.config import RequestSettings
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.lab.replay.clock import VirtualClock
-from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
@@ -41,7 +32,6 @@ from extproc.request.prefix import prefix_of
 from extproc.request.profile import RequestProfile
 from extproc.request.prompt import read
 from extproc.request.tokens import TokenCounter
-from extproc.route.policies import POLICIES as SHADOWS
 from extproc.route.router import Router
 
 POLICIES = ("completion", "least_request")
@@ -93,15 +83,8 @@ class Reading:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments.command("decision", __doc__)
     parser.add_argument("--decisions", type=int, default=3000, help="timed on each line")
-    parser.add_argument(
-        "--shadow",
-        action="store_true",
-        help="only what each policy as route.shadow_policy adds to a decision",
-    )
     arguments.add_json(parser)
     args = parser.parse_args(argv)
-    if args.shadow:
-        return _shadows(args.decisions)
     print(
         f"{'policy':<14}{'replicas':>9}{'':<6}{'decision':>12}{'p99':>12}"
         f"{'its ledger':>12}{'a poll':>12}"
@@ -121,30 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         chats.append(asdict(chat))
     arguments.keep(args, {"runs": runs, "chats": chats})
     return 0
-
-
-def _shadows(decisions: int) -> int:
-    """Each policy beside the default one."""
-    shares = [measure_shadows(replicas, decisions) for replicas in REPLICAS]
-    print(f"{'shadow':<16}" + "".join(f"{replicas:>9} replicas" for replicas in REPLICAS))
-    for shadow, *of_sizes in zip(SHADOWS, *shares, strict=True):
-        print(f"{shadow:<16}" + "".join(f"{share:>17.1%} " for share in of_sizes))
-    return 0
-
-
-def measure_shadows(replicas: int, decisions: int) -> list[float]:
-    """By what share of its time a decision takes longer with each of ``SHADOWS`` beside it: those
-    that one was asked about beside those between them."""
-    load, shares = _Load(POLICIES[0], replicas), []
-    for shadow in SHADOWS:
-        load.put_beside(shadow)
-        for _ in range(decisions):
-            load.step()
-        asked = list(compress(load.decisions, load.shadowed))
-        others = list(compress(load.decisions, map(not_, load.shadowed)))
-        share = len(asked) / len(load.decisions)
-        shares.append(share * (median(asked) / median(others) - 1.0))
-    return shares
 
 
 def _line(run: Timing) -> str:
@@ -197,7 +156,6 @@ class _Load:
 
     def __init__(self, policy: str, replicas: int, kv_usage: float = _KV_USAGE) -> None:
         self.decisions: list[float] = []  # seconds that each took
-        self.shadowed: list[bool] = []  # whether another policy was asked
         self.ledger: list[float] = []
         """Seconds for the entry of a request and the release of another."""
         self.polls: list[float] = []  # seconds for one poll's news of one replica
@@ -205,9 +163,7 @@ class _Load:
         self._random = Random(0)
         self._clock = VirtualClock()
         self._fleet = Fleet(OutputLengths(), self._clock)
-        self._policy = policy
         self._router = Router(self._fleet, policy, self._random)
-        self._tell = RouterMetrics(CollectorRegistry()).tell_shadow
         size = _SHARED_TOKENS * _BYTES_PER_TOKEN
         self._shared = [self._random.randbytes(size) for _ in range(_SHARED_PROMPTS)]
         names = [f"10.0.{number >> 8}.{number & 255}:8000" for number in range(replicas)]
@@ -218,12 +174,6 @@ class _Load:
         self._pause = _POLL_INTERVAL / replicas
         self._in_flight = [self._send(name) for name in names for _ in range(_IN_FLIGHT)]
 
-    def put_beside(self, shadow: str | None) -> None:
-        """Begins anew, with this policy beside the one that decides."""
-        self._router = Router(self._fleet, self._policy, self._random, shadow=shadow)
-        self.decisions.clear()
-        self.shadowed.clear()
-
     def step(self) -> None:
         """One request comes and another ends."""
         self._wait()
@@ -231,12 +181,10 @@ class _Load:
         start = perf_counter()
         decision = self._router.decide(request)
         assert decision is not None
-        self._tell(decision)
         decided = perf_counter()
         ticket = self._fleet.dispatch(decision.replica, request, decision.cached)
         entered = perf_counter()
         self.decisions.append(decided - start)
-        self.shadowed.append(decision.shadow is not None)
         self._in_flight.append(ticket)
         self._wait()
         ended = self._in_flight.pop(self._random.randrange(len(self._in_flight)))

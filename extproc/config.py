@@ -32,6 +32,8 @@ REMOVED: dict[str, str] = {
     "poll.backoff_max_s": "a failing replica is scraped at least every 2 s",
     "poll.ttl_s": "the state of a replica lives for 10 s without a scrape",
     "poll.resolve_s": "DNS names and the replicas file are looked at every 2 s",
+    "route.allow_policy_header": "name the header in route.policy_header; without it none is read",
+    "route.shadow_policy": "record traffic and compare by extproc what-if (docs/what-if.md)",
     "serve.clear_route_cache": "let the replica cluster follow the choice by override_host",
     "xds.envoy_file": "let Envoy watch files itself, by path_config_source (docs/envoy.md)",
 }
@@ -316,13 +318,8 @@ class RouteSettings(Section):
 
     policy: PolicyName = "completion"
     """Name of the policy that chooses."""
-    shadow_policy: PolicyName | None = None
-    """Name of another that is asked about a quarter of the requests, too, without effect: metrics
-    and decision records say where it would have sent them; null: none is."""
-    policy_header: str = Field(default="x-extproc-policy", pattern=r"^[a-z0-9_-]+$")
-    """Request header that names another policy for one request."""
-    allow_policy_header: bool = False
-    """Whether clients may use it."""
+    policy_header: str | None = Field(default=None, pattern=r"^[a-z0-9_-]+$")
+    """Request header in which clients may name another policy for one request; null: none."""
     max_ttft_s: float | None = Field(default=None, gt=0)
     """A request whose first token would come later than this, by prediction and on every replica,
     is refused with 429; null: none is."""
@@ -621,7 +618,7 @@ class Config(PoolReplicas):
         """Request headers that settings name, in lower case."""
         route = self.route
         named = [
-            route.policy_header if route.allow_policy_header else None,
+            route.policy_header,
             route.session_header,
             "cookie" if route.session_cookie else None,
             *self.tenant_headers,

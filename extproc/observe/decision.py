@@ -45,17 +45,6 @@ class ExcludedCandidate(Struct):
     why: str
 
 
-class ShadowChoice(Struct):
-    """The choice of ``route.shadow_policy``, with the times predicted there."""
-
-    policy: str
-    replica: str
-    name: str
-    ttft_s: Figure
-    completion_s: Figure
-    cost_to_others_s: Figure
-
-
 class Outcome(Struct):
     """The end of a routed request; None for what the router did not see."""
 
@@ -97,7 +86,6 @@ class DecisionRecord(Struct):
     expected_cached_tokens: Figure
     predicted_ttft_s: Figure
     predicted_completion_s: Figure
-    shadow: ShadowChoice | None
     compared: int
     candidates: list[Candidate]
     excluded: list[ExcludedCandidate]

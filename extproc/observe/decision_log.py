@@ -18,13 +18,11 @@ from extproc.observe.decision import (
     DecisionRecord,
     ExcludedCandidate,
     Outcome,
-    ShadowChoice,
     Terms,
 )
 from extproc.predict.inputs import Floats
 from extproc.route.queue import Queue
 from extproc.route.router import Decision, Router
-from extproc.route.shadow import TIMES
 
 TERMS = Terms.__struct_fields__
 _DIGITS = 5
@@ -89,19 +87,11 @@ class KeptDecision:
             expected_cached_tokens=_short(decision.cached),
             predicted_ttft_s=_short(decision.predicted_ttft),
             predicted_completion_s=_short(decision.predicted_completion),
-            shadow=self._shadow(),
             compared=self.candidates,
             candidates=self._compared(most),
             excluded=[ExcludedCandidate(one.id, one.name, one.why) for one in view.excluded[:most]],
             outcome=Outcome(*(_seen(getattr(self.outcome, name)) for name in _OUTCOME)),
         )
-
-    def _shadow(self) -> ShadowChoice | None:
-        if (shadow := self.decision.shadow) is None:
-            return None
-        view, prediction = self.decision.situation.view, self.decision.prediction
-        times = (_short(getattr(prediction, time).item(shadow.first)) for time in TIMES)
-        return ShadowChoice(shadow.policy, view.ids[shadow.first], view.names[shadow.first], *times)
 
     def _compared(self, most: int | None) -> list[Candidate]:
         """Column by column: value by value, a thousand candidates take 20 ms instead of 2."""

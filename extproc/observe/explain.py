@@ -17,7 +17,7 @@ from extproc.ground.text import (
     table,
     table_of,
 )
-from extproc.observe.decision import Candidate, DecisionRecord, Outcome, ShadowChoice
+from extproc.observe.decision import Candidate, DecisionRecord, Outcome
 
 _DECISIONS: Cells[DecisionRecord] = (
     (Column("time", left=True), lambda one: _time(one).strftime("%H:%M:%S")),
@@ -109,7 +109,6 @@ def compare(record: DecisionRecord) -> Comparison:
         "policy": record.policy,
         "chosen": _chosen(record),
         "why": record.why,
-        **({"shadow": _shadow(record.shadow, record)} if record.shadow else {}),
         "happened": _happened(record),
     }
     return Comparison(
@@ -209,18 +208,6 @@ def _asks(record: DecisionRecord) -> str:
 def _chosen(record: DecisionRecord) -> str:
     chosen = _named(record, record.replica)
     return f"{chosen}; for a retry {_named(record, record.second)}" if record.second else chosen
-
-
-def _shadow(shadow: ShadowChoice, record: DecisionRecord) -> str:
-    """Where another policy would have sent it, and when it would end there."""
-    if shadow.replica == record.replica:
-        return f"{shadow.policy} would have chosen the same"
-    where = with_name(shadow.replica, shadow.name)
-    return (
-        f"{shadow.policy} would have chosen {where}: first token after {figure(shadow.ttft_s)} s, "
-        f"finished after {figure(shadow.completion_s)} s, others lose "
-        f"{figure(shadow.cost_to_others_s)} s"
-    )
 
 
 def _named(record: DecisionRecord, replica: str) -> str:

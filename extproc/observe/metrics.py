@@ -73,18 +73,6 @@ class RouterMetrics:
             "Decisions by policy and replica chosen.",
             ["policy", "replica"],
         )
-        self.shadow_decisions = counts(
-            "extproc_shadow_decisions_total",
-            "Decisions of which route.shadow_policy would have made the same, or another.",
-            ["policy", "result"],
-        )
-        self.shadow_seconds = counts(
-            "extproc_shadow_seconds_total",
-            "Predicted seconds, of the others among them, by which the replica of "
-            "route.shadow_policy would have taken more or less: until the first token (ttft), "
-            "until the last (completion), and of other requests (cost_to_others).",
-            ["policy", "time", "result"],
-        )
         self.failures = counts(
             "extproc_failures_total",
             "Requests that a replica answered with 500 to 599, or that Envoy sent to another after "
@@ -187,17 +175,6 @@ class RouterMetrics:
             (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
         )
         self.open_streams = gauge("extproc_open_streams", "ext_proc streams open now.")
-
-    def tell_shadow(self, decision: Decision) -> None:
-        """What another policy would have chosen, if one was asked."""
-        if (shadow := decision.shadow) is None:
-            return
-        same = shadow.first == decision.choice.first
-        self.shadow_decisions.add(shadow.policy, "same" if same else "other")
-        if not same:
-            for time, later in shadow.later(decision.prediction, decision.choice.first):
-                result = "more" if later > 0.0 else "less"
-                self.shadow_seconds.add(shadow.policy, time, result, by=abs(later))
 
     def tell_left_out(self, reasons: Iterable[tuple[str, str]]) -> None:
         """Which replicas get no requests, and why."""

@@ -48,7 +48,7 @@ def asked_by(headers: Mapping[str, str], config: Config) -> Asked | None:
     return Asked(
         endpoint,
         request_id=headers.get("x-request-id", "")[:_LONGEST_ID],
-        policy=headers.get(route.policy_header, "") if route.allow_policy_header else "",
+        policy=headers.get(route.policy_header or "", ""),
         tenant=first_of(config.tenant_headers, headers)[:_LONGEST_ID],
         session=session_of(headers, route.session_header, route.session_cookie),
         objective=first_of(config.objective_headers, headers),

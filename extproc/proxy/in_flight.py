@@ -60,7 +60,6 @@ class InFlight:
         self._ended = False
         services.metrics.requests.add("routed")
         services.metrics.decisions.add(decision.policy, decision.replica)
-        services.metrics.tell_shadow(decision)
 
     def answered(self, request: ProcessingRequest) -> bool:
         """The response's headers came; returns whether its body is to be read, too."""

@@ -20,7 +20,7 @@ from extproc.route.router import Router
 
 def router_of(route: RouteSettings, fleet: Fleet, random: random.Random) -> Router:
     """A router as it is configured."""
-    return Router(fleet, route.policy, random, route.session_cost_s, route.shadow_policy)
+    return Router(fleet, route.policy, random, route.session_cost_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

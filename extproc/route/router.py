@@ -18,15 +18,11 @@ from extproc.route.holder import Holder
 from extproc.route.policies import POLICIES
 from extproc.route.policy import Choice, Policy, Situation, runner_up
 from extproc.route.session import Session
-from extproc.route.shadow import Shadow
 from extproc.route.target import Target, lateness
 
 _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
 the prefix cache brought it far sooner, there is no telling how long the request decoded."""
-
-_SHADOWED = 0.25
-"""Share of requests that a shadow policy is asked about: some take a sixth of a decision's time."""
 
 _STEPS, _SHARE = 2.0, 0.02
 """Tokens, and share of an answer, by which the ledger's count of them may be short."""
@@ -85,8 +81,6 @@ class Decision:
     """Seconds since the newest news of other routers was sent; None where there are no others."""
     stale: bool = False
     """That was too long ago: what they told does not count, only what polls saw."""
-    shadow: Shadow | None = None
-    """What another policy would have chosen, where one is asked."""
 
     @property
     def fallback(self) -> str:
@@ -185,7 +179,6 @@ class Router:
         policy: str,
         random: Random,
         session_cost_s: float = 0.0,
-        shadow: str | None = None,
     ) -> None:
         """A router.
 
@@ -195,7 +188,6 @@ class Router:
             random: breaks ties, and draws.
             session_cost_s: seconds by which a request may be finished later for staying with its
                 session.
-            shadow: name of a policy that is asked, too, without effect; None: none is.
         """
         self.fleet = fleet
         self.margins = Margins()
@@ -204,9 +196,6 @@ class Router:
         self._default = policy
         self._random = random
         self._policies: dict[str, Policy] = {name: make() for name, make in POLICIES.items()}
-        self._shadow = (shadow, POLICIES[shadow]()) if shadow else None
-        """With turns and draws of its own: what is chosen is the same with it and without."""
-        self._shadows_random = Random(0)
 
     def decide(
         self,
@@ -253,7 +242,6 @@ class Router:
             self._retry(situation, choice, model),
             fleet.peers.news_age,
             fleet.peers.stale,
-            self._beside(situation, policy, waited),
         )
 
     def _with_holder(
@@ -327,15 +315,6 @@ class Router:
         if home is not None:
             name, policy = Session.NAME, Session(home, self._session_cost_s, policy)
         return name, policy
-
-    def _beside(self, situation: Situation, asked: str, waited: float) -> Shadow | None:
-        """What the other policy would choose, for some of the requests that would change with
-        ``route.policy``."""
-        if not self._shadow or asked in POLICIES or self._shadows_random.random() >= _SHADOWED:
-            return None
-        name, policy = self._shadow
-        _, policy = self._in_charge(situation, name, policy, waited)
-        return Shadow(name, policy.choose(situation, self._shadows_random).first)
 
     def learn(
         self,

@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import decision
-from extproc.route.policies import POLICIES
 
 
 def test_it_times_every_policy_and_size_of_fleet(
@@ -27,14 +26,3 @@ def test_it_times_every_policy_and_size_of_fleet(
     for chat in chats:
         assert 0 < chat["prefix_us"] < chat["profile_us"]
     assert len(capsys.readouterr().out.splitlines()) == 1 + len(runs) + 1 + len(chats)
-
-
-def test_it_times_every_policy_beside_the_one_that_decides(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(decision, "REPLICAS", (1, 3))
-    assert decision.main(["--decisions", "50", "--shadow"]) == 0
-    header, *lines = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header == ["shadow", "1", "replicas", "3", "replicas"]
-    assert [line[0] for line in lines] == list(POLICIES)
-    assert all(cell.endswith("%") for line in lines for cell in line[1:])

@@ -341,10 +341,10 @@ def test_flags_reach_the_configuration() -> None:
     add_flags(parser, "serve")
     words = [word for key in settings.LEAVES for word in (f"--{key}", "")]
     assert set(settings.LEAVES) < set(vars(parser.parse_args(words)))  # those not shown, too
-    args = parser.parse_args(["--poll.interval_s", "0.5", "--route.allow_policy_header=true"])
+    args = parser.parse_args(["--poll.interval_s", "0.5", "--route.policy_header=x-policy"])
     config = configured(args)
     assert config.poll.interval_s == 0.5
-    assert config.route.allow_policy_header is True
+    assert config.route.policy_header == "x-policy"
 
 
 def test_every_policy_can_be_configured() -> None:

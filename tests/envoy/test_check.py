@@ -158,7 +158,7 @@ def buffered() -> dict[str, object]:
 Settings = dict[str, dict[str, Any]]
 ONE_ALONE: Settings = {"serve": {"second_choice": False}}  # fits any way to follow the choice
 NAMED: Settings = {
-    "route": {"allow_policy_header": True, "session_cookie": "sid"},
+    "route": {"policy_header": "x-extproc-policy", "session_cookie": "sid"},
     "request": {"tenant_header": "X-Tenant"},
 }
 UNDERSCORE: Settings = {"request": {"tenant_header": "x_tenant"}}

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 import pytest
 from aiohttp import web
@@ -23,7 +22,7 @@ from extproc.proxy.admin import admin_routes
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from extproc.request.profile import RequestProfile
-from extproc.route.router import Decision, Router
+from extproc.route.router import Decision
 from tests.commands import printed, secured
 from tests.fakes import ManualClock, chat, embedding, replica, state
 
@@ -114,22 +113,6 @@ async def test_one_request_is_compared_on_every_replica(
         assert float(cells["finish"]) == pytest.approx(sum(terms), abs=0.01)
         predicted = decision.prediction.completion[index]
         assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
-
-
-async def test_what_another_policy_would_have_chosen_is_shown_where_one_is_asked(
-    services: Services, router: str, explain: Explain
-) -> None:
-    for shadow in ("completion", "round_robin"):
-        asked = Router(services.fleet, "completion", Random(1), shadow=shadow)
-        decisions = (asked.decide(chat(1234, 50)) for _ in range(100))
-        decision = [one for one in decisions if one and one.shadow][1]
-        services.log.add(shadow, 1_700_000_000.0, decision)
-        ends = decision.prediction.completion[1]
-    text = " ".join(" ".join(await explain("--router", router, "completion")).split())
-    assert "shadow completion would have chosen the same" in text
-    text = " ".join(" ".join(await explain("--router", router, "round_robin")).split())
-    assert "shadow round_robin would have chosen r2 (10.0.0.2:8000): first token" in text
-    assert f"finished after {ends:.3f} s, others lose" in text
 
 
 async def test_how_far_predictions_were_off_as_of_late_is_shown_where_they_were(

@@ -22,7 +22,7 @@ def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
 @pytest.fixture
 def config() -> Config:
     return Config.model_validate(
-        {"route": {"allow_policy_header": True, "seed": 1}, "serve": {"chunks_per_s": 1e6}}
+        {"route": {"policy_header": "x-extproc-policy", "seed": 1}, "serve": {"chunks_per_s": 1e6}}
     )
 
 

@@ -23,7 +23,7 @@ def config() -> Config:
     return Config.model_validate(
         {
             "route": {
-                "allow_policy_header": True,
+                "policy_header": "x-extproc-policy",
                 "session_header": "X-Session",
                 "session_cookie": "sid",
                 "models": {"chat": "llama"},

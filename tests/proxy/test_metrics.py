@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from msgspec import to_builtins
 from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
 from extproc.observe.metrics import RouterMetrics
 from extproc.proxy.services import Services
 from extproc.route.router import Router
-from tests.fakes import MODEL, ManualClock, fleet_of, replica
+from tests.fakes import MODEL, ManualClock, fleet_of
 from tests.proxy.envoy_side import CHAT, EnvoySide, destination
 
 BY = {"model": MODEL, "objective": "chat"}
@@ -46,7 +45,7 @@ def clock() -> ManualClock:
 def services(services: Services, clock: ManualClock, registry: CollectorRegistry) -> Services:
     fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-h100")
     fleet.known.set()
-    router = Router(fleet, "completion", services.random, shadow="round_robin")
+    router = Router(fleet, "completion", services.random)
     metrics = RouterMetrics(registry)
     return replace(services, router=router, clock=clock, metrics=metrics)
 
@@ -125,29 +124,6 @@ async def test_what_comes_is_demand_whether_it_is_answered_or_not(
         await stream.request_body(CHAT)
         assert services.demand.replicas(services.queue) > 0.0
         await stream.end()
-
-
-async def test_what_another_policy_would_have_chosen_is_counted_and_recorded(
-    envoy: EnvoySide, services: Services, registry: CollectorRegistry
-) -> None:
-    ends = []
-    for name in map(str, range(40)):
-        async with envoy.stream() as stream:
-            await stream.request_headers(headers={"x-request-id": name})
-            await stream.request_body(CHAT | {"max_tokens": 50})
-            await stream.end()
-        shown = to_builtins(services.log.of_request(name)[0].record())
-        if (shadow := shown["shadow"]) is not None:
-            ends.append(shadow["completion_s"] - shown["predicted_completion_s"])
-            assert shadow["replica"] == replica(2 - len(ends) % 2)  # its turns
-    by = {"policy": "round_robin"}
-    same = value(registry, "shadow_decisions_total", by | {"result": "same"}) or 0
-    other = value(registry, "shadow_decisions_total", by | {"result": "other"}) or 0
-    assert (same, other) == (ends.count(0.0), len(ends) - ends.count(0.0))
-    more = value(registry, "shadow_seconds_total", by | {"time": "completion", "result": "more"})
-    assert more == pytest.approx(sum(one for one in ends if one > 0), abs=1e-3)
-    assert other
-    assert more
 
 
 def test_replicas_left_out_are_told_for_as_long_as_they_are(registry: CollectorRegistry) -> None:

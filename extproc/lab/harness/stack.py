@@ -26,6 +26,7 @@ from extproc.lab.harness.processes import (
     envoy_command,
     start_redis,
 )
+from extproc.lab.harness.traffic import POLICY_HEADER
 
 MODEL = "llama-8b"
 """What every replica serves."""
@@ -297,7 +298,7 @@ class Stack:
                 "admin": self.address("router-admin"),
                 "workers": len(self._workers),
             },
-            "route": {"allow_policy_header": True},
+            "route": {"policy_header": POLICY_HEADER},
             "poll": {"admin": self.address("poller-admin")},
         }
         for name, keys in self._settings.items():
