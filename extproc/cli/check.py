@@ -21,7 +21,7 @@ from extproc.poll.discovery import require_client
 from extproc.request.tokens import TokenCounter, TokenizerError
 
 _SILENT = logging.NullHandler()
-"""For what runs here as in a router or poller: what is wrong is a finding, and no line of a log."""
+"""For code of routers and pollers that runs here: a failure is a finding, and no line of a log."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _doubts(section: str, files: CertificateFiles, peers: str) -> list[str]:
-    """What ``peers`` will have against the certificate of a section, if anything."""
+    """The reason why ``peers`` will not trust the certificate of a section, if any."""
     authority = files.tls_client_ca if isinstance(files, TlsFiles) else None
     doubt = "" if files.tls_cert is None else tls.read(files, section, authority).doubt
     return [f"{section}.tls_cert: {doubt}: {peers} will not trust it"] if doubt else []

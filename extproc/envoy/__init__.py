@@ -1,1 +1,1 @@
-"""What the project knows of Envoy: its schema, and how clusters follow the router's choice."""
+"""Envoy: checks of its configuration and of what runs, and the server of its replicas (EDS)."""

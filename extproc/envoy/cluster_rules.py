@@ -59,19 +59,19 @@ def _listeners(file: EnvoyFile) -> list[Node]:
 
 
 def _by_route(file: EnvoyFile) -> bool:
-    """Whether every route to the replicas has an idle timeout of its own."""
+    """Every route to the replicas has an idle timeout of its own."""
     routes = file.replica_routes
     return bool(routes) and all("idle_timeout" in route for route in routes)
 
 
 def _with_second(file: EnvoyFile) -> list[Node]:
-    """Where a second choice can be used: the policy override_host takes a list."""
+    """Routes on which a second choice can be used: the policy override_host takes a list."""
     others = {one["name"] for one in file.replica_clusters if not file.all(OVERRIDE_HOST, one)}
     return [route for route in file.replica_routes if not clusters_of(route) & others]
 
 
 def _waiting(file: EnvoyFile) -> list[Node]:
-    """What sets idle timeouts for requests to the replicas."""
+    """Managers and routes that set idle timeouts for requests to the replicas."""
     return ([] if _by_route(file) else file.all(MANAGER)) + file.replica_routes
 
 
@@ -81,7 +81,6 @@ def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
     others = sorted(named & file.cluster_names - obeying)
 
     def may_obey(other: Node) -> bool:
-        """It names such a cluster, or leaves the name to a header or a plugin."""
         return not clusters_of(other) or bool(clusters_of(other) & obeying)
 
     if not others or (not named & obeying and any(map(may_obey, file.all(ROUTE)))):
@@ -94,7 +93,7 @@ def _leads_elsewhere(route: Node, file: EnvoyFile) -> str:
 
 
 def _sources(file: EnvoyFile) -> str:
-    """What override_host has to read: an answer to a body sets no header."""
+    """Sources that override_host has to read: an answer to a body sets no header."""
     return FROM_METADATA if bodies_first(file) else _FROM_HEADER
 
 

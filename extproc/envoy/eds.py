@@ -16,14 +16,12 @@ from extproc.share.replicas import StateReader
 
 logger = logging.getLogger(__name__)
 
-_SETTLE_S = 0.05
-"""Changes that come together are told together."""
-_LOOK_EVERY = 1.0
-"""Seconds between two looks for silent replicas, and at Redis."""
+_SETTLE_S = 0.05  # changes that come together are told together
+_LOOK_EVERY = 1.0  # seconds between two looks for silent replicas, and at Redis
 _CUT_OFF_S = 3
-"""Without Redis for so long, health checks are told: another instance may have it."""
+"""Seconds without Redis until health checks fail: another instance may have it."""
 _SEND_AWAY_S = 5
-"""So often streams are ended from then on: the first time, Envoy's health checks have noticed."""
+"""Seconds between two ends of all streams; before the first, Envoy's health checks have failed."""
 
 
 async def run_eds(config: Config) -> None:

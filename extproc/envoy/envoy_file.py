@@ -1,4 +1,4 @@
-"""An Envoy file as the rules see it, and the router beside it."""
+"""The parts of an Envoy file that matter to a router: filters, routes, clusters."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -16,7 +16,7 @@ _EARLY = "envoy.extensions.http.early_header_mutation.header_mutation.v3.HeaderM
 _HEADER_MUTATION = f"{_HTTP}.header_mutation.v3.HeaderMutation"
 _PER_ROUTE = f"{_HTTP}.ext_proc.v3.ExtProcPerRoute"
 _SAID = ("envoy.config.route.v3.FilterConfig", _PER_ROUTE, f"{_HTTP}.buffer.v3.BufferPerRoute")
-"""What a route may say of a filter."""
+"""Settings of a filter that a route may have."""
 _OVERRIDABLE = (
     "processing_mode",
     "response_attributes",
@@ -27,13 +27,12 @@ _OVERRIDABLE = (
 
 
 class EnvoyFile(Tree):
-    """Finds the parts of a bootstrap, of a fragment of one, or of a patch for a mesh.
+    """A bootstrap, a fragment of one, or a patch for a mesh, and the settings of its router.
 
-    What it says holds for a file that meets the schema, without errors among its ``findings``.
+    Only a file without errors among its ``findings`` is read as Envoy would.
     """
 
     def __init__(self, tree: object, config: Config | None = None) -> None:
-        """``config``: of the router that this Envoy asks; None: all by default."""
         super().__init__(tree)
         self.config = config or Config()
 
@@ -53,7 +52,7 @@ class EnvoyFile(Tree):
 
     @cached_property
     def cluster_names(self) -> set[str]:
-        """Names of the clusters in it."""
+        """The names of all clusters in the file."""
         return {cluster["name"] for cluster in self.all(CLUSTER)}
 
     @cached_property
@@ -73,13 +72,13 @@ class EnvoyFile(Tree):
 
     @property
     def reads_header(self) -> bool:
-        """Whether a cluster goes by the header, which a client could set as well."""
+        """A cluster goes by the header, which a client could set as well."""
         policies, clusters = self.all(OVERRIDE_HOST), self.all(CLUSTER)
         return any(map(reads_header, policies)) or any(map(follows_header, clusters))
 
     @property
     def reads_metadata(self) -> bool:
-        """Whether a cluster goes by the metadata that the router sets."""
+        """A cluster goes by the metadata that the router sets."""
         policies, clusters = self.all(OVERRIDE_HOST), self.all(CLUSTER)
         return any(map(reads_metadata, policies)) or any(map(_follows_metadata, clusters))
 
@@ -93,29 +92,21 @@ class EnvoyFile(Tree):
     @cached_property
     def filters(self) -> list[Node]:
         """The ext_proc filters as they are written, and as routes to the replicas override them."""
-        written = self.all(EXT_PROC)
-        said = {
-            one.path: one["overrides"]
-            for entry in self._entries(EXT_PROC)
-            for route in self.replica_routes
-            for one in self._said_for(route, entry)
-            if one.kind == _PER_ROUTE and "overrides" in one
-        }
-        overridden = [
-            Node(filter.cls, path, filter | _given(overrides))
-            for path, overrides in said.items()
-            for filter in written
-        ]
-        return written + overridden
+        overridden = [filter for route in self.replica_routes for filter in self.filters_of(route)]
+        return [*{one.path: one for one in (*self.all(EXT_PROC), *overridden)}.values()]
 
     def filters_of(self, route: Node) -> list[Node]:
         """The ext_proc filters as requests of that route meet them."""
-        entries = self._entries(EXT_PROC)
-        said = {one.path for entry in entries for one in self._said_for(route, entry)}
-        return [one for one in self.filters if one.path in said] or self.all(EXT_PROC)
+        return [
+            Node(filter.cls, one.path, filter | _given(one["overrides"]))
+            for entry in self._entries(EXT_PROC)
+            for one in self._said_for(route, entry)
+            if one.kind == _PER_ROUTE and "overrides" in one
+            for filter in self.all(EXT_PROC)
+        ] or self.all(EXT_PROC)
 
     def is_enabled(self, filter: Node) -> bool:
-        """Whether requests pass that filter: its entry is not disabled, or a route enables it."""
+        """Its entry is not disabled, or a route enables it."""
         return all(
             any(not one["disabled"] for _, one in self._settings(entry))
             for entry in self._entries(EXT_PROC)
@@ -123,7 +114,7 @@ class EnvoyFile(Tree):
         )
 
     def passes(self, kind: str, route: Node) -> bool:
-        """Whether all requests of that route pass a filter of that type, if there is one."""
+        """All requests of that route pass a filter of that type, if there is one."""
         entries = self._entries(kind)
         return not entries or any(self._passes(entry, route) for entry in entries)
 
@@ -132,7 +123,7 @@ class EnvoyFile(Tree):
         return not any(one["disabled"] for one in said) if said else not entry["disabled"]
 
     def _said_for(self, route: Node, entry: Node) -> list[Node]:
-        """What is said of a filter within a route (of weighted clusters) and nearest around it."""
+        """Settings of a filter within a route (of weighted clusters) and nearest around it."""
         within: list[Node] = []
         around: dict[Path, list[Node]] = {}
         for scope, one in self._settings(entry):
@@ -143,7 +134,7 @@ class EnvoyFile(Tree):
         return within + around.get(max(around, key=len, default=()), [])
 
     def _settings(self, entry: Node) -> Iterator[tuple[Path, Node]]:
-        """What routes, virtual hosts and the like say of a filter, each with where it holds."""
+        """Settings of a filter in routes, virtual hosts and the like, each with its scope."""
         for one in (node for kind in _SAID for node in self.all(kind)):
             keys = [snake_case(str(part)) for part in one.path]
             if "typed_per_filter_config" in keys:
@@ -152,15 +143,14 @@ class EnvoyFile(Tree):
                     yield one.path[:at], one
 
     def _entries(self, kind: str) -> list[Node]:
-        """What the lists of filters hold of that type."""
         return [entry for entry in self.all(FILTER) if self.all(kind, entry)]
 
     def is_buffered_after(self, filter: Node) -> bool:
-        """Whether a filter after that one holds a request until all of it is there."""
+        """A filter after that one holds a request until all of it is there."""
         return any(_precedes(filter.path, one.path) is not False for one in self.all(BUFFER))
 
     def removes_before(self, filter: Node, header: str) -> bool:
-        """Whether a client's header is gone before a request reaches that filter."""
+        """A client's header is gone before a request reaches that filter."""
         if any(_removes(early["mutations"], header) for early in self.all(_EARLY)):
             return True
         return any(
@@ -171,12 +161,12 @@ class EnvoyFile(Tree):
 
 
 def is_destination(cluster: Node) -> bool:
-    """Whether it goes to any address that metadata or a header names (ORIGINAL_DST)."""
+    """ORIGINAL_DST: the cluster goes to any address that metadata or a header names."""
     return follows_header(cluster) or _follows_metadata(cluster)
 
 
 def follows_header(cluster: Node) -> bool:
-    """Whether it goes to any address that a header names, a client's as well."""
+    """The cluster goes to any address that a header names, a client's as well."""
     return bool(cluster["original_dst_lb_config"]["use_http_header"])
 
 
@@ -188,12 +178,13 @@ def _follows_metadata(cluster: Node) -> bool:
 
 
 def reads_header(policy: Node) -> bool:
-    """Whether override_host takes the choice from the header."""
-    return any(one["header"].lower() == DESTINATION for one in policy["override_host_sources"])
+    """An override_host policy takes the choice from the header."""
+    sources = policy["override_host_sources"]
+    return any(one["header"].lower() == DESTINATION for one in sources)
 
 
 def reads_metadata(policy: Node) -> bool:
-    """Whether override_host takes the choice from metadata."""
+    """An override_host policy takes the choice from metadata."""
     sources = policy["override_host_sources"]
     return any(one["metadata"]["key"] == METADATA_NAMESPACE for one in sources)
 
@@ -218,7 +209,7 @@ def _given(overrides: Node) -> dict[str, object]:
 
 
 def _precedes(first: Path, second: Path) -> bool | None:
-    """Whether a filter comes before another; None: they are not in one list, but in patches."""
+    """The order of two filters; None: they are not in one list, but in patches."""
     *list_of_first, index, _ = first
     *list_of_second, other, _ = second
     if list_of_first == list_of_second and isinstance(index, int) and isinstance(other, int):

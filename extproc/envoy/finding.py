@@ -1,4 +1,4 @@
-"""What a rule has to say."""
+"""Findings on an Envoy file, or on what runs."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,26 +6,21 @@ from enum import StrEnum
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """Severity, the worst first."""
 
-    ERROR = "error"
-    """Requests fail, or are not routed."""
-    WARNING = "warning"
-    """It works, but something is lost or will be."""
+    ERROR = "error"  # requests fail, or are not routed
+    WARNING = "warning"  # something is lost or will be
     OK = "ok"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to know about an Envoy file, or about what runs."""
+    """The result of one rule for one place."""
 
     rule: str
-    """Name of the rule that found it."""
     level: Level
-    where: str
-    """Path in the file, or what of what runs; empty where all of it is meant."""
-    text: str
-    """What is so, what comes of it, and what to write."""
+    where: str  # path in the file, or the part of what runs; empty where all of it is meant
+    text: str  # what is so, what comes of it, and what to write
 
     def __str__(self) -> str:
         place = f"{self.where}: " if self.where else ""
@@ -33,6 +28,6 @@ class Finding:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Each once, in the order of levels."""
+    """Each finding once, in the order of levels."""
     order = list(Level)
     return sorted(dict.fromkeys(findings), key=lambda finding: order.index(finding.level))

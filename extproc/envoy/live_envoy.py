@@ -1,4 +1,4 @@
-"""What there is to say about an Envoy that runs: its configuration, and who is in its clusters."""
+"""Findings on an Envoy that runs: its configuration, and the members of its clusters."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -33,12 +33,11 @@ _DOWN = ("UNHEALTHY", "TIMEOUT")
 _CLUSTERS = ("ClustersConfigDump", "static_clusters", "dynamic_active_clusters")
 _LISTENERS = ("ListenersConfigDump", "static_listeners", "dynamic_listeners")
 _ROUTES = ("RoutesConfigDump", "dynamic_route_configs")
-"""Those that are static stand in their listeners."""
+"""Static routes stand in their listeners."""
 
 
 async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]) -> list[Finding]:
-    """What its admin address tells of it, beside the ``replicas`` that routers know (``ip:port`` →
-    name)."""
+    """Asks the admin address, and compares with the replicas of routers (``ip:port`` → name)."""
     where = f"Envoy {url}"
     try:
         async with aiohttp.ClientSession(timeout=_PATIENCE, raise_for_status=True) as session:
@@ -62,7 +61,7 @@ async def _get(session: aiohttp.ClientSession, url: str) -> Any:
 
 
 def _hosts(cluster: Mapping[str, Any]) -> dict[str, str]:
-    """``ip:port`` of each member → what is wrong with it, by Envoy."""
+    """``ip:port`` of each member → Envoy's reasons to avoid it."""
     hosts = {}
     for one in cluster.get("host_statuses", ()):
         if address := one["address"].get("socket_address"):
@@ -96,10 +95,10 @@ def _titled(host: str, replicas: Mapping[str, str]) -> str:
 
 
 def _running(dump: dict[str, Any]) -> dict[str, Any]:
-    """As a file that says all of it would.
+    """The configuration in force, as a whole file would have it.
 
     Raises:
-        LookupError, TypeError, AttributeError: it is no such dump.
+        LookupError, TypeError, AttributeError: not a dump of Envoy.
     """
     (told,) = _parts(dump, "BootstrapConfigDump")
     bootstrap = {key: value for key, value in told["bootstrap"].items() if "dynamic" not in key}
@@ -116,7 +115,7 @@ def _running(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refused(dump: dict[str, Any]) -> Iterator[str]:
-    """Why Envoy did not take what its control plane told last, of each such thing."""
+    """Reasons why Envoy refused the last version of a resource."""
     for lists in (_LISTENERS, _CLUSTERS, _ROUTES):
         for one in _entries(dump, *lists):
             if "error_state" in one:

@@ -34,7 +34,7 @@ class Rule:
     words: str  # what follows and what to write; ``{}`` is what ``wrong`` gives, ``node`` is known
 
     def apply(self, file: EnvoyFile) -> list[Finding]:
-        """One finding for each message that breaks it, one OK if none does, none without any."""
+        """A finding for each message that breaks it, one OK if none does, none without any."""
         nodes = self.where(file)
         broken = [
             Finding(self.id, self.level, node.where, self.words.format(found, node=node))
@@ -76,17 +76,17 @@ def bodies_first(file: EnvoyFile) -> list[Node]:
 
 
 def is_body_first(filter: Node) -> bool:
-    """Whether the router sees a request by its body alone."""
+    """The router sees a request by its body alone."""
     return mode(filter, "request_header") == "SKIP"
 
 
 def skips_responses(filter: Node) -> bool:
-    """Whether Envoy does not tell the router of responses."""
+    """Envoy does not tell the router of responses."""
     return mode(filter, "response_header") == "SKIP"
 
 
 def _headers_first(file: EnvoyFile) -> list[Node]:
-    """Where the header decides anything, or may do so in a file that is not seen here."""
+    """Filters of which the header decides anything, or may do so in a file that is not seen."""
     matters = file.reads_header or not file.replica_clusters
     return [filter for filter in file.filters if matters and not is_body_first(filter)]
 

@@ -73,7 +73,7 @@ class Node(dict[str, Any]):
 
     @property
     def where(self) -> str:
-        """The path as people write it: ``static_resources.listeners[0].name``."""
+        """The path as ``static_resources.listeners[0].name``."""
         return _written(self.path)
 
 

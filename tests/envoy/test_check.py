@@ -68,7 +68,7 @@ class Bootstrap:
         return self
 
     def add_cluster(self, name: str) -> Self:
-        """One that does not obey the router."""
+        """Adds a cluster that does not obey the router."""
         self.clusters.append({"name": name})
         return self
 
@@ -95,7 +95,7 @@ class Bootstrap:
         return self
 
     def underscores(self, action: str) -> Self:
-        """What becomes of headers whose name has one."""
+        """Sets the treatment of headers whose name has an underscore."""
         self.manager["common_http_protocol_options"]["headers_with_underscores_action"] = action
         return self
 
@@ -130,7 +130,7 @@ PER_ROUTE = "type.googleapis.com/envoy.extensions.filters.http.ext_proc.v3.ExtPr
 
 
 def per_filter(kind: str = FILTER_CONFIG, **config: object) -> dict[str, object]:
-    """What a route may say of the ext_proc filter."""
+    """Settings of the ext_proc filter for a route."""
     named = {"envoy.filters.http.ext_proc": {"@type": kind, **config}}
     return {"typed_per_filter_config": named}
 

@@ -22,12 +22,13 @@ from extproc.config import Config, TlsFiles
 from extproc.envoy.eds_members import load_assignment
 from extproc.envoy.eds_server import METHOD, SERVICE, Catalog, EdsServer
 from extproc.lab.harness.envoy_config import addressed, endpoints, socket_address
-from extproc.lab.harness.processes import Process, answers, envoy_binary, free_port, listening
+from extproc.lab.harness.processes import Process, free_port, listening
 from extproc.replica_state import ReplicaState
 from extproc.share.replicas import StateWriter
 from tests.certificates import Authority
 from tests.conftest import Logged, RedisServer
 from tests.e2e.test_security import documented
+from tests.envoy import test_envoy
 from tests.envoy.test_eds import request, response
 from tests.envoy.test_envoy import ENOUGH, post, replica, validate
 from tests.envoy.watched_files import bootstrap, split
@@ -78,15 +79,7 @@ async def running(directory: Path, tree: dict[str, Any], port: int) -> AsyncIter
     """An Envoy with this bootstrap, whose listener is at the port."""
     envoy = Envoy(port, admin := free_port())
     where = {"address": socket_address(f"127.0.0.1:{admin}")}
-    config = directory / f"envoy-{admin}.yaml"
-    config.write_text(yaml.safe_dump(tree | {"admin": where}))
-    argv: list[str | Path] = [envoy_binary(), "-c", config, "--use-dynamic-base-id"]
-    async with await Process.start(
-        "envoy",
-        [*argv, "--concurrency", "1"],
-        log=directory / "envoy.log",
-        ready=answers(f"http://127.0.0.1:{admin}/ready"),
-    ):
+    async with test_envoy.running(directory, tree | {"admin": where}, admin):
         yield envoy
 
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import grpc
@@ -197,19 +197,23 @@ async def serve(chooser: Chooser) -> AsyncIterator[int]:
         await server.stop(None)
 
 
+Change = Callable[[dict[str, Any]], None]
+
+
+def unchanged(_: dict[str, Any]) -> None:
+    """No change of the file."""
+
+
 @asynccontextmanager
 async def envoy(
-    directory: Path,
-    router_ports: Sequence[int],
-    replicas: Sequence[str],
-    change: Callable[[dict[str, Any]], None] = lambda _: None,
+    directory: Path, router_port: int, replicas: Sequence[str], change: Change = unchanged
 ) -> AsyncIterator[str]:
     """Our envoy.yaml, running, with a change; gives its URL."""
     port, admin = free_port(), free_port()
     bootstrap = addressed(
         listen=f"127.0.0.1:{port}",
         admin=f"127.0.0.1:{admin}",
-        routers=[f"127.0.0.1:{one}" for one in router_ports],
+        routers=[f"127.0.0.1:{router_port}"],
         replicas=replicas,
     )
     change(bootstrap)
@@ -265,17 +269,37 @@ async def post(
         return answer | {"request_id": response.headers.get("x-request-id")}
 
 
-@pytest.fixture
-async def whole_file(tmp_path: Path) -> AsyncIterator[tuple[Chooser, str]]:
-    """A router, and the URL of our envoy.yaml before it and a replica."""
+class System(NamedTuple):
+    """A router, and an Envoy between it and two replicas."""
+
+    chooser: Chooser
+    url: str
+    a: str
+    b: str
+
+
+@asynccontextmanager
+async def system(
+    directory: Path, change: Change = unchanged, others: Sequence[str] = (), fragment: bool = False
+) -> AsyncIterator[System]:
+    """Our envoy.yaml with a change, or our fragment; the router chooses replica a."""
     chooser = Chooser()
-    async with (
-        replica("a") as a,
-        serve(chooser) as port,
-        envoy(tmp_path, [port], [a]) as url,
-    ):
+    async with replica("a") as a, replica("b") as b, serve(chooser) as port:
         chooser.destination = a
-        yield chooser, url
+        members = [*others, a, b]
+        async with (
+            envoy_of_the_fragment(directory, port, members)
+            if fragment
+            else envoy(directory, port, members, change) as url
+        ):
+            yield System(chooser, url, a, b)
+
+
+@pytest.fixture
+async def whole_file(tmp_path: Path) -> AsyncIterator[System]:
+    """Our envoy.yaml, running."""
+    async with system(tmp_path) as running:
+        yield running
 
 
 @pytest.fixture
@@ -286,18 +310,14 @@ def refusing() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-async def test_the_first_choice_serves_and_the_router_hears_who_it_was(tmp_path: Path) -> None:
-    chooser = Chooser()
-    async with (
-        replica("a") as a,
-        replica("b") as b,
-        serve(chooser) as port,
-        envoy(tmp_path, [port], [a, b]) as url,
-    ):
-        for name, address in [("a", a), ("b", b), ("a", a)]:
-            chooser.destination = address
-            assert (await post(url))["name"] == name
-            assert chooser.served_by == address
+async def test_the_first_choice_serves_and_the_router_hears_who_it_was(
+    whole_file: System,
+) -> None:
+    chooser, url, a, b = whole_file
+    for name, address in [("a", a), ("b", b), ("a", a)]:
+        chooser.destination = address
+        assert (await post(url))["name"] == name
+        assert chooser.served_by == address
 
 
 @pytest.mark.parametrize(
@@ -314,15 +334,15 @@ async def test_the_first_choice_serves_and_the_router_hears_who_it_was(tmp_path:
     ],
 )  # fmt: skip
 async def test_router_and_replica_see_one_path(
-    whole_file: tuple[Chooser, str], asked: str, arrives: str
+    whole_file: System, asked: str, arrives: str
 ) -> None:
-    chooser, url = whole_file
+    chooser, url, *_ = whole_file
     assert (await post(url, path=asked))["path"] == arrives
     assert chooser.told["request.path"] == arrives
 
 
-async def test_a_request_leaves_after_one_message(whole_file: tuple[Chooser, str]) -> None:
-    chooser, url = whole_file
+async def test_a_request_leaves_after_one_message(whole_file: System) -> None:
+    chooser, url, *_ = whole_file
     named = {"x-request-id": "mine", "content-encoding": "identity", "x-other": "o"}
     answer = await post(url, named)
     assert chooser.asked == ["body"]
@@ -343,13 +363,7 @@ async def test_of_many_responses_a_hundred_a_second_are_told(
         assert bucket["tokens_per_fill"] / float(bucket["fill_interval"].removesuffix("s")) == 100
         bucket |= {"max_tokens": 2, "tokens_per_fill": 1, "fill_interval": "3600s"}
 
-    chooser = Chooser()
-    async with (
-        replica("a") as a,
-        serve(chooser) as port,
-        envoy(tmp_path, [port], [a], two) as url,
-    ):
-        chooser.destination = a
+    async with system(tmp_path, two) as (chooser, url, a, _):
         for number in range(4):
             chooser.served_by = ""
             answer = await post(url)
@@ -364,15 +378,7 @@ async def test_of_many_responses_a_hundred_a_second_are_told(
 
 @pytest.mark.parametrize("fragment", [False, True])
 async def test_no_client_keeps_its_response_from_the_router(tmp_path: Path, fragment: bool) -> None:
-    chooser = Chooser()
-    async with (
-        replica("a") as a,
-        serve(chooser) as port,
-        envoy_of_the_fragment(tmp_path, port, [a])
-        if fragment
-        else envoy(tmp_path, [port], [a]) as url,
-    ):
-        chooser.destination = a
+    async with system(tmp_path, fragment=fragment) as (chooser, url, a, _):
         await post(url, {"X-Extproc-Unseen": "1"})
         assert chooser.served_by == a
         assert "request.headers['x-extproc-unseen']" not in chooser.told
@@ -390,9 +396,9 @@ async def test_no_client_keeps_its_response_from_the_router(tmp_path: Path, frag
     ],
 )
 async def test_what_has_no_body_or_a_large_one_is_decided_on_its_headers(
-    whole_file: tuple[Chooser, str], path: str, size: int, asked: list[str]
+    whole_file: System, path: str, size: int, asked: list[str]
 ) -> None:
-    chooser, url = whole_file
+    chooser, url, *_ = whole_file
     answer = await post(url, body=bytes(size), path=path)
     assert chooser.asked == asked
     assert answer["bytes"] == size
@@ -416,9 +422,9 @@ async def test_only_in_a_container_others_reach_the_admin_port(
 
 
 async def test_headers_with_underscores_do_not_pass_for_those_without(
-    whole_file: tuple[Chooser, str],
+    whole_file: System,
 ) -> None:
-    _, url = whole_file
+    url = whole_file.url
     forged = {DESTINATION.replace("-", "_"): "1.2.3.4:5", "x-mine": "kept"}
     arrived = (await post(url, forged))["headers"]
     assert arrived["x-mine"] == "kept"
@@ -430,7 +436,7 @@ async def test_requests_are_refused_before_the_memory_is_full(tmp_path: Path) ->
         heap = tree["overload_manager"]["resource_monitors"][0]["typed_config"]
         heap["max_heap_size_bytes"] = 2**20
 
-    async with replica("a") as a, envoy(tmp_path, [1], [a], nearly_full) as url:
+    async with replica("a") as a, envoy(tmp_path, 1, [a], nearly_full) as url:
 
         async def refused() -> bool:
             async with aiohttp.ClientSession() as session, session.get(url) as response:
@@ -442,14 +448,10 @@ async def test_requests_are_refused_before_the_memory_is_full(tmp_path: Path) ->
 async def test_when_the_first_choice_is_dead_the_second_serves(
     tmp_path: Path, refusing: int
 ) -> None:
-    chooser = Chooser()
     dead = f"127.0.0.1:{refusing}"
     async with (
-        replica("a") as a,
-        replica("b") as b,
         dying_replica() as dying,
-        serve(chooser) as port,
-        envoy(tmp_path, [port], [dead, dying, a, b]) as url,
+        system(tmp_path, others=[dead, dying]) as (chooser, url, a, b),
     ):
         for first in (dead, dying):
             for name, second in [("a", a), ("b", b)]:
@@ -458,16 +460,10 @@ async def test_when_the_first_choice_is_dead_the_second_serves(
                 assert chooser.served_by == second
 
 
-async def test_a_choice_that_is_no_member_is_passed_over(tmp_path: Path) -> None:
-    chooser = Chooser()
-    async with (
-        replica("a") as a,
-        replica("b") as b,
-        serve(chooser) as port,
-        envoy(tmp_path, [port], [a, b]) as url,
-    ):
-        chooser.destination = f"127.0.0.1:1,{b}"
-        assert (await post(url))["name"] == "b"
+async def test_a_choice_that_is_no_member_is_passed_over(whole_file: System) -> None:
+    chooser, url, _, b = whole_file
+    chooser.destination = f"127.0.0.1:1,{b}"
+    assert (await post(url))["name"] == "b"
 
 
 @pytest.mark.parametrize("case", ["no router", "no router behind the fragment", "no choice"])
@@ -481,7 +477,7 @@ async def test_a_client_cannot_choose_where_the_router_does_not(
         serve(Chooser()) as port,
         envoy_of_the_fragment(tmp_path, refusing, [a, b])
         if "fragment" in case
-        else envoy(tmp_path, [port if case == "no choice" else refusing], [a, b, dead]) as url,
+        else envoy(tmp_path, port if case == "no choice" else refusing, [a, b, dead]) as url,
     ):
         forged = [await post(url, {DESTINATION: a}) for _ in range(ENOUGH)]
     assert {answer["name"] for answer in forged} == {"a", "b"}
@@ -489,6 +485,6 @@ async def test_a_client_cannot_choose_where_the_router_does_not(
 
 
 async def test_a_callers_request_id_is_kept_and_told(tmp_path: Path, refusing: int) -> None:
-    async with replica("a") as a, envoy(tmp_path, [refusing], [a]) as url:
+    async with replica("a") as a, envoy(tmp_path, refusing, [a]) as url:
         assert (await post(url, {"x-request-id": "mine"}))["request_id"] == "mine"
         assert (await post(url))["request_id"]
