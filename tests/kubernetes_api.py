@@ -8,8 +8,10 @@ DELETED; items of a list have no kind.
 import asyncio
 import copy
 import json
+import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +102,10 @@ class ApiServer:
         (self.account / "namespace").write_text("llm")
         self.mount_token(self.token)
 
-    # -- what a test does -------------------------------------------------------------------
-
     def mount_token(self, token: str) -> None:
         (self.account / "token").write_text(token + "\n")
 
     def put(self, new: Mapping[str, Any]) -> None:
-        """Creates or changes a slice."""
         self.version += 1
         after = copy.deepcopy(dict(new))
         after["metadata"]["resourceVersion"] = str(self.version)
@@ -128,17 +127,14 @@ class ApiServer:
         for watch in self.watches:
             watch.put_nowait(_line(kind, {**KIND, **told}))
 
-    def end_watches(self, last: bytes = b"") -> None:
-        """As at their timeout; or as one between ends them, perhaps within a line."""
+    def end_watches(self, last: bytes = b"", how: str = _END) -> None:
+        """Ends all watches as their timeout or a proxy does, perhaps within a line."""
         for watch in self.watches:
             watch.put_nowait(last)
-            watch.put_nowait(_END)
+            watch.put_nowait(how)
 
     def drop_watches(self, last: bytes = b"") -> None:
-        """Hangs up, perhaps within a line."""
-        for watch in self.watches:
-            watch.put_nowait(last)
-            watch.put_nowait(_HANG_UP)
+        self.end_watches(last, _HANG_UP)
 
     async def watched(self, times: int = 1) -> dict[str, str]:
         """Returns the last query when there were so many watches and the last is open."""
@@ -167,8 +163,6 @@ class ApiServer:
             self.drop_watches()
             await self._runner.cleanup()
 
-    # -- what it answers --------------------------------------------------------------------
-
     async def _admit(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("Authorization") != f"Bearer {self.token}":
             status, body = recorded("unauthorized")
@@ -177,18 +171,15 @@ class ApiServer:
         return await self.handler(request)
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        *_, namespace, resource = request.path.split("/")
-        if request.path != f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/{resource}":
-            return _failure(404, "NotFound", "the server could not find the requested resource")
+        assert re.fullmatch(
+            "/apis/discovery.k8s.io/v1/namespaces/[^/]+/endpointslices", request.path
+        )
         verb = "watch" if request.query.get("watch") == "true" else "list"
-        if verb in self.forbidden or resource != "endpointslices":
-            who = "system:serviceaccount:llm:extproc"
-            return _failure(
-                403,
-                "Forbidden",
-                f'{resource}.discovery.k8s.io is forbidden: User "{who}" cannot {verb} resource '
-                f'"{resource}" in API group "discovery.k8s.io" in the namespace "{namespace}"',
-            )
+        if verb in self.forbidden:
+            status, body = recorded("forbidden")
+            told = body["message"].replace('API group ""', 'API group "discovery.k8s.io"')
+            told = told.replace("pods", "endpointslices").replace("list", verb)
+            return web.json_response(body | {"message": told}, status=status)
         selector = request.query["labelSelector"]
         return await (self._watch if verb == "watch" else self._list)(request, selector)
 
@@ -211,19 +202,15 @@ class ApiServer:
             watch.put_nowait(change)
         self.watches.add(watch)
         try:
-            async with asyncio.timeout(float(request.query["timeoutSeconds"])):
-                await self._tell(watch, request, response)
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(float(request.query["timeoutSeconds"])):
+                    await self._tell(watch, request, response)
         finally:
             self.watches.discard(watch)
         return response
 
     async def _tell(
-        self,
-        watch: "asyncio.Queue[Any]",
-        request: web.Request,
-        response: web.StreamResponse,
+        self, watch: "asyncio.Queue[Any]", request: web.Request, response: web.StreamResponse
     ) -> None:
         since, selector = (request.query[key] for key in ("resourceVersion", "labelSelector"))
         while (told := await watch.get()) != _END:
@@ -263,15 +250,6 @@ def _event(change: _Change, selector: str) -> bytes:
 
 def _line(kind: str, told: Mapping[str, Any]) -> bytes:
     return json.dumps({"type": kind, "object": told}).encode() + b"\n"
-
-
-def _status(code: int, reason: str, message: str) -> dict[str, Any]:
-    about = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
-    return {**about, "message": message, "reason": reason, "code": code}
-
-
-def _failure(code: int, reason: str, message: str) -> web.Response:
-    return web.json_response(_status(code, reason, message), status=code)
 
 
 def enter_pod(server: ApiServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,12 +207,18 @@ async def test_the_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
         (b"- 2024-13-45", "line 1, column 3: not a valid timestamp"),
         (b"[" * 3000, "nested too deeply"),
         (b"&a [*a]", "recursive"),
+        (b"[{kubernetes: {service: vllm, port: 80}}]", "pip install 'extproc[kubernetes]'"),
         (None, "No such file"),
     ],
 )
 async def test_a_broken_file_keeps_the_last_list(
-    tmp_path: Path, logged: Logged, content: bytes | None, error: str
+    tmp_path: Path,
+    logged: Logged,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes | None,
+    error: str,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "lightkube", None)
     file = tmp_path / "replicas.yaml"
     file.write_text("[10.0.0.1:80]")
     found = discovery(file=file)
@@ -229,19 +235,6 @@ async def test_a_broken_file_keeps_the_last_list(
     file.write_text("[10.0.0.2:80, 10.0.0.3:80]")
     assert await ids(found) == ["10.0.0.2:80", "10.0.0.3:80"]
     assert len(logged.lines("replicas file is usable again")) == 1
-
-
-async def test_file_with_a_kubernetes_source_without_the_extra_keeps_the_last_list(
-    tmp_path: Path, logged: Logged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "lightkube", None)
-    file = tmp_path / "replicas.yaml"
-    file.write_text("[10.0.0.1:80]")
-    found = discovery(file=file)
-    assert await ids(found) == ["10.0.0.1:80"]
-    file.write_text("[{kubernetes: {service: vllm, port: 8000}}]")
-    assert await ids(found) == ["10.0.0.1:80"]
-    assert "pip install 'extproc[kubernetes]'" in str(logged.lines()[0]["error"])
 
 
 async def test_a_file_that_is_yet_to_come_has_no_last_content(

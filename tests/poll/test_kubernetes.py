@@ -284,24 +284,25 @@ async def test_what_it_lacks_in_a_pod_is_named(
     assert "KUBERNETES_SERVICE_PORT is not set" in await problem(4)
 
 
-async def test_a_service_that_is_not_there_is_one_line(api: ApiServer, logged: Logged) -> None:
-    found = Found(service="vlm")
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"service": "vlm"}, "is there such a Service"),
+        ({"port": "grpc"}, "none of its endpoints has an IP address and the port grpc"),
+    ],
+)
+async def test_service_without_replicas_is_logged_with_the_reason(
+    api: ApiServer, logged: Logged, said: dict[str, str], problem: str
+) -> None:
+    found = Found(**said)
     assert await found.pods() == {}
     line = await logged.line("a Service has no replicas")
-    assert line["service"] == "Service vlm, port 8000"
-    assert "is there such a Service" in str(line["error"])
+    assert problem in str(line["error"])
+    service = said.get("service", "vllm")
+    assert line["service"] == f"Service {service}, port {said.get('port', 8000)}"
     await api.watched()
-    api.put(endpoint_slice(TWO[0], name="vlm-abcde", service="vlm"))
+    api.put(endpoint_slice(TWO[0], name="new", ports=[("grpc", 1)], service=service))
     await found.has(vllm_0="serves")
-    found.discovery.stop()
-
-
-async def test_a_port_that_no_pod_has_is_one_line(api: ApiServer, logged: Logged) -> None:
-    found = Found(port="grpc")
-    assert await found.pods() == {}
-    assert "none of its endpoints has an IP address and the port grpc" in str(
-        (await logged.line("a Service has no replicas"))["error"]
-    )
     found.discovery.stop()
 
 
@@ -328,7 +329,7 @@ async def test_what_cannot_be_read_is_asked_for_again(api: ApiServer, found: Fou
     await found.has(vllm_0="serves", vllm_1="serves")
 
 
-async def test_failures_in_a_row_are_ever_further_apart(
+async def test_failures_in_a_row_are_ever_further_apart_until_a_watch_begins(
     api: ApiServer, found: Found, monkeypatch: pytest.MonkeyPatch, logged: Logged
 ) -> None:
     waits: list[float] = []
@@ -338,9 +339,8 @@ async def test_failures_in_a_row_are_ever_further_apart(
             waits.append(super().next())
             return 0.0
 
-    monkeypatch.setattr(kubernetes, "_FIRST_WAIT_S", 0.5)
-    monkeypatch.setattr(kubernetes, "_LONGEST_WAIT_S", 10.0)
-    monkeypatch.setattr(kubernetes, "Backoff", Noted)
+    for name, value in (("_FIRST_WAIT_S", 0.5), ("_LONGEST_WAIT_S", 10.0), ("Backoff", Noted)):
+        monkeypatch.setattr(kubernetes, name, value)
     await api.stop()
     await found.pods()
     await until(lambda: len(waits) >= 8)

@@ -91,20 +91,43 @@ def test_keys_follow_what_is_stored_removed_and_cleared(encode: Any) -> None:
     assert told.held() == set()
 
 
-def test_hashes_may_be_bytes_and_are_the_same_as_numbers() -> None:
-    told = Told()
-    long = [bytes(24) + number.to_bytes(8, "big") for number in (11, 12)]
-    told.hear(stored(0, long))
-    told.hear(removed(12))
-    assert told.held() == {KEYS[0]}
+LONG = [bytes(24) + number.to_bytes(8, "big") for number in (11, 12)]
+FULL = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+SLIDING = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+IMAGE = {"extra_keys": [None, [["digest", 20]], None]}
 
 
-def test_a_block_is_held_until_its_last_copy_is_removed() -> None:
+@pytest.mark.parametrize(
+    ("events", "held"),
+    [
+        pytest.param([stored(0, LONG), removed(12)], [0], id="hash in bytes or as a number"),
+        pytest.param([stored(0, [11])] * 3 + [removed(11)] * 2, [0], id="one copy left"),
+        pytest.param([stored(0, [11])] * 3 + [removed(11)] * 3, [], id="no copy left"),
+        pytest.param(
+            [stored(0, [1, 2, 3], **IMAGE), stored(3, [4], parent=3), removed(2, 4)],
+            [0],
+            id="image",
+        ),
+        pytest.param([{"type": "BlockMoved", "to": "CPU"}, stored(0, [11])], [0], id="other event"),
+        pytest.param([stored(0, [11, 12], **SLIDING), stored(0, [11], **FULL)], [0], id="sliding"),
+        pytest.param([stored(0, [11, 12], **FULL), removed(12, group_idx=0)], [0, 1], id="group"),
+        pytest.param([stored(0, [11, 12], **FULL), removed(12, group_idx=1)], [0], id="own group"),
+        pytest.param(
+            [stored(0, [11], **FULL), stored(1, [12], parent=11, medium="CPU", **FULL)],
+            [0],
+            id="stored on the CPU",
+        ),
+        pytest.param(
+            [stored(0, [11], **FULL), removed(11, medium="CPU", group_idx=1)],
+            [0],
+            id="removed from the CPU",
+        ),
+    ],
+)
+def test_blocks_held_after_events(events: list[dict[str, Any]], held: list[int]) -> None:
     told = Told()
-    told.hear(stored(0, [11]), stored(0, [11]), stored(0, [11]), removed(11), removed(11))
-    assert told.held() == {KEYS[0]}
-    told.hear(removed(11))
-    assert told.held() == set()
+    told.hear(*events)
+    assert told.held() == {KEYS[number] for number in held}
 
 
 def test_adapters_and_salts_set_blocks_apart() -> None:
@@ -126,29 +149,6 @@ def test_blocks_of_an_adapter_that_has_a_number_only_are_left_out(encode: Any) -
     del event["lora_name"]  # older vLLMs do not tell it
     told.hear(event, stored(2, [3], parent=2, lora_id=1), encode=encode)
     assert told.held() == set()
-
-
-def test_blocks_with_images_and_those_behind_them_are_left_out() -> None:
-    told = Told()
-    told.hear(stored(0, [1, 2, 3], extra_keys=[None, [["digest", 20]], None]))
-    told.hear(stored(3, [4], parent=3), removed(2), removed(4))
-    assert told.held() == {KEYS[0]}
-
-
-def test_blocks_elsewhere_or_of_other_layers_do_not_count() -> None:
-    told = Told()
-    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
-    sliding = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
-    told.hear(
-        stored(0, [11, 12], **sliding),
-        stored(0, [11, 12], **full),
-        removed(12, group_idx=0),
-        stored(2, [13], parent=12, medium="CPU", **full),
-        removed(11, medium="CPU", group_idx=1),
-    )
-    assert told.held() == {*KEYS[:2]}
-    told.hear(removed(12, group_idx=1))
-    assert told.held() == {KEYS[0]}
 
 
 def test_all_is_told_when_as_much_was_told_of_changes_and_now_and_then() -> None:
@@ -216,12 +216,6 @@ def test_of_what_is_not_told_nothing_is_kept() -> None:
     finally:
         tracemalloc.stop()
     assert now < 50_000
-
-
-def test_a_kind_of_event_that_is_not_known_is_passed_over() -> None:
-    told = Told()
-    told.hear({"type": "BlockMoved", "to": "CPU"}, stored(0, [11]))
-    assert told.held() == {KEYS[0]}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,79 +16,40 @@ def sample(name: str) -> bytes:
     return (DATA / f"metrics-{name}.txt").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("name", "figures"),
-    [
-        ("idle", EngineFigures(("tiny",), 0, 0, 0.0, 524_288, 128, 0, 0, 0, 0, 0, 0, 0, 0)),
-        (
-            "busy",
-            EngineFigures(
-                ("tiny",),
-                4,
-                16,
-                0.003907203907203893,
-                524_288,
-                128,
-                101,
-                1600,
-                0,
-                401,
-                4,
-                0,
-                0,
-                0,
-                max_loras=1,
-            ),
-        ),
-        (
-            "kv-pressure",
-            EngineFigures(
-                ("tiny",), 4, 1, 0.6031746031746033, 8192, 128, 303, 9600, 0, 1586, 8, 0, 1, 5
-            ),
-        ),
-        # 64 blocks an engine; the label num_gpu_blocks of each says 128.
-        (
-            "two-engines",
-            EngineFigures(
-                ("tiny",), 0, 0, 0.0, 16_384, 128, 363.5, 3604, 0, 727, 16, 0, 0, 16, engines=2
-            ),
-        ),
-        ("ngram", EngineFigures(("m63",), 0, 0, 0.0, 25_600, 128, 93, 720, 0, 480, 6, 289, 0, 6)),
-        (
-            "embeddings",
-            EngineFigures(("tiny",), 0, 0, 0.0, 8192, 128, 19, 30_224, 0, 0, 26, 0, 0, 26),
-        ),
-        # It has no KV cache, though its label num_gpu_blocks says 1.
-        (
-            "encoder",
-            EngineFigures(
-                ("bert",), 0, 0, 0.0, 0, 128, 2, 1206, 0, 0, 12, 0, 0, 12, prefix_caching=False
-            ),
-        ),
-        (
-            "0.31",
-            EngineFigures(
-                ("tiny",),
-                8,
-                4,
-                0.6349206349206349,
-                8192,
-                128,
-                118,
-                13_500,
-                2048,
-                971,
-                17,
-                402,
-                0,
-                9,
-            ),
-        ),
-        ("0.10", EngineFigures(("llama",), 2, 0, 0.19, 432_000, 16, 3, 3200, 64, 10, 3, 3, 1, 1)),
-    ],
-)
-def test_pages_of_vllm(name: str, figures: EngineFigures) -> None:
-    assert replace(read_metrics(sample(name)), output_lengths=()) == figures
+PAGES = """
+page        model running waiting kv_usage             kv_tokens block steps prompt cached generated
+idle        tiny  0       0       0                    524288    128   0     0      0      0
+busy        tiny  4       16      0.003907203907203893 524288    128   101   1600   0      401
+kv-pressure tiny  4       1       0.6031746031746033   8192      128   303   9600   0      1586
+two-engines tiny  0       0       0                    16384     128   363.5 3604   0      727
+ngram       m63   0       0       0                    25600     128   93    720    0      480
+embeddings  tiny  0       0       0                    8192      128   19    30224  0      0
+encoder     bert  0       0       0                    0         128   2     1206   0      0
+0.31        tiny  8       4       0.6349206349206349   8192      128   118   13500  2048   971
+0.10        llama 2       0       0.19                 432000    16    3     3200   64     10
+"""
+"""Of two engines the label num_gpu_blocks of each says 128, and each has 64 blocks; the encoder has
+no KV cache, though its label says 1."""
+OTHERS: dict[str, tuple[list[int], dict[str, Any]]] = {  # first, accepted, preempted, finished
+    "idle": ([0, 0, 0, 0], {}),
+    "busy": ([4, 0, 0, 0], {"max_loras": 1}),
+    "kv-pressure": ([8, 0, 1, 5], {}),
+    "two-engines": ([16, 0, 0, 16], {"engines": 2}),
+    "ngram": ([6, 289, 0, 6], {}),
+    "embeddings": ([26, 0, 0, 26], {}),
+    "encoder": ([12, 0, 0, 12], {"prefix_caching": False}),
+    "0.31": ([17, 402, 0, 9], {}),
+    "0.10": ([3, 3, 1, 1], {}),
+}
+
+
+@pytest.mark.parametrize("line", PAGES.strip().splitlines()[1:])
+def test_figures_of_vllm_page(line: str) -> None:
+    name, model, *figures = line.split()
+    counters, others = OTHERS[name]
+    numbers: list[Any] = [*map(float, figures), *counters]
+    expected = EngineFigures((model,), *numbers, **others)
+    assert replace(read_metrics(sample(name)), output_lengths=()) == expected
 
 
 def test_output_lengths_of_a_real_vllm_per_bucket_and_summed_over_engines() -> None:
@@ -167,21 +129,16 @@ def test_a_value_without_sense_is_an_error(value: bytes) -> None:
         read_metrics(b'vllm:num_requests_running{model_name="m"} ' + value + b"\n")
 
 
-def accepted(page: bytes) -> bool:
-    """Whether it was read; if so, it makes a state that survives the way through Redis."""
+def read_or_refuse(page: bytes) -> None:
+    """Figures that are read make a state that survives the way through Redis."""
     try:
         figures = read_metrics(page)
     except MetricsError:
-        return False
-    state = ReplicaState.model_validate({"id": "10.0.0.1:80", **vars_of(figures)})
+        return
+    state = ReplicaState.model_validate({"id": "10.0.0.1:80", **figures.fields()})
     assert ReplicaState.model_validate_json(state.model_dump_json()) == state
     assert 0 <= state.kv_usage <= 1
     assert min(state.running, state.waiting, state.steps, state.kv_tokens) >= 0
-    return True
-
-
-def vars_of(figures: EngineFigures) -> dict[str, object]:
-    return {name: getattr(figures, name) for name in figures.__slots__}
 
 
 ADAPTERS = b"""
@@ -213,7 +170,7 @@ def test_adapters_in_use_are_those_of_the_newest_line(line: bytes, in_use: tuple
 
 @given(st.binary())
 def test_any_bytes_are_read_or_refused(page: bytes) -> None:
-    accepted(page)
+    read_or_refuse(page)
 
 
 LINE = st.tuples(
@@ -228,13 +185,13 @@ LINE = st.tuples(
 
 @given(st.lists(LINE.map(b" ".join)).map(b"\n".join))
 def test_any_lines_that_begin_like_vllms_are_read_or_refused(page: bytes) -> None:
-    accepted(page)
+    read_or_refuse(page)
 
 
 @given(st.integers(0, 60_000), st.integers(0, 60_000))
 def test_a_page_with_a_hole_is_read_or_refused(start: int, length: int) -> None:
     whole = sample("busy")
-    accepted(whole[:start] + whole[start + length :])
+    read_or_refuse(whole[:start] + whole[start + length :])
 
 
 def test_the_last_block_of_a_sequence_is_taken_to_be_half_full() -> None:
