@@ -33,6 +33,7 @@ REMOVED: dict[str, str] = {
     "poll.ttl_s": "the state of a replica lives for 10 s without a scrape",
     "poll.resolve_s": "DNS names and the replicas file are looked at every 2 s",
     "route.allow_policy_header": "name the header in route.policy_header; without it none is read",
+    "route.answer_asked_name": "answers carry the name that the replica serves",
     "route.shadow_policy": "record traffic and compare by extproc what-if (docs/what-if.md)",
     "serve.clear_route_cache": "let the replica cluster follow the choice by override_host",
     "xds.envoy_file": "let Envoy watch files itself, by path_config_source (docs/envoy.md)",
@@ -333,9 +334,6 @@ class RouteSettings(Section):
     models: dict[str, ModelTargets] = Field(default_factory=dict)
     """Name that clients ask for → the name it is served by; a list of names under which replicas
     serve one model; or name → weight, to draw one for each request."""
-    answer_asked_name: bool = False
-    """Put the model's name that was asked for into the answer, where another was sent: Envoy shows
-    the router every response then, and of these all chunks."""
     listed_models_only: bool = True
     """Answer 404 to a request for a model that no replica lists; false: replicas load adapters when
     they are asked for (vLLM's LoRA resolvers)."""

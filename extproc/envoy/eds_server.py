@@ -16,7 +16,7 @@ from envoy_data_plane.google.protobuf import Any
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from extproc.config import TlsFiles
-from extproc.proxy import tls
+from extproc.proxy.transport import open_port
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class EdsServer:
 
     async def start(self, address: str) -> int:
         """Listens on ``host:port`` and returns the port (of use where it was 0)."""
-        port = tls.open_port(self._server, address, self._files, "xds")
+        port = open_port(self._server, address, self._files, "xds")
         await self._server.start()
         await self.report(serving=True)
         return port

@@ -12,10 +12,9 @@ from extproc.envoy.rules import (
     mode,
     namespaces,
     seconds,
-    skips_responses,
 )
 from extproc.envoy.tree import MANAGER, Node
-from extproc.proxy.messages import PRIORITY, TOLD_NAMESPACE, UNSEEN, expression_of
+from extproc.proxy.messages import PRIORITY, TOLD_NAMESPACE, expression_of
 
 _ENDPOINT = "envoy.config.endpoint.v3.Endpoint"
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
@@ -104,13 +103,6 @@ ROUTER_RULES = (
         "Envoy and the router speak TLS.",
         _misses_tls,
         "cluster {node[name]!r} speaks {}"),
-    Rule("every_answer_is_shown", Level.ERROR,
-        lambda file: file.filters if file.config.route.answer_asked_name else [],
-        "The router is shown every answer, for route.answer_asked_name.",
-        lambda filter, _: skips_responses(filter),
-        "response_header_mode is SKIP, and with route.answer_asked_name the router needs every "
-        "answer: these have the replica's name. Leave out the filters local_ratelimit and "
-        f"set_filter_state, and this route, which matches their mark {UNSEEN}"),
     Rule("waits_for_room", Level.WARNING,
         lambda file: [
             filter

@@ -27,9 +27,8 @@ from extproc.poll.scrape import PollMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.proxy.admin import admin_routes, readiness
 from extproc.proxy.service import GrpcServer
-from extproc.proxy.services import Services, recorder_of, router_of
+from extproc.proxy.services import Reader, Services, recorder_of, router_of
 from extproc.proxy.sharing import share
-from extproc.proxy.watch import Reader
 from extproc.replica_state import TTL_S
 from extproc.request.tokens import TokenCounter
 from extproc.route.queue import LET_GO_EVERY_S, Queue

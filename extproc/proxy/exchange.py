@@ -2,31 +2,29 @@
 
 Its way through the code::
 
-    server/service.py     a gRPC stream opens: one request, in one of three protocols
-    server/exchange.py    what Envoy tells of it, phase by phase, and what is answered
-    server/asked.py       its headers
+    proxy/service.py      a gRPC stream opens: one request, in one of three protocols
+    proxy/exchange.py     what Envoy tells of it, phase by phase, and what is answered
+    proxy/headers.py      its headers
     request/inspect.py    its body: model, prompt tokens, output bound, prefix
     route/router.py       a prediction for every replica, a policy's choice
-    server/admission.py   is it taken?
-    hold/queue.py         it waits, where no replica could carry it to its end
+    proxy/admission.py    is it taken?
+    route/queue.py        it waits, where no replica could carry it to its end
     fleet/fleet.py        the replica's ledger, until the stream closes
-    server/messages.py    the choice, as Envoy takes it
+    proxy/messages.py     the choice, as Envoy takes it
 
-The protocols are ``body_first.py``, ``headers_first.py`` and ``gateway.py``.
+The protocols are in ``protocols.py``.
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 from extproc.observe.decision_log import summary_of
 from extproc.observe.traces import Trace
 from extproc.proxy import admission, messages
-from extproc.proxy.asked import Asked
+from extproc.proxy.headers import Asked, model_list
 from extproc.proxy.in_flight import InFlight
-from extproc.proxy.models import model_list
 from extproc.proxy.proto.ext_proc_pb2 import HttpBody, HttpHeaders, ProcessingRequest
 from extproc.proxy.services import Services
 from extproc.request.endpoint import lists_models, stored_response_of
@@ -34,11 +32,9 @@ from extproc.request.errors import NoReplica, Refusal, Saturated, error_body
 from extproc.request.inspect import inspect
 from extproc.request.objective import NO_OBJECTIVE, Objective, session_key
 from extproc.request.profile import RequestProfile
-from extproc.request.rewrite import AnswerNamer, rename, with_priority
+from extproc.request.rewrite import rename, with_priority
 from extproc.route.router import Decision
 from extproc.route.waiting import Waiting
-
-logger = logging.getLogger(__name__)
 
 HUNG = "the replica that had this request hangs: send it again"
 Sent = Callable[[Decision | None], Iterable[bytes]]
@@ -82,8 +78,6 @@ class Exchange:
         """Bytes of the room for bodies that are held."""
         self.waiting: asyncio.Future[Iterable[bytes]] | None = None
         """The replies that are still to come, where it does."""
-        self._answer: AnswerNamer | None = None
-        """Where the answer is to have the name that was asked for."""
         self.trace: Trace | None = None
         """Where it is sampled."""
 
@@ -277,11 +271,6 @@ class Exchange:
             if self.trace is not None:
                 self.trace.ended("unrouted")
             return
-        profile = decision.profile
-        if services.config.route.answer_asked_name and profile.asked not in ("", decision.name):
-            self._answer = AnswerNamer(decision.name, profile.asked)
-            if self._unseen:
-                _say_unnamed(services.config.pool)
         request_id, unseen = asked.request_id, self._unseen
         self._in_flight = InFlight(services, decision, request_id, unseen, waited, why)
         if self.trace is not None:
@@ -413,34 +402,18 @@ class Exchange:
 
     def _on_response_headers(self, request: ProcessingRequest) -> bytes:
         reads = self._in_flight is not None and self._in_flight.answered(request)
-        if not (reads or self._answer) or request.response_headers.end_of_stream:
+        if not reads or request.response_headers.end_of_stream:
             return messages.proceed("response_headers")
         if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
             return messages.proceed("response_headers")  # it comes anyway
-        return messages.watch_response(changes=self._answer is not None)
+        return messages.watch_response()
 
     def _on_response_body(self, message: HttpBody) -> bytes:
         if self._in_flight is not None:
             self._in_flight.chunk(message)
-        body = message.body
-        if self._answer is not None:
-            body = self._answer.feed(body, message.end_of_stream)
         if self._response_body_mode == messages.FULL_DUPLEX_STREAMED:
-            return messages.pass_chunk("response_body", body, message.end_of_stream)
-        if self._answer is not None:
-            return messages.replace_chunk(body)
+            return messages.pass_chunk("response_body", message.body, message.end_of_stream)
         return messages.proceed("response_body")
-
-
-@cache
-def _say_unnamed(pool: str) -> None:
-    """Once for each pool."""
-    logger.error(
-        "Envoy keeps some responses from the router, so they name the model as the replica does, "
-        "though route.answer_asked_name is set: take the filters local_ratelimit and "
-        "set_filter_state, and the route for x-extproc-unseen, out of its file",
-        extra={"pool": pool},
-    )
 
 
 def refuse(error: Refusal) -> bytes:

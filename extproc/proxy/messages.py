@@ -109,15 +109,9 @@ def wait(seconds: float) -> bytes:
 
 
 @cache
-def watch_response(changes: bool = False) -> bytes:
-    """Reply to response headers: send this response's body too, as it passes.
-
-    With ``changes`` its length is not known in advance.
-    """
+def watch_response() -> bytes:
+    """Reply to response headers: send this response's body too, as it passes."""
     reply = ProcessingResponse(response_headers=HeadersResponse())
-    if changes:
-        mutation = reply.response_headers.response.header_mutation
-        mutation.remove_headers.append("content-length")
     reply.mode_override.response_body_mode = STREAMED
     reply.mode_override.response_trailer_mode = _SEND
     return reply.SerializeToString()
@@ -176,13 +170,6 @@ def with_body(reply: bytes, body: bytes, length: int | None) -> bytes:
     if length is not None:
         _set_header(common.header_mutation, "content-length", b"%d" % length)
     return changed.SerializeToString()
-
-
-def replace_chunk(body: bytes) -> bytes:
-    """Reply to a chunk of a response's body: send this instead."""
-    reply = ProcessingResponse()
-    reply.response_body.response.body_mutation.body = body
-    return reply.SerializeToString()
 
 
 def pass_chunk(phase: str, body: bytes, end_of_stream: bool) -> bytes:

@@ -11,14 +11,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from extproc.proxy import threads, tls
-from extproc.proxy.body_first import BodyFirst
 from extproc.proxy.exchange import Exchange
-from extproc.proxy.gateway import Gateway
-from extproc.proxy.headers_first import HeadersFirst
-from extproc.proxy.messages import FULL_DUPLEX_STREAMED
 from extproc.proxy.proto.ext_proc_pb2 import ProcessingRequest
+from extproc.proxy.protocols import protocol_of
 from extproc.proxy.services import Services
+from extproc.proxy.transport import open_port, patient
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +122,7 @@ class ExternalProcessor:
             while (raw := await (reading or context.read())) is not grpc.aio.EOF:
                 message = ProcessingRequest.FromString(raw)
                 if exchange is None:
-                    exchange = _protocol(message)(services, message)
+                    exchange = protocol_of(message)(services, message)
                     self._exchanges[exchange] = write
                     if services.traces is not None:
                         exchange.trace = services.traces.begin(context.invocation_metadata() or ())
@@ -216,14 +213,6 @@ class ExternalProcessor:
         return grpc.method_handlers_generic_handler(SERVICE, {"Process": process})
 
 
-def _protocol(first: ProcessingRequest) -> type[Exchange]:
-    """How Envoy speaks, by the first message of a stream."""
-    if first.WhichOneof("request") == "request_body":
-        return BodyFirst
-    full_duplex = first.protocol_config.request_body_mode == FULL_DUPLEX_STREAMED
-    return Gateway if full_duplex else HeadersFirst
-
-
 async def _first_of(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
@@ -264,7 +253,7 @@ class GrpcServer:
             ("grpc.keepalive_timeout_ms", keepalive_ms),
             ("grpc.http2.ping_timeout_ms", keepalive_ms),  # of other pings; one is sent at a time
         ]
-        with threads.patient():
+        with patient():
             self._server = grpc.aio.server(options=options)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -273,8 +262,8 @@ class GrpcServer:
 
     async def start(self, address: str) -> int:
         """Listens on ``host:port`` and returns the port (of use where it was 0)."""
-        port = tls.open_port(self._server, address, self._files, "serve")
-        with threads.patient():
+        port = open_port(self._server, address, self._files, "serve")
+        with patient():
             await self._server.start()
         serving = health_pb2.HealthCheckResponse.SERVING
         await self._health.set(_LIVENESS, serving)

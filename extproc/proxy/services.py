@@ -1,4 +1,4 @@
-"""What every exchange works with."""
+"""The parts of a router that its exchanges share, and the budgets of what they read and hold."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -11,11 +11,108 @@ from extproc.observe.metrics import Demand, RouterMetrics
 from extproc.observe.recorder import Recorder
 from extproc.observe.traces import Traces
 from extproc.predict.lengths import OutputLengths
-from extproc.proxy.room import Room
-from extproc.proxy.watch import Reader, Watch
 from extproc.request.tokens import TokenCounter
 from extproc.route.queue import Queue
 from extproc.route.router import Router
+
+MOST_HELD = 256 * 2**20  # bytes: 32 of the largest bodies, or some 70,000 usual prompts
+
+_RESPONSES_PER_S = 100.0
+"""Responses that one pool in one router is told of: a replica that gets a hundredth of the requests
+is looked at once a second."""
+_CHUNKS_KEPT_S = 60.0
+"""Seconds of chunks that were not read and may be later: in a quiet hour whole answers are read."""
+_RESERVED = 0.5  # part of the chunks that is kept for streams that teach
+
+
+class Room:
+    """Bytes of request bodies that all streams of a process may hold back.
+
+    In full duplex a body waits in the router for its end, and clients may let it wait.
+    """
+
+    def __init__(self, size: int = MOST_HELD) -> None:
+        self.free = size
+
+    def take(self, size: int) -> bool:
+        """Takes the bytes if there is room, and returns whether there was."""
+        if size > self.free:
+            return False
+        self.free -= size
+        return True
+
+    def give_back(self, size: int) -> None:
+        """Frees the bytes."""
+        self.free += size
+
+
+class Budget:
+    """A rate per second; what is not spent is kept, up to a limit."""
+
+    def __init__(self, per_s: float, most: float) -> None:
+        self._per_s = per_s
+        self._most = self._left = most
+        self._as_of = 0.0
+
+    def left(self, now: float) -> float:
+        """Returns what may be spent at ``now`` (seconds); below zero after more was spent."""
+        self._left = min(self._left + (now - self._as_of) * self._per_s, self._most)
+        self._as_of = now
+        return self._left
+
+    def spend(self, amount: float) -> None:
+        """Spends the amount; a negative one is given back."""
+        self._left -= amount
+
+
+class Watch:
+    """All responses while there are few of them, and of many so many a second.
+
+    To be told of a response is one of three messages a request, and holds its first token up. For
+    a request whose response is not looked at, the ledger knows its end, but neither which replica
+    served it after a retry nor whether it failed.
+
+    Envoy has to be told before the replica is chosen: it takes ``mode_override`` in a reply to
+    headers only, and for the choice the body has to come.
+    """
+
+    def __init__(self) -> None:
+        self._responses = Budget(_RESPONSES_PER_S, _RESPONSES_PER_S)
+
+    def sees(self, now: float, doubtful: bool) -> bool:
+        """Whether the response to a request that came just now is to be looked at; ``doubtful``: it
+        may go to a replica that failed of late. All those are, until that is known to be well or
+        gets nothing."""
+        if self._responses.left(now) < 1.0:
+            return doubtful
+        self._responses.spend(1.0)
+        return True
+
+
+class Reader:
+    """Reads streamed answers, so many chunks a second, and rather those that teach.
+
+    A chunk is a message to the router and one back, about 0.2 ms of its CPU. Envoy sends all chunks
+    of an answer or none: it takes ``mode_override`` in a reply to headers only, and once the router
+    has closed its side, Envoy lets the rest pass but the end of the request is not known any more.
+    So it is decided when an answer begins, by the length it is expected to have.
+    """
+
+    def __init__(self, chunks_per_s: float) -> None:
+        self._most = chunks_per_s * _CHUNKS_KEPT_S
+        self._chunks = Budget(chunks_per_s, self._most)
+
+    def reads(self, now: float, chunks: float, teaches: bool) -> bool:
+        """Whether to read an answer that begins, of so many chunks as expected; if so, these are
+        paid for. One ``teaches`` what the router knows little of."""
+        if self._chunks.left(now) <= (0.0 if teaches else _RESERVED * self._most):
+            return False
+        self._chunks.spend(chunks)
+        return True
+
+    def came(self, chunks: float, expected: float) -> None:
+        """An answer that was read is over: it had so many chunks, and not what was expected."""
+        self._chunks.spend(chunks - expected)
 
 
 def router_of(route: RouteSettings, fleet: Fleet, random: random.Random) -> Router:

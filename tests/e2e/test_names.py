@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 import pytest_asyncio
@@ -14,7 +13,7 @@ import yaml
 
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
-from tests.e2e.client import MESSAGES, Answer, Client
+from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack, bootstrap_of
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -151,59 +150,3 @@ async def test_a_retry_does_not_get_to_a_replica_with_another_name(client: Clien
         await client.simulate("one", fail=0)
     assert {answer.status for answer in of_both} == {200, 503}
     assert of_one.status == 503
-
-
-class Restoring(Named):
-    """The answer has the name that was asked for."""
-
-    def _configuration(self) -> dict[str, Any]:
-        config = super()._configuration()
-        config["route"] = {**config["route"], "answer_asked_name": True}
-        config["serve"] = {**config["serve"], "chunks_per_s": 0.0}
-        return config
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=ENVOYS)
-async def restoring(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Restoring]:
-    async with Restoring(request.param, tmp_path_factory.mktemp("answers")) as running:
-        yield running
-
-
-async def test_the_answer_may_have_the_name_that_was_asked_for(restoring: Restoring) -> None:
-    messages: Any = [{"role": "user", "content": "hello"}]
-    async with openai.AsyncOpenAI(base_url=f"{restoring.url}/v1", api_key="none") as sdk:
-        for asked in ("llama", "chat/latest", "llama-a"):
-            for _ in range(2):
-                whole = await sdk.chat.completions.create(
-                    model=asked, messages=messages, max_tokens=5
-                )
-                assert whole.model == asked
-                told = await sdk.responses.create(model=asked, input="hello", max_output_tokens=5)
-                assert told.model == asked
-                pieces = [
-                    piece
-                    async for piece in await sdk.chat.completions.create(
-                        model=asked, messages=messages, max_tokens=5, stream=True
-                    )
-                ]
-                assert {piece.model for piece in pieces} == {asked}
-                text = "".join([piece.choices[0].delta.content or "" for piece in pieces])
-                assert text == whole.choices[0].message.content
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/v1/completions"])
-async def test_so_do_the_answers_of_every_endpoint(
-    restoring: Restoring, path: str, streamed: bool
-) -> None:
-    asked = {"messages": MESSAGES, "prompt": "sea", "input": "sea"}
-    body = asked | {"max_tokens": 3, "max_output_tokens": 3, "model": "llama", "stream": streamed}
-    async with aiohttp.ClientSession() as session:
-        client = Client(restoring, session)
-        answer = await client.request("POST", path, body)
-    assert answer.status == 200
-    assert b'"llama"' in answer.body
-    assert b"llama-" not in answer.body
-    assert answer.decision["outcome"]["status"] == 200

@@ -27,7 +27,7 @@ TELLS_MARK = "request.headers['x-extproc-unseen']"
 FROM_METADATA = f"[{{metadata: {{key: envoy.lb, path: [{{key: {DESTINATION}}}]}}}}]"
 UNJUDGED = {
     *("forged_header_is_removed", "one_replica_is_named"),
-    *("every_answer_is_shown", "named_headers_are_told", "named_headers_arrive"),
+    *("named_headers_are_told", "named_headers_arrive"),
     *("forged_priority_is_removed", "decision_metadata_is_taken"),
     *("workers_are_listed", "transport_fits"),
 }
@@ -359,9 +359,6 @@ BREAKAGES = [
      lambda b: (b.add_cluster("other"), b.route.update(cluster="other"))),
     error("routes_lead_to_replicas", "Write cluster: 'replicas'",
      lambda b: (b.add_cluster("other"), b.split({"name": "replicas"}, {"name": "other"}))),
-    error("every_answer_is_shown",
-          "set_filter_state, and this route, which matches their mark x-extproc-unseen",
-          Bootstrap.untold, {"route": {"answer_asked_name": True}}),
     error("named_headers_are_told", "Add request.headers['cookie'], request.headers['x-tenant']",
           lambda b: None, NAMED),  # the policy's is there
     error("named_headers_arrive", "is DROP_HEADER, and the router's settings name x_tenant: ",
@@ -471,7 +468,6 @@ ALLOWED: list[Breakage] = [
 
 
 JUDGED: list[tuple[str, bool, Settings, Breakage]] = [
-    ("every_answer_is_shown", True, {"route": {"answer_asked_name": True}}, lambda b: None),
     ("named_headers_are_told", True, NAMED, lambda b: b.tells("cookie").tells("x-tenant")),
     ("named_headers_are_told", False, NAMED, Bootstrap.headers_first),
     ("named_headers_arrive", True, UNDERSCORE, lambda b: b.tells("x_tenant").underscores("ALLOW")),

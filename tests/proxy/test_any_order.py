@@ -18,8 +18,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
     ProtocolConfiguration,
 )
 
-from extproc.proxy.room import MOST_HELD
-from extproc.proxy.services import Services
+from extproc.proxy.services import MOST_HELD, Services
 from tests.conftest import Logged
 from tests.proxy.envoy_side import CHAT, EnvoySide, chosen, headers_message
 from tests.waiting import until

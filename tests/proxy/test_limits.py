@@ -18,9 +18,8 @@ from prometheus_client import CollectorRegistry
 from extproc.config import Config
 from extproc.observe.admin import serve_admin
 from extproc.proxy.admin import admin_routes
-from extproc.proxy.room import Room
 from extproc.proxy.service import GrpcServer
-from extproc.proxy.services import Services
+from extproc.proxy.services import Room, Services
 from tests.conftest import Logged
 from tests.fakes import ManualClock, chat, replica, state
 from tests.proxy.envoy_side import CHAT, EnvoySide, destination

@@ -5,7 +5,7 @@ from threading import Event, Thread
 
 import pytest
 
-from extproc.proxy.threads import patient
+from extproc.proxy.transport import patient
 
 if sys.platform != "linux":
     pytest.skip("only Linux schedules threads so", allow_module_level=True)

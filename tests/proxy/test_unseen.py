@@ -13,7 +13,7 @@ MARK = {"x-extproc-unseen": "1"}
 
 @pytest.fixture
 def config() -> Config:
-    named = {"models": {"chat": "llama"}, "answer_asked_name": True}
+    named = {"models": {"chat": "llama"}}
     return Config.model_validate({"pool": "of-these-tests", "route": named})
 
 
@@ -53,14 +53,3 @@ async def test_responses_that_are_stored_are_told_all_the_same(
     (requests,) = services.metrics.requests.collect()
     counted = {sample.labels["result"]: sample.value for sample in requests.samples}
     assert counted == {"routed": 1.0, "unanswered": 1.0}
-
-
-async def test_that_their_answers_keep_the_replicas_name_is_said_once(
-    envoy: EnvoySide, caplog: pytest.LogCaptureFixture
-) -> None:
-    for model, headers in (("chat", {}), ("llama", MARK), ("chat", MARK), ("chat", MARK)):
-        async with envoy.stream() as stream:
-            assert chosen(await stream.body_first(CHAT | {"model": model}, headers=headers))
-            await stream.end()
-    (record,) = caplog.records
-    assert "route.answer_asked_name" in record.getMessage()

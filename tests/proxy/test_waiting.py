@@ -12,8 +12,7 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
 from extproc.proxy.app import let_go
-from extproc.proxy.room import MOST_HELD
-from extproc.proxy.services import Services
+from extproc.proxy.services import MOST_HELD, Services
 from extproc.route.queue import Queue
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.proxy.conftest import on_fleet

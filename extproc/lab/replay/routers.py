@@ -13,7 +13,7 @@ from extproc.fleet.ledger import Ticket
 from extproc.ground.clock import Clock
 from extproc.lab.replay.clock import VirtualClock
 from extproc.lab.replay.served import Arrival, Served
-from extproc.proxy.watch import Reader
+from extproc.proxy.services import Reader
 from extproc.replica_state import ReplicaState
 from extproc.route.queue import Queue
 from extproc.route.router import Decision, Router
