@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from extproc.ground.address import shift_port, split_address
+from extproc.ground.address import split_address
 from extproc.predict.step import DEFAULT_PROFILE, hardware_profile
 from extproc.redis_settings import connection_options
 from extproc.replica_state import SILENT_AFTER_S
@@ -36,6 +36,8 @@ REMOVED: dict[str, str] = {
     "route.answer_asked_name": "answers carry the name that the replica serves",
     "route.shadow_policy": "record traffic and compare by extproc what-if (docs/what-if.md)",
     "serve.clear_route_cache": "let the replica cluster follow the choice by override_host",
+    "serve.stream_sample": "set serve.chunks_per_s",
+    "serve.workers": "run several routers, each with its own configuration (docs/operations.md)",
     "xds.envoy_file": "let Envoy watch files itself, by path_config_source (docs/envoy.md)",
 }
 """Settings of earlier versions by dotted key, each with what to use instead."""
@@ -229,7 +231,7 @@ class TlsFiles(CertificateFiles):
 
 
 _MOST_CHUNKS = 1e6
-"""A second: more than there are."""
+"""Chunks a second: more than there are."""
 
 
 class ServeSettings(TlsFiles):
@@ -239,10 +241,8 @@ class ServeSettings(TlsFiles):
     """gRPC address Envoy connects to."""
     admin: _Address = "127.0.0.1:9090"
     """HTTP address of the page, /metrics, /decisions, /fleet and health."""
-    workers: int = Field(default=1, ge=1)
-    """Router processes; number k, from 0, takes the ports of ``listen`` and ``admin`` plus k."""
     max_streams: int = Field(default=100_000, ge=1, le=10**6)
-    """Requests in flight that one process looks after; Envoy goes on with further ones without
+    """Requests in flight that the router looks after; Envoy goes on with further ones without
     the router."""
     drain_s: float = Field(default=30.0, ge=0)
     """On SIGTERM, open streams have this many seconds to end; in the first 1.5 s new ones are still
@@ -253,9 +253,6 @@ class ServeSettings(TlsFiles):
     chunks_per_s: float = Field(default=50.0, ge=0, le=_MOST_CHUNKS)
     """Chunks of streamed responses that the router reads a second, on average, for token timing and
     usage; those of responses that replicas store (Responses API) it reads beside them, all."""
-    stream_sample: float | None = Field(default=None, ge=0, le=1)
-    """Deprecated: the share of streamed responses that were read. 0 is taken for ``chunks_per_s``
-    0, and 1 for reading all; any other has no effect."""
     hung_s: float = Field(default=20.0, ge=0)
     """A replica that answers nothing for so long, neither polls nor requests, hangs: what it has in
     flight is ended, by 503 where no answer has begun. 0: never."""
@@ -264,26 +261,6 @@ class ServeSettings(TlsFiles):
     response headers."""
     decisions_kept: int = Field(default=1000, ge=0)
     """Decision records held in memory; fewer where each compares hundreds of replicas."""
-
-    @property
-    def chunk_budget(self) -> float:
-        """``chunks_per_s``, or what ``stream_sample`` means."""
-        if self.stream_sample == 0.0:
-            return 0.0
-        return _MOST_CHUNKS if self.stream_sample == 1.0 else self.chunks_per_s
-
-    @field_validator("workers")
-    @classmethod
-    def _have_ports(cls, workers: int, info: ValidationInfo) -> int:
-        addresses = [info.data[name] for name in ("listen", "admin") if name in info.data]
-        last = [shift_port(address, workers - 1) for address in addresses]
-        ports = [split_address(address)[1] for address in addresses]
-        if workers > 1 and len(ports) == 2 and all(ports) and abs(ports[0] - ports[1]) < workers:
-            raise ValueError(
-                f"each worker needs ports of its own, but those of serve.listen ({addresses[0]} to "
-                f"{last[0]}) and serve.admin ({addresses[1]} to {last[1]}) overlap"
-            )
-        return workers
 
 
 def _as_targets(value: object) -> object:
@@ -602,15 +579,6 @@ class Config(PoolReplicas):
             raise ValueError(f"{own!r} is the name of the pool itself (key 'pool'): take another")
         return pools
 
-    @model_validator(mode="after")
-    def _share_what_they_do(self) -> "Config":
-        if self.state == "memory" and self.serve.workers > 1:
-            raise ValueError(
-                f"serve.workers is {self.serve.workers}, and workers share through Redis what they "
-                "do: with state 'memory' there can be one. Set the one to 'redis' or the other to 1"
-            )
-        return self
-
     @cached_property
     def headers(self) -> frozenset[str]:
         """Request headers that settings name, in lower case."""
@@ -647,15 +615,3 @@ class Config(PoolReplicas):
             for name, replicas in self.pools.items()
         )
         return self, *others
-
-    def of_worker(self, number: int) -> "Config":
-        """What one worker process of a router runs with: ports and seed of its own."""
-        listen, admin = self.serve.listen, self.serve.admin
-        addresses = {"listen": shift_port(listen, number), "admin": shift_port(admin, number)}
-        seed = None if self.route.seed is None else self.route.seed + number
-        return self.model_copy(
-            update={
-                "serve": self.serve.model_copy(update=addresses),
-                "route": self.route.model_copy(update={"seed": seed}),
-            }
-        )

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         if config.admin.token_file is not None:
             read_token(config.admin.token_file)
         if config.traces.endpoint is not None:
-            Traces(config.traces.endpoint, worker=0).close()
+            Traces(config.traces.endpoint).close()
     except TokenizerError as error:
         raise UsageError(f"request.tokenizers: {error}") from None
     except ValueError as error:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--router",
         metavar="URL",
-        help="admin address of one router (default: serve.admin, and those of its workers)",
+        help="admin address of the router (default: serve.admin)",
     )
     parser.add_argument("--json", action="store_true", help="print what the router answers")
     add_file(parser)
@@ -43,10 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the decisions."""
     config = configured(args)
-    workers = map(config.of_worker, range(config.serve.workers))
-    routers = [args.router] if args.router else [one.serve.admin for one in workers]
+    router = args.router or config.serve.admin
     try:
-        answer = asyncio.run(ask_decisions(routers, args.request_id, args.last, config.admin))
+        answer = asyncio.run(ask_decisions(router, args.request_id, args.last, config.admin))
         if args.json:
             text = json.dumps(answer, indent=2)
         elif args.request_id is None:

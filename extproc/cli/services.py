@@ -29,14 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of what the command reads."""
     command = parser.prog.split()[-1]
     add_flags(parser, *_SHOWN[command])
-    if command == "serve":
-        parser.add_argument(
-            "--workers",
-            dest="serve.workers",
-            default=argparse.SUPPRESS,
-            metavar="N",
-            help="short for --serve.workers",
-        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,10 +54,6 @@ def _service(command: str, config: Config) -> Callable[[Config], Coroutine[Any, 
         from extproc.envoy.eds import run_eds
 
         return run_eds
-    if config.serve.workers > 1:
-        from extproc.proxy.supervisor import supervise  # needs neither gRPC nor numpy
-
-        return supervise
     from extproc.proxy.app import run_router
 
     return run_router

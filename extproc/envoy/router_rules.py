@@ -1,6 +1,5 @@
 """Rules for what Envoy must know of the router, by how that is configured."""
 
-from collections import defaultdict
 from datetime import timedelta
 
 from extproc.envoy.envoy_file import EXT_PROC, OVERRIDE_HOST, EnvoyFile
@@ -16,33 +15,7 @@ from extproc.envoy.rules import (
 from extproc.envoy.tree import MANAGER, Node
 from extproc.proxy.messages import PRIORITY, TOLD_NAMESPACE, expression_of
 
-_ENDPOINT = "envoy.config.endpoint.v3.Endpoint"
 _TLS = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
-
-
-def _of_several(file: EnvoyFile) -> list[Node]:
-    """Clusters that list their members, where a router is several processes."""
-    clusters = file.router_clusters if file.config.serve.workers > 1 else []
-    return [cluster for cluster in clusters if _ports(cluster, file)]
-
-
-def _ports(cluster: Node, file: EnvoyFile) -> list[set[int]]:
-    """The ports listed for each host."""
-    ports: defaultdict[str, set[int]] = defaultdict(set)
-    for member in file.all(_ENDPOINT, cluster):
-        if address := member["address"]["socket_address"]:
-            ports[address["address"]].add(address["port_value"] or 0)
-    return [*ports.values()]
-
-
-def _lacks_workers(cluster: Node, file: EnvoyFile) -> str:
-    workers, ports = file.config.serve.workers, min(_ports(cluster, file), key=len)
-    if len(ports) >= workers:
-        return ""
-    return (
-        f"lists {len(ports)} of {workers} workers (serve.workers): the others get no request. List "
-        f"the ports {min(ports)} to {min(ports) + workers - 1}, each as an endpoint"
-    )
 
 
 def _encrypted(file: EnvoyFile) -> list[Node]:
@@ -95,10 +68,6 @@ def _loses_headers(manager: Node, file: EnvoyFile) -> str:
 # A table: a formatter would give each of its fields a line.
 # fmt: off
 ROUTER_RULES = (
-    Rule("workers_are_listed", Level.WARNING, _of_several,
-        "All workers of the router are listed.",
-        _lacks_workers,
-        "cluster {node[name]!r} {}"),
     Rule("transport_fits", Level.WARNING, _encrypted,
         "Envoy and the router speak TLS.",
         _misses_tls,

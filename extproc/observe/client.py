@@ -1,7 +1,6 @@
 """A client of admin addresses: the decisions and the live snapshots of routers."""
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from json import loads
 from typing import Any
@@ -18,44 +17,29 @@ _MOST_BYTES = 2**24  # of one event: a thousand replicas take a quarter of a meg
 
 
 class AskError(Exception):
-    """A line for each router that did not answer as a router does, with the remedy."""
+    """The router did not answer as a router does; the message has the remedy."""
 
 
 async def ask_decisions(
-    routers: Sequence[str],
-    request_id: str | None,
-    most: int,
-    access: AdminSettings = _OPEN,
+    router: str, request_id: str | None, most: int, access: AdminSettings = _OPEN
 ) -> list[Any]:
     """Get the newest decisions, ``most`` of them, or all about one request, the oldest first.
 
     Args:
-        routers: admin addresses: ``host:port``, or a URL.
+        router: admin address: ``host:port``, or a URL.
         request_id: None for the newest.
         most: limits the newest.
         access: TLS of addresses without a scheme, and the token to show.
 
     Raises:
-        AskError: no router answered.
+        AskError: the router does not answer.
         ValueError: a file of ``access`` cannot be used.
     """
-    urls = [_url_of(one, access) for one in routers]
+    url = _url_of(router, access)
     async with _session(access) as session:
-        asking = (
-            _last(session, url, most) if request_id is None else _about(session, url, request_id)
-            for url in urls
-        )
-        answers = await asyncio.gather(*asking, return_exceptions=True)
-    errors = [one for one in answers if isinstance(one, BaseException)]
-    for error in errors:
-        if not isinstance(error, AskError):
-            raise error
-    if len(errors) == len(answers):
-        raise AskError("\n".join(map(str, errors)))
-    found = [record for one in answers if isinstance(one, list) for record in one]
-    if len(urls) > 1:  # each router numbers its own decisions
-        found.sort(key=lambda record: record.get("decided_at", 0.0))
-    return found if request_id is not None else found[-most:]
+        if request_id is None:
+            return await _last(session, url, most)
+        return await _about(session, url, request_id)
 
 
 async def follow(router: str, access: AdminSettings) -> AsyncGenerator[dict[str, Any]]:

@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from collections.abc import Callable
 from datetime import UTC, datetime
 
 from extproc.config import LogSettings
@@ -11,26 +10,12 @@ from extproc.config import LogSettings
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
-def setup(settings: LogSettings, **fields: object) -> None:
-    """Sends this package's logs from the given level, and other packages' warnings, to stderr.
-
-    Args:
-        settings: level and format.
-        fields: what every line carries, such as the worker that wrote it.
-    """
+def setup(settings: LogSettings) -> None:
+    """Sends this package's logs from the given level, and other packages' warnings, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_adding(fields))
     handler.setFormatter(JsonFormatter() if settings.format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     logging.getLogger("extproc").setLevel(settings.level.upper())
-
-
-def _adding(fields: dict[str, object]) -> Callable[[logging.LogRecord], bool]:
-    def add(record: logging.LogRecord) -> bool:
-        vars(record).update(fields)
-        return True
-
-    return add
 
 
 class JsonFormatter(logging.Formatter):

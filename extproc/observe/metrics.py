@@ -104,7 +104,7 @@ class RouterMetrics:
         self.responses = counts(
             "extproc_responses_total",
             "Responses that the router was told of, by status class: at more than a hundred a "
-            "second of an Envoy, a hundred a second of it, shared by its routers and workers.",
+            "second of an Envoy, a hundred a second of it, shared by its routers.",
             ["status"],
         )
         self.ttft = predicted(
@@ -158,7 +158,6 @@ class RouterMetrics:
             "Replicas of which the KV blocks are known by their own word; what others hold is "
             "estimated.",
         )
-        self.worker = gauge("extproc_worker", "Number of this worker process, from 0.")
         self.other_routers = gauge(
             "extproc_other_routers", "Other routers of the pool that are heard of."
         )

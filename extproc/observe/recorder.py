@@ -51,7 +51,7 @@ _MOST_KEPT = 64_000_000
 _DECIDES = {
     "route": {"policy", "session_cost_s", "models"},
     "hold": {"longest_s", "most"},
-    "serve": {"chunks_per_s", "stream_sample"},
+    "serve": {"chunks_per_s"},
     "poll": {"interval_s"},
 }
 """Keys of the configuration that a replay needs."""

@@ -1,6 +1,7 @@
 """OpenTelemetry spans of a request: its decision, and then the request on its replica."""
 
 from collections.abc import Iterable
+from os import getpid
 from socket import gethostname
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -40,8 +41,8 @@ class Traces:
     (``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS`` and the like).
     """
 
-    def __init__(self, endpoint: str, worker: int) -> None:
-        """Takes the base URL of a collector (OTLP over HTTP), and the number of this process.
+    def __init__(self, endpoint: str) -> None:
+        """Takes the base URL of a collector (OTLP over HTTP).
 
         Raises:
             ValueError: OpenTelemetry is not installed.
@@ -58,7 +59,7 @@ class Traces:
                 "traces.endpoint is set, but OpenTelemetry is not installed: "
                 "pip install 'extproc[traces]'"
             ) from None
-        own = {"service.name": "extproc", "service.instance.id": f"{gethostname()}/{worker}"}
+        own = {"service.name": "extproc", "service.instance.id": f"{gethostname()}/{getpid()}"}
         resource = Resource(own).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._exporter = SpanExporter(endpoint.rstrip("/") + _PATH)

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from random import Random
 from typing import Any
@@ -41,11 +41,8 @@ _HOUSEKEEPING_EVERY = 1.0
 """Seconds."""
 
 
-async def run_router(
-    config: Config, worker: int = 0, ready: Callable[[], None] = lambda: None
-) -> None:
-    """Runs a router until SIGTERM or SIGINT, then lets open streams end; calls ``ready`` when it
-    listens.
+async def run_router(config: Config) -> None:
+    """Runs a router until SIGTERM or SIGINT, then lets open streams end.
 
     Raises:
         OSError: an address cannot be listened on.
@@ -56,8 +53,7 @@ async def run_router(
     if config.state == "memory" and not names_replicas(config):
         raise ValueError("no replicas to poll: configure 'replicas' or 'replicas_file'")
     registry = CollectorRegistry()
-    services = build(config, registry, worker)
-    services.metrics.worker.set(worker)
+    services = build(config, registry)
     others = {one.pool: services.of_pool(one) for one in config.each_pool[1:]}
     pools = (services, *others.values())
     stopping = asyncio.Event()
@@ -76,7 +72,6 @@ async def run_router(
         logger.info("router ready", extra={"port": port, "admin": admin, "pool": names})
         gc.collect()
         gc.freeze()  # what is loaded by now is never garbage: to go through it takes 15 ms
-        ready()
         await stopping.wait()
         logger.info("stopping", extra={"in_flight": sum(one.fleet.in_flight for one in pools)})
         await server.stop(config.serve.drain_s)
@@ -109,17 +104,12 @@ async def _admin(
         yield bound
 
 
-def build(config: Config, registry: CollectorRegistry, worker: int = 0) -> Services:
-    """The parts of a router, from its configuration; ``worker``: the number of this process.
+def build(config: Config, registry: CollectorRegistry) -> Services:
+    """Builds the parts of a router from its configuration.
 
     Raises:
         ValueError: as :func:`run_router`.
     """
-    if config.serve.stream_sample is not None:
-        logger.warning(
-            "serve.stream_sample is deprecated: set serve.chunks_per_s instead",
-            extra={"chunks_per_s": config.serve.chunk_budget},
-        )
     generator = Random(config.route.seed)
     fleet = Fleet(OutputLengths(), names=ModelNames(config.route.models))
     return Services(
@@ -131,10 +121,10 @@ def build(config: Config, registry: CollectorRegistry, worker: int = 0) -> Servi
         clock=monotonic,
         wall=wall,
         random=generator,
-        reader=Reader(config.serve.chunk_budget),
+        reader=Reader(config.serve.chunks_per_s),
         queue=Queue(fleet, config.hold, monotonic),
         demand=Demand(monotonic),
-        traces=Traces(endpoint, worker) if (endpoint := config.traces.endpoint) else None,
+        traces=Traces(endpoint) if (endpoint := config.traces.endpoint) else None,
         recorder=recorder_of(config, fleet, monotonic, wall),
     )
 

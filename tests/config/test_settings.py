@@ -77,13 +77,6 @@ def test_text_that_looks_like_a_number_stays_text() -> None:
     assert load({}, {"EXTPROC_POOL": "123"}).pool == "123"
 
 
-@pytest.mark.parametrize(("share", "budget"), [("0", 0.0), ("1", 1e6), ("0.3", 50.0)])
-def test_the_share_of_streams_that_were_read_is_a_budget_of_chunks(
-    share: str, budget: float
-) -> None:
-    assert load({"serve.stream_sample": share}, {}).serve.chunk_budget == budget
-
-
 def test_an_empty_variable_counts_as_unset() -> None:
     assert load({}, {"EXTPROC_ROUTE__SEED": ""}).route.seed is None
 
@@ -281,7 +274,7 @@ def test_ports_of_kv_events_go_together() -> None:
         ("a: " + "[" * 3000, "nested too deeply"),
         ("a: &a {b: *a}", "recursive"),
         (
-            "serve: {workers: 2}\nroute:\n  policy: lmetric\nserve:\n",
+            "serve: {drain_s: 2}\nroute:\n  policy: lmetric\nserve:\n",
             "line 4, column 1: the key 'serve' is already there in line 1",
         ),
         ('redis: {url: redis://h, "url": redis://g}', "column 25: the key 'url' is already there"),
@@ -349,13 +342,6 @@ def test_flags_reach_the_configuration() -> None:
 
 def test_every_policy_can_be_configured() -> None:
     assert set(get_args(PolicyName)) == set(POLICIES)
-
-
-def test_workers_need_redis_to_share_what_they_do() -> None:
-    flags = {"state": "memory", "serve.workers": "2", "redis.url": "redis://:secret@h"}
-    (problem,) = problems(flags)
-    assert problem.startswith("configuration: serve.workers is 2, and workers share through Redis")
-    assert "secret" not in problem
 
 
 def test_every_pool_is_a_configuration_of_its_own(tmp_path: Path) -> None:

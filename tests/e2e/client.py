@@ -136,17 +136,16 @@ class Client:
         return names[0]
 
     async def metric(self, name: str) -> float:
-        """The router's, summed over its workers."""
-        return sum([await self.metric_of(admin, name) for admin in self._stack.worker_admins()])
+        """The first router's."""
+        return await self.metric_of(self._stack.router_admin, name)
 
     async def metric_of(self, admin: str, name: str) -> float:
-        """One worker's."""
         async with self._session.get(f"{admin}/metrics") as page:
             found = re.search(rf"^{re.escape(name)} (\S+)$", await page.text(), re.M)
         return float(found[1]) if found else 0.0
 
     async def routed(self, admin: str) -> float:
-        """How many requests a router, or one of its workers, has routed."""
+        """How many requests a router has routed."""
         return await self.metric_of(admin, 'extproc_requests_total{result="routed"}')
 
     async def routed_by_each(self) -> list[float]:

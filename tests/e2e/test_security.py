@@ -24,7 +24,7 @@ MOST_STREAMS = 3
 
 
 class Secured(Stack):
-    """Two workers behind mTLS, as the documentation says; Envoy takes headers of 96 kB."""
+    """A router behind mTLS, as the documentation says; Envoy takes headers of 96 kB."""
 
     def __init__(self, directory: Path) -> None:
         self.files = directory / "tls"
@@ -38,7 +38,7 @@ class Secured(Stack):
             "tls_client_ca": str(self.files / "ca.crt"),
             "max_streams": MOST_STREAMS,
         }
-        super().__init__(directory, REPLICAS, settings={"serve": serve}, workers=2)
+        super().__init__(directory, REPLICAS, settings={"serve": serve})
 
     def renew(self, name: str) -> None:
         cert, key = self.authority.sign(name)
@@ -103,4 +103,4 @@ async def test_a_renewed_certificate_is_used_without_a_restart(
     assert (await client.chat(tokens=3)).status == 200
     assert await client.metric(ROUTED) == before + 1
     log = (stack.directory / "router.log").read_text()
-    assert log.count("certificate is read again") == 2  # each worker by itself
+    assert log.count("certificate is read again") == 1

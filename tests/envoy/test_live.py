@@ -274,7 +274,6 @@ async def test_members_that_only_one_side_has_are_told(check: Check, tmp_path: P
     async with Stack(tmp_path, PAIR) as stack, serving() as three:
         other = yaml.safe_load(stack.config_file.read_text())
         other |= {"state": "memory", "replicas": [stack.address("one"), three.id]}
-        other["serve"]["workers"] = 1
         file = written(tmp_path / "other.yaml", other)
         error, *warnings = bad(await check(file, "--envoy-admin", stack.envoy_admin, status=1))
     assert f"no cluster has {three.id}, which routers choose" in error

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
 from extproc.config import Config
-from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import free_port
 from extproc.observe.admin import serve_admin
 from extproc.predict.inputs import Excluded
@@ -184,32 +182,6 @@ async def test_a_model_that_was_asked_for_by_another_name_has_both(
     decide(services, replace(chat(10), asked="chat"))
     text = " ".join(" ".join(await explain("--router", router, ID)).split())
     assert "model chat (served as llama), 10 prompt tokens" in text
-
-
-async def test_every_worker_is_asked(explain: Explain, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = pick_ports({"admin": 0}, {"admin": 3})["admin"]
-    monkeypatch.setenv("EXTPROC_SERVE__ADMIN", f"127.0.0.1:{first}")
-    monkeypatch.setenv("EXTPROC_SERVE__WORKERS", "3")
-    async with AsyncExitStack() as stack:
-        for number in (0, 1):  # the third is just being started again
-            worker = two_replicas()
-            for count in range(2):
-                decision = worker.router.decide(chat(100))
-                assert decision is not None
-                worker.log.add(f"request-{number}-{count}", 2.0 * count + number, decision)
-            address = f"127.0.0.1:{first + number}"
-            serving = serve_admin(address, CollectorRegistry(), admin_routes(worker))
-            await stack.enter_async_context(serving)
-        records = json.loads("\n".join(await explain("--json", "--last", "3")))
-        assert [one["request_id"] for one in records] == [
-            "request-1-0",
-            "request-0-1",
-            "request-1-1",
-        ]
-        assert (await explain("request-1-0"))[0] == "request   request-1-0"
-        errors = await explain("request-2-0", status=1)
-    assert len(errors) == 3
-    assert "no router answers" in errors[2]
 
 
 async def test_json_is_what_the_router_answers(

@@ -39,7 +39,7 @@ def services(services: Services, spans: Spans) -> Services:
 
 
 def traced(services: Services, spans: Spans) -> Services:
-    return replace(services, traces=Traces(f"http://127.0.0.1:{spans.port}/", worker=3))
+    return replace(services, traces=Traces(f"http://127.0.0.1:{spans.port}/"))
 
 
 async def sent(services: Services, spans: Spans) -> dict[str, Span]:
@@ -136,7 +136,7 @@ async def test_where_envoy_chooses_and_where_it_is_refused(
 
 def test_a_collector_that_is_gone_keeps_no_router_from_stopping() -> None:
     before = {*threading.enumerate()}
-    traces = Traces("http://127.0.0.1:1", worker=0)
+    traces = Traces("http://127.0.0.1:1")
     trace = traces.begin([("traceparent", SAMPLED)])
     assert trace is not None
     trace.ended("refused")

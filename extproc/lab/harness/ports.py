@@ -2,10 +2,9 @@
 
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from itertools import chain, cycle, islice
-from types import MappingProxyType
 
 _HOST = "127.0.0.1"
 _STRETCH = 256
@@ -15,30 +14,24 @@ its choice and its use, or while the process that had it starts again."""
 _TRIES = 2 * _STRETCH
 
 
-def pick_ports(
-    wanted: Mapping[str, int], in_a_row: Mapping[str, int] = MappingProxyType({})
-) -> dict[str, int]:
-    """A free TCP port of the loopback address for every name, all different: the one that is
-    ``wanted`` or, where that is taken or 0, any. Some names need so many ``in_a_row``.
+def pick_ports(wanted: Mapping[str, int]) -> dict[str, int]:
+    """Returns a free TCP port of the loopback address for every name, all different: the one that
+    is ``wanted`` or, where that is taken or 0, any.
 
     Raises:
-        OSError: there are none.
+        OSError: no port is free.
     """
     with ExitStack() as held:  # bound until all are chosen, so that none is chosen twice
-        return {name: _pick(port, in_a_row.get(name, 1), held) for name, port in wanted.items()}
+        return {name: _pick(port, held) for name, port in wanted.items()}
 
 
-def _pick(wanted: int, count: int, held: ExitStack) -> int:
-    for first in chain([wanted] if wanted else [], islice(_own_ports(), _TRIES)):
-        with ExitStack() as tried:
-            try:
-                for port in range(first, first + count):
-                    _bind(port, tried)
-            except OSError:
-                continue
+def _pick(wanted: int, held: ExitStack) -> int:
+    for port in chain([wanted] if wanted else [], islice(_own_ports(), _TRIES)):
+        with suppress(OSError), ExitStack() as tried:
+            _bind(port, tried)
             held.enter_context(tried.pop_all())
-            return first
-    raise OSError(f"found no {count} free ports in a row on {_HOST}")
+            return port
+    raise OSError(f"found no free port on {_HOST}")
 
 
 def _bind(port: int, held: ExitStack) -> None:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -15,7 +14,6 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
-from extproc.ground.address import shift_port
 from extproc.lab.demo.access_log import add_access_log
 from extproc.lab.harness.envoy_config import Bootstrap, addressed
 from extproc.lab.harness.ports import pick_ports
@@ -80,7 +78,6 @@ class Stack:
         replicas: Sequence[SimulatedReplica] = FLEET,
         settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
         usual_ports: Mapping[str, int] = MappingProxyType({}),
-        workers: int = 1,
         routers: int = 1,
         pollers: int = 1,
     ) -> None:
@@ -91,7 +88,6 @@ class Stack:
             settings: sections of the configuration of router and poller, added to those needed
                 here; ``{"route": {"policy": "lmetric"}}``.
             usual_ports: ports to take where they are free, by the names in ``ports``.
-            workers: processes of each router; Envoy lists them all.
         """
         self.directory = directory
         self.replicas = replicas
@@ -99,14 +95,12 @@ class Stack:
         self.pollers = _names("poller", pollers)
         own = [*self.routers, *(f"{name}-admin" for name in (*self.routers, *self.pollers))]
         wanted = dict.fromkeys((*_OTHER_PORTS, *own, *(one.name for one in replicas)), 0)
-        in_a_row = {name: workers for name in wanted if name.startswith("router")}
-        self.ports = pick_ports({**wanted, **usual_ports}, in_a_row)
+        self.ports = pick_ports({**wanted, **usual_ports})
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
         self.ready_s = 0.0
         """Seconds it took until the first request could be routed."""
         self._settings = settings
-        self._workers = range(workers)
         self._processes: dict[str, Process] = {}
         self._dismissed: set[str] = set()
 
@@ -124,13 +118,8 @@ class Stack:
 
     @property
     def router_admin(self) -> str:
-        """The router's admin address; its first worker's, where it has several."""
+        """The first router's admin address."""
         return self.admin("router")
-
-    def worker_admins(self, router: str = "router") -> list[str]:
-        """The admin address of each worker of a router."""
-        first = self.address(f"{router}-admin")
-        return [f"http://{shift_port(first, number)}" for number in self._workers]
 
     @property
     def redis_url(self) -> str:
@@ -285,9 +274,7 @@ class Stack:
 
     @property
     def _listening(self) -> list[str]:
-        """Address of each process that Envoy asks."""
-        first = map(self.address, self.routers)
-        return [shift_port(one, number) for one in first for number in self._workers]
+        return [self.address(router) for router in self.routers]
 
     def _configuration(self) -> dict[str, Any]:
         """What router and poller read."""
@@ -296,7 +283,6 @@ class Stack:
             "serve": {
                 "listen": self.address("router"),
                 "admin": self.address("router-admin"),
-                "workers": len(self._workers),
             },
             "route": {"policy_header": POLICY_HEADER},
             "poll": {"admin": self.address("poller-admin")},
@@ -315,7 +301,7 @@ class Stack:
 
     async def _routes(self, session: aiohttp.ClientSession) -> bool:
         try:
-            for admin in chain.from_iterable(map(self.worker_admins, self.routers)):
+            for admin in map(self.admin, self.routers):
                 if not await self._knows_all(session, admin):
                     return False
             return await self._envoy_asks(session)

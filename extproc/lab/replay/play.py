@@ -96,7 +96,7 @@ class _Replay(Simulation):
             random,
             clock,
             config.hold,
-            config.serve.chunk_budget,
+            config.serve.chunks_per_s,
             config.route.session_cost_s,
         )
         hold = config.hold.longest_s > 0.0 and not forced
