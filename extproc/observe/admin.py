@@ -21,8 +21,7 @@ _OPEN = AdminSettings()  # no TLS, no token
 _DIGITS = 15
 MAY_LOOK: web.AppKey[Callable[[web.Request], bool]] = web.AppKey("may_look")
 """Checks a request's token, if one is configured; the token may change while an answer lasts."""
-Check = Callable[[], str]
-"""Returns a problem in a few words, or nothing."""
+Check = Callable[[], str]  # returns a problem in a few words, or nothing
 
 
 def _well() -> str:

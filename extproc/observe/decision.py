@@ -2,8 +2,7 @@
 
 from msgspec import Struct, ValidationError, convert
 
-Figure = float | None
-"""Null where a value is unknown or infinite."""
+Figure = float | None  # null where a value is unknown or infinite
 
 
 class Terms(Struct):

@@ -30,8 +30,7 @@ _DECISIONS: Cells[DecisionRecord] = (
     (Column("finish s"), lambda one: figure(one.predicted_completion_s)),
     (Column("actual"), lambda one: figure(one.outcome.completion_s)),
 )
-DECISIONS = tuple(column for column, _ in _DECISIONS)
-"""Of the last decisions."""
+DECISIONS = tuple(column for column, _ in _DECISIONS)  # of the last decisions
 _CANDIDATES: Cells[Candidate] = (
     (Column("replica", left=True, most=18), lambda one: printable(one.name)),
     (Column("requests"), lambda one: count(one.requests)),
@@ -89,15 +88,11 @@ def decisions(records: Sequence[DecisionRecord]) -> str:
 class Comparison:
     """One decision in words, with all that was compared."""
 
-    facts: dict[str, str]
-    """What was asked, chosen and done, in order."""
+    facts: dict[str, str]  # what was asked, chosen and done, in order
     columns: list[Column]
-    rows: list[list[str]]
-    """A row a candidate, in the order of their scores; first the chosen one."""
-    legend: list[str]
-    """What the columns are."""
-    left_out: list[tuple[str, str]]
-    """Name of each replica that was left out, and why."""
+    rows: list[list[str]]  # a row a candidate, in the order of their scores; first the chosen one
+    legend: list[str]  # what the columns are
+    left_out: list[tuple[str, str]]  # name of each replica that was left out, and why
 
 
 def compare(record: DecisionRecord) -> Comparison:

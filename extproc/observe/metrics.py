@@ -14,8 +14,7 @@ from extproc.predict.completion import work
 from extproc.route.router import Decision
 from extproc.route.waiting import Waiting
 
-_TENANTS = 5
-"""Those with the most; there may be as many as users, and each is a series."""
+_TENANTS = 5  # those with the most; there may be as many as users, and each is a series
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
 _PER_TOKEN = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1)
 _DEMAND_FADES_S = 60.0

@@ -9,16 +9,13 @@ from msgspec import Struct
 
 from extproc.request.prefix import Keys, token_keys
 
-FORMAT = 2
-"""Of the lines below; another one is not read."""
-PATTERN = "*.jsonl"
-"""Names of its files."""
+FORMAT = 2  # of the lines below; another one is not read
+PATTERN = "*.jsonl"  # names of its files
 _HALF = 32
 
 
 class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
-    at: float
-    """Seconds since the epoch."""
+    at: float  # seconds since the epoch
 
 
 class Start(_Line, frozen=True, tag="start"):
@@ -27,8 +24,7 @@ class Start(_Line, frozen=True, tag="start"):
 
     format: int
     pool: str
-    config: dict[str, Any]
-    """Of its configuration, what it decides by."""
+    config: dict[str, Any]  # of its configuration, what it decides by
 
 
 class Replica(_Line, frozen=True, tag="replica"):
@@ -48,32 +44,24 @@ class Request(_Line, frozen=True, tag="request"):
 
     endpoint: str
     model: str
-    replica: str
-    """``ip:port`` that served it."""
-    seconds: float
-    """From when it was sent to the end of its stream."""
-    prompt_tokens: int
-    """As the replica reported them, or else as estimated."""
+    replica: str  # `ip:port` that served it
+    seconds: float  # from when it was sent to the end of its stream
+    prompt_tokens: int  # as the replica reported them, or else as estimated
     estimated_tokens: int
-    waited_s: float = 0.0
-    """Before it was sent."""
-    ttft_s: float | None = None
-    """Since it was sent; None: not seen."""
+    waited_s: float = 0.0  # before it was sent
+    ttft_s: float | None = None  # since it was sent; None: not seen
     complete: bool = False
     """Whether the end of its answer was seen; else the stream was over, and no more is known."""
-    cut: bool = False
-    """Whether its answer was read, and did not end: the client left."""
+    cut: bool = False  # whether its answer was read, and did not end: the client left
     failed: bool = False
-    output_tokens: float = 0.0
-    """Of each sequence, as reported, or else as steps were counted."""
+    output_tokens: float = 0.0  # of each sequence, as reported, or else as steps were counted
     output_bound: int | None = None
     least_output: int = 0
     sequences: int = 1
     prompts: int = 1
     longest_share: float = 1.0
     stream: bool = False
-    tenant: str = ""
-    """Hashed, as is the session."""
+    tenant: str = ""  # hashed, as is the session
     session: str = ""
     objective: str = ""
     priority: int = 0
@@ -99,8 +87,7 @@ class Lost(_Line, frozen=True, tag="lost"):
     """Requests have no line, as the disk was full or too slow; ``at``: up to when, or since when,
     about."""
 
-    requests: int
-    """How many, at most: of what failed to be written a part may have been."""
+    requests: int  # how many, at most: of what failed to be written a part may have been
 
 
 Line = Start | Replica | Request | Refused | Lost

@@ -39,15 +39,11 @@ from extproc.request.profile import RequestProfile
 
 logger = logging.getLogger(__name__)
 
-FILES = 4
-"""The newest and those before; together they have the bytes that are configured."""
+FILES = 4  # the newest and those before; together they have the bytes that are configured
 _EVERY_S = 1.0
-_LAST_S = 5.0
-"""Seconds that the last lines may take at the end of a router."""
-_REPLICAS_S = 10.0
-"""Seconds between two lines of a replica of which nothing changed but its speed."""
-_MOST_KEPT = 64_000_000
-"""Bytes of lines that a slow disk may be late with; further ones are lost."""
+_LAST_S = 5.0  # seconds that the last lines may take at the end of a router
+_REPLICAS_S = 10.0  # seconds between two lines of a replica of which nothing changed but its speed
+_MOST_KEPT = 64_000_000  # bytes of lines that a slow disk may be late with; further ones are lost
 _DECIDES = {
     "route": {"policy", "session_cost_s", "models"},
     "hold": {"longest_s", "most"},
@@ -55,8 +51,7 @@ _DECIDES = {
     "poll": {"interval_s"},
 }
 """Keys of the configuration that a replay needs."""
-_REQUEST = b'{"kind":"request"'
-"""What a line of one begins with."""
+_REQUEST = b'{"kind":"request"'  # what a line of one begins with
 _NOT_WRITTEN = (
     "the record is not written: make room, or set record.path to a folder that the router may "
     "write to"
@@ -85,14 +80,10 @@ class Recorder:
         self._folder = folder
         self._encode = Encoder().encode
         self._lines: list[bytes] = []
-        self._kept = 0
-        """Bytes that are not written yet."""
-        self._lost = 0
-        """Requests of which no line was kept, since lines were last written."""
-        self._missing = 0
-        """Requests that are in no file, until a line says how many."""
-        self._since = wall()
-        """All that came since then is in the lines that are kept."""
+        self._kept = 0  # bytes that are not written yet
+        self._lost = 0  # requests of which no line was kept, since lines were last written
+        self._missing = 0  # requests that are in no file, until a line says how many
+        self._since = wall()  # all that came since then is in the lines that are kept
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
         """The last line of each, to begin a file with; when that was, and whether it was healthy
         and drained."""

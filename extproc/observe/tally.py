@@ -13,10 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-OTHER = "other"
-"""The label of all that have no series of their own."""
-_MOST = 20
-"""A page of them all takes 10 ms, in which no request is looked at."""
+OTHER = "other"  # the label of all that have no series of their own
+_MOST = 20  # a page of them all takes 10 ms, in which no request is looked at
 
 
 class Counts(Collector):

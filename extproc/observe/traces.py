@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 Attributes = dict[str, str | int | float | None]
 
-_PATH = "/v1/traces"
-"""Of OTLP over HTTP."""
-_LEFT_OUT = "-00"
-"""The flags of a ``traceparent`` that is not sampled, at its end."""
-_FLUSH_S = 2.0
-"""For the last spans, when the router stops: a collector may be gone."""
+_PATH = "/v1/traces"  # of OTLP over HTTP
+_LEFT_OUT = "-00"  # the flags of a `traceparent` that is not sampled, at its end
+_FLUSH_S = 2.0  # for the last spans, when the router stops: a collector may be gone
 _OPERATIONS = {
     Endpoint.CHAT: "chat",
     Endpoint.MESSAGES: "chat",

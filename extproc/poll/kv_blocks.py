@@ -12,19 +12,15 @@ from extproc.ground.clock import Clock
 from extproc.poll.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from extproc.request.prefix import seed_of, token_keys
 
-_MOST_BLOCKS = 2**20
-"""17 million tokens in blocks of 16: no replica holds as many."""
+_MOST_BLOCKS = 2**20  # 17 million tokens in blocks of 16: no replica holds as many
 _WHOLE_EVERY_S = 900.0
 """Seconds after which all is told again at the latest: Redis drops what was told after a while."""
 _REPEAT_S = 1.0
 """Seconds between telling all and telling all again: a Redis that is full takes nothing."""
-_REPEAT_MOST_S = 16.0
-"""The same, where Redis goes on taking nothing."""
-_FEW = 512
-"""Keys that may be told before all are told again, however few are held."""
+_REPEAT_MOST_S = 16.0  # the same, where Redis goes on taking nothing
+_FEW = 512  # keys that may be told before all are told again, however few are held
 
-_KEYS_OF_A_HEADER = 4
-"""Keys that take as much room as the header of an update."""
+_KEYS_OF_A_HEADER = 4  # keys that take as much room as the header of an update
 
 _GPU = (None, "GPU")
 _FULL = (None, "full_attention", "mla_attention", "sink_full_attention")

@@ -6,8 +6,7 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
-_LARGEST_BLOCK = 2**20
-"""Tokens; no real one comes near."""
+_LARGEST_BLOCK = 2**20  # tokens; no real one comes near
 
 
 class BlockStored(msgspec.Struct, tag=True):

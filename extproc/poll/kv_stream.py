@@ -25,17 +25,14 @@ log = logging.getLogger(__name__)
 CHECK_S = 1.0
 """Seconds between two checks for missing batches, which silence does not show. vLLM answers within
 half a millisecond."""
-_ANSWER_S = 2.0
-"""Seconds for each part of a replay; vLLM takes 0.1 s at most, unless it is busy."""
+_ANSWER_S = 2.0  # seconds for each part of a replay; vLLM takes 0.1 s at most, unless it is busy
 SAVE_S = 30.0
 """Seconds between two saves for another poller: the replica has to keep the events of that time,
 and vLLM keeps those of 10,000 steps."""
 _SAVE_AGAIN_S = 900.0
 """Seconds between two saves where nothing changed: Redis drops a save after a while."""
-_LARGEST_MESSAGE = 64 * 2**20
-"""Bytes; the batch of a large step has a megabyte."""
-_MOST_WAITING = 1_000
-"""Pushed batches that may wait here; those beyond are dropped and replayed."""
+_LARGEST_MESSAGE = 64 * 2**20  # bytes; the batch of a large step has a megabyte
+_MOST_WAITING = 1_000  # pushed batches that may wait here; those beyond are dropped and replayed
 _LONGEST_REASON = 200
 _UNBOUNDED = 0
 _NUMBER_BYTES = 8

@@ -10,8 +10,7 @@ from typing import Any
 
 from extproc.predict.windows import EngineCounts
 
-_LARGEST = 2.0**53
-"""Counters are exact up to here; nothing true is larger."""
+_LARGEST = 2.0**53  # counters are exact up to here; nothing true is larger
 
 _BLOCK_SIZE_ON_GPUS = 16
 

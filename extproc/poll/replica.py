@@ -31,12 +31,9 @@ from extproc.replica_state import TTL_S, ReplicaState
 
 log = logging.getLogger(__name__)
 
-BACKOFF_MOST_S = 2.0
-"""Longest wait between two scrapes of a failing replica."""
-HEALTH_EVERY_S = 2.0
-"""Seconds between two looks at a healthy replica's ``/health``."""
-MODELS_EVERY_S = 10.0
-"""A LoRA adapter may be loaded at any time, and ``/v1/models`` alone tells."""
+BACKOFF_MOST_S = 2.0  # longest wait between two scrapes of a failing replica
+HEALTH_EVERY_S = 2.0  # seconds between two looks at a healthy replica's `/health`
+MODELS_EVERY_S = 10.0  # a LoRA adapter may be loaded at any time, and `/v1/models` alone tells
 SILENCE_STEP_S = 0.1
 """Step in which the silence of a replica is counted; and by how much later than the scrape before
 its figures must be for the poller to doubt it."""

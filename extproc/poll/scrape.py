@@ -18,17 +18,14 @@ from extproc.poll.metrics_text import EngineFigures, MetricsError, forget_old_se
 MAX_BYTES = 4 * 2**20
 """Largest answer that is kept; ``/metrics`` of one or two engines has 60 kB, beside old sets of
 adapters."""
-_LONG = 2**18
-"""Bytes after which an answer is shortened, where possible."""
+_LONG = 2**18  # bytes after which an answer is shortened, where possible
 
 _SCRAPED = "/metrics", "/health"
 _LONGEST_REASON = 200
-_LONGEST_CONTEXT = 2**40
-"""Tokens; nothing true is longer."""
+_LONGEST_CONTEXT = 2**40  # tokens; nothing true is longer
 _NUMBER = re.compile(r"(\d{1,9})\.(\d{1,9})")
 _BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_TAKES_PRIORITY = 0, 11
-"""Version of vLLM."""
+_TAKES_PRIORITY = 0, 11  # version of vLLM
 
 
 class PollMetrics:

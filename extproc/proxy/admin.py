@@ -10,10 +10,8 @@ from extproc.observe.admin import Check, decision_number
 from extproc.observe.dashboard.routes import dashboard_routes
 from extproc.proxy.services import Services
 
-_PAGE = 50
-"""Decisions in one reply."""
-_BEST = 20
-"""Candidates shown of each of several decisions: those of a thousand take 20 MB a page."""
+_PAGE = 50  # decisions in one reply
+_BEST = 20  # candidates shown of each of several decisions: those of a thousand take 20 MB a page
 
 
 def admin_routes(*pools: Services) -> list[web.RouteDef]:

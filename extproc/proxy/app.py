@@ -37,8 +37,7 @@ from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
 
-_HOUSEKEEPING_EVERY = 1.0
-"""Seconds."""
+_HOUSEKEEPING_EVERY = 1.0  # seconds
 
 
 async def run_router(config: Config) -> None:

@@ -55,10 +55,8 @@ class Exchange:
     in any order; each is answered as it is, and one that is unknown with a continue.
     """
 
-    has_fallback = True
-    """Whether Envoy has a choice of its own where the router makes none."""
-    is_timed = True
-    """Whether Envoy waits for a reply no longer than it was told."""
+    has_fallback = True  # whether Envoy has a choice of its own where the router makes none
+    is_timed = True  # whether Envoy waits for a reply no longer than it was told
 
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         """Takes the stream's first message, which says how Envoy speaks; it is not answered yet."""
@@ -69,17 +67,13 @@ class Exchange:
         self._response_body_mode = config.response_body_mode
         self._subset = messages.subset_of(first)
         """The only endpoints that may be chosen, where a gateway says so."""
-        self._unseen = False
-        """Whether Envoy was told not to tell of the response."""
+        self._unseen = False  # whether Envoy was told not to tell of the response
         self._in_flight: InFlight | None = None
-        self._held: Waiting | None = None
-        """Where it waits for a replica."""
-        self._room = 0
-        """Bytes of the room for bodies that are held."""
+        self._held: Waiting | None = None  # where it waits for a replica
+        self._room = 0  # bytes of the room for bodies that are held
         self.waiting: asyncio.Future[Iterable[bytes]] | None = None
         """The replies that are still to come, where it does."""
-        self.trace: Trace | None = None
-        """Where it is sampled."""
+        self.trace: Trace | None = None  # where it is sampled
 
     def answer(self, request: ProcessingRequest) -> Iterable[bytes]:
         """The replies to one message of the stream, in their order, as bytes."""

@@ -9,10 +9,8 @@ from extproc.request.errors import NoReplica
 from extproc.request.usage import PRELUDE, ResponseIdReader, Usage, UsageReader
 from extproc.route.router import Decision
 
-_OVERLOADED = "x-envoy-overloaded"
-"""Envoy's own answer, where a circuit breaker is full."""
-_LOST = NoReplica.status
-"""Status of the answer to a request that is given up, where none had begun."""
+_OVERLOADED = "x-envoy-overloaded"  # Envoy's own answer, where a circuit breaker is full
+_LOST = NoReplica.status  # status of the answer to a request that is given up, where none had begun
 _RESPONSE_HEADERS = frozenset({":status", "content-type", _OVERLOADED})
 
 
@@ -54,8 +52,7 @@ class InFlight:
             self.outcome.waited_s, self.outcome.waited_for = waited, waited_for
             services.metrics.waited_seconds.observe(waited)
         self._usage: UsageReader | None = None
-        self._chunks: int | None = None
-        """That came so far, where they are counted."""
+        self._chunks: int | None = None  # that came so far, where they are counted
         self._response_id = ResponseIdReader() if decision.profile.stored else None
         self._ended = False
         services.metrics.requests.add("routed")

@@ -25,11 +25,9 @@ SUBSET = "x-gateway-destination-endpoint-subset"
 """Metadata key of the only endpoints that may be chosen."""
 UNSEEN = "x-extproc-unseen"
 """Header by which Envoy says that it will not tell of the response, as in ``envoy/envoy.yaml``."""
-PRIORITY = "x-vllm-priority"
-"""Header that vLLM takes before a body's ``priority``."""
+PRIORITY = "x-vllm-priority"  # header that vLLM takes before a body's `priority`
 METADATA_NAMESPACE = "envoy.lb"
-TOLD_NAMESPACE = "extproc"
-"""Of what is told of a decision."""
+TOLD_NAMESPACE = "extproc"  # of what is told of a decision
 _SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 _CONTROL_HEADERS = (DESTINATION, SUBSET, SERVED)
 _ATTRIBUTES = "envoy.filters.http.ext_proc"

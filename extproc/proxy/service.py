@@ -20,15 +20,13 @@ from extproc.proxy.transport import open_port, patient
 logger = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-POOL = "x-extproc-pool"
-"""Metadata of the gRPC stream: the pool that a request is for."""
+POOL = "x-extproc-pool"  # metadata of the gRPC stream: the pool that a request is for
 _UNKNOWN_REMEMBERED = 100
 _NO_OTHERS: Mapping[str, Services] = MappingProxyType({})
 
 _HEALTH_NAMES = ("", SERVICE, "readiness")
 """Envoy asks for the first or second, gateways for the last."""
-_LIVENESS = "liveness"
-"""Of the endpoint picker's protocol: one that stops still lives."""
+_LIVENESS = "liveness"  # of the endpoint picker's protocol: one that stops still lives
 _LARGEST_MESSAGE = 128 * 2**20
 """Bytes: a buffered body comes in one message, and requests carry images."""
 
@@ -46,8 +44,7 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 10_000),
 ]
 _KEEPALIVE_S = 20.0
-_LOOK_EVERY_S = 1.0
-"""Seconds between two looks for replicas that hang."""
+_LOOK_EVERY_S = 1.0  # seconds between two looks for replicas that hang
 LAME_DUCK_S = 1.5
 """Seconds for which a router that stops still takes new streams: Envoy, as in ``envoy/*.yaml``,
 asks for its health every 0.5 s, and leaves it out after two bad answers."""
@@ -70,10 +67,8 @@ class ExternalProcessor:
         self._open = 0
         self._exchanges: dict[Exchange, Callable[[bytes], Awaitable[None]]] = {}
         """That have begun, and what sends a reply."""
-        self._opened_at = -inf
-        """When the last stream began."""
-        self._full = False
-        """Whether streams were turned away of late."""
+        self._opened_at = -inf  # when the last stream began
+        self._full = False  # whether streams were turned away of late
         services.metrics.open_streams.set_function(lambda: self._open)
 
     async def process(self, _: object, context: grpc.aio.ServicerContext) -> None:

@@ -129,10 +129,8 @@ class Services(ObservedPool):
     random: random.Random
     reader: Reader
     demand: Demand
-    traces: Traces | None = None
-    """None: no spans are made."""
-    recorder: Recorder | None = None
-    """Of the traffic, where it is recorded."""
+    traces: Traces | None = None  # None: no spans are made
+    recorder: Recorder | None = None  # of the traffic, where it is recorded
     room: Room = field(default_factory=Room)
     watch: Watch = field(default_factory=Watch)
 

@@ -25,8 +25,7 @@ from extproc.share.stream import Fields, StreamReader, StreamWriter
 
 _HELD_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
-_ALONE_S = 0.25
-"""Between two batches of prompts where only routers that start later read them."""
+_ALONE_S = 0.25  # between two batches of prompts where only routers that start later read them
 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:

@@ -19,14 +19,11 @@ from extproc.predict.completion import backlog_s
 from extproc.predict.inputs import FleetView, Floats
 from extproc.route.waiting import Waiting
 
-_RECENT_S = 60.0
-"""Seconds over which decisions are counted."""
-_COMPARED_S = 300.0
-"""Seconds over which predictions are compared with actual times."""
+_RECENT_S = 60.0  # seconds over which decisions are counted
+_COMPARED_S = 300.0  # seconds over which predictions are compared with actual times
 _DECISIONS_LISTED = 12
 _POINTS = 500
-_GROUPS = 50
-"""Groups of waiting requests listed at most: tenants may be as many as users."""
+_GROUPS = 50  # groups of waiting requests listed at most: tenants may be as many as users
 
 Facts = list[tuple[str, str]]
 

@@ -13,13 +13,11 @@ from extproc.predict.inputs import FleetView
 from extproc.replica_state import SILENT_AFTER_S
 
 _MOST_REASONS, _MOST_NAMES = 5, 3
-_DRIFT = 1.5
-"""Decode time ÷ predicted, against that of the other replicas."""
+_DRIFT = 1.5  # decode time ÷ predicted, against that of the other replicas
 _ENOUGH_TOKENS, _FOUND = 5_000.0, 0.5
 """Expected in a prefix cache before it is judged, and the share of them that it should have."""
 _LATELY_S = 60.0
-_NEARLY = 0.9
-"""Of a limit."""
+_NEARLY = 0.9  # of a limit
 
 
 def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
