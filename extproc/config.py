@@ -38,6 +38,10 @@ REMOVED: dict[str, str] = {
     "serve.clear_route_cache": "let the replica cluster follow the choice by override_host",
     "serve.stream_sample": "set serve.chunks_per_s",
     "serve.workers": "run several routers, each with its own configuration (docs/operations.md)",
+    "xds.listen": "use eds.listen",
+    "xds.tls_cert": "use eds.tls_cert",
+    "xds.tls_key": "use eds.tls_key",
+    "xds.tls_client_ca": "use eds.tls_client_ca",
     "xds.envoy_file": "let Envoy watch files itself, by path_config_source (docs/envoy.md)",
 }
 """Settings of earlier versions by dotted key, each with what to use instead."""
@@ -490,7 +494,7 @@ class RecordSettings(Section):
     """Of the files of one router and pool together; what is oldest goes first."""
 
 
-class XdsSettings(TlsFiles):
+class EdsSettings(TlsFiles):
     """The server of EDS, from which Envoy takes the replicas."""
 
     listen: _Address = "127.0.0.1:18000"
@@ -563,7 +567,7 @@ class Config(PoolReplicas):
     request: RequestSettings = RequestSettings()
     hold: HoldSettings = HoldSettings()
     poll: PollSettings = PollSettings()
-    xds: XdsSettings = XdsSettings()
+    eds: EdsSettings = EdsSettings()
     admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
     traces: TraceSettings = TraceSettings()

@@ -16,7 +16,7 @@ from extproc.cli.arguments import CommandError, Parser
 _COMMANDS = {
     "serve": "Runs a router: the ext_proc server that Envoy asks.",
     "poll": "Runs a poller: scrapes the replicas and shares what they do.",
-    "xds": "Runs a server of EDS: Envoy takes the replicas from it.",
+    "eds": "Runs a server of EDS: Envoy takes the replicas from it.",
     "check": "Says what is wrong with a configuration, an Envoy file, or what runs.",
     "top": "Shows what a running router sees of its fleet, live.",
     "explain": "Shows what a running router decided, and why.",
@@ -28,11 +28,12 @@ _COMMANDS = {
 _FILE = "edit the file that 'replicas_file' names: pollers follow it while requests run"
 _REMOVED = {
     "replica": "use 'extproc simulate'",
+    "xds": "use 'extproc eds'",
     "replicas add": f"{_FILE}; to take back a drain, use 'extproc replicas undrain'",
     "replicas remove": _FILE,
 }
 """Commands of earlier versions, each with what to use instead."""
-_MODULES = dict.fromkeys(("serve", "poll", "xds"), "services")
+_MODULES = dict.fromkeys(("serve", "poll", "eds"), "services")
 """Module of a command, where it is not called like the command."""
 _INTERRUPTED = 130  # 128 + SIGINT, as shells count
 

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         require_client(config)
         doubts = [
             *_doubts("serve", config.serve, "Envoy"),
-            *_doubts("xds", config.xds, "Envoy"),
+            *_doubts("eds", config.eds, "Envoy"),
             *_doubts("admin", config.admin, "whoever looks"),
         ]
         if config.admin.token_file is not None:

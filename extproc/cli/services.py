@@ -1,4 +1,4 @@
-"""Commands that take the configuration and run until a signal: serve, poll and xds."""
+"""Commands that take the configuration and run until a signal: serve, poll and eds."""
 
 import argparse
 import logging
@@ -20,7 +20,7 @@ _SHOWN = {
         *("redis", "poll", "admin", "log"),
     ),
     "poll": ("", "poll", "redis", "admin", "log"),
-    "xds": ("pool", "pools", "xds", "redis", "log"),
+    "eds": ("pool", "pools", "eds", "redis", "log"),
 }
 """Sections and keys that the help of each command shows."""
 
@@ -50,7 +50,7 @@ def _service(command: str, config: Config) -> Callable[[Config], Coroutine[Any, 
         from extproc.poll.into_redis import run_poller
 
         return run_poller
-    if command == "xds":
+    if command == "eds":
         from extproc.envoy.eds import run_eds
 
         return run_eds

@@ -1,4 +1,4 @@
-"""``extproc xds``: tells Envoy the replicas that pollers see."""
+"""``extproc eds``: tells Envoy the replicas that pollers see."""
 
 import asyncio
 import logging
@@ -38,9 +38,9 @@ async def run_eds(config: Config) -> None:
         )
     pools = {one.pool: PoolMembers() for one in config.each_pool}
     catalog, changed = Catalog(dict.fromkeys(pools)), asyncio.Event()
-    server = EdsServer(catalog, config.xds)
+    server = EdsServer(catalog, config.eds)
     async with AsyncExitStack() as stack:
-        port = await server.start(config.xds.listen)
+        port = await server.start(config.eds.listen)
         stack.push_async_callback(server.stop)
         readers = {}
         for one in config.each_pool:
@@ -52,7 +52,7 @@ async def run_eds(config: Config) -> None:
             _serve(pools, catalog, changed),
             _tell_health(readers.values(), server),
         ]
-        logger.info("xds ready", extra={"port": port, "pool": ", ".join(pools)})
+        logger.info("eds ready", extra={"port": port, "pool": ", ".join(pools)})
         await until_signalled(*parts)
 
 

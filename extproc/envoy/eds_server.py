@@ -132,7 +132,7 @@ class EdsServer:
 
     async def start(self, address: str) -> int:
         """Listens on ``host:port`` and returns the port (of use where it was 0)."""
-        port = open_port(self._server, address, self._files, "xds")
+        port = open_port(self._server, address, self._files, "eds")
         await self._server.start()
         await self.report(serving=True)
         return port

@@ -27,7 +27,7 @@ _STRANGER = (
 )
 _MISSING = (
     "no cluster has {}, which routers choose: that choice is ignored. Add it to the cluster, or "
-    "have 'extproc xds' tell Envoy its members"
+    "have 'extproc eds' tell Envoy its members"
 )
 _DOWN = ("UNHEALTHY", "TIMEOUT")
 _CLUSTERS = ("ClustersConfigDump", "static_clusters", "dynamic_active_clusters")

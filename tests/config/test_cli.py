@@ -29,7 +29,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in ("serve", "poll", "xds", "simulate", "check", "demo"))
+    assert all(name in text for name in ("serve", "poll", "eds", "simulate", "check", "demo"))
 
 
 def test_help_loads_none_of_the_commands() -> None:
@@ -49,9 +49,9 @@ SECTIONS = {key.partition(".")[0] for key in settings.LEAVES if "." in key}
 @pytest.mark.parametrize(
     ("command", "sections"),
     [
-        ("serve", {*SECTIONS} - {"xds"}),
+        ("serve", {*SECTIONS} - {"eds"}),
         ("poll", {"poll", "redis", "admin", "log"}),
-        ("xds", {"xds", "redis", "log"}),
+        ("eds", {"eds", "redis", "log"}),
         ("check", set()),
         ("explain", set()),
         ("top", set()),
@@ -71,7 +71,7 @@ def test_help_of_a_command_lists_what_it_reads(
 def test_help_lists_a_key_alone_where_no_other_of_its_section_is_read(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert exit_status(["xds", "--help"]) == 0
+    assert exit_status(["eds", "--help"]) == 0
     shown = re.findall(r"--([a-z_]+) VALUE", capsys.readouterr().out)
     assert shown == ["pool", "pools"]
 
@@ -117,7 +117,7 @@ def test_a_mistake_is_answered_with_the_usage_and_what_is_wrong(
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "poll", "xds", "check", "explain", "top", "replicas list"]
+    "command", ["serve", "poll", "eds", "check", "explain", "top", "replicas list"]
 )
 def test_a_wrong_configuration_is_a_line_for_each_mistake(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -141,7 +141,7 @@ def test_a_wrong_configuration_is_a_line_for_each_mistake(
         ),
         ("check --serve.tls_cert /nope --serve.tls_key /nope", "serve.tls_cert: /nope"),
         ("check --envoy /nope", "/nope: cannot be read: No such file"),
-        ("xds --state memory", "state is 'memory'"),
+        ("eds --state memory", "state is 'memory'"),
     ],
 )
 def test_what_no_command_could_do_is_wrongly_asked(
@@ -193,6 +193,7 @@ def test_kubernetes_source_without_the_extra_names_the_extra(
     ("command", "instead"),
     [
         ("replica", "use 'extproc simulate'"),
+        ("xds", "use 'extproc eds'"),
         (
             "replicas add 10.0.0.7:8000",
             "edit the file that 'replicas_file' names: pollers follow it while requests run; to "

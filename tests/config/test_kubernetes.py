@@ -173,7 +173,7 @@ def test_routers_are_open_to_the_envoy_that_comes_with_them() -> None:
 def test_redis_is_open_to_all_who_ask_it() -> None:
     (rule,) = named("NetworkPolicy", "redis")["spec"]["ingress"]
     ((peer,),) = (one["podSelector"]["matchExpressions"] for one in rule["from"])
-    assert peer["values"] == ["extproc-router", "extproc-poller", "extproc-xds"]
+    assert peer["values"] == ["extproc-router", "extproc-poller", "extproc-eds"]
 
 
 def test_pods_are_selected_by_your_label_alone() -> None:

@@ -81,8 +81,8 @@ def ext_proc_of(bootstrap: Bootstrap) -> dict[str, Any]:
     return settings
 
 
-class XdsStack(FileStack):
-    """With a process ``xds`` more, and an Envoy that runs envoy/xds.yaml."""
+class EdsStack(FileStack):
+    """With a process ``eds`` more, and an Envoy that runs envoy/eds.yaml."""
 
     def __init__(
         self,
@@ -91,23 +91,23 @@ class XdsStack(FileStack):
         settings: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
     ) -> None:
         super().__init__(directory, replicas, settings)
-        self.name = "xds"
-        self.ports = {**self.ports, "xds": free_port()}
+        self.name = "eds"
+        self.ports = {**self.ports, "eds": free_port()}
 
     async def start(self, name: str) -> None:
         """Before Envoy its control plane, so that it need not ask twice."""
         if name == "envoy":
-            await super().start("xds")
+            await super().start("eds")
         await super().start(name)
 
     def _recipe(self, name: str) -> tuple[Sequence[str | Path], Check]:
-        if name == "xds":
-            argv = self._command("extproc", "xds", "--config", self.config_file)
-            return argv, listening(self.ports["xds"])
+        if name == "eds":
+            argv = self._command("extproc", "eds", "--config", self.config_file)
+            return argv, listening(self.ports["eds"])
         return super()._recipe(name)
 
     def _configuration(self) -> dict[str, Any]:
-        return {**super()._configuration(), "xds": {"listen": self.address("xds")}}
+        return {**super()._configuration(), "eds": {"listen": self.address("eds")}}
 
     def _bootstrap(self) -> Bootstrap:
         return bootstrap_of(self, self.name)
@@ -125,7 +125,7 @@ def bootstrap_of(stack: Stack, name: str) -> Bootstrap:
             routers=[stack.address("router")],
         )
     ports = {
-        8080: "envoy", 9901: "envoy-admin", 50051: "router", 18000: "xds", 8001: "one", 8002: "two",
+        8080: "envoy", 9901: "envoy-admin", 50051: "router", 18000: "eds", 8001: "one", 8002: "two",
     }  # fmt: skip
     text = (ENVOY / f"{name}.yaml").read_text(encoding="utf-8")
     for number, process in ports.items():

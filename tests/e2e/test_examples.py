@@ -15,7 +15,7 @@ from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import answers
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import OF_OTHERS, Stack, XdsStack, bootstrap_of
+from tests.e2e.stack import OF_OTHERS, EdsStack, Stack, bootstrap_of
 from tests.envoy.test_envoy import around_the_fragment
 from tests.waiting import PATIENCE_S, until
 
@@ -52,8 +52,8 @@ class Example(Stack):
         return bootstrap_of(self, self.name)
 
 
-class XdsExample(XdsStack):
-    """The stack behind an Envoy that has its replicas from ``extproc xds``."""
+class EdsExample(EdsStack):
+    """The stack behind an Envoy that has its replicas from ``extproc eds``."""
 
     def __init__(self, _: str, directory: Path) -> None:
         super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6, "drain_s": 5.0}})
@@ -76,16 +76,16 @@ class MadeExample(Stack):
         return bootstrap_of(self, self.name)
 
 
-AnyExample = Example | XdsExample | MadeExample
+AnyExample = Example | EdsExample | MadeExample
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[*EXAMPLES, "xds", *OF_OTHERS])
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=[*EXAMPLES, "eds", *OF_OTHERS])
 async def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[AnyExample]:
     kind: type[AnyExample] = Example
-    if request.param == "xds":
-        kind = XdsExample
+    if request.param == "eds":
+        kind = EdsExample
     elif request.param in OF_OTHERS:
         kind = MadeExample
     async with kind(request.param, tmp_path_factory.mktemp("example")) as running:

@@ -202,6 +202,6 @@ async def test_streams_that_are_sent_away_end_and_new_ones_are_served() -> None:
 async def test_an_address_that_is_taken_is_named() -> None:
     first = EdsServer(Catalog({}))
     port = await first.start("127.0.0.1:0")
-    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(xds\.listen\)"):
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{port} \(eds\.listen\)"):
         await EdsServer(Catalog({})).start(f"127.0.0.1:{port}")
     await first.stop()

@@ -1,4 +1,4 @@
-"""A real Envoy that takes its replicas by EDS, from a server here and from ``extproc xds``."""
+"""A real Envoy that takes its replicas by EDS, from a server here and from ``extproc eds``."""
 
 import asyncio
 import re
@@ -84,10 +84,10 @@ async def running(directory: Path, tree: dict[str, Any], port: int) -> AsyncIter
 
 
 def asking(port: int, *servers: int) -> dict[str, Any]:
-    """envoy/xds.yaml with these ports of its listener and of servers of EDS."""
-    tree: dict[str, Any] = yaml.safe_load((ENVOY / "xds.yaml").read_text(encoding="utf-8"))
+    """envoy/eds.yaml with these ports of its listener and of servers of EDS."""
+    tree: dict[str, Any] = yaml.safe_load((ENVOY / "eds.yaml").read_text(encoding="utf-8"))
     clusters = {one["name"]: one for one in tree["static_resources"]["clusters"]}
-    clusters["xds"]["load_assignment"]["endpoints"] = endpoints(
+    clusters["eds"]["load_assignment"]["endpoints"] = endpoints(
         f"127.0.0.1:{one}" for one in servers
     )
     (listener,) = tree["static_resources"]["listeners"]
@@ -114,21 +114,21 @@ def healthy(address: str) -> dict[str, HealthStatus]:
 
 
 async def test_our_own_file_is_valid_and_names_nothing_deprecated() -> None:
-    assert "eprecated" not in await validate(ENVOY / "xds.yaml")
+    assert "eprecated" not in await validate(ENVOY / "eds.yaml")
 
 
 def test_it_is_the_whole_file_but_for_addresses_and_where_replicas_come_from() -> None:
-    whole, xds = (on_loopback(ENVOY / name) for name in ("envoy.yaml", "xds.yaml"))
-    *clusters, _, replicas = xds["static_resources"]["clusters"]
+    whole, eds = (on_loopback(ENVOY / name) for name in ("envoy.yaml", "eds.yaml"))
+    *clusters, _, replicas = eds["static_resources"]["clusters"]
     assert replicas.pop("type") == "EDS"
     assert replicas.pop("eds_cluster_config")["service_name"] == Config().pool
     *others, static = whole["static_resources"]["clusters"]
     for key in ("type", "dns_lookup_family", "load_assignment"):
         del static[key]
     assert (clusters, replicas) == (others, static)
-    assert xds["static_resources"]["listeners"] == whole["static_resources"]["listeners"]
+    assert eds["static_resources"]["listeners"] == whole["static_resources"]["listeners"]
     for part in ("admin", "overload_manager"):
-        assert xds[part] == whole[part]
+        assert eds[part] == whole[part]
 
 
 def on_loopback(path: Path) -> Any:
@@ -147,11 +147,11 @@ async def test_replicas_come_over_mutual_tls(tmp_path: Path) -> None:
         tls_client_ca=tmp_path / "ca.crt",
     )
     async with replica("a") as a, serving(healthy(a), files) as (_, tree, port):
-        (cluster,) = [one for one in tree["static_resources"]["clusters"] if one["name"] == "xds"]
+        (cluster,) = [one for one in tree["static_resources"]["clusters"] if one["name"] == "eds"]
         cluster |= documented(tmp_path)
         async with running(tmp_path, tree, port) as envoy:
             assert (await post(envoy.url))["name"] == "a"
-            (plane,) = (await envoy.clusters())["xds"]
+            (plane,) = (await envoy.clusters())["eds"]
             assert "failed_active_health_check" not in plane["health_status"]
 
 
@@ -218,7 +218,7 @@ async def test_a_cluster_that_changes_in_its_file_keeps_its_replicas(tmp_path: P
             split(renamed, live)
 
             async def taken() -> bool:
-                return (await envoy.clusters()).keys() == {"router", "xds", "renamed"}
+                return (await envoy.clusters()).keys() == {"router", "eds", "renamed"}
 
             await until(taken)
             assert (await post(envoy.url))["name"] == "a"
@@ -228,12 +228,12 @@ async def test_a_cluster_that_changes_in_its_file_keeps_its_replicas(tmp_path: P
 async def instance(directory: Path, settings: Mapping[str, object]) -> AsyncIterator[int]:
     """The program; gives its port."""
     port = free_port()
-    flags = {"xds.listen": f"127.0.0.1:{port}", **settings}
+    flags = {"eds.listen": f"127.0.0.1:{port}", **settings}
     argv = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
     async with await Process.start(
-        "xds",
-        [sys.executable, "-m", "extproc", "xds", *argv],
-        log=directory / "xds.log",
+        "eds",
+        [sys.executable, "-m", "extproc", "eds", *argv],
+        log=directory / "eds.log",
         ready=listening(port),
     ) as process:
         yield port

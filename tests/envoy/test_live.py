@@ -19,7 +19,7 @@ from extproc.lab.harness.stack import FLEET, SimulatedReplica
 from extproc.share import leases
 from extproc.share.connection import connect
 from tests.conftest import RedisServer
-from tests.e2e.stack import Stack, XdsStack, patient
+from tests.e2e.stack import EdsStack, Stack, patient
 from tests.envoy.watched_files import bootstrap, split
 from tests.poll.polling import SOON, config, watching
 from tests.poll.replica import hang, models, page, serving, text
@@ -239,7 +239,7 @@ async def test_why_kubernetes_does_not_tell_is_told(check: Check) -> None:
     assert "a pod has it that has a service account" in error  # this is none
 
 
-class WatchingStack(XdsStack):
+class WatchingStack(EdsStack):
     """Its Envoy has listeners and clusters from files, too."""
 
     def _bootstrap(self) -> Bootstrap:

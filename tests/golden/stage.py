@@ -37,7 +37,7 @@ FOLDER = Path(__file__).parent
 PAGE = FOLDER.parent / "data/vllm/metrics-idle.txt"
 """From a real vLLM 0.32, see the README beside it."""
 COMMANDS = (
-    *("", "serve", "poll", "xds", "check", "top", "explain", "what-if", "simulate", "demo"),
+    *("", "serve", "poll", "eds", "check", "top", "explain", "what-if", "simulate", "demo"),
     *("replicas", "replicas add", "replicas drain", "replicas remove", "replicas list"),
 )
 _HERE = f"127.{random.randint(101, 199)}.{random.randint(101, 199)}."

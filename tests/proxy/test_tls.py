@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
-from extproc.config import Config, TlsFiles, XdsSettings
+from extproc.config import Config, EdsSettings, TlsFiles
 from extproc.envoy.eds_server import Catalog, EdsServer
 from extproc.ground.tls import watched
 from extproc.proxy.app import build
@@ -68,7 +68,7 @@ async def router(settings: dict[str, str]) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def control_plane(settings: dict[str, str]) -> AsyncIterator[int]:
-    server = EdsServer(Catalog({}), XdsSettings.model_validate(settings))
+    server = EdsServer(Catalog({}), EdsSettings.model_validate(settings))
     port = await server.start("127.0.0.1:0")
     try:
         yield port
@@ -196,7 +196,7 @@ def of(files: Files, problem: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "section"),
-    [("serve", "serve"), ("xds", "xds"), ("check", "serve"), ("check", "xds")],
+    [("serve", "serve"), ("eds", "eds"), ("check", "serve"), ("check", "eds")],
 )
 @pytest.mark.parametrize(
     ("problem", "setting", "said"),
@@ -225,7 +225,7 @@ def test_a_file_that_cannot_be_used_is_named(
     assert said in error
 
 
-@pytest.mark.parametrize("section", ["serve", "xds"])
+@pytest.mark.parametrize("section", ["serve", "eds"])
 def test_check_warns_of_an_expired_certificate(
     files: Files, capsys: pytest.CaptureFixture[str], section: str
 ) -> None:
@@ -234,7 +234,7 @@ def test_check_warns_of_an_expired_certificate(
     assert f"{section}.tls_cert: {files.cert}: certificate has expired" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("section", ["serve", "xds"])
+@pytest.mark.parametrize("section", ["serve", "eds"])
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_client_ca"])
 def test_one_file_without_the_others_is_refused(
     section: str, given: str, capsys: pytest.CaptureFixture[str]

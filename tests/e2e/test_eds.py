@@ -1,4 +1,4 @@
-"""Envoy takes its replicas from ``extproc xds``, in a system all of whose parts are real."""
+"""Envoy takes its replicas from ``extproc eds``, in a system all of whose parts are real."""
 
 import asyncio
 import sys
@@ -13,7 +13,7 @@ import pytest_asyncio
 from extproc.lab.harness.processes import Process, answers, free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, XdsStack
+from tests.e2e.stack import EdsStack, Stack
 from tests.e2e.test_failures import more, traffic
 from tests.e2e.test_membership import replicas
 from tests.waiting import until
@@ -27,7 +27,7 @@ ANY = {"x-extproc-policy": "round_robin"}
 class Envoy:
     """What a test asks of the stack and its Envoy."""
 
-    def __init__(self, stack: XdsStack, client: Client, session: aiohttp.ClientSession) -> None:
+    def __init__(self, stack: EdsStack, client: Client, session: aiohttp.ClientSession) -> None:
         self.stack = stack
         self.client = client
         self._session = session
@@ -105,7 +105,7 @@ class Envoy:
 async def envoy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Envoy]:
     timeout = aiohttp.ClientTimeout(total=60)
     async with (
-        XdsStack(tmp_path_factory.mktemp("xds"), FLEET) as stack,
+        EdsStack(tmp_path_factory.mktemp("eds"), FLEET) as stack,
         aiohttp.ClientSession(timeout=timeout) as session,
     ):
         stack.ports["new"] = free_port()
@@ -205,10 +205,10 @@ async def test_without_redis_nothing_changes(envoy: Envoy) -> None:
 async def test_without_the_control_plane_envoy_goes_on_and_follows_it_again(envoy: Envoy) -> None:
     stack = envoy.stack
     async with traffic(envoy.client) as answers:
-        await stack.kill("xds")
+        await stack.kill("eds")
         await more(answers, 20)
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
-        await stack.start("xds")
+        await stack.start("eds")
         await envoy.replicas("drain", "two")
         await envoy.has(one="HEALTHY", two="DRAINING")
         await envoy.replicas("undrain", "two")
@@ -220,9 +220,9 @@ async def test_a_control_plane_that_knows_no_replica_yet_removes_none(envoy: Env
     stack = envoy.stack
     async with traffic(envoy.client, per_second=5) as answers:
         await stack.kill("redis")
-        await stack.kill("xds")
+        await stack.kill("eds")
         await until(lambda: envoy.connected(0))
-        await stack.start("xds")
+        await stack.start("eds")
         await until(lambda: envoy.connected(1))
         await more(answers, 5)
         assert await envoy.health() == {"one": "HEALTHY", "two": "HEALTHY"}
