@@ -1,12 +1,15 @@
 """OpenTelemetry spans of a request: its decision, and then the request on its replica."""
 
+import logging
 from collections.abc import Iterable
+from math import inf
 from os import getpid
 from socket import gethostname
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from extproc.ground.address import split_address
+from extproc.ground.clock import monotonic
 from extproc.observe.decision import Outcome
 from extproc.observe.decision_log import TERMS, summary_of
 from extproc.request.endpoint import Endpoint
@@ -19,8 +22,9 @@ if TYPE_CHECKING:
 Attributes = dict[str, str | int | float | None]
 
 _PATH = "/v1/traces"  # of OTLP over HTTP
-_LEFT_OUT = "-00"  # the flags of a `traceparent` that is not sampled, at its end
-_FLUSH_S = 2.0  # for the last spans, when the router stops: a collector may be gone
+_NOT_SAMPLED = "-00"  # flags at the end of a `traceparent`
+_FLUSH_S = 2.0  # for the last spans at the stop: a collector may be gone
+_FAILURE_EVERY_S = 60.0
 _OPERATIONS = {
     Endpoint.CHAT: "chat",
     Endpoint.MESSAGES: "chat",
@@ -28,29 +32,44 @@ _OPERATIONS = {
     Endpoint.COMPLETIONS: "text_completion",
     Endpoint.EMBEDDINGS: "embeddings",
 }
-"""As the semantic conventions of OpenTelemetry (``gen_ai.operation.name``) have them."""
+"""``gen_ai.operation.name`` by the semantic conventions of OpenTelemetry."""
+
+
+class _Sparse(logging.Filter):
+    """Passes one failure a minute: the SDK logs each batch that fails, every few seconds."""
+
+    _next_at = -inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = monotonic()
+        passes = record.levelno >= logging.ERROR and now >= self._next_at
+        if passes:
+            self._next_at = now + _FAILURE_EVERY_S
+        return passes
+
+
+_SPARSE = _Sparse()
 
 
 class Traces:
-    """Sends spans to a collector, from a thread of the SDK's own.
+    """Sends spans to a collector, from a thread of the SDK.
 
-    What is sampled follows the caller, as the SDK does by default. Its environment variables count
+    The caller decides what is sampled, as in the SDK by default. Its environment variables count
     (``OTEL_TRACES_SAMPLER``, ``OTEL_EXPORTER_OTLP_HEADERS`` and the like).
     """
 
     def __init__(self, endpoint: str) -> None:
-        """Takes the base URL of a collector (OTLP over HTTP).
+        """``endpoint``: base URL of a collector (OTLP over HTTP).
 
         Raises:
             ValueError: OpenTelemetry is not installed.
         """
         try:
+            from opentelemetry.exporter.otlp.proto.http import trace_exporter
             from opentelemetry.sdk.resources import OTELResourceDetector, Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-            from extproc.observe.span_exporter import SpanExporter
         except ImportError:
             raise ValueError(
                 "traces.endpoint is set, but OpenTelemetry is not installed: "
@@ -59,30 +78,31 @@ class Traces:
         own = {"service.name": "extproc", "service.instance.id": f"{gethostname()}/{getpid()}"}
         resource = Resource(own).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._exporter = SpanExporter(endpoint.rstrip("/") + _PATH)
+        self._exporter = trace_exporter.OTLPSpanExporter(endpoint.rstrip("/") + _PATH)
+        logging.getLogger(trace_exporter.__name__).addFilter(_SPARSE)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("extproc")
         self._parent = TraceContextTextMapPropagator().extract
 
     def begin(self, metadata: Iterable[tuple[str, str | bytes]]) -> "Trace | None":
-        """The trace of a request that came now; None where it is not sampled.
+        """Start the trace of a request; None where it is not sampled.
 
-        ``metadata``: of its gRPC stream, in which Envoy names its span: no client can.
+        ``metadata``: of the gRPC stream, where Envoy, and no client, names its span.
         """
         carrier = {key: value for key, value in metadata if isinstance(value, str)}
-        if carrier.get("traceparent", "").endswith(_LEFT_OUT):
+        if carrier.get("traceparent", "").endswith(_NOT_SAMPLED):
             return None  # most, as a rule: in a tenth of the time
         parent = self._parent(carrier)
         span = self._tracer.start_span("route", parent)
         return Trace(self._tracer, parent, span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Sends what is left, if that takes no longer than a moment."""
+        """Send the last spans, for a few seconds at most."""
         flush = Thread(target=self._provider.shutdown, daemon=True)
         flush.start()
         flush.join(_FLUSH_S)
         if flush.is_alive():
-            # It tries no more, and its thread ends.
+            # Ends the retries of the exporter, and its thread.
             self._exporter.shutdown()  # type: ignore[no-untyped-call]  # in the SDK
             flush.join(_FLUSH_S)
 
@@ -90,8 +110,8 @@ class Traces:
 class Trace:
     """The two spans of a request, one after the other.
 
-    ``route`` lasts until it is sent, or refused; the other until its response has ended. What makes
-    no replica compute has none: a span that does not end is not sent.
+    ``route`` lasts until the request is sent or refused, the second until its response has ended.
+    Requests that are no inference have none: the SDK sends no span that does not end.
     """
 
     def __init__(self, tracer: "Tracer", parent: "Context", route: "Span") -> None:
@@ -101,11 +121,10 @@ class Trace:
         self._request: Span | None = None
 
     def waits(self, why: str) -> None:
-        """It waits at the router."""
         self._route.add_event("held", {"why": why})
 
     def sent(self, decision: Decision, request_id: str, pool: str, waited: float) -> None:
-        """It goes to a replica now, ``waited`` seconds after it came."""
+        """End ``route``, ``waited`` seconds after the request came; begin the second span."""
         profile = decision.profile
         asked: Attributes = {
             "gen_ai.operation.name": _OPERATIONS.get(profile.endpoint, profile.endpoint.strip("/")),
@@ -121,8 +140,7 @@ class Trace:
         _set(self._request, asked)
 
     def ended(self, result: str, error: str = "") -> None:
-        """The decision is over, as ``extproc_requests_total`` calls it; ``error``: why it is
-        refused."""
+        """End ``route`` with a result of ``extproc_requests_total``, and the error, if any."""
         self._route.set_attribute("extproc.result", result)
         if error:
             self._route.add_event("refused", {"why": error})
@@ -130,7 +148,7 @@ class Trace:
         self._route.end()
 
     def answered(self, outcome: Outcome) -> None:
-        """Its response has ended, or was given up."""
+        """End the second span: the response has ended, or was given up."""
         if (span := self._request) is None:
             return
         _set(
@@ -173,7 +191,7 @@ def _address(replica: str | None) -> Attributes:
 
 
 def _set(span: "Span", attributes: Attributes) -> None:
-    """But those that are not known."""
+    """Set the known attributes."""
     span.set_attributes({name: value for name, value in attributes.items() if value is not None})
 
 

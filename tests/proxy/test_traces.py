@@ -8,13 +8,9 @@ from dataclasses import replace
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExportResult
-from opentelemetry.trace import SpanContext
 from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
-from extproc.observe.span_exporter import SpanExporter
 from extproc.observe.traces import Traces
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
@@ -144,23 +140,23 @@ def test_a_collector_that_is_gone_keeps_no_router_from_stopping() -> None:
     assert {*threading.enumerate()} <= before, "nor does a thread of it try on"
 
 
-async def test_a_collector_that_is_gone_is_told_of_once_and_so_is_its_return(
-    caplog: pytest.LogCaptureFixture,
+async def test_failing_collector_is_logged_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_first = ReadableSpan("one", SpanContext(1, 1, is_remote=False))
+    now = ManualClock(1e9)
+    monkeypatch.setattr("extproc.observe.traces.monotonic", now)
     async with Spans() as collector:
-        exporter = SpanExporter(f"http://127.0.0.1:{collector.port}/v1/traces")
-        assert await asyncio.to_thread(exporter.export, [at_first]) is SpanExportResult.SUCCESS
         collector.status = 401
-        for _ in range(3):
-            assert await asyncio.to_thread(exporter.export, [at_first]) is SpanExportResult.FAILURE
-        (line,) = caplog.records
-        assert "401" in line.getMessage()
-        collector.status = 200
-        for _ in range(2):
-            await asyncio.to_thread(exporter.export, [at_first])
-        exporter.shutdown()  # type: ignore[no-untyped-call]  # in the SDK
-    assert [one.getMessage() for one in caplog.records[1:]] == ["spans reach their collector again"]
+        for minutes, lines in ((0, 1), (0, 1), (1, 2)):
+            now.advance(60.0 * minutes)
+            traces = Traces(f"http://127.0.0.1:{collector.port}")
+            for _ in range(2):
+                trace = traces.begin([("traceparent", SAMPLED)])
+                assert trace is not None
+                trace.ended("refused")
+            await asyncio.to_thread(traces.close)
+            assert len(caplog.records) == lines
+    assert all("401" in one.getMessage() for one in caplog.records)
 
 
 def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
