@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from random import Random
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Candidates, FleetView, Floats, Sequences
 from extproc.request.profile import RequestProfile
-from extproc.route.policy import Choice, Situation, lowest
+from extproc.route.policies import Choice, Situation, lowest
 from extproc.route.router import Decision
 
 WEIGHTS = (0.5, 1.0, 2.0)
@@ -34,12 +35,13 @@ class Weighed:
     """
 
     weight: float
+    name: ClassVar[str] = "oracle"
 
-    def choose(self, situation: Situation, random: Random) -> Choice:
+    def choose(self, situation: Situation) -> Choice:
         prediction = situation.prediction
         cost_to_others = self.weight * prediction.cost_to_others
         scores = prediction.completion + cost_to_others + prediction.avoidable
-        return Choice(lowest(scores, random), scores)
+        return Choice(lowest(scores, situation.random), scores)
 
     def why(self, situation: Situation, choice: Choice) -> str:
         return f"finishes in {situation.prediction.completion[choice.first]:.2f} s"
@@ -86,9 +88,11 @@ class Oracle(Routers):
         sequences = _sequences(exact)
         prediction = predict(profile, float(output), view, sequences, held.cached)
         prediction = self._with_step_ends(prediction, machines)
-        situation = Situation(profile, view, held, prediction, sequences)
-        choice = self._policy.choose(situation, self._random)
-        return Decision("oracle", situation, choice, self._policy, output, retry=choice.second)
+        situation = Situation(profile, view, held, prediction, sequences, self._random, np.zeros(0))
+        choice = self._policy.choose(situation)
+        return Decision(
+            self._policy.name, situation, choice, self._policy, output, retry=choice.second
+        )
 
     def tell(self, served: Served, news: News) -> None:
         """Nothing that it does not see."""

@@ -52,7 +52,7 @@ class Prediction:
 
     @property
     def cost_weight(self) -> Floats:
-        """How much the cost to others counts, 0…1 (:class:`~extproc.route.completion.Completion`).
+        """How much the cost to others counts, 0…1 (:class:`~extproc.route.policies.completion`).
 
         The square of the KV pressure or, where that is more, the time to first token ÷ that of
         decoding, at the soonest.

@@ -1,14 +1,23 @@
-"""The policies there are, by the name configuration and requests use: ``completion``, and baselines
-that do without a prediction, as other routers have them."""
+"""The policies by the names that configuration and requests use: each scores all candidates.
 
-import random
+``completion`` goes by predictions; the others do without, as other routers have them.
+"""
+
 from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
 
 import numpy as np
 
-from extproc.predict.inputs import Floats, least, most
-from extproc.route.completion import Completion
-from extproc.route.policy import Choice, Policy, Situation, lowest
+from extproc.fleet.prefixes import Held
+from extproc.predict.completion import AdapterTimes, Prediction
+from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
+from extproc.request.profile import RequestProfile
+
+_NEAR_TIE = 0.1
+"""Scores this close are as good as equal: about the error of a prediction."""
+SAME_TTFT = 0.02
+"""Times to first token this close are."""
 
 _QUEUE_WEIGHT = 2.0
 _KV_WEIGHT = 2.0
@@ -20,189 +29,196 @@ _ENOUGH = 0.3
 _UNEVEN_REQUESTS, _UNEVEN_RATIO = 64, 1.5
 """It does, too, where the most and the least loaded differ by more than both: requests, times."""
 
-
-class LeastRequest:
-    """Lowest number of requests in flight, live: the router's own and those the poll saw."""
-
-    def choose(self, situation: Situation, random: random.Random) -> Choice:
-        """The replica with the fewest requests, at random among equals."""
-        requests = situation.view.requests
-        return Choice(lowest(requests, random), requests)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        """How many it has."""
-        return f"{situation.view.requests[choice.first]:.0f} requests in flight"
+_TIE = 1e-6
+"""Added to the score of the second of two replicas that were drawn."""
 
 
-class RoundRobin:
-    """The one whose last turn is longest ago, whatever it is doing.
+@dataclass(slots=True)
+class Situation:
+    """A request and the fleet at the moment it came."""
 
-    That is one after another, also where requests for several models take turns on overlapping
+    profile: RequestProfile
+    view: FleetView
+    held: Held
+    prediction: Prediction
+    sequences: Sequences  # in flight on the candidates; good until the fleet changes
+    random: Random
+    turns: Floats  # by row of the fleet's table; round_robin numbers its choices here
+    adapter: AdapterTimes | None = None  # for a request for a LoRA adapter
+
+    @property
+    def cached_share(self) -> Floats:
+        """Share of the prompt that each candidate should have in its prefix cache, 0…1.
+
+        By what was sent there alone, as other routers know it.
+        """
+        return self.held.expected / max(self.profile.prompt_tokens, 1)
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a policy chose: indices into the view."""
+
+    first: int
+    scores: Floats  # per candidate, lower is better; the policy defines the unit
+
+    @property
+    def second(self) -> int | None:
+        """The next best, for a retry; None where no other candidate could serve it."""
+        return runner_up(self.scores, self.first)
+
+
+def choose(policy: str, situation: Situation) -> Choice:
+    """The candidate with the lowest score, at random among equals.
+
+    ``completion`` takes scores within its band for equal, and of these the soonest first token.
+    """
+    scores = POLICIES[policy](situation)
+    if policy != "completion":
+        return Choice(lowest(scores, situation.random), scores)
+    near = near_lowest(scores, band(situation.prediction))
+    if len(near) == 1:
+        return Choice(near.item(), scores)
+    ttft = situation.prediction.ttft[near]
+    return Choice(near.item(lowest(ttft, situation.random, SAME_TTFT)), scores)
+
+
+def band(prediction: Prediction) -> float:
+    """Fraction of the lowest score within which ``completion`` takes scores for equal."""
+    return _NEAR_TIE * (1.0 - prediction.first_token_share)
+
+
+def lowest(scores: Floats, random: Random, band: float = 0.0) -> int:
+    """The index of the lowest score, at random among those within a fraction ``band`` of it.
+
+    Replicas that are as good as equal share the work: always taking the first of them would herd
+    every request onto it until the next poll.
+    """
+    near = near_lowest(scores, band)
+    return int(near[0] if len(near) == 1 else near[random.randrange(len(near))])
+
+
+def near_lowest(scores: Floats, band: float = 0.0) -> Indices:
+    """The indices of the scores within a fraction ``band`` of the lowest."""
+    return (scores <= least(scores) * (1.0 + band)).nonzero()[0]
+
+
+def runner_up(scores: Floats, first: int) -> int | None:
+    """The index of the lowest score but for ``first``; None where no other is finite."""
+    others = scores.copy()
+    others[first] = np.inf
+    second = int(others.argmin())
+    return second if others[second] < np.inf else None
+
+
+def completion(situation: Situation) -> Floats:
+    """``completion + w·cost to others + avoidable prefill``, in seconds.
+
+    A replica with much KV space is filled for the sake of this request alone; the fuller it gets,
+    the more the time that the others lose counts, since it is then that everyone waits: w is the
+    square of the KV pressure. To count less than all of that time is for the sake of the first
+    token: it keeps long prompts from queueing behind each other, away from those who decode. Where
+    the first token takes as long as all others, as with short answers to long prompts, the
+    completion counts it already: w is at least time to first token ÷ decode time, up to 1, and a
+    near tie has to be nearer.
+    """
+    prediction = situation.prediction
+    cost_to_others = prediction.cost_weight * prediction.cost_to_others
+    return prediction.completion + cost_to_others + prediction.avoidable
+
+
+def least_request(situation: Situation) -> Floats:
+    """Requests in flight, live: the router's own and those the poll saw."""
+    return situation.view.requests
+
+
+def round_robin(situation: Situation) -> Floats:
+    """The candidate's last turn, whatever it is doing; of several that had none, the first.
+
+    Replicas take turns one after another, also where requests for several models meet overlapping
     sets of replicas.
     """
-
-    def __init__(self) -> None:
-        self._turns = np.zeros(0)
-        """The last of each row of the fleet's table, which another replica may have got since."""
-        self._count = 0
-
-    def choose(self, situation: Situation, random: random.Random) -> Choice:
-        """The next in turn."""
-        rows = situation.view.rows
-        if (size := rows.item(rows.argmax()) + 1) > len(self._turns):
-            self._turns = np.append(self._turns, np.zeros(size))
-        last_turns = self._turns[rows]
-        first = int(last_turns.argmin())
-        self._count += 1
-        self._turns[rows[first]] = self._count
-        return Choice(first, last_turns)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        """That its last turn is the longest ago."""
-        return "its turn"
+    rows, turns = situation.view.rows, situation.turns
+    last = turns[rows] + np.linspace(0.0, 0.5, len(rows))
+    turns[rows[last.argmin()]] = most(turns) + 1.0
+    return last
 
 
-class RandomChoice:
-    """Any replica, each as likely."""
-
-    def choose(self, situation: Situation, random: random.Random) -> Choice:
-        """One at random, and another for a retry."""
-        drawn = random.randbytes(4 * len(situation.view))
-        scores = np.frombuffer(drawn, np.uint32).astype(np.float64)
-        return Choice(int(scores.argmin()), scores)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        """No reason."""
-        return "at random"
+def any_one(situation: Situation) -> Floats:
+    """Random numbers: any replica, each as likely, and another for a retry."""
+    drawn = situation.random.randbytes(4 * len(situation.view))
+    return np.frombuffer(drawn, np.uint32).astype(np.float64)
 
 
-class PowerOfTwo:
-    """Fewer requests in flight of two replicas drawn at random (Mitzenmacher, 2001).
+def power_of_two(situation: Situation) -> Floats:
+    """Requests in flight of two replicas drawn at random (Mitzenmacher, 2001); the first wins ties.
 
     Robust to figures that are out of date: requests do not herd onto one replica.
     """
-
-    def choose(self, situation: Situation, random: random.Random) -> Choice:
-        """The less loaded of the two drawn; the other is for a retry."""
-        view = situation.view
-        drawn = random.sample(range(len(view)), min(2, len(view)))
-        scores = np.full(len(view), np.inf)
-        for index in drawn:
-            scores[index] = view.requests[index]
-        return Choice(min(drawn, key=scores.item), scores)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        """The two drawn, the better one first."""
-        view = situation.view
-        drawn = [index for index in (choice.first, choice.second) if index is not None]
-        compared = " and ".join(f"{view.names[i]} with {view.requests[i]:.0f}" for i in drawn)
-        return f"fewest requests in flight of those drawn: {compared}"
+    requests = situation.view.requests
+    drawn = situation.random.sample(range(len(requests)), min(2, len(requests)))
+    scores = np.full(len(requests), np.inf)
+    scores[drawn] = requests[drawn]
+    scores[drawn[1:]] += _TIE
+    return scores
 
 
-class LeastKv:
-    """Lowest fraction of the KV cache in use, as AIBrix's ``least-kv-cache``: at the last poll."""
-
-    def choose(self, situation: Situation, random: random.Random) -> Choice:
-        """The replica with the most KV space, at random among equals."""
-        usage = situation.view.polled_kv_usage
-        return Choice(lowest(usage, random), usage)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        """How full its KV cache is."""
-        return f"{situation.view.polled_kv_usage[choice.first]:.0%} of its KV cache in use"
+def least_kv(situation: Situation) -> Floats:
+    """Fraction of the KV cache in use at the last poll, as AIBrix's ``least-kv-cache``."""
+    return situation.view.polled_kv_usage
 
 
-class QueueKv:
-    """The default scorers of llm-d's endpoint picker.
+def queue_kv(situation: Situation) -> Floats:
+    """The default scorers of llm-d's endpoint picker, negated.
 
-    Highest ``2·(max − x)/(max − min) + 2·(1 − kv) + 3·h/p`` with x the requests in the replica's
-    queue, kv the fraction of its KV cache in use and h the tokens of the prompt's p that it has in
-    its prefix cache. As there, x and kv are the last poll's: what was sent since then does not
-    count, but for the prompts that are cached by it.
+    ``2·(max − x)/(max − min) + 2·(1 − kv) + 3·h/p`` with x the requests in the replica's queue, kv
+    the fraction of its KV cache in use and h the tokens of the prompt's p that it has in its prefix
+    cache. As there, x and kv are the last poll's: what was sent since then does not count, but for
+    the prompts that are cached by it.
     """
-
-    def choose(self, situation: Situation, random: random.Random) -> Choice:
-        """The replica with the highest weighted sum, at random among equals."""
-        view = situation.view
-        waiting = view.polled_waiting
-        fullest = most(waiting)
-        spread = fullest - least(waiting)
-        queue = (fullest - waiting) / spread if spread else 1.0
-        scores = -(
-            _QUEUE_WEIGHT * queue
-            + _KV_WEIGHT * (1.0 - view.polled_kv_usage)
-            + _PREFIX_WEIGHT * situation.cached_share
-        )
-        return Choice(lowest(scores, random), scores)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        """Its queue, its KV cache, and what it has of the prompt where that is something."""
-        waiting = situation.view.polled_waiting[choice.first]
-        usage = situation.view.polled_kv_usage[choice.first]
-        load = f"{waiting:.0f} waiting, {usage:.0%} of its KV cache in use"
-        cached = situation.cached_share[choice.first]
-        return f"{load}, {cached:.0%} of the prompt cached" if cached else load
+    view = situation.view
+    waiting = view.polled_waiting
+    fullest = most(waiting)
+    spread = fullest - least(waiting)
+    queue = (fullest - waiting) / spread if spread else 1.0
+    return -(
+        _QUEUE_WEIGHT * queue
+        + _KV_WEIGHT * (1.0 - view.polled_kv_usage)
+        + _PREFIX_WEIGHT * situation.cached_share
+    )
 
 
-class LMetric:
-    """Lowest ``(queued + own uncached prompt tokens) · (batch size + 1)`` (LMetric, OSDI 2026).
+def lmetric(situation: Situation) -> Floats:
+    """``(queued + own uncached prompt tokens) · (batch size + 1)`` (LMetric, OSDI 2026).
 
     No hardware profile and no output length, and still the strongest simple rule where replicas
     are of equal speed and the counts are live.
     """
-
-    def choose(self, situation: Situation, random: random.Random) -> Choice:
-        """The replica with the lowest product, at random among equals."""
-        scores = _to_prefill(situation) * (situation.view.requests + 1.0)
-        return Choice(lowest(scores, random), scores)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        """The two factors."""
-        tokens = _to_prefill(situation)[choice.first]
-        requests = situation.view.requests[choice.first] + 1.0
-        return f"{tokens:,.0f} tokens to prefill × {requests:.0f} requests"
+    new = np.maximum(situation.profile.prompt_tokens - situation.prediction.cached, 1.0)
+    return (situation.view.backlog + new) * (situation.view.requests + 1.0)
 
 
-def _to_prefill(situation: Situation) -> Floats:
-    new = situation.profile.prompt_tokens - situation.prediction.cached
-    return situation.view.backlog + np.maximum(new, 1.0)
-
-
-class CacheAware:
+def cache_aware(situation: Situation) -> Floats:
     """The policy of sglang-router, vllm-router and smg, with their defaults.
 
     The replica with the most of the prompt in its prefix cache if that is more than 0.3 of it; the
     one with the fewest requests in flight if none has as much, or if the most loaded replica has
     more than 64 requests more than the least loaded one, and more than 1.5 times as many.
     """
-
-    def choose(self, situation: Situation, random: random.Random) -> Choice:
-        """That replica, at random among equals."""
-        cached = situation.cached_share
-        scores = situation.view.requests if self._by_load(situation) else -cached
-        return Choice(lowest(scores, random), scores)
-
-    def why(self, situation: Situation, choice: Choice) -> str:
-        """What it has of the prompt, or its load."""
-        if self._by_load(situation):
-            return f"{situation.view.requests[choice.first]:.0f} requests in flight"
-        return f"{situation.cached_share[choice.first]:.0%} of the prompt cached"
-
-    def _by_load(self, situation: Situation) -> bool:
-        requests = situation.view.requests
-        high, low = most(requests), least(requests)
-        uneven = high - low > _UNEVEN_REQUESTS and high > _UNEVEN_RATIO * low
-        return uneven or most(situation.cached_share) <= _ENOUGH
+    requests, cached = situation.view.requests, situation.cached_share
+    high, low = most(requests), least(requests)
+    uneven = high - low > _UNEVEN_REQUESTS and high > _UNEVEN_RATIO * low
+    return requests if uneven or most(cached) <= _ENOUGH else -cached
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "completion": Completion,
-    "least_request": LeastRequest,
-    "round_robin": RoundRobin,
-    "random": RandomChoice,
-    "power_of_two": PowerOfTwo,
-    "least_kv": LeastKv,
-    "queue_kv": QueueKv,
-    "lmetric": LMetric,
-    "cache_aware": CacheAware,
+POLICIES: dict[str, Callable[[Situation], Floats]] = {
+    "completion": completion,
+    "least_request": least_request,
+    "round_robin": round_robin,
+    "random": any_one,
+    "power_of_two": power_of_two,
+    "least_kv": least_kv,
+    "queue_kv": queue_kv,
+    "lmetric": lmetric,
+    "cache_aware": cache_aware,
 }

@@ -13,12 +13,9 @@ from extproc.predict.firsthand import Served
 from extproc.predict.inputs import NO_SEQUENCES, FleetView, least, most, usual_step
 from extproc.request.prefix import NO_PREFIX
 from extproc.request.profile import RequestProfile
-from extproc.route.comparison import seconds
-from extproc.route.holder import Holder
-from extproc.route.policies import POLICIES
-from extproc.route.policy import Choice, Policy, Situation, runner_up
-from extproc.route.session import Session
-from extproc.route.target import Target, lateness
+from extproc.route.overrides import ByPolicy, Chooser, Holder, Session, Target, lateness
+from extproc.route.policies import POLICIES, Choice, Situation, runner_up
+from extproc.route.reasons import seconds
 
 _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
@@ -37,30 +34,19 @@ class Forecast:
     """
 
     profile: RequestProfile
-    replica: str
-    """``ip:port``."""
+    replica: str  # ip:port
     predicted_ttft: float
     predicted_completion: float
-    """Both as in :class:`Decision`."""
-    decode_time_per_token: float
-    """Seconds, before the correction of its decode time."""
-    expected_hits: float
+    decode_time_per_token: float  # seconds, before the correction of its decode time
+    expected_hits: float  # this and the next as in Held
     hits_depth: int
-    """Both as in :class:`~extproc.fleet.prefixes.Held`."""
-    adapter_load: float
-    """Seconds to load its LoRA adapter, where it need not wait for others before."""
-    adapter_wait: float
-    """Seconds until there is a place in the batch for it."""
-    adapter_overrun: float
-    """As in :class:`~extproc.predict.completion.AdapterTimes`."""
-    stretch: float
-    """Correction of its decode time, in the completion."""
-    usual_step: float
-    """Of the replica, as in :func:`~extproc.predict.inputs.usual_step`."""
-    step: float
-    """Seconds of a step with what decoded then."""
-    first_step_s: float | None
-    """Seconds to the first token by the engine's steps alone; None where it waits for others."""
+    adapter_load: float  # seconds to load its LoRA adapter, unless it waits for others before
+    adapter_wait: float  # seconds until there is a place in the batch for it
+    adapter_overrun: float  # as in AdapterTimes
+    stretch: float  # correction of its decode time, in the completion
+    usual_step: float  # seconds, as in usual_step()
+    step: float  # seconds of a step with what decoded then
+    first_step_s: float | None  # to the first token by steps alone; None where it waits for others
 
 
 @dataclass(slots=True)
@@ -70,17 +56,13 @@ class Decision:
     policy: str
     situation: Situation
     choice: Choice
-    made_by: Policy
-    p90_output_tokens: float
-    """Tokens that nine of ten sequences like its own do not exceed."""
-    name: str = ""
-    """Of its model, on the replica chosen; empty: as the request has it."""
-    retry: int | None = None
-    """Index of the second choice."""
+    made_by: Chooser
+    p90_output_tokens: float  # nine of ten sequences like its own generate no more
+    name: str = ""  # of its model on the replica chosen; empty: as the request has it
+    retry: int | None = None  # index of the second choice
     news_age: float | None = None
     """Seconds since the newest news of other routers was sent; None where there are no others."""
-    stale: bool = False
-    """That was too long ago: what they told does not count, only what polls saw."""
+    stale: bool = False  # news_age is too high for others' load to count
 
     @property
     def fallback(self) -> str:
@@ -180,7 +162,7 @@ class Router:
         random: Random,
         session_cost_s: float = 0.0,
     ) -> None:
-        """A router.
+        """Start without a request.
 
         Args:
             fleet: what it chooses from.
@@ -191,11 +173,11 @@ class Router:
         """
         self.fleet = fleet
         self.margins = Margins()
-        """Of its own predictions."""
         self._session_cost_s = session_cost_s
         self._default = policy
         self._random = random
-        self._policies: dict[str, Policy] = {name: make() for name, make in POLICIES.items()}
+        self._policies = {name: ByPolicy(name) for name in POLICIES}
+        self._turns = np.zeros(0)
 
     def decide(
         self,
@@ -227,16 +209,20 @@ class Router:
         adapter = fleet.adapter_times(view)
         if adapter is not None:
             add_adapter(prediction, adapter)
-        situation = Situation(profile, view, held, prediction, sequences, adapter)
-        name = policy if policy in POLICIES else self._default
-        name, chosen_by = self._in_charge(situation, name, self._policies[name], waited)
-        choice = chosen_by.choose(situation, self._random)
+        missing = len(fleet.members.by_row) - len(self._turns)
+        if missing > 0:
+            self._turns = np.append(self._turns, np.zeros(missing))
+        situation = Situation(
+            profile, view, held, prediction, sequences, self._random, self._turns, adapter
+        )
+        chooser = self._chooser(situation, policy, waited)
+        choice = chooser.choose(situation)
         model = fleet.members.name_on(view.ids[choice.first], profile.model)
         return Decision(
-            name,
+            chooser.name,
             situation,
             choice,
-            chosen_by,
+            chooser,
             p90,
             model,
             self._retry(situation, choice, model),
@@ -299,22 +285,19 @@ class Router:
         alike = [name in fleet.members.models_on(one) for one in situation.view.ids]
         return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
 
-    def _in_charge(
-        self, situation: Situation, name: str, policy: Policy, waited: float
-    ) -> tuple[str, Policy]:
-        """What chooses for the request in place of this policy, or with its help."""
+    def _chooser(self, situation: Situation, policy: str, waited: float) -> Chooser:
+        """The policy, or an override of it."""
         profile = situation.profile
         if profile.previous_response:
             holder = self.fleet.holder(profile.previous_response)
             if holder in situation.view.ids:
-                return Holder.NAME, Holder(holder)
+                return Holder(holder)
+        chooser: Chooser = self._policies.get(policy) or self._policies[self._default]
         if (objective := profile.objective).has_target:
             late = lateness(objective, situation.prediction, self.margins, waited)
-            name, policy = Target.NAME, Target(late, policy)
+            chooser = Target(late, chooser)
         home = self.fleet.sessions.holder(profile.session) if profile.session else None
-        if home is not None:
-            name, policy = Session.NAME, Session(home, self._session_cost_s, policy)
-        return name, policy
+        return chooser if home is None else Session(home, self._session_cost_s, chooser)
 
     def learn(
         self,

@@ -7,7 +7,7 @@ import numpy as np
 
 from extproc.predict.completion import FULL
 from extproc.predict.inputs import Floats
-from extproc.route.comparison import seconds
+from extproc.route.reasons import seconds
 from extproc.route.router import Decision
 
 _AMONG_OTHERS = 0.02

@@ -8,9 +8,8 @@ from msgspec.json import decode, encode
 
 from extproc.observe.decision_log import DecisionLog
 from extproc.predict.inputs import Excluded
-from extproc.route.completion import Completion
-from extproc.route.policies import POLICIES
-from extproc.route.policy import Choice, Situation
+from extproc.route import overrides
+from extproc.route.policies import POLICIES, Choice, Situation
 from extproc.route.router import Decision, Router
 from tests.fakes import ManualClock, chat, fleet_of, replica
 
@@ -70,11 +69,11 @@ def test_a_record_says_why_in_words() -> None:
 def test_the_words_are_made_only_when_a_record_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Choice] = []
 
-    def why(self: Completion, situation: Situation, choice: Choice) -> str:
+    def why(policy: str, situation: Situation, choice: Choice) -> str:
         shown.append(choice)
         return "because"
 
-    monkeypatch.setattr(Completion, "why", why)
+    monkeypatch.setattr(overrides, "why", why)
     record = DecisionLog(10).add("id", 1.0, decision())
     assert shown == []
     assert record.record().why == "because"

@@ -210,9 +210,8 @@ async def test_an_answer_that_went_wrong_is_remarked(
     decide(services, chat(10))
     outcome = services.log.of_request(ID)[0].outcome
     outcome.served_by, outcome.status = replica(2), 503
-    assert (await explain("--router", router))[-1].endswith(
-        "[served by r2, answered with status 503]"
-    )
+    listed = " ".join(" ".join(await explain("--router", router)).split())
+    assert listed.endswith("[served by r2, answered with status 503]")
     text = " ".join(await explain("--router", router, ID))
     assert "served by r2 (10.0.0.2:8000) with status 503" in text
 
@@ -226,9 +225,9 @@ async def test_how_long_it_waited_at_the_router_is_shown_where_it_did(
     outcome.waited_s = 3.2
     outcome.waited_for = "r1 would have needed 98% of its KV cache"
     waited = "waited 3.200 s at the router, as r1 would have needed 98% of its KV cache"
-    listed = await explain("--router", router)
-    assert listed[-1].endswith(f"[{waited}]")
-    assert sum("waited" in line for line in listed) == 1
+    listed = " ".join(" ".join(await explain("--router", router)).split())
+    assert listed.endswith(f"[{waited}]")
+    assert listed.count("waited") == 1
     text = " ".join(" ".join(await explain("--router", router, "later")).split())
     assert f"happened {waited}, no answer yet, or none that was seen" in text
     outcome.served_by, outcome.status = replica(1), 200

@@ -1,0 +1,64 @@
+"""Why a candidate was chosen, in one clause; the decision record has every figure as a table."""
+
+from extproc.predict.inputs import Floats
+from extproc.route.policies import SAME_TTFT, Choice, Situation, band, near_lowest
+
+_NO_SCORE = {"round_robin": "its turn", "random": "at random"}
+
+
+def seconds(value: float) -> str:
+    """A time with its unit: ``1.25 s``, ``34.2 ms``, ``289 µs``."""
+    if value >= 0.1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+
+
+def why(policy: str, situation: Situation, choice: Choice) -> str:
+    """The candidate chosen beside the next best, and the term that differs most."""
+    name, second = situation.view.names[choice.first], choice.second
+    if policy == "completion":
+        text = f"{name} finishes it in {seconds(situation.prediction.completion[choice.first])}"
+        if second is not None:
+            return f"{text}, {_beside(situation, choice, second)}"
+        fits = "serve it" if len(situation.view) == 1 else "hold a prompt that long"
+        return f"{text}; no other replica could {fits}"
+    if policy in _NO_SCORE:
+        return _NO_SCORE[policy]
+    text = f"{policy} scores {name} {_score(choice, choice.first)}"
+    if second is None:
+        return text
+    return f"{text} and {situation.view.names[second]} {_score(choice, second)}"
+
+
+def _score(choice: Choice, candidate: int) -> str:
+    return f"{round(choice.scores.item(candidate), 3):,.6g}"
+
+
+def _beside(situation: Situation, choice: Choice, second: int) -> str:
+    prediction, first = situation.prediction, choice.first
+    name, later = situation.view.names[second], prediction.completion[second]
+
+    def more(term: Floats) -> float:
+        return float(term[second] - term[first])
+
+    if second in near_lowest(choice.scores, band(prediction)):
+        text = f"{name} in {seconds(later)}: as good as equal"
+        if prediction.ttft[second] <= prediction.ttft[first] * (1.0 + SAME_TTFT):
+            return f"{text}, so one was drawn at random"
+        return f"{text}, and here the first token comes {seconds(more(prediction.ttft))} sooner"
+    others = prediction.cost_weight * prediction.cost_to_others
+    if more(prediction.completion) < 0.0:
+        terms = {"costs the requests in flight": others, "wastes": prediction.avoidable}
+        term = max(terms, key=lambda term: more(terms[term]))
+        return f"{name} already in {seconds(later)}, but {term} {seconds(more(terms[term]))} more"
+    terms = {
+        "the step in progress takes": prediction.step_rest,
+        "admission takes": prediction.admission,
+        "its adapter takes": prediction.adapter,
+        "prefill takes": prediction.prefill,
+        "prefill of what others have cached wastes": prediction.avoidable,
+        "decode takes": prediction.decode,
+        "requests in flight lose": others,
+    }
+    term = max(terms, key=lambda term: more(terms[term]))
+    return f"{name} in {seconds(later)}: there {term} {seconds(more(terms[term]))} more"
