@@ -1,8 +1,9 @@
 """Decision records as text for people."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 
 from extproc.ground.address import with_name
 from extproc.ground.text import (
@@ -57,24 +58,37 @@ _LEGEND = (
     "others: what they lose.",
     "TTFT = step + admit + prefill.  finish = TTFT + decode.",
 )
-_STRETCH_LEGEND = (
-    "×: actual ÷ predicted decode time of its last requests, by which decode is multiplied."
-)
-_ADAPTER_LEGEND = (
-    "adapter: wait for a place of its LoRA adapter in the batch, and to load it; TTFT has it in.",
-    "wasted: what others lose by that; the score has it in.",
-)
-_CACHED_LEGEND = (
-    "cached: prompt tokens in its prefix cache.  wasted: time to prefill what another has cached; "
-    "the score has it in."
-)
-_NO_STRETCH = 0.005
 _COMPLETION_SCORE = "  score = finish + weight * others."
+_OPTIONAL: tuple[tuple[Callable[[Candidate], object], set[str], tuple[str, ...]], ...] = (
+    (
+        lambda one: abs((one.stretch or 1.0) - 1.0) >= 0.005,
+        {"×"},
+        ("×: actual ÷ predicted decode time of its last requests, by which decode is multiplied.",),
+    ),
+    (
+        lambda one: one.terms_s.adapter,
+        {"adapter", "wasted"},
+        (
+            "adapter: wait for a place of its LoRA adapter in the batch, and to load it; "
+            "TTFT has it in.",
+            "wasted: what others lose by that; the score has it in.",
+        ),
+    ),
+    (
+        lambda one: one.cached_tokens,
+        {"cached", "wasted"},
+        (
+            "cached: prompt tokens in its prefix cache.  wasted: time to prefill what another has "
+            "cached; the score has it in.",
+        ),
+    ),
+)
+"""Columns that are shown where a candidate has something to show in them, and their legend."""
 _LABEL = 10
 
 
 def decisions(records: Sequence[DecisionRecord]) -> str:
-    """The decisions as a table, two lines each: figures, then the model and why."""
+    """Format decisions as a table, two lines each: figures, then the model and why."""
     if not records:
         return "no decisions yet"
     header, *rows = table_of(_DECISIONS, records)
@@ -86,17 +100,17 @@ def decisions(records: Sequence[DecisionRecord]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One decision in words, with all that was compared."""
+    """One decision in words and as a table of its candidates."""
 
-    facts: dict[str, str]  # what was asked, chosen and done, in order
+    facts: dict[str, str]
     columns: list[Column]
-    rows: list[list[str]]  # a row a candidate, in the order of their scores; first the chosen one
-    legend: list[str]  # what the columns are
-    left_out: list[tuple[str, str]]  # name of each replica that was left out, and why
+    rows: list[list[str]]  # of candidates by score, the chosen one first
+    legend: list[str]
+    left_out: list[tuple[str, str]]  # name and reason of excluded replicas
 
 
 def compare(record: DecisionRecord) -> Comparison:
-    """All that is told of one decision."""
+    """Describe one decision in full."""
     facts = {
         "request": record.request_id,
         "time": _time(record).strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -106,16 +120,33 @@ def compare(record: DecisionRecord) -> Comparison:
         "why": record.why,
         "happened": _happened(record),
     }
+    legend, hidden, shown = list(_LEGEND), set[str](), set[str]()
+    if record.policy == "completion":
+        legend[-1] += _COMPLETION_SCORE
+    for matters, columns, explained in _OPTIONAL:
+        if any(map(matters, record.candidates)):
+            legend += explained
+            shown |= columns
+        hidden |= columns
+    cells = [one for one in _CANDIDATES if one[0].header not in hidden - shown]
+    candidates = sorted(
+        record.candidates,
+        key=lambda one: (one.replica != record.replica, inf if one.score is None else one.score),
+    )
     return Comparison(
-        {name: printable(text) or "-" for name, text in facts.items()},
-        *_compared(record),
-        _legend(record),
-        [(printable(one.name), printable(one.why)) for one in record.excluded],
+        facts={name: printable(text) or "-" for name, text in facts.items()},
+        columns=[Column("", left=True), *(column for column, _ in cells)],
+        rows=[
+            [">" if one.replica == record.replica else "", *row_of(cells, one)]
+            for one in candidates
+        ],
+        legend=legend,
+        left_out=[(printable(one.name), printable(one.why)) for one in record.excluded],
     )
 
 
 def comparison(record: DecisionRecord) -> str:
-    """The same as text."""
+    """Format one decision in full."""
     one, lines = compare(record), list[str]()
     for name, text in one.facts.items():
         lines += paragraph(text, _LABEL, name)
@@ -129,57 +160,13 @@ def comparison(record: DecisionRecord) -> str:
 
 
 def reason_of(record: DecisionRecord) -> str:
-    """Model, why the replica was chosen, and what went otherwise than intended."""
+    """Model, reason of the choice, and how the outcome differs from the intention."""
     return printable(f"{record.model}: {record.why}{_remark(record)}")
 
 
 def figures_of(record: DecisionRecord) -> list[str]:
-    """A decision in the columns of ``DECISIONS``."""
+    """Cells of a decision in the columns ``DECISIONS``."""
     return row_of(_DECISIONS, record)
-
-
-def _compared(record: DecisionRecord) -> tuple[list[Column], list[list[str]]]:
-    """The table of candidates."""
-    candidates = sorted(record.candidates, key=lambda one: _rank(one, record))
-    hidden = set() if _stretched(record) else {"×"}
-    hidden |= set() if _cached(record) else {"cached"}
-    hidden |= set() if _adapted(record) else {"adapter"}
-    hidden |= set() if _cached(record) or _adapted(record) else {"wasted"}
-    shown = [(column, cell) for column, cell in _CANDIDATES if column.header not in hidden]
-    rows = [
-        [">" if one.replica == record.replica else "", *row_of(shown, one)] for one in candidates
-    ]
-    return [Column("", left=True), *(column for column, _ in shown)], rows
-
-
-def _legend(record: DecisionRecord) -> list[str]:
-    legend = list(_LEGEND)
-    if record.policy == "completion":
-        legend[-1] += _COMPLETION_SCORE
-    legend += [_STRETCH_LEGEND] if _stretched(record) else []
-    legend += _ADAPTER_LEGEND if _adapted(record) else ()
-    return [*legend, _CACHED_LEGEND] if _cached(record) else legend
-
-
-def _stretched(record: DecisionRecord) -> bool:
-    """Whether predictions of any candidate were off as of late."""
-    return any(abs((one.stretch or 1.0) - 1.0) >= _NO_STRETCH for one in record.candidates)
-
-
-def _cached(record: DecisionRecord) -> bool:
-    """Whether any candidate should have some of the prompt in its prefix cache."""
-    return any(one.cached_tokens for one in record.candidates)
-
-
-def _adapted(record: DecisionRecord) -> bool:
-    """Whether its LoRA adapter makes a difference."""
-    return any(one.terms_s.adapter for one in record.candidates)
-
-
-def _rank(candidate: Candidate, record: DecisionRecord) -> tuple[bool, float]:
-    """The chosen one, then by score."""
-    score = float("inf") if candidate.score is None else candidate.score
-    return candidate.replica != record.replica, score
 
 
 def _time(record: DecisionRecord) -> datetime:
@@ -210,7 +197,7 @@ def _named(record: DecisionRecord, replica: str) -> str:
 
 
 def _remark(record: DecisionRecord) -> str:
-    """What went otherwise than intended."""
+    """How the outcome differs from the intention."""
     outcome = record.outcome
     odd = _waited(outcome)
     if outcome.served_by not in (None, record.replica):
@@ -226,7 +213,14 @@ def _happened(record: DecisionRecord) -> str:
     if outcome.served_by is None:
         return ", ".join([*parts, "no answer yet, or none that was seen"])
     parts.append(f"served by {_named(record, outcome.served_by)} with status {outcome.status}")
-    parts += _times(record, outcome)
+    for did, actual, predicted in (
+        ("first token", outcome.ttft_s, record.predicted_ttft_s),
+        ("finished", outcome.completion_s, record.predicted_completion_s),
+    ):
+        if actual is not None:
+            parts.append(f"{did} after {figure(actual)} s (predicted {figure(predicted)} s)")
+        elif did == "finished":
+            parts.append("not finished yet, or its end was not seen")
     if outcome.prompt_tokens is not None:
         parts.append(f"{outcome.prompt_tokens} prompt tokens (taken for {record.prompt_tokens})")
     if outcome.cached_tokens is not None:
@@ -242,16 +236,3 @@ def _waited(outcome: Outcome) -> list[str]:
         return []
     why = outcome.waited_for or "no replica could carry it"
     return [f"waited {figure(outcome.waited_s)} s at the router, as {why}"]
-
-
-def _times(record: DecisionRecord, outcome: Outcome) -> list[str]:
-    parts = []
-    if outcome.ttft_s is not None:
-        predicted = figure(record.predicted_ttft_s)
-        parts.append(f"first token after {figure(outcome.ttft_s)} s (predicted {predicted} s)")
-    if outcome.completion_s is None:
-        parts.append("not finished yet, or its end was not seen")
-    else:
-        predicted = figure(record.predicted_completion_s)
-        parts.append(f"finished after {figure(outcome.completion_s)} s (predicted {predicted} s)")
-    return parts

@@ -11,7 +11,7 @@ _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
 def setup(settings: LogSettings) -> None:
-    """Sends this package's logs from the given level, and other packages' warnings, to stderr."""
+    """Send this package's logs from the given level, and other packages' warnings, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -22,7 +22,6 @@ class JsonFormatter(logging.Formatter):
     """``{"time": …, "level": …, "logger": …, "message": …}`` and every field of ``extra``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One JSON object on one line; what JSON cannot hold is written as its ``str``."""
         line = {
             "time": _time(record),
             "level": record.levelname.lower(),
@@ -39,7 +38,6 @@ class TextFormatter(logging.Formatter):
     """``2026-01-31T12:00:00.000Z INFO message key=value …``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; an exception's traceback follows it."""
         fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items())
         line = f"{_time(record)} {record.levelname} {record.getMessage()}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
@@ -55,6 +53,5 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _word(value: object) -> str:
-    """Quoted where it would not read as one word."""
     text = str(value)
     return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

@@ -24,7 +24,7 @@ _RATIOS = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10)
 
 
 class Predicted:
-    """A time of requests, and predicted ÷ actual of it, by model and objective."""
+    """A duration of requests, and predicted ÷ actual duration, by model and objective."""
 
     def __init__(
         self, name: str, what: str, bounds: Sequence[float], registry: CollectorRegistry
@@ -35,14 +35,14 @@ class Predicted:
         self._ratio = Spread(f"extproc_{name}_predicted_ratio", text, _RATIOS, registry, by)
 
     def observe(self, actual: float, predicted: float | None, model: str, objective: str) -> None:
-        """Seconds; ``predicted``: None where another replica served it."""
+        """Count seconds; ``predicted`` is None where another replica served the request."""
         self._seconds.observe(actual, model, objective)
         if predicted is not None and actual > 0.0:
             self._ratio.observe(predicted / actual, model, objective)
 
 
 class RouterMetrics:
-    """What a router counts. One instance a process, on a registry of its own."""
+    """The metrics of a router process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         counts = partial(Counts, registry=registry)
@@ -175,20 +175,19 @@ class RouterMetrics:
         self.open_streams = gauge("extproc_open_streams", "ext_proc streams open now.")
 
     def tell_left_out(self, reasons: Iterable[tuple[str, str]]) -> None:
-        """Which replicas get no requests, and why."""
         self.left_out.clear()
         for replica, reason in reasons:
             self.left_out.labels(replica, reason).set(1)
 
     def forget_all_but(self, replicas: Container[str]) -> None:
-        """Counts of those that left the pool are shown no longer."""
+        """Drop the counts of replicas that left the pool."""
         for counts in (self.decisions, self.failures, self.hits_expected, self.hits_reported):
             counts.keep("replica", replicas)
 
     def tell_waiting(
         self, held: Sequence[tuple[str, str, int]], got: Sequence[tuple[str, float]]
     ) -> None:
-        """What waits: objective, tenant and how many; and the seconds that each tenant got."""
+        """Set waiting requests by objective and tenant, and the replica seconds a tenant got."""
         named = _most((tenant, count) for _, tenant, count in held)
         self.waiting.clear()
         self.waiting.labels("", "").set(0)
@@ -201,7 +200,6 @@ class RouterMetrics:
 
 
 def _most(pairs: Iterable[tuple[str, float]]) -> list[str]:
-    """The tenants with the most."""
     totals: defaultdict[str, float] = defaultdict(float)
     for tenant, value in pairs:
         totals[tenant] += value

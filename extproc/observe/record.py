@@ -1,4 +1,4 @@
-"""The lines of a record of traffic: what is in them, and nothing of what was asked or answered."""
+"""The lines of a record of traffic, without the text of prompts or answers."""
 
 from base64 import b64decode, b64encode
 from math import inf
@@ -19,28 +19,28 @@ class _Line(Struct, frozen=True, omit_defaults=True, tag_field="kind"):
 
 
 class Start(_Line, frozen=True, tag="start"):
-    """A router began to write, or began another file: what it decides by. All requests that came
-    from then on are in this file or a later one, but for those that :class:`Lost` tells of."""
+    """The beginning of a file. All later requests are in this file or the next ones, but for
+    those that :class:`Lost` counts."""
 
     format: int
     pool: str
-    config: dict[str, Any]  # of its configuration, what it decides by
+    config: dict[str, Any]  # the settings of decisions
 
 
 class Replica(_Line, frozen=True, tag="replica"):
-    """What is known of a replica from now on."""
+    """The state of a replica from now on."""
 
     id: str
     state: dict[str, Any] | None = None
-    """Fields of :class:`~extproc.replica_state.ReplicaState` that are not as usual, with the step
-    times that predictions are made with as ``learned``; None: it left."""
+    """Fields of :class:`~extproc.replica_state.ReplicaState` that differ from the default, with the
+    step times of predictions as ``learned``; None: the replica left."""
     token_budget: float = 0.0
     max_num_seqs: float = 0.0
     tokens_per_step: float = 1.0
 
 
 class Request(_Line, frozen=True, tag="request"):
-    """A request that was sent to a replica, and has ended; ``at`` is when it came."""
+    """A request that was sent to a replica, and has ended; ``at``: its arrival."""
 
     endpoint: str
     model: str
@@ -51,8 +51,8 @@ class Request(_Line, frozen=True, tag="request"):
     waited_s: float = 0.0  # before it was sent
     ttft_s: float | None = None  # since it was sent; None: not seen
     complete: bool = False
-    """Whether the end of its answer was seen; else the stream was over, and no more is known."""
-    cut: bool = False  # whether its answer was read, and did not end: the client left
+    """The router saw the end of the answer; else only the end of the stream."""
+    cut: bool = False  # the answer was read and did not end: the client left
     failed: bool = False
     output_tokens: float = 0.0  # of each sequence, as reported, or else as steps were counted
     output_bound: int | None = None
@@ -69,8 +69,8 @@ class Request(_Line, frozen=True, tag="request"):
     tpot_target_s: float = inf
     completion_target_s: float = inf
     keys: str = ""
-    """Of the prompt's beginnings, as :func:`text_of` writes them; these and the next as in
-    :class:`~extproc.request.prefix.Prefix`, but only the :func:`upper` halves of keys."""
+    """Of the prompt's beginnings, by :func:`text_of`; this and the next fields as in
+    :class:`~extproc.request.prefix.Prefix`, with the :func:`upper` halves of keys."""
     unit: float = 0.0
     whole: int = 0
     asked: int = 0
@@ -84,18 +84,17 @@ class Refused(_Line, frozen=True, tag="refused"):
 
 
 class Lost(_Line, frozen=True, tag="lost"):
-    """Requests have no line, as the disk was full or too slow; ``at``: up to when, or since when,
-    about."""
+    """Requests without a line, as the disk was full or too slow; ``at``: about when."""
 
-    requests: int  # how many, at most: of what failed to be written a part may have been
+    requests: int  # at most: a part of a failed write may be there
 
 
 Line = Start | Replica | Request | Refused | Lost
 
 
 def upper(key: int) -> int:
-    """What is written of a key. From whole ones what was hashed could be computed, for they are
-    made to be fast; half of one is the same for four thousand million others."""
+    """Half of a key, which stands for four thousand million others: the fast hash of a whole key
+    could be inverted."""
     return key >> _HALF
 
 
@@ -105,9 +104,9 @@ def text_of(keys: Keys) -> str:
 
 
 def keys_of(text: str) -> Keys:
-    """Whole keys again: others, but equal where all halves up to there are.
+    """Make whole keys: others than before, but equal where all halves up to there are.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: not made by :func:`text_of`.
     """
     return token_keys(np.frombuffer(b64decode(text, validate=True), "<u4"), 1, 0)

@@ -1,4 +1,8 @@
-"""Writes the record of a router's traffic: lines are kept for a second and written by a thread."""
+"""Writes the record of a router's traffic, every second in a thread.
+
+RotatingFileHandler does not fit: it joins logging's shutdown, which would wait for a disk that
+hangs, and it neither begins a file with the known replicas nor counts requests not written.
+"""
 
 import asyncio
 import logging
@@ -43,14 +47,14 @@ FILES = 4  # the newest and those before; together they have the bytes that are 
 _EVERY_S = 1.0
 _LAST_S = 5.0  # seconds that the last lines may take at the end of a router
 _REPLICAS_S = 10.0  # seconds between two lines of a replica of which nothing changed but its speed
-_MOST_KEPT = 64_000_000  # bytes of lines that a slow disk may be late with; further ones are lost
+_MOST_KEPT = 64_000_000  # bytes of lines that wait for a slow disk; further lines are lost
 _DECIDES = {
     "route": {"policy", "session_cost_s", "models"},
     "hold": {"longest_s", "most"},
     "serve": {"chunks_per_s"},
     "poll": {"interval_s"},
 }
-"""Keys of the configuration that a replay needs."""
+"""Settings that a replay needs."""
 _REQUEST = b'{"kind":"request"'  # what a line of one begins with
 _NOT_WRITTEN = (
     "the record is not written: make room, or set record.path to a folder that the router may "
@@ -60,15 +64,15 @@ _LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
 
 
 class Recorder:
-    """One pool's record; to add a line takes microseconds, and never waits for the disk."""
+    """The record of one pool; adding a line takes microseconds and never waits for the disk."""
 
     def __init__(
         self, config: Config, folder: Path, fleet: Fleet, clock: Clock, wall: Clock
     ) -> None:
-        """A record in the folder, which is made.
+        """Make the folder.
 
         Raises:
-            OSError: it cannot be.
+            OSError: the folder cannot be made.
         """
         self._config = config
         self._fleet = fleet
@@ -80,16 +84,14 @@ class Recorder:
         self._folder = folder
         self._encode = Encoder().encode
         self._lines: list[bytes] = []
-        self._kept = 0  # bytes that are not written yet
-        self._lost = 0  # requests of which no line was kept, since lines were last written
-        self._missing = 0  # requests that are in no file, until a line says how many
-        self._since = wall()  # all that came since then is in the lines that are kept
+        self._kept = 0  # bytes of these, and of those that are just written
+        self._lost = 0  # requests whose line was dropped since the last write
+        self._missing = 0  # requests in no file, until a line counts them
+        self._since = wall()  # begin of the time that the kept lines cover
+        # By replica: its last line, with which a file begins, its time, healthy, draining.
         self._replicas: dict[str, tuple[bytes, float, bool, bool]] = {}
-        """The last line of each, to begin a file with; when that was, and whether it was healthy
-        and drained."""
         self._lock = Lock()
-        self._size = -1
-        """Of the newest file; below zero: what it must begin with is not written yet."""
+        self._size = -1  # of the newest file; below zero: its beginning is not written yet
         self._trouble = OutageLog(logger, _NOT_WRITTEN, level=logging.ERROR, folder=str(folder))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -106,20 +108,16 @@ class Recorder:
         failed: bool = False,
         cut: bool = False,
     ) -> None:
-        """A request has ended there, ``seconds`` after it was sent.
+        """Record a request that ended on a replica.
 
         Args:
-            profile: the request.
-            outcome: what was seen of it.
-            replica: that served it.
             seconds: since it was sent.
-            counted: tokens of each of its sequences, by the replica's steps.
-            failed: it got no answer, or an error.
-            cut: its answer was read, and did not end.
+            counted: tokens of each sequence, by the replica's steps.
+            failed: no answer, or an error.
+            cut: the answer was read and did not end.
         """
-        prefix, aim = profile.prefix, profile.objective
-        told = outcome.output_tokens
-        each = counted if told is None else told / max(profile.sequences, 1)
+        prefix, aim, reported = profile.prefix, profile.objective, outcome.output_tokens
+        each = counted if reported is None else reported / max(profile.sequences, 1)
         line = Request(
             at=round(self._wall() - seconds - outcome.waited_s, 6),
             endpoint=str(profile.endpoint),
@@ -156,11 +154,10 @@ class Recorder:
         self._add(line)
 
     def refused(self, why: str) -> None:
-        """A request was not sent anywhere."""
         self._add(Refused(at=self._wall(), why=why))
 
     async def run(self) -> None:
-        """Writes until it is cancelled, and then what is left."""
+        """Write every second until cancelled, and then the last lines."""
         try:
             while True:
                 for _ in self._look():
@@ -182,7 +179,7 @@ class Recorder:
         return text
 
     async def _written(self) -> None:
-        """Writes in a thread of its own: a router ends without one that hangs."""
+        """Write in a daemon thread, so that a disk that hangs does not hold up the router's end."""
         if self._lost:
             logger.error("the disk is too slow for the record", extra={"requests_lost": self._lost})
         lines, self._lines, lost, self._lost = self._lines, [], self._lost, 0
@@ -190,10 +187,8 @@ class Recorder:
         await in_daemon_thread(partial(self._write, lines, since, lost))
         self._kept -= sum(map(len, lines))
 
-    # -- replicas ---------------------------------------------------------------------------
-
     def _look(self) -> Iterator[None]:
-        """Tells of replicas of which there is something to tell, one after the other."""
+        """Record the replicas that changed; yields after each."""
         now, view = self._clock(), self._fleet.overview()
         for place, replica in enumerate(view.ids):
             state = self._fleet.members.get(replica)
@@ -208,10 +203,8 @@ class Recorder:
             del self._replicas[replica]
             self._add(Replica(at=self._wall(), id=replica))
 
-    # -- files ------------------------------------------------------------------------------
-
     def _write(self, lines: list[bytes], since: float, lost: int) -> None:
-        """Adds to the newest file, or begins another one that can be read without those before."""
+        """Append to the newest file, or begin one that can be read without those before."""
         with self._lock:
             self._missing += lost
             text = b"".join(lines)
@@ -236,13 +229,12 @@ class Recorder:
     def _rotate(self) -> None:
         newest = self._file(0)
         if not newest.exists() or (self._size < 0 and newest.stat().st_size < self._most):
-            return  # what was begun before, by this process or another, has room
+            return  # the file of an earlier process or attempt has room
         for number in reversed(range(FILES - 1)):
             if (file := self._file(number)).exists():
                 file.replace(self._file(number + 1))
 
     def _file(self, number: int) -> Path:
-        """The newest is number 0."""
         return self._folder / f"{self._name}{f'.{number}' if number else ''}.jsonl"
 
     def _start(self, at: float) -> bytes:
