@@ -1,8 +1,10 @@
 """Replicas that are the pods of a Service, followed through an API server over HTTPS."""
 
 import asyncio
+import gc
 import json
 import socket
+import warnings
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from random import Random
@@ -51,6 +53,9 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     await server.start()
     yield server
     await server.stop()
+    with warnings.catch_warnings():  # httpcore2 leaves a cancelled handshake open
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 class Found:

@@ -1,14 +1,18 @@
 """What is held, by events in both encodings: made by msgspec as vLLM's versions make them."""
 
 import tracemalloc
+from collections import Counter
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from extproc.fleet.held_blocks import is_up_to
-from extproc.poll.kv_blocks import KvBlocks
+from extproc.poll.kv_blocks import KvBlocks, Mark
 from extproc.poll.kv_events import read_batch
 from extproc.request.prefix import seed_of, token_keys
 from tests.fakes import ManualClock
@@ -80,15 +84,69 @@ class Told:
         return self._held
 
 
-@pytest.mark.parametrize("encode", [as_maps, as_arrays, all_maps])
-def test_keys_follow_what_is_stored_removed_and_cleared(encode: Any) -> None:
-    told = Told()
-    told.hear(stored(0, [11, 12]), encode=encode)
-    assert told.held() == {*KEYS[:2]}
-    told.hear(stored(2, [13, 14], parent=12), removed(12), encode=encode)
-    assert told.held() == {KEYS[0], *KEYS[2:]}
-    told.hear(CLEARED, encode=encode)
-    assert told.held() == set()
+class Machine(RuleBasedStateMachine):
+    """An engine with a chain of two blocks, its pollers, and a router that hears their updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Told()
+        self.copies: Counter[int] = Counter()
+        self.known = True
+
+    @rule(
+        events=st.lists(st.tuples(st.booleans(), st.integers(0, 1)), min_size=1, max_size=4),
+        encode=st.sampled_from([as_maps, as_arrays, all_maps]),
+    )
+    def batch(self, events: list[tuple[bool, int]], encode: Any) -> None:
+        batch = []
+        for stores, block in events:
+            parent = block - 1 if block else None
+            batch.append(stored(block, [block], parent=parent) if stores else removed(block))
+            if not stores:
+                self.copies[block] = max(self.copies[block] - 1, 0)
+            elif self.known and (parent is None or self.copies[parent]):
+                self.copies[block] += 1
+        self.router.hear(*batch, encode=encode)
+
+    @rule(restart=st.booleans())
+    def clear(self, restart: bool) -> None:
+        if restart:
+            self.router.blocks.start(complete=True)
+        else:
+            self.router.hear(CLEARED)
+        self.known = True
+        self.copies.clear()
+
+    @rule()
+    def lose_events(self) -> None:
+        self.router.blocks.start(complete=False)
+        self.known = False
+        self.copies.clear()
+
+    @rule(seed=st.integers())
+    @precondition(lambda self: self.known)
+    def hand_over(self, seed: int) -> None:
+        mark, before = Mark(7, b"digest"), self.router.blocks
+        self.router.blocks = KvBlocks(Random(seed), self.router.clock)
+        assert self.router.blocks.restore(before.dump(mark)) == mark
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 901.0]), kept=st.booleans())
+    def wait(self, seconds: float, kept: bool) -> None:
+        if not kept:
+            self.router.blocks.not_kept()
+        self.router.clock.advance(seconds)
+
+    @invariant()
+    def the_router_holds_what_the_engine_holds(self) -> None:
+        if self.known:
+            expected = {KEYS[block] for block, copies in self.copies.items() if copies}
+            assert self.router.held() == expected
+        else:
+            assert self.router.blocks.news() is None
+
+
+Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+TestBlocks = Machine.TestCase
 
 
 LONG = [bytes(24) + number.to_bytes(8, "big") for number in (11, 12)]
@@ -101,8 +159,6 @@ IMAGE = {"extra_keys": [None, [["digest", 20]], None]}
     ("events", "held"),
     [
         pytest.param([stored(0, LONG), removed(12)], [0], id="hash in bytes or as a number"),
-        pytest.param([stored(0, [11])] * 3 + [removed(11)] * 2, [0], id="one copy left"),
-        pytest.param([stored(0, [11])] * 3 + [removed(11)] * 3, [], id="no copy left"),
         pytest.param(
             [stored(0, [1, 2, 3], **IMAGE), stored(3, [4], parent=3), removed(2, 4)],
             [0],
@@ -194,15 +250,6 @@ def test_where_redis_keeps_nothing_all_is_told_ever_less_often_and_changes_at_on
     wholes = told.wholes
     told.held()
     assert told.wholes == wholes + 1
-
-
-def test_what_began_in_the_middle_is_not_told_before_the_cache_is_cleared() -> None:
-    told = Told()
-    told.blocks.start(complete=False)
-    told.hear(stored(0, [11, 12]))
-    assert told.blocks.news() is None
-    told.hear(CLEARED, stored(0, [11]))
-    assert told.held() == {KEYS[0]}
 
 
 def test_of_what_is_not_told_nothing_is_kept() -> None:
