@@ -364,7 +364,7 @@ class Exchange:
         priority, if any: then a client's own does not count."""
         profile, name = decision.profile, decision.name
         if profile.asked not in ("", name):
-            body = rename(profile.endpoint, body, profile.asked, name)
+            body = rename(profile.endpoint, body, name)
         if priority is None or not profile.endpoint.takes_priority:
             return body
         return with_priority(body, priority) if priority or profile.claims_priority else body

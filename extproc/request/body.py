@@ -9,8 +9,6 @@ from pydantic_core import from_json
 
 from extproc.request.errors import BadRequest
 
-_BOM = b"\xef\xbb\xbf"
-
 _BUDGET = 40e6
 """Nanoseconds that reading a body may take: meanwhile a router decides nothing else."""
 
@@ -52,13 +50,18 @@ _BASE64 = re.compile(rb"[A-Za-z0-9+/_-]{256}\Z")
 _TOKEN_IDS = re.compile(rb"[\d,\s\[\]]{256,}\Z")
 
 
+def without_mark(body: bytes) -> bytes:
+    """``body`` without the byte order mark that UTF-8 may begin with."""
+    return body.removeprefix(b"\xef\xbb\xbf")
+
+
 def decode(body: bytes, partial: bool = False) -> dict[str, object]:
     """The JSON object in ``body``; with ``partial``, as much of one as is there.
 
     Raises:
         BadRequest: it is not a JSON object in UTF-8, or nests deeper than 200 levels.
     """
-    body = body.removeprefix(_BOM)
+    body = without_mark(body)
     if not body:
         if partial:
             return {}
@@ -90,8 +93,8 @@ def readable(body: bytes) -> bytes:
     return body
 
 
-def ending(body: bytes) -> tuple[int, dict[str, object]]:
-    """The last fields of a body that is not read whole, from one of ``_NAMES`` on, and where.
+def ending(body: bytes) -> dict[str, object]:
+    """The last fields of a body that is not read whole, from one of ``_NAMES`` on.
 
     Clients may name the model, and bound the output, after the prompt. What follows one of the
     body's own names is an object without its opening brace; what follows an inner one is not.
@@ -99,9 +102,8 @@ def ending(body: bytes) -> tuple[int, dict[str, object]]:
     end = body[-_END:]
     for name in islice(_NAMES.finditer(end), _TRIES):
         with suppress(BadRequest):
-            fields = decode(b"{" + end[name.start() :])
-            return len(body) - len(end) + name.start(), fields
-    return len(body), {}
+            return decode(b"{" + end[name.start() :])
+    return {}
 
 
 def _cost(part: bytes) -> float:

@@ -69,7 +69,7 @@ def inspect(
     cut = partial or len(part) < len(body)
     fields = _beginning(part) if cut else decode(part)
     if cut and not partial:
-        fields |= ending(body)[1]
+        fields |= ending(body)
     asked, previous = _model(fields), _previous_response(endpoint, fields)
     model = model_of(asked, previous)
     reading = read(endpoint, fields)

@@ -1,76 +1,59 @@
-"""Changes to a request's body and its answer: the model's name, and vLLM's priority."""
+"""Changes to a request's body: the model's name, and vLLM's priority."""
 
 import re
+from contextlib import suppress
+from itertools import islice
 
-from pydantic_core import from_json, to_json
+import msgspec
+from pydantic_core import to_json
 
-from extproc.request.body import ending, readable
+from extproc.request.body import decode, readable, without_mark
 from extproc.request.endpoint import Endpoint
+from extproc.request.errors import BadRequest
 from extproc.request.media import model_in_form
 
-_TOKEN = re.compile(rb'"[^"]*+(?:"|\Z)|[\[\]{}]')
-"""Of a body that was cut, the last may be the beginning of a string."""
-_VALUE = re.compile(rb'\s*:\s*("[^"]*+")')
-_FIRST = re.compile(rb'\s*\{\s*"model"\s*:\s*("[^"\\]*+")')
-
-_AGAIN = (b'"model"', rb"\u006")
-"""How the key may be written once more: the escapes of its letters begin alike."""
-
-_DEPTH = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
-
-Span = tuple[int, int]
-
-
-def rename(endpoint: Endpoint, body: bytes, asked: str, name: str) -> bytes:
-    """``body`` with ``name`` in place of ``asked`` as its model; itself where none is named in
-    it."""
-    form = endpoint.takes_audio
-    span = model_in_form(body) if form else _span(body, asked)
-    if span is None:
-        return body
-    first, last = span
-    return body[:first] + (name.encode() if form else to_json(name)) + body[last:]
-
-
-def _span(body: bytes, asked: str) -> Span | None:
-    """Of the value of ``model``, with its quotes."""
-    first = _FIRST.match(body)
-    again = first and any(body.find(key, first.end()) >= 0 for key in _AGAIN)
-    if first and not again and from_json(first[1]) == asked:
-        return first.span(1)
-    part = readable(body)
-    if len(part) < len(body):
-        start, _ = ending(body)
-        if found := _last_model(b"{" + body[start:]):
-            return found[0] + start - 1, found[1] + start - 1
-    return _last_model(part)
-
-
-def _last_model(text: bytes) -> Span | None:
-    """In the outermost object; of several the last counts, as for whoever decodes it."""
-    # Quotes inside strings are passed over by what stands for them here, in as many bytes.
-    plain = text.replace(rb"\\", b"__").replace(rb"\"", b"__")
-    depth, found = 0, None
-    for token in _TOKEN.finditer(plain):
-        step = _DEPTH.get(token[0])
-        if step is not None:
-            depth += step
-            continue
-        value = _VALUE.match(plain, token.end()) if depth == 1 else None
-        if value and from_json(text[slice(*token.span())]) == "model":
-            found = value.span(1)
-    return found
-
-
 _EMPTY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{\s*\}")
+_NAMED = re.compile(rb'"model"\s*:\s*("(?:[^"\\]|\\.)*")')
+_TRIES = 4
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def rename(endpoint: Endpoint, body: bytes, name: str) -> bytes:
+    """``body`` with ``name`` as its model; itself where it names none, or cannot be read.
+
+    The bytes of all other values stay. Of a body that was cut the first model that counts is
+    renamed, as of one with numbers that JSON does not have, such as NaN.
+    """
+    if endpoint.takes_audio:
+        span = model_in_form(body)
+        return body if span is None else _spliced(body, span, name.encode())
+    written = to_json(name)
+    try:
+        fields = _FIELDS.decode(without_mark(body))
+    except (msgspec.DecodeError, RecursionError):
+        for found in islice(_NAMED.finditer(body), _TRIES):
+            renamed = _spliced(body, found.span(1), written)
+            with suppress(BadRequest):
+                if decode(readable(renamed), partial=True).get("model") == name:
+                    return renamed
+        return body
+    if "model" not in fields:
+        return body
+    fields["model"] = msgspec.Raw(written)
+    return msgspec.json.encode(fields)
 
 
 def with_priority(body: bytes, priority: int) -> bytes:
     """``body``, a whole JSON object, with this ``priority`` of vLLM: the lower goes first.
 
-    It comes last: of several, whoever decodes a body takes the last one, so that what a client said
-    does not count.
+    The field comes last: of several, whoever decodes a body takes the last one, so that no client
+    sets its own, whatever else is in its body.
     """
     end = body.rfind(b"}")
     comma = b"" if _EMPTY.match(body) else b","
     return b'%b%b"priority":%d%b' % (body[:end], comma, priority, body[end:])
+
+
+def _spliced(body: bytes, span: tuple[int, int], value: bytes) -> bytes:
+    first, last = span
+    return body[:first] + value + body[last:]

@@ -92,14 +92,14 @@ async def test_a_body_before_trailers_is_whole(envoy: EnvoySide) -> None:
         assert status_of(await stream.body_first(b"{", end_of_stream=False)) == 400
     async with envoy.stream() as stream:
         reply = await stream.body_first(CHAT | {"model": "chat"}, end_of_stream=False)
-        assert body_of(reply) == json.dumps(CHAT).encode()
+        assert json.loads(body_of(reply) or b"") == CHAT
         assert (await stream.request_trailers()).request_trailers is not None
 
 
 async def test_another_name_is_written_into_the_body(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         reply = await stream.body_first(CHAT | {"model": "chat"})
-        assert body_of(reply) == json.dumps(CHAT).encode()
+        assert json.loads(body_of(reply) or b"") == CHAT
         assert set(chosen(reply)) == MEMBERS
 
 

@@ -18,7 +18,8 @@ from tests.proxy.test_gateway import chunk_of, status_of
 
 ASKED = {"messages": CHAT["messages"], "model": "chat"}
 BODY = json.dumps(ASKED).encode()
-NAMED = BODY.replace(b'"chat"', b'"llama"')
+FIELDS = (f'"{name}":{json.dumps(value)}' for name, value in (ASKED | {"model": "llama"}).items())
+NAMED = f"{{{','.join(FIELDS)}}}".encode()  # the bytes of each value stay
 
 
 @pytest.fixture
