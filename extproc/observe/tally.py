@@ -1,7 +1,7 @@
 """Counters and histograms for events that happen several times a request.
 
-They count in one thread: an ``add`` takes 0.28 µs and an ``observe`` 0.75 µs, against 0.91 µs and
-1.8 µs with cached children of prometheus_client, which lock.
+They count in one thread: an ``add`` takes 0.17 µs and an ``observe`` 0.33 µs of CPU, against 0.47
+and 0.92 µs with cached children of prometheus_client, which lock and add ``_created`` series.
 """
 
 from bisect import bisect_left

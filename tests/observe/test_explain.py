@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,11 @@ def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
     return explain
 
 
+@pytest.fixture
+def show(router: str, explain: Explain) -> Explain:
+    return partial(explain, "--router", router)
+
+
 def decide(services: Services, profile: RequestProfile, request_id: str = ID) -> Decision:
     decision = services.router.decide(profile)
     assert decision is not None
@@ -67,14 +73,24 @@ def decide(services: Services, profile: RequestProfile, request_id: str = ID) ->
     return decision
 
 
-async def test_the_last_decisions_are_a_table(
-    services: Services, router: str, explain: Explain
-) -> None:
+def in_words(lines: list[str]) -> str:
+    return " ".join(" ".join(lines).split())
+
+
+def compared(lines: list[str]) -> tuple[list[dict[str, str]], list[str]]:
+    """The two candidates by column, and the lines that follow them."""
+    at = next(number for number, line in enumerate(lines) if "prefill" in line)
+    names = lines[at].split()
+    rows = [line.lstrip("> ").split() for line in lines[at + 1 : at + 3]]
+    return [dict(zip(names, row, strict=True)) for row in rows], lines[at + 3 :]
+
+
+async def test_last_decisions_are_a_table(services: Services, show: Explain) -> None:
     for number in range(3):
         decide(services, chat(100, 50), f"request-{number}")
     outcome = services.log.of_request("request-2")[0].outcome
     outcome.served_by, outcome.status, outcome.completion_s = replica(1), 200, 0.375
-    header, _, *lines = await explain("--router", router, "--last", "2")
+    header, _, *lines = await show("--last", "2")
     rows = [line for line in lines if line[2] == ":"]
     assert header.split()[:3] == ["time", "request", "replica"]
     assert [row.split()[1] for row in rows] == ["request-1", "request-2"]
@@ -93,74 +109,62 @@ async def test_one_request_is_compared_on_every_replica(
     outcome.served_by, outcome.status = replica(1), 200
     outcome.ttft_s, outcome.completion_s, outcome.output_tokens = 0.062, 0.41, 49
     lines = await explain("--router", f"http://{router}/", ID)
-    text = " ".join(" ".join(lines).split())
+    text = in_words(lines)
     assert lines[0] == f"request   {ID}"
-    assert "model llama, 1234 prompt tokens" in text
-    assert "chosen r1 (10.0.0.1:8000); for a retry r2 (10.0.0.2:8000)" in text
-    assert "why r1 finishes it in" in text
-    assert "first token after 0.062 s (predicted 0.053 s), finished after 0.410 s" in text
-    assert "49 output tokens" in text
-    header = next(line for line in lines if "prefill" in line)
-    first, second = lines[lines.index(header) + 1 :][:2]
-    assert first.startswith(">  r1")
-    assert second.startswith("   r2")
-    words = header.split()
-    for line, index in ((first.lstrip("> "), 0), (second, 1)):
-        cells = dict(zip(words, line.split(), strict=True))
+    for words in (
+        "model llama, 1234 prompt tokens",
+        "chosen r1 (10.0.0.1:8000); for a retry r2 (10.0.0.2:8000)",
+        "why r1 finishes it in",
+        "first token after 0.062 s (predicted 0.053 s), finished after 0.410 s",
+        "49 output tokens",
+    ):
+        assert words in text
+    assert [line[:5] for line in lines if line[3:5] in ("r1", "r2")] == [">  r1", "   r2"]
+    for cells, predicted in zip(compared(lines)[0], decision.prediction.completion, strict=True):
         terms = [float(cells[name]) for name in ("step", "admit", "prefill", "decode")]
         assert float(cells["finish"]) == pytest.approx(sum(terms), abs=0.01)
-        predicted = decision.prediction.completion[index]
         assert float(cells["finish"]) == pytest.approx(predicted, abs=0.01)
 
 
-async def test_how_far_predictions_were_off_as_of_late_is_shown_where_they_were(
-    services: Services, router: str, explain: Explain
+async def test_stretch_is_shown_where_predictions_were_off(
+    services: Services, show: Explain
 ) -> None:
     decide(services, chat(100, 50), "before")
-    assert not any("×" in line for line in await explain("--router", router, "before"))
+    assert not any("×" in line for line in await show("before"))
     for _ in range(20):
         services.fleet.decoded(replica(1), 1.0, 1.5)
     services.fleet.put(next(iter(services.fleet.members)))
-    decision = decide(services, chat(100, 50), "after")
-    lines = await explain("--router", router, "after")
-    header = next(line for line in lines if "prefill" in line)
-    first, second = lines[lines.index(header) + 1 :][:2]
-    end = header.index("×") + 1
-    stretch = decision.situation.view.stretch[0]
+    stretch = decide(services, chat(100, 50), "after").situation.view.stretch[0]
+    (first, second), legend = compared(await show("after"))
     assert stretch > 1.2
-    assert first[:end].endswith(f" {stretch:.2f}")
-    assert second[:end].endswith(" 1.00")
-    assert any(line.startswith("×: actual ÷ predicted decode time") for line in lines)
+    assert (first["×"], second["×"]) == (f"{stretch:.2f}", "1.00")
+    assert any(line.startswith("×: actual ÷ predicted decode time") for line in legend)
 
 
-async def test_what_an_adapter_adds_is_shown_where_a_request_is_for_one(
-    services: Services, router: str, explain: Explain
+async def test_adapter_terms_are_shown_where_a_request_is_for_one(
+    services: Services, show: Explain
 ) -> None:
     for number in (1, 2):
         served = state(number, "llama-8b-h100", ManualClock(), models=("llama", "law"))
-        told = {"adapters": ("law",), "max_loras": 1}
-        services.fleet.put(served.model_copy(update=told))
+        update = {"adapters": ("law",), "max_loras": 1}
+        services.fleet.put(served.model_copy(update=update))
     ticket = services.fleet.dispatch(replica(2), replace(chat(100, 50), model="law"))
     decide(services, chat(100, 50), "plain")
-    assert not any("adapter" in line for line in await explain("--router", router, "plain"))
+    assert not any("adapter" in line for line in await show("plain"))
     decision = decide(services, replace(chat(100, 5), model="law"), "adapted")
     services.fleet.release(ticket)
-    lines = await explain("--router", router, "adapted")
-    header = next(line for line in lines if "prefill" in line)
-    first, second = lines[lines.index(header) + 1 :][:2]
-    end = header.index("adapter") + len("adapter")
-    assert [first.split()[1], first[:end].split()[-1]] == ["r2", "0.000"]
-    assert [second.split()[0], second[:end].split()[-1]] == ["r1", "0.100"]
-    assert "wasted" in header
-    cells = dict(zip(header.split(), second.split(), strict=True))
-    terms = sum(float(cells[name]) for name in ("step", "admit", "adapter", "prefill"))
-    assert float(cells["TTFT"]) == pytest.approx(terms, abs=0.002)
+    (first, second), legend = compared(await show("adapted"))
+    assert (first["replica"], first["adapter"]) == ("r2", "0.000")
+    assert (second["replica"], second["adapter"]) == ("r1", "0.100")
+    assert "wasted" in second
+    terms = sum(float(second[name]) for name in ("step", "admit", "adapter", "prefill"))
+    assert float(second["TTFT"]) == pytest.approx(terms, abs=0.002)
     assert decision.predicted_ttft < 0.1
-    assert any(line.startswith("adapter: wait for a place of its LoRA") for line in lines)
+    assert any(line.startswith("adapter: wait for a place of its LoRA") for line in legend)
 
 
-async def test_what_was_left_out_is_shown_with_the_reason(
-    services: Services, router: str, explain: Explain
+async def test_excluded_replicas_are_listed_with_the_reason(
+    services: Services, show: Explain
 ) -> None:
     decision = decide(services, chat(10))
     decision.situation.view.excluded = (
@@ -168,56 +172,43 @@ async def test_what_was_left_out_is_shown_with_the_reason(
         Excluded(replica(4), "a-longer-name", "does not serve llama"),
     )
     services.log.add("other", 1.0, decision)
-    lines = await explain("--router", router, "other")
-    assert lines[-3:] == [
+    assert (await show("other"))[-3:] == [
         "left out",
         "r3             the last poll failed: connection refused",
         "a-longer-name  does not serve llama",
     ]
 
 
-async def test_a_model_that_was_asked_for_by_another_name_has_both(
-    services: Services, router: str, explain: Explain
-) -> None:
+async def test_alias_is_shown_beside_the_served_name(services: Services, show: Explain) -> None:
     decide(services, replace(chat(10), asked="chat"))
-    text = " ".join(" ".join(await explain("--router", router, ID)).split())
-    assert "model chat (served as llama), 10 prompt tokens" in text
+    assert "model chat (served as llama), 10 prompt tokens" in in_words(await show(ID))
 
 
-async def test_json_is_what_the_router_answers(
-    services: Services, router: str, explain: Explain
-) -> None:
+async def test_json_is_the_answer_of_the_router(services: Services, show: Explain) -> None:
     decide(services, chat(10))
-    (record,) = json.loads("\n".join(await explain("--router", router, "--json", ID)))
+    (record,) = json.loads("\n".join(await show("--json", ID)))
     assert record == to_builtins(services.log.of_request(ID)[0].record())
-    assert json.loads("\n".join(await explain("--router", router, "--json"))) == [record]
+    assert json.loads("\n".join(await show("--json"))) == [record]
 
 
-async def test_more_than_a_page_of_decisions(
-    services: Services, router: str, explain: Explain
-) -> None:
+async def test_more_decisions_than_a_page_are_read(services: Services, show: Explain) -> None:
     for number in range(1, 131):
         decide(services, chat(10), f"request-{number}")
     for asked, shown in ((120, 120), (50, 50), (51, 51), (500, 130)):
-        answer = await explain("--router", router, "--json", "--last", str(asked))
-        numbers = [record["number"] for record in json.loads("\n".join(answer))]
-        assert numbers == list(range(131 - shown, 131))
+        records = json.loads("\n".join(await show("--json", "--last", str(asked))))
+        assert [record["number"] for record in records] == list(range(131 - shown, 131))
 
 
-async def test_an_answer_that_went_wrong_is_remarked(
-    services: Services, router: str, explain: Explain
-) -> None:
+async def test_failed_answer_is_remarked(services: Services, show: Explain) -> None:
     decide(services, chat(10))
     outcome = services.log.of_request(ID)[0].outcome
     outcome.served_by, outcome.status = replica(2), 503
-    listed = " ".join(" ".join(await explain("--router", router)).split())
-    assert listed.endswith("[served by r2, answered with status 503]")
-    text = " ".join(await explain("--router", router, ID))
-    assert "served by r2 (10.0.0.2:8000) with status 503" in text
+    assert in_words(await show()).endswith("[served by r2, answered with status 503]")
+    assert "served by r2 (10.0.0.2:8000) with status 503" in in_words(await show(ID))
 
 
-async def test_how_long_it_waited_at_the_router_is_shown_where_it_did(
-    services: Services, router: str, explain: Explain
+async def test_time_at_the_router_is_shown_where_a_request_waited(
+    services: Services, show: Explain
 ) -> None:
     decide(services, chat(10), "at-once")
     decide(services, chat(10), "later")
@@ -225,29 +216,27 @@ async def test_how_long_it_waited_at_the_router_is_shown_where_it_did(
     outcome.waited_s = 3.2
     outcome.waited_for = "r1 would have needed 98% of its KV cache"
     waited = "waited 3.200 s at the router, as r1 would have needed 98% of its KV cache"
-    listed = " ".join(" ".join(await explain("--router", router)).split())
+    listed = in_words(await show())
     assert listed.endswith(f"[{waited}]")
     assert listed.count("waited") == 1
-    text = " ".join(" ".join(await explain("--router", router, "later")).split())
-    assert f"happened {waited}, no answer yet, or none that was seen" in text
+    missing = f"happened {waited}, no answer yet, or none that was seen"
+    assert missing in in_words(await show("later"))
     outcome.served_by, outcome.status = replica(1), 200
-    text = " ".join(" ".join(await explain("--router", router, "later")).split())
-    assert f"happened {waited}, served by r1 (10.0.0.1:8000) with status 200" in text
+    served = f"happened {waited}, served by r1 (10.0.0.1:8000) with status 200"
+    assert served in in_words(await show("later"))
 
 
-async def test_what_clients_write_is_neither_obeyed_nor_too_wide(
-    services: Services, router: str, explain: Explain
+async def test_text_of_clients_is_neither_obeyed_nor_too_wide(
+    services: Services, show: Explain
 ) -> None:
     profile = replace(chat(10), model="\x1b[31m" + "long/name " * 30)
     decide(services, profile, "i" * 128)
     decide(services, replace(embedding(10), stream=True), "")
-    for lines in (await explain("--router", router), await explain("--router", router, "i" * 128)):
-        assert any("?[31m" in line for line in lines)
+    for arguments in ((), ("i" * 128,)):
+        assert any("?[31m" in line for line in await show(*arguments))
 
 
-async def test_a_large_fleet_with_long_names_fits_the_page(
-    services: Services, router: str, explain: Explain
-) -> None:
+async def test_large_fleet_with_long_names_fits_the_page(services: Services, show: Explain) -> None:
     for number in range(3, 60):
         name = f"a-long-name-in-some-namespace-{number}"
         services.fleet.put(state(number, "llama-8b-a10", ManualClock(), name=name))
@@ -256,7 +245,7 @@ async def test_a_large_fleet_with_long_names_fits_the_page(
         services.fleet.decoded(replica(2), 1.0, 3.0)
     services.fleet.put(state(2, "llama-8b-a10", ManualClock()))
     decide(services, chat(10_000))
-    lines = await explain("--router", router, ID)
+    lines = await show(ID)
     assert sum(bool(re.match(r"[> ]  \.\.\.\S+-\d+ ", line)) for line in lines) == 57
 
 
