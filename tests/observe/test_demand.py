@@ -44,14 +44,14 @@ def test_twice_the_load_needs_twice_the_replicas(clock: ManualClock, seconds: in
     assert twice / some == pytest.approx(2.0, rel=0.02)
 
 
-def test_when_nothing_comes_none_is_needed(clock: ManualClock) -> None:
+def test_no_demand_when_nothing_comes(clock: ManualClock) -> None:
     demand = demand_of(clock, 4, 60)
     clock.advance(600.0)
     assert demand.replicas(()) == pytest.approx(0.0, abs=1e-3)
     assert Demand(clock).replicas(()) == 0.0
 
 
-def test_what_waits_is_to_be_done_in_a_minute(clock: ManualClock) -> None:
+def test_waiting_work_should_be_done_in_a_minute(clock: ManualClock) -> None:
     one = decision(clock)
     waiting = [Waiting(one, clock(), lambda: one, lambda _: None) for _ in range(100)]
     needed = Demand(clock).replicas(waiting)
@@ -60,7 +60,7 @@ def test_what_waits_is_to_be_done_in_a_minute(clock: ManualClock) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "output", "rate"), [(500, 200, 12.0), (4000, 20, 3.0)])
-def test_at_saturation_it_is_as_many_as_there_are(prompt: int, output: int, rate: float) -> None:
+def test_demand_at_saturation_equals_the_fleet(prompt: int, output: int, rate: float) -> None:
     replicas, seconds, random, at = 2, 120.0, Random(1), 0.0
     trace = list[TracedRequest]()
     while at < seconds:

@@ -16,7 +16,7 @@ def page(registry: CollectorRegistry) -> list[str]:
 
 
 @pytest.mark.parametrize("counted", [[], [("a", "x")], [("a", "x"), ("b", 'y"\n'), ("a", "x")]])
-def test_counts_are_shown_as_those_of_prometheus_client(counted: list[tuple[str, str]]) -> None:
+def test_counts_export_like_prometheus_counter(counted: list[tuple[str, str]]) -> None:
     own, theirs = CollectorRegistry(), CollectorRegistry()
     labels = ["policy", "replica"]
     counts = Counts("decisions_total", "Decisions.", labels, own)
@@ -27,7 +27,7 @@ def test_counts_are_shown_as_those_of_prometheus_client(counted: list[tuple[str,
     assert page(own) == page(theirs)
 
 
-def test_a_spread_is_shown_as_a_histogram_of_prometheus_client() -> None:
+def test_spread_exports_like_prometheus_histogram() -> None:
     own, theirs = CollectorRegistry(), CollectorRegistry()
     bounds = (5e-5, 0.5, 1, 2.5, 100)
     spread = Spread("seconds", "Time.", bounds, own)
@@ -39,7 +39,7 @@ def test_a_spread_is_shown_as_a_histogram_of_prometheus_client() -> None:
     assert page(own) == page(theirs)
 
 
-def test_a_spread_by_labels_is_shown_as_a_histogram_of_prometheus_client() -> None:
+def test_labelled_spread_exports_like_prometheus_histogram() -> None:
     own, theirs = CollectorRegistry(), CollectorRegistry()
     labels = ["model", "objective"]
     spread = Spread("seconds", "Time.", (0.5, 1), own, labels)
@@ -51,7 +51,7 @@ def test_a_spread_by_labels_is_shown_as_a_histogram_of_prometheus_client() -> No
     assert page(own) == page(theirs)
 
 
-def test_what_clients_can_name_makes_no_more_than_some_series() -> None:
+def test_labels_of_clients_make_a_bounded_number_of_series() -> None:
     registry = CollectorRegistry()
     spread = Spread("seconds", "Time.", (1,), registry, ["model", "objective"])
     for number in [*range(1000), *range(1000)]:

@@ -12,7 +12,7 @@ def values(registry: CollectorRegistry, name: str) -> dict[tuple[str, ...], floa
     return {tuple(one.labels.values()): one.value for one in samples}
 
 
-def test_who_waits_and_who_got_what() -> None:
+def test_waiting_and_share_are_exported_by_tenant() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     metrics.tell_waiting([("chat", "red", 3), ("", "red", 1)], [("red", 3.0), ("blue", 1.0)])
@@ -23,7 +23,7 @@ def test_who_waits_and_who_got_what() -> None:
     assert values(registry, SHARE) == {}
 
 
-def test_of_many_tenants_those_with_the_most_are_named() -> None:
+def test_only_the_largest_tenants_are_named() -> None:
     registry = CollectorRegistry()
     metrics = RouterMetrics(registry)
     held = [("chat", str(tenant), tenant) for tenant in range(1, 1001)]

@@ -83,7 +83,7 @@ def fill(services: Services, clock: ManualClock) -> None:
     poll(services, clock, running=1, kv_usage=0.95)
 
 
-def test_nothing_is_warned_of_where_all_is_well(services: Services) -> None:
+def test_healthy_fleet_has_no_warnings(services: Services) -> None:
     assert warned(services) == []
 
 
@@ -254,7 +254,7 @@ def test_two_pools_are_told_apart(services: Services) -> None:
     assert ["Pollers of other", "there:1"] in found["facts"]
 
 
-def test_a_replica_that_is_down_is_warned_of_with_the_reason(
+def test_replica_that_is_down_is_warned_of_with_the_reason(
     services: Services, clock: ManualClock
 ) -> None:
     poll(services, clock, 2, healthy=False, problem="cannot connect")
@@ -269,7 +269,7 @@ def test_a_replica_that_is_down_is_warned_of_with_the_reason(
     ]
 
 
-def test_a_replica_that_fails_is_warned_of_even_where_it_is_used_for_want_of_others(
+def test_failing_replicas_are_warned_of_though_used_for_want_of_others(
     services: Services,
 ) -> None:
     for number in range(1, 5):
@@ -281,14 +281,14 @@ def test_a_replica_that_fails_is_warned_of_even_where_it_is_used_for_want_of_oth
     assert of(services, 1)["Health"] == "left out"
 
 
-def test_one_that_drains_is_shown_and_not_warned_of(services: Services, clock: ManualClock) -> None:
+def test_draining_replica_is_not_warned_of(services: Services, clock: ManualClock) -> None:
     poll(services, clock, 2, draining=True)
     assert warned(services) == []
     two = of(services, 2)
     assert (two["Health"], two["Health note"]) == ("draining", "")
 
 
-def test_stale_news_are_warned_of(services: Services, clock: ManualClock) -> None:
+def test_stale_polls_are_warned_of(services: Services, clock: ManualClock) -> None:
     clock.advance(5.1)
     assert warned(services) == ["Stale news: nothing was heard of any replica for more than 5 s."]
     poll(services, clock)
@@ -305,24 +305,37 @@ def test_missing_pollers_and_a_missing_redis_are_warned_of(services: Services) -
     assert warned(replace(services, config=alone)) == []
 
 
-def test_a_replica_that_drifts_from_its_prediction_is_warned_of(
-    services: Services, clock: ManualClock
+@pytest.mark.parametrize(
+    ("replicas", "ratios", "drifting"),
+    [
+        ((1, 2, 3, 4), {1: 1.3, 2: 1.3, 3: 2.6, 4: 1.3}, "r3 is drifting"),
+        ((1, 2, 3, 4), {1: 1.7, 2: 1.7, 3: 1.7, 4: 1.7}, ""),  # busy as a whole
+        ((1, 2, 3, 4), {1: 0.4, 2: 0.4, 3: 0.4, 4: 0.4}, ""),  # faster as a whole
+        ((1, 2), {1: 1.7, 2: 1.7}, ""),
+        ((1, 2), {1: 1.7, 2: 5.0}, "r2 is drifting"),
+    ],
+)
+def test_replica_that_drifts_unlike_the_others_is_warned_of(
+    services: Services,
+    clock: ManualClock,
+    replicas: tuple[int, ...],
+    ratios: dict[int, float],
+    drifting: str,
 ) -> None:
-    for number in range(1, 5):
+    for number in {1, 2, 3, 4}.difference(replicas):
+        services.fleet.remove(replica(number))
+    for number, ratio in ratios.items():
         for _ in range(50):
-            services.fleet.decoded(replica(number), 1.0, 2.6 if number == 3 else 1.3)
+            services.fleet.decoded(replica(number), 1.0, ratio)
+    if not drifting:
+        assert warned(services) == []
+        return
     (warning,) = warned(services)
-    assert warning.startswith("r3 is drifting from the prediction: answers take much longer")
-    assert of(services, 3)["×"] > 2
+    begin = f"{drifting} from the prediction: answers take much longer than the speed"
+    assert warning.startswith(begin)
+    assert of(services, int(drifting[1]))["×"] > 2
     clock.advance(300.0)  # what was seen fades
-    poll(services, clock)
-    assert warned(services) == []
-
-
-def test_a_fleet_that_is_busy_as_a_whole_does_not_drift(services: Services) -> None:
-    for number in range(1, 5):
-        for _ in range(50):
-            services.fleet.decoded(replica(number), 1.0, 1.7)
+    poll(services, clock, *replicas)
     assert warned(services) == []
 
 
@@ -336,32 +349,12 @@ def test_a_full_circuit_breaker_is_warned_of(services: Services, clock: ManualCl
     assert warned(services) == []
 
 
-def test_of_two_replicas_one_drifts_beside_the_other(services: Services) -> None:
-    for number in (3, 4):
-        services.fleet.remove(replica(number))
-    for number, actual in ((1, 1.7), (2, 1.7)):
-        for _ in range(50):
-            services.fleet.decoded(replica(number), 1.0, actual)
-    assert warned(services) == []
-    for _ in range(300):
-        services.fleet.decoded(replica(2), 1.0, 5.0)
-    (warning,) = warned(services)
-    assert warning.startswith("r2 is drifting from the prediction: answers take much longer")
-
-
-def test_a_fleet_that_is_faster_as_a_whole_does_not_drift(services: Services) -> None:
-    for number in range(1, 5):
-        for _ in range(50):
-            services.fleet.decoded(replica(number), 1.0, 0.4)
-    assert warned(services) == []
-
-
-def test_old_news_are_as_old_as_they_are(services: Services, clock: ManualClock) -> None:
+def test_age_of_a_snapshot_counts_as_news_age(services: Services, clock: ManualClock) -> None:
     services.fleet.put(state(1, H100, clock, measured=True), age=9.0)
     assert of(services, 1)["News"] == 9.0
 
 
-def test_a_cache_that_does_not_hit_is_warned_of(services: Services, clock: ManualClock) -> None:
+def test_cold_prefix_cache_is_warned_of(services: Services, clock: ManualClock) -> None:
     for _ in range(10):
         services.accuracy.add(PredictionResult(clock(), replica(1), 1.0, 1.0, 1000.0, 0))
         services.accuracy.add(PredictionResult(clock(), replica(2), 1.0, 1.0, 1000.0, 900))
@@ -386,7 +379,7 @@ def test_full_limits_are_warned_of(services: Services, clock: ManualClock) -> No
     assert any("there are too few replicas" in one for one in warned(services))
 
 
-def test_a_pool_without_replicas(services: Services, clock: ManualClock) -> None:
+def test_pool_without_replicas_is_warned_of(services: Services, clock: ManualClock) -> None:
     fleet = fleet_of(clock)
     fleet.pollers = ["here:1"]
     empty = on_fleet(services, fleet)
