@@ -135,13 +135,21 @@ def _cuts_waiting(node: Node, _: EnvoyFile) -> str:
 def _leaves_second(route: Node, _: EnvoyFile) -> str:
     policy = route["retry_policy"]
     if policy and policy["num_retries"] == 0:
-        return "num_retries is 0"
-    return "" if "connect-failure" in policy["retry_on"] else "no retry on connect-failure"
+        return (
+            "num_retries is 0: nothing is tried again, and requests to a replica that just died "
+            "fail, though the router names a second choice. Write num_retries: 1"
+        )
+    if "connect-failure" in policy["retry_on"]:
+        return ""
+    return (
+        "no retry on connect-failure: requests to a replica that just died fail, though the router "
+        f"names a second choice. Write retry_policy: {_RETRY_POLICY.format()}"
+    )
 
 
 def _leaves_failures(route: Node, _: EnvoyFile) -> bool:
     policy = route["retry_policy"]
-    if not policy or policy["num_retries"] == 0:
+    if "retry_policy" not in route or policy["num_retries"] == 0:
         return False  # nothing is retried: second_choice_is_used says so
     conditions = {one.strip() for one in policy["retry_on"].split(",")}
     listed = "retriable-status-codes" in conditions and 500 in policy["retriable_status_codes"]
@@ -252,8 +260,7 @@ CLUSTER_RULES = (
     Rule("second_choice_is_used", Level.WARNING, _with_second,
         "A request to a replica that just died is tried again on the second choice.",
         _leaves_second,
-        "{}: requests to a replica that just died fail, though the router names a second choice. "
-        f"Write retry_policy: {_RETRY_POLICY}"),
+        "{}"),
     Rule("failures_are_retried", Level.WARNING, _with_second,
         "A request that a broken replica answers with 500 is tried again on the second choice.",
         _leaves_failures,

@@ -144,9 +144,9 @@ FILTER_RULES = (
         lambda filter, file: not file.is_enabled(filter),
         "the filter is disabled, and no route enables it: the router is never asked. "
         "Remove disabled: true"),
-    Rule("requests_wait", Level.ERROR, bodies_first,
+    Rule("requests_wait", Level.ERROR, filters,
         "Requests wait for the router: their headers are sent, or a buffer filter holds them.",
-        lambda filter, file: not file.is_buffered_after(filter),
+        lambda filter, file: is_body_first(filter) and not file.is_buffered_after(filter),
         "request_header_mode is SKIP: the request leaves before its body was seen. Put a filter "
         "envoy.filters.http.buffer right after this one, or write request_header_mode: SEND"),
     Rule("headers_are_told", Level.ERROR, bodies_first,

@@ -249,4 +249,8 @@ def _unwrapped(message: Any) -> Any:
 def _bare(value: Any) -> Any:
     if isinstance(value, list):
         return [_bare(item) for item in value]
-    return value.name if isinstance(value, Enum) else value
+    if not isinstance(value, Enum):
+        return value
+    if not value.name:
+        raise ValueError(f"{value.value} is no value of this enum")
+    return value.name

@@ -506,6 +506,8 @@ MISSPELT: list[tuple[str, str, Breakage]] = [
      lambda b: b.mode.update(request_bdy_mode="BUFFERED")),
     ("processing_mode.request_body_mode", "BUFERED",
      lambda b: b.mode.update(request_body_mode="BUFERED")),
+    ("processing_mode.request_body_mode", "1024 is no value",
+     lambda b: b.mode.update(request_body_mode=1024)),
     ("static_resources.clusters[0].connect_timeout", "soon",
      lambda b: b.router.update(connect_timeout="soon")),
     ("clusters[1].circuit_breakers.thresholds[0].max_request", "did you mean 'max_requests'?",
