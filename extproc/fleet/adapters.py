@@ -14,13 +14,10 @@ from extproc.predict.completion import AdapterTimes
 from extproc.predict.inputs import FleetView
 from extproc.replica_state import ReplicaState
 
-LOAD_S = 0.1
-"""Seconds that it takes to load an adapter, until a replica has shown it."""
-_REMEMBERED = 15
-"""Loads of a replica, and waits of the fleet."""
+LOAD_S = 0.1  # seconds that it takes to load an adapter, until a replica has shown it
+_REMEMBERED = 15  # loads of a replica, and waits of the fleet
 _MOST_OVERRUN = 10.0
-_MOST_SLOTS = 256
-"""Adapters in a batch, and in use, that are told apart; no server has as many."""
+_MOST_SLOTS = 256  # adapters in a batch, and in use, that are told apart; no server has as many
 _MEMORY = 60.0
 """Seconds without a request after which it is unlikely, by e to 1, that one for an adapter comes
 before others have driven it out."""
@@ -28,11 +25,8 @@ before others have driven it out."""
 
 @dataclass(slots=True)
 class _Row:
-    """The adapters of one replica."""
-
     names: frozenset[str] = frozenset()
-    slots: int = 0
-    """Of a batch; 0: not known."""
+    slots: int = 0  # of a batch; 0: not known
     loaded: dict[str, float] = field(default_factory=dict)
     """When each was used last; as many as there are slots."""
     in_use: dict[str, int] = field(default_factory=dict)
@@ -42,10 +36,8 @@ class _Row:
     since: dict[str, float] = field(default_factory=dict)
     """When they came, as long as they are in use."""
     polled_at: float = -inf
-    beyond: tuple[str, ...] = ()
-    """In use by what only polls saw."""
-    load_s: float = LOAD_S
-    """Seconds that a load should take: the median of the last ones."""
+    beyond: tuple[str, ...] = ()  # in use by what only polls saw
+    load_s: float = LOAD_S  # seconds that a load should take: the median of the last ones
     loads: deque[float] = field(default_factory=lambda: deque([LOAD_S], _REMEMBERED))
 
     def touch(self, name: str, at: float) -> None:
@@ -67,15 +59,12 @@ class Adapters:
     """
 
     def __init__(self, requests: Requests, members: Mapping[str, int]) -> None:
-        """``members``: their rows."""
         self._requests = requests
         self._members = members
         self._rows: dict[int, _Row] = {}
-        self._names: frozenset[str] = frozenset()
-        """Whatever is an adapter anywhere."""
+        self._names: frozenset[str] = frozenset()  # whatever is an adapter anywhere
         self._overruns: deque[float] = deque([1.0], _REMEMBERED)
-        self._overrun = 1.0
-        """The median of the last ones."""
+        self._overrun = 1.0  # the median of the last ones
         self._tickets: dict[int, tuple[int, str]] = {}
         """Replica and adapter of this router's requests for adapters, by ticket."""
 
@@ -103,12 +92,10 @@ class Adapters:
             known.in_use = {name: known.in_use[name] for name in (*seen, *known.in_use)}
 
     def restarted(self, row: int) -> None:
-        """The replica's process is a new one, with nothing loaded."""
         if known := self._rows.get(row):
             known.loaded.clear()
 
     def clear(self, row: int) -> None:
-        """Another replica has that row from now on."""
         if self._rows.pop(row, None):
             self._name()
 
@@ -121,14 +108,12 @@ class Adapters:
             known.touch(model, now)
 
     def moved(self, ticket: int, row: int, now: float) -> None:
-        """It was served by the replica in another row."""
         if ticket in self._tickets:
             _, model = self._tickets[ticket]
             self.ended(ticket, now)
             self.sent(row, ticket, model, now)
 
     def ended(self, ticket: int, now: float) -> None:
-        """It is over."""
         row, model = self._tickets.pop(ticket, (-1, ""))
         if known := self._rows.get(row):
             known.in_use[model] = known.in_use.get(model, 1) - 1
@@ -150,11 +135,9 @@ class Adapters:
         self._overrun = median(self._overruns)
 
     def __len__(self) -> int:
-        """How many there are, on any replica."""
         return len(self._names)
 
     def __contains__(self, model: str) -> bool:
-        """Whether it is an adapter, of any replica."""
         return model in self._names
 
     def times(self, view: FleetView, typical: float, now: float) -> AdapterTimes:
@@ -184,7 +167,6 @@ class Adapters:
         self._names = frozenset().union(*(known.names for known in self._rows.values()))
 
     def _wait(self, row: int, known: _Row, model: str, token: float, typical: float) -> float:
-        """Seconds until the adapter has a slot."""
         users = known.users()
         if len({*users, model}) <= known.slots:
             return 0.0

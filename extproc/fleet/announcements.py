@@ -15,8 +15,7 @@ second with 8,000 tokens each, where a batch of one router holds 20."""
 _MOST_UNTOLD, _MOST_BYTES = 10_000, 10_000_000
 """Prompts that wait for Redis, the newest: 1 kB each, where they have 8,000 tokens. A router that
 needs no Redis keeps them for nobody."""
-_AT_ONCE = 100
-"""Prompts in a batch, at most: who hears of it does nothing else for some 5 ms."""
+_AT_ONCE = 100  # prompts in a batch, at most: who hears of it does nothing else for some 5 ms
 
 _HEADER = struct.Struct("<HIffQ")
 """Of a prompt: bytes of the replica's name, units, tokens in a unit, tokens, key of the whole."""
@@ -85,8 +84,7 @@ def read_prompts(data: bytes) -> list[tuple[str, Prefix]]:
     return found
 
 
-MOST_HELD = 100_000
-"""Things remembered, the newest: 20 MB."""
+MOST_HELD = 100_000  # things remembered, the newest: 20 MB
 _MOST_UNTOLD = 10_000
 
 
@@ -99,11 +97,9 @@ class Holders:
         self._some_untold = asyncio.Event()
 
     def holder(self, thing: str) -> str | None:
-        """The replica, ``ip:port``, that holds the thing of that id; None: not known."""
         return self._holders.get(thing)
 
     def keep(self, thing: str, replica: str) -> None:
-        """That replica holds the thing."""
         self._holders.pop(thing, None)  # the newest stands last
         if len(self._holders) >= MOST_HELD:
             del self._holders[next(iter(self._holders))]

@@ -16,8 +16,7 @@ that they were predicted to; sequences as the engine counts them."""
 PER_SEQUENCE = 3
 """Figures of sequences alike: how many, KV tokens each holds, tokens each is to generate still."""
 
-EVERY_S = 0.02
-"""Seconds between two digests, at least."""
+EVERY_S = 0.02  # seconds between two digests, at least
 ALIVE_S = 0.04
 """Seconds of silence, at most, of a router that has requests in flight: those who hear nothing for
 longer than 0.1 s no longer count on what they heard."""
@@ -32,12 +31,9 @@ _FLOAT = np.dtype("<f4")
 class Kind(IntEnum):
     """What a digest says of the replicas it does not name."""
 
-    CHANGES = 0
-    """They are as they were."""
-    WHOLE = 1
-    """The router has nothing there."""
-    FAREWELL = 2
-    """The router stops, and has nothing anywhere."""
+    CHANGES = 0  # they are as they were
+    WHOLE = 1  # the router has nothing there
+    FAREWELL = 2  # the router stops, and has nothing anywhere
 
 
 class Digest(msgspec.Struct, eq=False, array_like=True, tag=_VERSION):
@@ -47,19 +43,13 @@ class Digest(msgspec.Struct, eq=False, array_like=True, tag=_VERSION):
     """
 
     router: str
-    number: int
-    """Grows from one digest of a router to its next."""
-    sent_at: float
-    """Seconds since the epoch, on the router's clock."""
+    number: int  # grows from one digest of a router to its next
+    sent_at: float  # seconds since the epoch, on the router's clock
     kind: Kind
-    replicas: tuple[str, ...]
-    """``ip:port``."""
-    figures: Floats
-    """A row for each of the :data:`FIGURES`, a column a replica."""
-    bars: bytes
-    """Of each replica's histogram of remaining lengths, how many."""
-    sequences: Floats
-    """All histograms: a row for each of the figures :data:`PER_SEQUENCE`, a column a bar."""
+    replicas: tuple[str, ...]  # ``ip:port``
+    figures: Floats  # a row for each of the FIGURES, a column a replica
+    bars: bytes  # of each replica's histogram of remaining lengths, how many
+    sequences: Floats  # all histograms: a row for each of the figures PER_SEQUENCE, a column a bar
 
     def __post_init__(self) -> None:
         self.figures = self.figures.reshape(FIGURES, len(self.replicas))

@@ -14,18 +14,13 @@ from extproc.ground.clock import Clock
 from extproc.predict.inputs import Candidates, Excluded, FleetView, Floats
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
-_HELD_UP_S = 0.2
-"""Seconds without an answer to anything after which requests go elsewhere."""
-_STUCK_S = 10.0
-"""Seconds in which nothing moves in an engine with work: longer than any step."""
-_LOOK_EVERY_S = 1.0
-"""Seconds between two looks for those."""
-_TOLERATED = 3
-"""Failures in a row before a replica is ejected."""
+_HELD_UP_S = 0.2  # seconds without an answer to anything after which requests go elsewhere
+_STUCK_S = 10.0  # seconds in which nothing moves in an engine with work: longer than any step
+_LOOK_EVERY_S = 1.0  # seconds between two looks for those
+_TOLERATED = 3  # failures in a row before a replica is ejected
 _FIRST_EJECTION_S = 1.0
 _LONGEST_EJECTION_S = 30.0
-_MOST_DOUBLINGS = 5
-"""Seconds of an ejection, doubling with every failure that follows."""
+_MOST_DOUBLINGS = 5  # seconds of an ejection, doubling with every failure that follows
 _REMEMBERED_S = 2 * _LONGEST_EJECTION_S
 """Longer than until the next try of a replica that goes on failing."""
 _AT_FIRST = 4
@@ -38,31 +33,21 @@ _HELD_UP = f"it takes connections, and has answered none for {_HELD_UP_S:g} s"
 
 @dataclass(slots=True)
 class _Replica:
-    """All that is known for or against a member."""
-
     state: ReplicaState
     heard_at: float
-    moved_at: float
-    """When its engine was last seen to work, or to have nothing to do."""
-    stalled: str = ""
-    """Why it looks alive and is not; empty where it does not."""
-    new: bool | None = None
-    """Whether it starts slowly; None until it is first healthy."""
-    ended: int = 0
-    """Requests that ended there while it was new."""
-    failures: int = 0
-    """Of requests sent to it, in a row, as this router saw them."""
-    failed_at: float = -inf
-    """When the last one was heard of."""
-    answered_at: float = -inf
-    """When something of an answer to one was last seen."""
+    moved_at: float  # when its engine was last seen to work, or to have nothing to do
+    stalled: str = ""  # why it looks alive and is not; empty where it does not
+    new: bool | None = None  # whether it starts slowly; None until it is first healthy
+    ended: int = 0  # requests that ended there while it was new
+    failures: int = 0  # of requests sent to it, in a row, as this router saw them
+    failed_at: float = -inf  # when the last one was heard of
+    answered_at: float = -inf  # when something of an answer to one was last seen
     ejected_until: float = -inf
     tried: bool = False
     """A request was sent to it after an ejection, whose outcome is not known yet."""
 
 
-_Rule = Callable[[_Replica], str]
-"""Why a replica may not be used, for people; empty where it may."""
+_Rule = Callable[[_Replica], str]  # why a replica may not be used, for people; empty where it may
 
 
 class Eligibility:
@@ -88,7 +73,6 @@ class Eligibility:
     """
 
     def __init__(self, clock: Clock, names: ModelNames, rows: Mapping[str, int]) -> None:
-        """``rows``: where each member stands in the fleet's table."""
         self.silence = Silence(clock())
         self.any_new = False
         self._clock = clock
@@ -99,8 +83,7 @@ class Eligibility:
         self._failed_at = -inf
         self._looked_at = clock()
         self._changed = False
-        self._next_end = inf
-        """When the next ejection ends."""
+        self._next_end = inf  # when the next ejection ends
         self._candidates: dict[tuple[str, frozenset[str] | None, bool], Candidates] = {}
 
     # -- what happens -----------------------------------------------------------------------
@@ -146,7 +129,6 @@ class Eligibility:
             self._eject(one)
 
     def answered(self, replica: str) -> None:
-        """A request sent to it was answered."""
         self.answers(replica)
         one = self._replicas.get(replica)
         if one is not None and one.failures:
@@ -155,18 +137,15 @@ class Eligibility:
             self._changed = True
 
     def answers(self, replica: str) -> None:
-        """Something of an answer came from it."""
         if (one := self._replicas.get(replica)) is not None:
             one.answered_at = self._clock()
 
     def ended(self, replica: str) -> None:
-        """A request sent to it is over."""
         one = self._replicas.get(replica)
         if one is not None and one.new:
             one.ended += 1
 
     def forget(self, replica: str) -> None:
-        """It is no member any more."""
         self._replicas.pop(replica, None)
         self.silence.forget(replica)
         self._count_new()

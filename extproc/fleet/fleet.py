@@ -39,8 +39,7 @@ from extproc.request.prefix import NO_PREFIX, Prefix
 from extproc.request.profile import RequestProfile
 
 _IN_VIEW = len(Columns.__annotations__)
-_UNBOUNDED = 131_072.0
-"""Tokens that a sequence which only polls saw may generate."""
+_UNBOUNDED = 131_072.0  # tokens that a sequence which only polls saw may generate
 
 
 class Ended(NamedTuple):
@@ -49,8 +48,7 @@ class Ended(NamedTuple):
     tokens: float
     """Of each of its sequences, by the steps that its replica counts; 0 where these were not heard
     of lately."""
-    seconds: float
-    """Since the first of them."""
+    seconds: float  # since the first of them
     alone: Baseline | None
     """What was counted of its replica before it, where it may have been alone there; for
     :meth:`~extproc.fleet.lone_requests.LoneRequests.served`."""
@@ -74,8 +72,7 @@ class Fleet:
         names: ModelNames | None = None,
     ) -> None:
         """An empty one; ``names`` are those under which clients ask for what replicas serve."""
-        self.router = uuid4().hex[:16]
-        """Names this router among others, from its start to its end."""
+        self.router = uuid4().hex[:16]  # names this router among others, from its start to its end
         self.known = asyncio.Event()
         """Set when the replicas that there were at the start were put in."""
         self.pollers: Sequence[str] | None = None
@@ -202,11 +199,9 @@ class Fleet:
 
     @property
     def in_flight(self) -> int:
-        """Requests in this router's ledger."""
         return len(self._ledger)
 
     def in_flight_on(self, replica: str) -> int:
-        """Requests in this router's ledger on that replica."""
         row = self._rows.get(replica)
         return 0 if row is None else int(self._replicas.requests[row])
 
@@ -417,7 +412,6 @@ class Fleet:
         return float(blocks * self.members.by_row[row].block_size)
 
     def _look(self) -> None:
-        """Brings everything up to now."""
         now = self._clock()
         if self.peers.look(now):
             self._progress.changed()
@@ -493,7 +487,6 @@ class Fleet:
         return self.adapters.times(view, typical, self._clock())
 
     def _adapters_on(self, replicas: Sequence[str], model: str) -> Sequence[str]:
-        """As :attr:`FleetView.adapters` of these replicas."""
         adapters, members = self.adapters, self.members
         if not adapters or not any(name in adapters for name in members.names.served(model)):
             return ()

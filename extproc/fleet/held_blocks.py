@@ -19,8 +19,7 @@ _HEADER = struct.Struct("<BxxxIQQII")
 """Version, tokens in a block, number of the one before, its own, keys stored, keys removed."""
 _VERSION = 1
 _KEY = np.dtype("<u8")
-NUMBERS = 2**32
-"""That a poller has for one replica, beginning with a multiple of it."""
+NUMBERS = 2**32  # that a poller has for one replica, beginning with a multiple of it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,16 +28,13 @@ class BlockNews:
 
     number: int
     """Of this news. No other poller gives the same ones."""
-    previous: int
-    """Number of the news that it continues; 0: it says all that there is."""
-    block_size: int
-    """Tokens in a block; 0 where none was stored yet."""
+    previous: int  # number of the news that it continues; 0: it says all that there is
+    block_size: int  # tokens in a block; 0 where none was stored yet
     stored: Keys
     removed: Keys
 
     @property
     def whole(self) -> bool:
-        """Whether nothing else is held."""
         return not self.previous
 
     def encode(self) -> bytes:
@@ -85,18 +81,14 @@ _SENT_S = 10.0
 
 @dataclass(slots=True)
 class _Replica:
-    bit: int
-    """Its place in the masks."""
-    keys: set[int] = field(default_factory=set)
-    """Of the blocks that it holds, or is about to."""
+    bit: int  # its place in the masks
+    keys: set[int] = field(default_factory=set)  # of the blocks that it holds, or is about to
     sent: dict[int, float] = field(default_factory=dict)
     """Of these, the ones that it did not tell of yet: until when it is waited for."""
-    number: int = 0
-    """Of the last news."""
+    number: int = 0  # of the last news
     block_size: int = 0
     known_until: float = -inf
-    known: bool = False
-    """Whether its blocks were known when last looked at."""
+    known: bool = False  # whether its blocks were known when last looked at
 
 
 class HeldBlocks:
@@ -130,7 +122,6 @@ class HeldBlocks:
         return True
 
     def polled(self, state: ReplicaState) -> None:
-        """What a poll says of a replica, and so of its news."""
         one = self._replicas.get(state.id)
         if one is None:
             return
@@ -153,13 +144,11 @@ class HeldBlocks:
             one.sent.update(dict.fromkeys(new, until))
 
     def forget(self, replica: str) -> None:
-        """It left, or started anew."""
         one = self._replicas.pop(replica, None)
         if one is not None:
             self._drop(one, [*one.keys])
 
     def keep(self, replicas: Container[str]) -> None:
-        """Forget all but these."""
         for gone in [name for name in self._replicas if name not in replicas]:
             self.forget(gone)
 
@@ -255,5 +244,4 @@ def _expect_no_more(one: _Replica, keys: Iterable[int]) -> None:
 
 
 def _held_of(bit: int, runs: Sequence[tuple[int, int]]) -> int:
-    """How many blocks the replica at that bit holds."""
     return max((end for mask, end in runs if mask >> bit & 1), default=0)

@@ -15,8 +15,7 @@ _LATE_S = 2.0
 """Seconds without a poll after which the steps of a replica are no count of its own any more."""
 
 
-Ticket = NewType("Ticket", int)
-"""A request's place in the ledger, from dispatch to release."""
+Ticket = NewType("Ticket", int)  # a request's place in the ledger, from dispatch to release
 
 
 class Ledger:
@@ -88,7 +87,6 @@ class Ledger:
         return self._requests.replica.item(self._row[ticket])
 
     def heard_lately(self, replica: int, now: float) -> bool:
-        """Whether a poll told of a replica in the last seconds."""
         return 0.0 <= now - self._replicas.sampled_at.item(replica) <= _LATE_S
 
     def generated(self, ticket: Ticket, now: float) -> tuple[float, float]:
@@ -128,7 +126,6 @@ class Ledger:
         self._progress.changed()
 
     def release(self, ticket: Ticket, prefilled: bool) -> int:
-        """Lets a request go and returns its replica."""
         row = self._row.pop(ticket)
         if prefilled:
             self._prefilled(row)

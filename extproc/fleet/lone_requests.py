@@ -11,18 +11,15 @@ from extproc.predict.windows import SECONDS, warms_up
 from extproc.replica_state import ReplicaState
 from extproc.request.profile import RequestProfile
 
-_MOST_KEPT = 32
-"""Requests of a replica that wait for the next poll."""
+_MOST_KEPT = 32  # requests of a replica that wait for the next poll
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
     """What was counted of a replica when it was idle and was sent a request."""
 
-    state: ReplicaState
-    """As of the last poll."""
-    sent: float
-    """Sequences sent by the router, in all."""
+    state: ReplicaState  # as of the last poll
+    sent: float  # sequences sent by the router, in all
 
 
 class LoneRequests:
@@ -33,7 +30,6 @@ class LoneRequests:
     """
 
     def __init__(self, replicas: Replicas, rows: Mapping[str, int], clock: Clock) -> None:
-        """``rows``: where each member stands in the table."""
         self._replicas = replicas
         self._rows = rows
         self._clock = clock
@@ -84,7 +80,6 @@ class LoneRequests:
         return self._is_alone(row, ticket) and not (seen and seen.sure(self._clock()))
 
     def polled(self, row: int, state: ReplicaState, asked_at: float) -> None:
-        """A poll came that was asked for at ``asked_at``."""
         self._see_shared(row, state, asked_at)
         if ended := self._ended.get(row):
             told = [one for one in ended if one[0] <= asked_at]
@@ -99,12 +94,10 @@ class LoneRequests:
         return known if seen is None else seen.model(known, self._clock())
 
     def clear(self, row: int) -> None:
-        """Another replica has that row from now on."""
         for kept in (self._now, self._ended, self._seen, self._shared):
             kept.pop(row, None)
 
     def _is_alone(self, row: int, ticket: int) -> bool:
-        """Whether nothing else was sent there since it was."""
         return row in self._now and self._now[row][0] == ticket
 
     def _see_shared(self, row: int, state: ReplicaState, now: float) -> None:

@@ -20,7 +20,6 @@ class ModelNames:
         self._draws = {name: one for name, one in models.items() if isinstance(one, dict)}
 
     def served(self, model: str) -> tuple[str, ...]:
-        """Under which names replicas serve a model."""
         return self._lists.get(model) or (model,)
 
     def known(self, model: str, names: Container[str]) -> str | None:
@@ -35,7 +34,6 @@ class ModelNames:
         return list(dict.fromkeys((*sorted(lists | draws), *sorted(there))))
 
     def models(self, asked: str) -> tuple[str, ...]:
-        """The models that a request for a name may be for."""
         return tuple(self._draws.get(asked, (asked,)))
 
     def draw(self, asked: str, among: Iterable[str], random: Random) -> str:
@@ -87,7 +85,6 @@ class Members:
 
     @property
     def models(self) -> list[str]:
-        """Names of models that clients may ask for."""
         kinds = {state.models for state in self}
         return self.names.askable(name for models in kinds for name in models)
 
@@ -97,12 +94,10 @@ class Members:
         return () if state is None else state.models
 
     def name_on(self, replica: str, model: str) -> str:
-        """The name by which a replica is asked for a model."""
         known = self.names.known(model, self.models_on(replica))
         return known or self.names.served(model)[0]
 
     def all_serve(self, name: str) -> bool:
-        """Whether every member says that it serves a model by that name."""
         return all(name in state.models for state in self)
 
     @property
@@ -119,18 +114,15 @@ class Silence:
     """
 
     def __init__(self, now: float) -> None:
-        self.heard_at = self._since = now
-        """When the last news of any came; at first, the start."""
+        self.heard_at = self._since = now  # when the last news of any came; at first, the start
         self._heard: dict[str, float] = {}
 
     def heard(self, replica: str, now: float) -> None:
-        """News of a replica came."""
         if now - self.heard_at > SILENT_AFTER_S:
             self._since = now
         self.heard_at = self._heard[replica] = now
 
     def forget(self, replica: str) -> None:
-        """It is no member any more."""
         self._heard.pop(replica, None)
 
     def silent(self, after: float) -> list[str]:

@@ -32,10 +32,7 @@ DEAD_S = 1.5
 
 @dataclass(slots=True)
 class _Peer:
-    """What was heard of one."""
-
-    place: int
-    """Where its load stands."""
+    place: int  # where its load stands
     number: int
     heard_at: float
     busy: bool
@@ -63,17 +60,12 @@ class Peers:
         self._lag = 0.0
         self._cut_off_since = inf
         self._dead_at = inf
-        self._left_out_at = inf
-        """When the load stopped counting."""
-        self._owner = np.zeros(0, np.intp)
-        """The peer's place, for each bar of all histograms."""
-        self._on = np.zeros(0, np.intp)
-        """Row of the replica."""
-        self._since = np.zeros(0)
-        """The replica's step count when it was heard of."""
+        self._left_out_at = inf  # when the load stopped counting
+        self._owner = np.zeros(0, np.intp)  # the peer's place, for each bar of all histograms
+        self._on = np.zeros(0, np.intp)  # row of the replica
+        self._since = np.zeros(0)  # the replica's step count when it was heard of
         self._sequences = np.zeros((PER_SEQUENCE, 0))
-        self.counted = False
-        """Whether there are others whose load counts."""
+        self.counted = False  # whether there are others whose load counts
         self.news_age: float | None = None
         """Seconds since the newest news was sent, at the last look; None where there are no others.
         Of those with requests in flight, if any: the rest speak less often."""
@@ -126,7 +118,6 @@ class Peers:
             self._cut_off_since = self._clock()
 
     def connected(self) -> None:
-        """What is sent is heard again."""
         self._cut_off_since = inf
 
     def look(self, now: float) -> bool:
@@ -199,7 +190,6 @@ class Peers:
         return np.array([self._replicas.peers_decoded, self._replicas.peers_expected])
 
     def clear(self, row: int) -> None:
-        """Another replica has that row of the table from now on, or the table has grown."""
         missing = len(self._replicas) - self._load.shape[2]
         self._load = np.pad(self._load, ((0, 0), (0, 0), (0, missing)))
         self._load[:, :, row] = 0.0

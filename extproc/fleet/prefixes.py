@@ -22,13 +22,11 @@ class KeyHolders:
         self._masks: dict[int, int] = {}
 
     def add(self, keys: Iterable[int], bit: int) -> None:
-        """The replica with that bit holds these keys now."""
         masks, one = self._masks, 1 << bit
         for key in keys:
             masks[key] = masks.get(key, 0) | one
 
     def drop(self, keys: Iterable[int], bit: int) -> None:
-        """It does no longer, and did."""
         masks, others = self._masks, ~(1 << bit)
         for key in keys:
             left = masks[key] & others
@@ -50,50 +48,36 @@ _ENOUGH_TOKENS = 10_000.0
 """Prompt tokens that a replica counts before its hits are compared with what was expected: some of
 them were sent before the last comparison."""
 _PLACES_REMEMBERED = 1000
-_DEPTHS = 4
-"""Parts of a cache that are told apart, from what was used last to what is evicted next."""
-_PRIOR_TOKENS = 2_000.0
-"""Tokens' worth of evidence that all of it is there."""
-_SURE = 0.98
-"""Reported ÷ expected from which on nothing is doubted."""
+_DEPTHS = 4  # parts of a cache that are told apart, from what was used last to what is evicted next
+_PRIOR_TOKENS = 2_000.0  # tokens' worth of evidence that all of it is there
+_SURE = 0.98  # reported ÷ expected from which on nothing is doubted
 _MOST = 2.0
 """Reported ÷ expected, at most: who finds more than was expected is not believed blindly later."""
-_MEMORY_TOKENS = 50_000.0
-"""Expected tokens after which older reports weigh 1/e as much."""
+_MEMORY_TOKENS = 50_000.0  # expected tokens after which older reports weigh 1/e as much
 
 
 @dataclass(slots=True)
 class Held:
     """What the candidates hold of a prompt, an entry each."""
 
-    expected: Floats
-    """Tokens, by what was sent there."""
+    expected: Floats  # tokens, by what was sent there
     depths: Indices
     """How deep in the cache: 0 is what was used last; −1: it is known, and teaches nothing."""
-    cached: Floats
-    """Tokens, as far as that is believed."""
+    cached: Floats  # tokens, as far as that is believed
 
 
 @dataclass(slots=True)
 class _Cache:
-    """One replica's."""
-
     recent: OrderedDict[int, int] = field(default_factory=OrderedDict)
     """The keys it holds, the next to be evicted first; and ``entered`` when each was used last."""
-    entered: int = 0
-    """Keys, in all."""
-    unit: float = 0.0
-    """Tokens of a key, in the mean of what came of late."""
-    room: int = 1
-    """For so many keys."""
-    sent: float = 0.0
-    """Prompt tokens sent since the last comparison with what the replica counts."""
-    told: float = 0.0
-    """Of these, the ones of prompts whose answers told what was cached."""
+    entered: int = 0  # keys, in all
+    unit: float = 0.0  # tokens of a key, in the mean of what came of late
+    room: int = 1  # for so many keys
+    sent: float = 0.0  # prompt tokens sent since the last comparison with what the replica counts
+    told: float = 0.0  # of these, the ones of prompts whose answers told what was cached
     expected: Floats = field(default_factory=lambda: np.zeros(_DEPTHS))
     """And the ones that were taken to be cached, by depth."""
-    before: ReplicaState | None = None
-    """What it counted at the last comparison."""
+    before: ReplicaState | None = None  # what it counted at the last comparison
 
     def fit(self, prefix: Prefix, capacity: float) -> None:
         """Makes room for as many keys as ``capacity`` tokens are, of which more come."""
@@ -122,10 +106,8 @@ class _Belief:
     """
 
     def __init__(self) -> None:
-        self._sums = np.zeros((2, 0, _DEPTHS))
-        """Reported and expected tokens, by row and depth."""
-        self.share = np.zeros((0, _DEPTHS))
-        """Of what is expected, what is there."""
+        self._sums = np.zeros((2, 0, _DEPTHS))  # reported and expected tokens, by row and depth
+        self.share = np.zeros((0, _DEPTHS))  # of what is expected, what is there
         self.doubted = np.zeros(0, np.bool_)
         """By row: whether less was found than expected at any depth, so that depth matters."""
 
@@ -162,11 +144,9 @@ class Prefixes:
     """
 
     def __init__(self) -> None:
-        self._holders = KeyHolders()
-        """A bit a row."""
+        self._holders = KeyHolders()  # a bit a row
         self._caches: list[_Cache] = []
-        self._blocks = np.ones(0)
-        """By row: tokens in a block; a replica finds whole ones."""
+        self._blocks = np.ones(0)  # by row: tokens in a block; a replica finds whole ones
         self._belief = _Belief()
         self._rows = np.zeros(0, np.intp)
         self._places: dict[int, Indices] = {}
@@ -227,7 +207,6 @@ class Prefixes:
         return Held(expected, depths, expected * self._belief.share[rows, depths])
 
     def tokens(self, row: int) -> float:
-        """What the replica in that row should hold, in all."""
         cache = self._caches[row]
         return len(cache.recent) * cache.unit
 
@@ -261,7 +240,6 @@ class Prefixes:
         cache.expected = np.zeros(_DEPTHS)
 
     def _find(self, mask: int, rows: Indices) -> Indices:
-        """Where the replicas in the mask stand among these rows."""
         if rows is not self._rows or len(self._places) > _PLACES_REMEMBERED:
             self._rows, self._places = rows, {}
         there = self._places.get(mask)

@@ -10,12 +10,10 @@ from extproc.fleet.tables import Replicas, Requests, count
 from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 
-_TICK = 0.005
-"""Seconds: shorter than any step, so nothing is worth moving forward by less."""
+_TICK = 0.005  # seconds: shorter than any step, so nothing is worth moving forward by less
 _LONGEST_UNREFRESHED = 0.05
 """Seconds over which the sums per replica may be moved forward unchanged."""
-_ROUNDING = 1e-6
-"""Tokens."""
+_ROUNDING = 1e-6  # tokens
 
 
 class Progress:
@@ -183,7 +181,6 @@ class Progress:
         return bool(len(started))
 
     def _start(self, rows: Indices) -> None:
-        """These have their first token."""
         requests, replicas = self._requests, self._replicas
         for row in rows.tolist():
             count(replicas, requests, row, -1)
@@ -212,7 +209,6 @@ class Progress:
         return generated
 
     def _sum_up(self) -> None:
-        """The progress of each request, and the sums over the requests of each replica."""
         replicas, requests = self._replicas, self._requests
         generated = self._set_generated(slice(None))
         fade(replicas, self._as_of)

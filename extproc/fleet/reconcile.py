@@ -15,14 +15,11 @@ _LATE = 0.3
 """Seconds of a scrape after which too much has ended since to tell what of it was others'."""
 _MOST_PER_STEP = 8.0
 """Tokens that a sequence gets from a step, at most: drafts are longer, and seldom right so far."""
-_NEARLY_FULL = 0.9
-"""Fraction of the KV cache above which requests may be waiting for KV space."""
-_ALL_DECODE = 0.95
-"""Share of the tokens that a batch without prefill would have generated."""
+_NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
+_ALL_DECODE = 0.95  # share of the tokens that a batch without prefill would have generated
 _UNDER_WAY = 0.1
 """Seconds until a request that was sent reaches the engine: it is parsed and tokenized first."""
-_TOKENIZED = 5e-6
-"""The same for each token of its prompt."""
+_TOKENIZED = 5e-6  # the same for each token of its prompt
 
 
 class Reconciliation:
@@ -242,7 +239,6 @@ class Reconciliation:
         return order[: late[0]] if len(late) else order
 
     def _prefill_rate(self, row: int) -> float:
-        """Prompt tokens a second."""
         chunk = self._replicas.chunk.item(row)
         return chunk / self._step_with(row, chunk)
 

@@ -55,7 +55,6 @@ class Table:
         return row
 
     def write(self, row: int, **values: float) -> None:
-        """Sets a whole row, zero where no value is given."""
         self._floats[:, row] = 0.0
         self._indices[:, row] = 0
         columns = self.__dict__
@@ -71,7 +70,6 @@ class Table:
         return last
 
     def first(self, columns: int) -> Floats:
-        """The first so many columns of ``Floats``, as the rows of one array."""
         return self._floats[:columns, : self._length]
 
     def copy(self, columns: int, rows: Indices | None = None) -> Iterable[tuple[str, Floats]]:

@@ -18,8 +18,7 @@ from extproc.predict.windows import (
     relative,
 )
 
-_MEMORY = 7200.0
-"""Seconds of work in which what was learned loses two thirds of its weight."""
+_MEMORY = 7200.0  # seconds of work in which what was learned loses two thirds of its weight
 _IDLE_MEMORY = 60.0
 """The same for seconds without work: one that was slow for long is tried again after 20 minutes."""
 _REACTION = 4.0
@@ -28,8 +27,7 @@ and it follows the accidents of single prompts."""
 _IDLE_REACTION = 20.0
 """The same for seconds without work: one that was slow a moment ago is not believed to be fast
 again because it was left alone; it fades over two minutes."""
-_LATEST = 1.0
-"""The same for the speed that tells a sudden change."""
+_LATEST = 1.0  # the same for the speed that tells a sudden change
 _ODD = 0.3
 """Where the latest speed departs from that as a whole by more, as a logarithm, it is no accident of
 prompts: what was seen before counts for less, the more the latest departs."""
@@ -39,18 +37,14 @@ _PRIOR = 1e-4
 """Weight of the profile it starts from, in windows of the longest kind: it keeps what the counters
 do not tell apart. With ten times as much, a profile seven times too fast takes minutes to be
 put right under light load; with a hundredth, the chance of prompts alone moves c0 by half."""
-_LITTLE = 0.01
-"""Windows' worth of work that tells nothing of replicas in general."""
-_KNOWN = 1.0
-"""Weight of what was known before a restart, in windows of the longest kind."""
-_MOST_SCALE = 10.0
-"""The speed as a whole stays within a factor of this of the coefficients."""
+_LITTLE = 0.01  # windows' worth of work that tells nothing of replicas in general
+_KNOWN = 1.0  # weight of what was known before a restart, in windows of the longest kind
+_MOST_SCALE = 10.0  # the speed as a whole stays within a factor of this of the coefficients
 _MUCH = 3.0
 """A stretch that was expected to take more than this many times as long as it took counts with the
 inverse fourth power of the excess: however wrong a reading, it cannot weigh much. (Where all are,
 the profile is wrong, and their weights are alike.)"""
-_NONSENSE = 1000.0
-"""No profile expects work to take so many times as long as it takes."""
+_NONSENSE = 1000.0  # no profile expects work to take so many times as long as it takes
 
 
 class Calibration:
@@ -76,8 +70,7 @@ class Calibration:
         self._unit = coefficients(start)
         begin = self._unit if known is None else coefficients(known)
         self._solution = list(map(truediv, begin, self._unit))
-        self._equations = np.zeros((4, 5))
-        """Normal equations, the right side as the last column."""
+        self._equations = np.zeros((4, 5))  # normal equations, the right side as the last column
         if known is not None:
             self._equations += _KNOWN * np.column_stack([np.eye(4), self._solution])
         self._recent = self._latest = Work(0.0, (0.0, 0.0, 0.0, 0.0))
@@ -93,7 +86,6 @@ class Calibration:
 
     @property
     def model(self) -> StepModel:
-        """The step-time model as learned so far."""
         c0, prefill, batch, kv = map(mul, self._solution, self._unit)
         return StepModel(c0, prefill, batch, kv).slowed(self._scale)
 
@@ -156,7 +148,6 @@ class Calibration:
         self._equations += (rows[:, :4] * weight).T @ rows
 
     def _totals(self) -> tuple[float, float]:
-        """Weight of all that was seen, and the same as long as it took."""
         *seen, took = self._equations.sum(axis=0).tolist()
         return sum(seen), took
 
@@ -186,11 +177,9 @@ class Typical:
     def __init__(self) -> None:
         self._ratios: dict[str, float] = {}
         self._reports = 0
-        self.value = 1.0
-        """The median; 1 before any replica was measured."""
+        self.value = 1.0  # the median; 1 before any replica was measured
 
     def report(self, replica: str, ratio: float | None) -> None:
-        """What a replica was measured to be; None: not yet."""
         if ratio is None:
             self._ratios.pop(replica, None)
         else:

@@ -14,37 +14,26 @@ from extproc.request.profile import RequestProfile
 class Prediction:
     """Predicted times in seconds, one entry of each array a candidate of the view."""
 
-    output_tokens: float
-    """Tokens a sequence of the request is expected to generate."""
-    step_rest: Floats
-    """Rest of the step in progress."""
-    admission: Floats
-    """Wait until enough KV space and a place in the batch are free."""
+    output_tokens: float  # tokens a sequence of the request is expected to generate
+    step_rest: Floats  # rest of the step in progress
+    admission: Floats  # wait until enough KV space and a place in the batch are free
     prefill: Floats
     """Prefill of the queue ahead and of the prompt itself, and what passes beside the steps."""
-    beside: Floats
-    """Of that, what passes beside the engine's steps."""
-    decode: Floats
-    """From the first token to the last."""
-    ttft: Floats
-    """Time to first token: the first three, and that of the adapter."""
-    completion: Floats
-    """Time to the last token."""
-    cost_to_others: Floats
-    """Time the requests in flight lose, summed over them."""
+    beside: Floats  # of that, what passes beside the engine's steps
+    decode: Floats  # from the first token to the last
+    ttft: Floats  # time to first token: the first three, and that of the adapter
+    completion: Floats  # time to the last token
+    cost_to_others: Floats  # time the requests in flight lose, summed over them
     kv_pressure: Floats
     """Fraction of the KV cache in use after admission, 0…1, but for what is preempted before it."""
-    growth: Floats
-    """Tokens that those sequences in flight generate meanwhile."""
-    cached: Floats
-    """Tokens of the prompt that the replica has in its prefix cache."""
+    growth: Floats  # tokens that those sequences in flight generate meanwhile
+    cached: Floats  # tokens of the prompt that the replica has in its prefix cache
     avoidable: Floats
     """Time to prefill what another candidate has in its prefix cache: once for each request that
     waits for it, and once for the cache that it displaces. With a LoRA adapter, also what others
     lose by its load and its place (:func:`~extproc.predict.completion.add_adapter`)."""
 
-    first_token_share: float
-    """Time to first token in the completion, at the soonest, 0…1."""
+    first_token_share: float  # time to first token in the completion, at the soonest, 0…1
     adapter: Floats
     """Wait for a place of its LoRA adapter in the batch, and for the adapter to be loaded."""
     yielded: Floats | None
@@ -262,10 +251,8 @@ def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
 class AdapterTimes:
     """What a request for an adapter meets, one entry of each array a candidate of a view."""
 
-    wait: Floats
-    """Seconds until the batch has a place for the adapter."""
-    load: Floats
-    """Seconds to load it."""
+    wait: Floats  # seconds until the batch has a place for the adapter
+    load: Floats  # seconds to load it
     wasted: Floats
     """Seconds that others lose: all that decode stand still while it is loaded, and what is dropped
     for it may have to be loaded again."""

@@ -7,15 +7,11 @@ import numpy as np
 from extproc.predict.inputs import Floats
 from extproc.predict.windows import descend
 
-_MEMORY = 30.0
-"""Seconds in which what was seen loses two thirds of its weight."""
-_DOUBT = 5.0
-"""Seconds of decoding that count for the prediction as it is."""
+_MEMORY = 30.0  # seconds in which what was seen loses two thirds of its weight
+_DOUBT = 5.0  # seconds of decoding that count for the prediction as it is
 _LEAST, _MOST = 0.5, 3.0
-_OTHERS = 1.25
-"""Step times that differ by more than that are others; by less, they waver."""
-_EVERY = 0.2
-"""Seconds between two looks at what has faded."""
+_OTHERS = 1.25  # step times that differ by more than that are others; by less, they waver
+_EVERY = 0.2  # seconds between two looks at what has faded
 
 
 class Corrections:
@@ -38,7 +34,6 @@ class Corrections:
         self._told_at = -inf
 
     def clear(self, row: int) -> None:
-        """Another replica has that row from now on, perhaps a new row."""
         missing = row + 1 - self._sums.shape[1]
         if missing > 0:
             self._sums = np.pad(self._sums, ((0, 0), (0, missing)))
@@ -102,8 +97,7 @@ _REQUEST_S, _TOKEN_S = 0.01, 1e-5
 """Units, about what it is: seconds for each request, and for each token of its prompt."""
 _KEEP = 0.99
 """What was seen before counts so much less with each first token: the last hundred count."""
-_KNOWN = 0.02
-"""Weight of there being nothing: a few first tokens say otherwise."""
+_KNOWN = 0.02  # weight of there being nothing: a few first tokens say otherwise
 _MOST_STEPS, _MOST_REQUEST_S, _MOST_TOKEN_S = 3.0, 0.05, 2e-5
 """More is not believed: it would be something else that they waited for."""
 
@@ -149,10 +143,8 @@ class FirstTokens:
         )
 
 
-_ASKED = 0.9
-"""Share of the requests that are to take no longer."""
-_STEP = 0.03
-"""Of the logarithm, for each request: it follows the last hundred or so."""
+_ASKED = 0.9  # share of the requests that are to take no longer
+_STEP = 0.03  # of the logarithm, for each request: it follows the last hundred or so
 
 
 class Margin:
@@ -171,7 +163,6 @@ class Margin:
         return exp(self._log)
 
     def observe(self, predicted: float, actual: float) -> None:
-        """A request took ``actual`` seconds."""
         if 0.0 < predicted < inf and actual > 0.0:
             exceeds = log(actual / predicted) > self._log
             self._log += _STEP * (exceeds - 1.0 + _ASKED)

@@ -13,8 +13,7 @@ from extproc.predict.windows import SECONDS, Work, coefficients, descend, relati
 _MEMORY = 3.0
 """Seconds of such work in which what was seen loses two thirds of its weight: a few answers, each
 of them exact. A throttled card is known after one or two."""
-_IDLE_MEMORY = 30.0
-"""The same for seconds of any kind: one that was slow for long is tried again."""
+_IDLE_MEMORY = 30.0  # the same for seconds of any kind: one that was slow for long is tried again
 _KNOWN = 1e-5
 """Weight of what is known from elsewhere, in the windows of the longest kind that step times are
 learned from: it keeps what these requests do not tell apart. Counters of short requests tell the
@@ -32,14 +31,10 @@ _CHANGE = 0.1
 """Change of what the counters teach, as a logarithm, that does the same: it is news. It is none
 where prompts are dearer here than in the profile, and steps are not, and work of another mix shows
 another speed."""
-_CERTAIN = 1e6
-"""Weight of what is not to be learned."""
-_MOST = 10.0
-"""Nothing departs from what is expected by more, but by an accident."""
-_SURE = 0.1
-"""Weight from which on a replica's speed is known: 1.6 seconds of work."""
-_LITTLE = 1e-5
-"""Weight below which nothing is known."""
+_CERTAIN = 1e6  # weight of what is not to be learned
+_MOST = 10.0  # nothing departs from what is expected by more, but by an accident
+_SURE = 0.1  # weight from which on a replica's speed is known: 1.6 seconds of work
+_LITTLE = 1e-5  # weight below which nothing is known
 _LEAST = 0.1
 """A coefficient that was learned to be less than this part of its profile's counts as that part
 when it is asked how far another one is away from it."""
@@ -59,13 +54,10 @@ class Firsthand:
         self._units = (*coefficients(profile), _FRONTEND_S)
         self._equations = np.zeros((5, 6))
         self._solution = [1.0, 1.0, 1.0, 1.0, 0.0]
-        self._weight = 0.0
-        """Of what was seen, in windows of the longest kind."""
-        self._counted = 0.0
-        """The same of what counters saw of it, with several requests at once."""
+        self._weight = 0.0  # of what was seen, in windows of the longest kind
+        self._counted = 0.0  # the same of what counters saw of it, with several requests at once
         self._requests = 0
-        self._told: float | None = None
-        """How slow the replica was said to be the last time."""
+        self._told: float | None = None  # how slow the replica was said to be the last time
         self._at = now
 
     def observe(self, works: Sequence[Work], now: float) -> None:
@@ -89,7 +81,6 @@ class Firsthand:
         self._counted += seconds / SECONDS[-1]
 
     def sure(self, now: float) -> bool:
-        """Whether enough was seen."""
         self._fade(now)
         return self._weight > _SURE and self._requests >= _FEW
 
@@ -140,12 +131,9 @@ class Served:
     """A request that a replica served alone; one sequence at most."""
 
     prompt_tokens: float
-    tokens: float
-    """Generated; 0: its prompt was all there was to do."""
-    seconds: float
-    """From its dispatch to its end."""
-    ttft: float | None
-    """Seconds to its first token; None where that was not seen."""
+    tokens: float  # generated; 0: its prompt was all there was to do
+    seconds: float  # from its dispatch to its end
+    ttft: float | None  # seconds to its first token; None where that was not seen
 
 
 def work_of(served: Served, computed: float, budget: float, tokens_per_step: float) -> list[Work]:

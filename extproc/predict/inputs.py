@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
-_USUAL_BATCH = 8.0, 8 * 1000.0
-"""Sequences and KV tokens."""
+_USUAL_BATCH = 8.0, 8 * 1000.0  # sequences and KV tokens
 
 # The classes below are made anew for every decision, and are not frozen for that reason alone: it
 # would make each take ten times as long. Nobody changes them.
@@ -30,15 +29,11 @@ def most(values: Floats) -> float:
 class Sequences:
     """What is in flight on the candidates; an entry stands for ``weight`` sequences alike."""
 
-    replica: Indices
-    """Which candidate holds it: an index into the view's arrays."""
+    replica: Indices  # which candidate holds it: an index into the view's arrays
     weight: Floats
-    context: Floats
-    """KV tokens each holds, or will hold once its prompt is prefilled."""
-    remaining: Floats
-    """Tokens each is expected to generate still."""
-    priority: Floats
-    """The higher goes first; infinite where it is not known."""
+    context: Floats  # KV tokens each holds, or will hold once its prompt is prefilled
+    remaining: Floats  # tokens each is expected to generate still
+    priority: Floats  # the higher goes first; infinite where it is not known
 
 
 NO_SEQUENCES = Sequences(np.zeros(0, np.intp), *np.zeros((4, 0)))
@@ -50,24 +45,18 @@ class Excluded:
 
     id: str
     name: str
-    why: str
-    """In a few words, for people."""
+    why: str  # in a few words, for people
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """The replicas that may serve a model; they change seldom."""
 
-    rows: Indices
-    """Where they stand in the fleet's table."""
-    ids: list[str]
-    """``ip:port`` of each."""
-    names: list[str]
-    """What the configuration calls them."""
-    excluded: tuple[Excluded, ...] = ()
-    """Replicas of the pool that could not serve it now."""
-    all: frozenset[str] = frozenset()
-    """The same ids, to look one up."""
+    rows: Indices  # where they stand in the fleet's table
+    ids: list[str]  # ``ip:port`` of each
+    names: list[str]  # what the configuration calls them
+    excluded: tuple[Excluded, ...] = ()  # replicas of the pool that could not serve it now
+    all: frozenset[str] = frozenset()  # the same ids, to look one up
     unknown: bool = False
     """Whether all members, healthy or not, told all they serve, and none this model."""
     only_some: bool = False
@@ -77,43 +66,27 @@ class Candidates:
 class Columns:
     """What is known of each replica: the columns of the fleet's table that a view has, too."""
 
-    requests: Floats
-    """In flight: the router's own; in a view, all that are known of."""
-    queued: Floats
-    """Of these, without a token yet."""
-    joining: Floats
-    """Prompt tokens of these, prefilled or not, without those that were cached."""
-    enqueued: Floats
-    """Prompt tokens sent, in all."""
-    prefilled: Floats
-    """Of these, prefilled."""
-    foreign: Floats
-    """Sequences that two polls in a row saw and no router told of."""
-    foreign_backlog: Floats
-    """Prompt tokens of those of them that the replica has not admitted."""
-    polled_waiting: Floats
-    """Requests in the replica's queue at the last poll."""
-    polled_kv_usage: Floats
-    """Fraction of the KV cache in use at the last poll."""
+    requests: Floats  # in flight: the router's own; in a view, all that are known of
+    queued: Floats  # of these, without a token yet
+    joining: Floats  # prompt tokens of these, prefilled or not, without those that were cached
+    enqueued: Floats  # prompt tokens sent, in all
+    prefilled: Floats  # of these, prefilled
+    foreign: Floats  # sequences that two polls in a row saw and no router told of
+    foreign_backlog: Floats  # prompt tokens of those of them that the replica has not admitted
+    polled_waiting: Floats  # requests in the replica's queue at the last poll
+    polled_kv_usage: Floats  # fraction of the KV cache in use at the last poll
     by_priority: Floats
     """1 where a higher priority goes first, and the lowest is preempted first; else 0."""
-    batch: Floats
-    """Sequences decoding."""
-    kv_used: Floats
-    """KV tokens of the sequences decoding."""
+    batch: Floats  # sequences decoding
+    kv_used: Floats  # KV tokens of the sequences decoding
     kv_capacity: Floats
     token_budget: Floats
     max_num_seqs: Floats
-    longest_prompt: Floats
-    """Tokens that its context and its KV cache can hold."""
-    decode_step: Floats
-    """Seconds of a step that only decodes what is in the batch now."""
-    tokens_per_step: Floats
-    """That a sequence gets: more than one where vLLM decodes speculatively."""
-    stretch: Floats
-    """Actual ÷ predicted decode time, as of late."""
-    c0: Floats
-    """This and the following: :class:`~extproc.predict.step.StepModel`."""
+    longest_prompt: Floats  # tokens that its context and its KV cache can hold
+    decode_step: Floats  # seconds of a step that only decodes what is in the batch now
+    tokens_per_step: Floats  # that a sequence gets: more than one where vLLM decodes speculatively
+    stretch: Floats  # actual ÷ predicted decode time, as of late
+    c0: Floats  # this and the following: StepModel
     c_prefill: Floats
     c_batch: Floats
     c_kv: Floats
@@ -131,12 +104,9 @@ def usual_step(costs: Columns, at: int) -> float:
 class FleetView(Columns):
     """The replicas that could serve a request, one entry of each array a replica."""
 
-    waiting: Floats
-    """Requests that have no token yet, or are in the replica's queue."""
-    backlog: Floats
-    """Prompt tokens sent and not yet prefilled."""
-    taken: Floats
-    """KV tokens in use, and those that the backlog will use."""
+    waiting: Floats  # requests that have no token yet, or are in the replica's queue
+    backlog: Floats  # prompt tokens sent and not yet prefilled
+    taken: Floats  # KV tokens in use, and those that the backlog will use
     beside_steps: tuple[float, float, float] = 0.0, 0.0, 0.0
     """Seconds before a first token that no step shows: for each second of a step, for each request,
     and for each token of its prompt."""

@@ -22,23 +22,18 @@ observations."""
 _PRIOR_WEIGHT = 4.0
 _DECAY = 0.998
 """Each observation takes this much from the older ones: a memory of about 500 requests."""
-_MOST_ROWS = 1024
-"""Kinds of requests told apart; later ones share the rows of coarser kinds."""
+_MOST_ROWS = 1024  # kinds of requests told apart; later ones share the rows of coarser kinds
 _MOST_TENANT_ROWS = 512
 """Of these, kinds that name a tenant: clients choose that name, and may make it up."""
 _MOST_COUNTED = 200.0
 """Requests that a replica's own histogram counts for at once, however many it holds."""
 
-_NONE = 1e-9
-"""Survivors this few are none."""
-_SUMS = len(_LENGTHS_LIST) + 1
-"""Suffix sums of a histogram."""
-_NEXT: Floats = np.append(_LENGTHS, inf)
-"""The length after so many of them."""
+_NONE = 1e-9  # survivors this few are none
+_SUMS = len(_LENGTHS_LIST) + 1  # suffix sums of a histogram
+_NEXT: Floats = np.append(_LENGTHS, inf)  # the length after so many of them
 
 _Kind = tuple[object, ...]
-_UNTENANTED = 4
-"""Parts of the finest kind without a tenant."""
+_UNTENANTED = 4  # parts of the finest kind without a tenant
 
 
 def _prior() -> Floats:

@@ -15,14 +15,10 @@ class StepModel:
     attention term takes the bias on long prefills from −8% to ±3%.
     """
 
-    c0: float
-    """Seconds per step."""
-    c_prefill: float
-    """Seconds per prompt token prefilled."""
-    c_batch: float
-    """Seconds per sequence in the step."""
-    c_kv: float
-    """Seconds per KV token held by the sequences in the step."""
+    c0: float  # seconds per step
+    c_prefill: float  # seconds per prompt token prefilled
+    c_batch: float  # seconds per sequence in the step
+    c_kv: float  # seconds per KV token held by the sequences in the step
     c_att: float = 0.0
     """Seconds per (prefill token × token of its context): of the simulator's engines alone, for it
     leaves no trace in the counters that a router learns from."""
@@ -57,12 +53,9 @@ class HardwareProfile:
 
     name: str
     step: StepModel
-    kv_tokens: int
-    """KV cache, in tokens, when the replica does not say."""
-    token_budget: int
-    """vLLM's ``max_num_batched_tokens``: tokens scheduled in one step at most."""
-    max_num_seqs: int
-    """vLLM's limit on sequences running at once."""
+    kv_tokens: int  # KV cache, in tokens, when the replica does not say
+    token_budget: int  # vLLM's ``max_num_batched_tokens``: tokens scheduled in one step at most
+    max_num_seqs: int  # vLLM's limit on sequences running at once
 
 
 def _profile(

@@ -16,10 +16,8 @@ from extproc.predict.step import StepModel
 SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Lengths of the windows. Short ones tell apart what differs from moment to moment, long ones are
 exact."""
-_SHORTEST, _LONGEST = 0.8, 1.3
-"""A window may be shorter or longer than it should by this factor."""
-_WARMING_UP = 10.0
-"""Steps of an engine's life that tell nothing: it compiles kernels for them."""
+_SHORTEST, _LONGEST = 0.8, 1.3  # a window may be shorter or longer than it should by this factor
+_WARMING_UP = 10.0  # steps of an engine's life that tell nothing: it compiles kernels for them
 _FALLEN = 0.9
 """Computed tokens below this fraction of what they were: a counter showed nonsense. (They may dip a
 little where cached tokens are counted before the prompt they belong to.)"""
@@ -32,19 +30,14 @@ none: a sequence in prefill generates nothing."""
 class EngineCounts:
     """What one poll read, at one time."""
 
-    at: float
-    """Seconds, on the poller's clock."""
+    at: float  # seconds, on the poller's clock
     steps: float
-    computed_tokens: float
-    """Prompt tokens prefilled, cached ones not counted."""
+    computed_tokens: float  # prompt tokens prefilled, cached ones not counted
     generated_tokens: float
     """Without those that were drafted: as many as sequences took part in steps."""
-    in_flight: int
-    """Requests running and waiting."""
-    kv_tokens: float
-    """In use."""
-    finished: float = 0.0
-    """Requests finished."""
+    in_flight: int  # requests running and waiting
+    kv_tokens: float  # in use
+    finished: float = 0.0  # requests finished
 
 
 Terms = tuple[float, ...]
@@ -60,11 +53,9 @@ class Work(NamedTuple):
     terms: Terms
 
     def times(self, factor: float) -> "Work":
-        """So many times as much."""
         return Work(self.seconds * factor, tuple([term * factor for term in self.terms]))
 
     def plus(self, more: "Work") -> "Work":
-        """Both together."""
         return Work(self.seconds + more.seconds, tuple(map(add, self.terms, more.terms)))
 
 
@@ -80,10 +71,8 @@ class Windows:
 
     def __init__(self) -> None:
         self._last: EngineCounts | None = None
-        self._now = _NOTHING
-        """Terms since the last pause."""
-        self._settled: deque[tuple[float, Terms]] = deque()
-        """When, and the terms until then."""
+        self._now = _NOTHING  # terms since the last pause
+        self._settled: deque[tuple[float, Terms]] = deque()  # when, and the terms until then
 
     def poll(self, counts: EngineCounts) -> list[Work]:
         """The stretches that end with this poll; the first is that since the last settled one."""
@@ -118,7 +107,6 @@ class Windows:
         return [Work(end - at, tuple(map(sub, self._now, terms))) for at, terms in chosen]
 
     def _nearest(self, wanted: float) -> tuple[float, Terms]:
-        """Of the settled polls, the one nearest to a time."""
         after = bisect_left(self._settled, (wanted,))
         if after in (0, len(self._settled)):
             return self._settled[max(after - 1, 0)]
@@ -159,8 +147,7 @@ def _settled(last: EngineCounts, terms: Terms) -> bool:
     return computed > 0 or (steps > 0 and generated >= _DECODING * steps * last.in_flight)
 
 
-_ROUNDS = 4
-"""Of coordinate descent each time; it starts from the last solution."""
+_ROUNDS = 4  # of coordinate descent each time; it starts from the last solution
 
 
 def coefficients(model: StepModel) -> Terms:

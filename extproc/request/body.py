@@ -9,11 +9,9 @@ from pydantic_core import from_json
 
 from extproc.request.errors import BadRequest
 
-_BUDGET = 40e6
-"""Nanoseconds that reading a body may take: meanwhile a router decides nothing else."""
+_BUDGET = 40e6  # nanoseconds that reading a body may take: meanwhile a router decides nothing else
 
-_PER_BYTE = 4.5
-"""Nanoseconds for any byte: to weigh it, and to decode it inside a long string."""
+_PER_BYTE = 4.5  # nanoseconds for any byte: to weigh it, and to decode it inside a long string
 
 _COSTS = {ord(","): 130.0, ord('"'): 75.0, ord("["): 350.0, ord("{"): 900.0}
 """Nanoseconds for one of these: to decode the value that begins with it and to walk over it,
@@ -21,8 +19,7 @@ wherever it stands and however small it is. A value or a key follows a comma; a 
 quotes. Measured with pydantic-core 2.50 under Python 3.11; nothing that was tried took half as
 long again as these say."""
 
-_PER_LONG_NUMBER = 600.0
-"""Nanoseconds for 19 digits in a row: a number too long for a machine word."""
+_PER_LONG_NUMBER = 600.0  # nanoseconds for 19 digits in a row: a number too long for a machine word
 
 _AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * 19
@@ -35,11 +32,9 @@ _SHORT = 131_072
 _STRIDE = 32_768
 """Bytes weighed at a time. The dearest, all opening braces, are within the budget."""
 
-_TAIL = 4_096
-"""Bytes at the end of a truncated body that tell what follows."""
+_TAIL = 4_096  # bytes at the end of a truncated body that tell what follows
 
-_END = 16_384
-"""Bytes at the end of a body that are read for the fields that follow a long prompt."""
+_END = 16_384  # bytes at the end of a body that are read for the fields that follow a long prompt
 
 _NAMES = re.compile(
     rb'"(?:model|n|stream|previous_response_id|max_(?:completion_|output_)?tokens)"\s*:'

@@ -51,8 +51,7 @@ _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint} | {
     "/score": Endpoint.SCORE,
     "/rerank": Endpoint.RERANK,
     "/v2/rerank": Endpoint.RERANK,
-}
-"""By every path that vLLM 0.32 serves them under."""
+}  # by every path that vLLM 0.32 serves them under
 _MOST_PARTS = max(path.count("/") for path in _ENDPOINTS)
 
 _STORED = re.compile(r"/v1/responses/([^/]+)(?:/cancel)?\Z")

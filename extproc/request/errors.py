@@ -5,20 +5,16 @@ from math import ceil
 
 from pydantic_core import to_json
 
-_MOST_NAMED = 50
-"""Models in a message."""
+_MOST_NAMED = 50  # models in a message
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, like the HTTP status it stands for
     """A request that is answered here, and sent to no replica: the message, the field at fault if
     it is one, and a machine-readable reason, as OpenAI's API has them."""
 
-    status = 500
-    """Of the HTTP answer."""
-    kind = "internal_error"
-    """``type`` of the error in its body."""
-    retry_after = 0
-    """Seconds after which the client may try again; 0: it is not said."""
+    status = 500  # of the HTTP answer
+    kind = "internal_error"  # ``type`` of the error in its body
+    retry_after = 0  # seconds after which the client may try again; 0: it is not said
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -41,7 +37,6 @@ class NoModel(Refusal):
     kind = "invalid_request_error"
 
     def __init__(self, model: str, known: Sequence[str]) -> None:
-        """Names some of those ``known``."""
         named = ", ".join(f"`{name}`" for name in known[:_MOST_NAMED])
         more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
         message = f"The model `{model}` does not exist. There are: {named}{more}."

@@ -25,8 +25,7 @@ _UNUSUAL = (
     "continue_final_message",
     "documents",
     "reasoning_effort",
-)
-"""Fields with which a chat is rendered in ways that are not known here."""
+)  # fields with which a chat is rendered in ways that are not known here
 _MOST_SCHEMAS = 1_024
 """Of objects in the schemas of tools, which some templates print one by one: in some 10 ms."""
 _TEXTS = frozenset({"text", "input_text", "output_text"})
@@ -36,13 +35,10 @@ class ExactPrompt(NamedTuple):
     """The token ids of a prompt that is sent as text."""
 
     ids: Ids
-    tokens: int
-    """Estimated where ``ids`` are only the first of them."""
+    tokens: int  # estimated where ``ids`` are only the first of them
     complete: bool = True
-    asked: int = 0
-    """Tokens of the prompt that the last answer in it was given to; 0: there is none."""
-    answered: int = 0
-    """Tokens up to the end of that answer."""
+    asked: int = 0  # tokens of the prompt that the last answer in it was given to; 0: there is none
+    answered: int = 0  # tokens up to the end of that answer
 
     def prefix(self, seed: int) -> Prefix:
         """What a prefix cache may hold of it, as far as it is known."""
@@ -119,7 +115,6 @@ class ExactPrompts:
         return self._tokenizations.of(text)
 
     def _messages(self, value: object) -> list[dict[str, Any]]:
-        """As vLLM gives them to templates."""
         if not isinstance(value, list) or not value:
             raise _NotKnownError
         return [_message(one, self._template.takes_parts) for one in value]

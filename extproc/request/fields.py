@@ -7,11 +7,9 @@ from extproc.request.endpoint import Endpoint
 MAX_TOKENS = 10_000_000
 """Token counts are cut off here: above every context there is, and harmless to calculate with."""
 
-MAX_SEQUENCES = 100_000
-"""Numbers of sequences are cut off here."""
+MAX_SEQUENCES = 100_000  # numbers of sequences are cut off here
 
-_COMPLETIONS_DEFAULT = 16
-"""``max_tokens`` of completions where it is absent or null."""
+_COMPLETIONS_DEFAULT = 16  # ``max_tokens`` of completions where it is absent or null
 
 _BOUND_FIELDS = {
     Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),

@@ -25,14 +25,11 @@ from extproc.request.tokens import TokenCounter
 if TYPE_CHECKING:
     from extproc.request.exact import ExactPrompt
 
-_LONGEST_NAME = 512
-"""Characters of a model's name: it is kept with every decision."""
+_LONGEST_NAME = 512  # characters of a model's name: it is kept with every decision
 
-_LONGEST_ID = 128
-"""Characters of a response's id; of vLLM's own 21."""
+_LONGEST_ID = 128  # characters of a response's id; of vLLM's own 21
 
-_MAX_LENGTH = 2**40
-"""Bytes a body is taken to have at most, whatever its header says."""
+_MAX_LENGTH = 2**40  # bytes a body is taken to have at most, whatever its header says
 
 
 def inspect(

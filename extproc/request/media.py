@@ -17,15 +17,13 @@ _TOKENS_PER_S = 25
 _CLIP_S = 30
 """vLLM transcribes clips of that length, each a prompt of its own (``max_audio_clip_s``)."""
 
-CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S
-"""Of audio of which not even the size is known."""
+CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S  # of audio of which not even the size is known
 
 LARGE_BODY = 8 * 2**20
 """Bytes. Behind Envoy 1.40 a body of 8 MB reached the router after 30 ms, one of 40 MB after 240 to
 380 ms; by default Envoy waits 200 ms."""
 
-_MEDIUM = 2**20
-"""Bytes: about one image."""
+_MEDIUM = 2**20  # bytes: about one image
 
 _LOOKED_AT = 16_384
 """Bytes at either end of a form in which its fields are looked for; between them is the file."""

@@ -9,18 +9,12 @@ from typing import NamedTuple
 class Objective(NamedTuple):
     """What a request aims for: its place among others, and targets in seconds since it came."""
 
-    name: str = ""
-    """In the configuration; empty: none of it."""
-    priority: int = 0
-    """Of requests that wait, those of a higher one go first."""
-    sheddable: bool = False
-    """Whether it is refused where it would miss a target."""
-    ttft_s: float = inf
-    """Until its first token; infinite, as the others: it has no such target."""
-    tpot_s: float = inf
-    """For each further token, on average."""
-    completion_s: float = inf
-    """Until its last token."""
+    name: str = ""  # in the configuration; empty: none of it
+    priority: int = 0  # of requests that wait, those of a higher one go first
+    sheddable: bool = False  # whether it is refused where it would miss a target
+    ttft_s: float = inf  # until its first token; infinite, as the others: it has no such target
+    tpot_s: float = inf  # for each further token, on average
+    completion_s: float = inf  # until its last token
 
     @property
     def has_target(self) -> bool:
@@ -47,8 +41,7 @@ TARGETS = {
     "x-slo-tpot-ms": "tpot_s",
     "x-llm-d-slo-ttft-ms": "ttft_s",
     "x-llm-d-slo-tpot-ms": "tpot_s",
-}
-"""Likewise, the one that counts last: header → target."""
+}  # likewise, the one that counts last: header → target
 
 
 def first_of(names: Iterable[str], headers: Mapping[str, str]) -> str:

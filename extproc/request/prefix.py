@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
-Ids = NDArray[np.uint32]
-"""Token ids."""
+Ids = NDArray[np.uint32]  # token ids
 
 UNIT_BYTES = 256
 """Bytes of a prompt in a unit: some 64 tokens of text. A smaller unit finds more of a prefix and
@@ -21,8 +20,7 @@ MOST_BYTES = _MOST_UNITS * UNIT_BYTES
 
 _UNIT_WORDS = UNIT_BYTES // 4
 
-_MOST_BLOCKS = 16_384
-"""As many tokens in blocks of 16."""
+_MOST_BLOCKS = 16_384  # as many tokens in blocks of 16
 _FACTOR = 0x9E3779B97F4A7C15  # odd, without structure, as the next: any such will do
 _MIX = np.array(0xD6E8FEB86659FD93, np.uint64)
 _HALF = np.array(32, np.uint64)  # arrays: numpy takes twice as long for a scalar
@@ -38,21 +36,15 @@ class Prefix:
 
     keys: Keys
     """One for each whole unit from the first on; it stands for all up to the end of the unit."""
-    unit: float
-    """Tokens in a unit."""
-    tokens: float
-    """Of all the prompt, also of what fills no unit or is not known."""
-    whole: int = 0
-    """Key of the whole prompt; 0: not known."""
+    unit: float  # tokens in a unit
+    tokens: float  # of all the prompt, also of what fills no unit or is not known
+    whole: int = 0  # key of the whole prompt; 0: not known
     asked: int = 0
     """Key of the prompt that the last answer in it was given to; 0: there is none. A replica that
     gave that answer has the answer in its cache, too."""
-    answered: float = 0.0
-    """Tokens up to the end of that answer."""
-    ids: Ids = field(default_factory=lambda: _NO_IDS)
-    """Of all its tokens, where they are known."""
-    salt: str = ""
-    """Without the same one, no prompt finds it."""
+    answered: float = 0.0  # tokens up to the end of that answer
+    ids: Ids = field(default_factory=lambda: _NO_IDS)  # of all its tokens, where they are known
+    salt: str = ""  # without the same one, no prompt finds it
 
 
 NO_PREFIX = Prefix(np.zeros(0, np.uint64), 1.0, 0.0)

@@ -12,10 +12,8 @@ class RequestProfile:
     """A request as the predictor sees it."""
 
     endpoint: Endpoint
-    model: str
-    """What it is for; empty where neither the request nor the fleet says which."""
-    prompt_tokens: int
-    """Estimated tokens of all its prompts together."""
+    model: str  # what it is for; empty where neither the request nor the fleet says which
+    prompt_tokens: int  # estimated tokens of all its prompts together
     prompt_bytes: int
     """Bytes of text the estimate was made from; 0 where the tokens were counted. Divided by the
     prompt tokens a replica reports, it teaches the ratio of bytes to tokens of the model."""
@@ -27,32 +25,21 @@ class RequestProfile:
     least_output: int = 0
     """Fewest tokens a sequence will generate: as many as the bound where the end of text is
     ignored, as load generators ask."""
-    tenant: str = ""
-    """On whose behalf it is made, where a header says so."""
-    prompts: int = 1
-    """Number of its prompts."""
-    longest_share: float = 1.0
-    """Of the prompt tokens, the share of the longest prompt, 0…1."""
+    tenant: str = ""  # on whose behalf it is made, where a header says so
+    prompts: int = 1  # number of its prompts
+    longest_share: float = 1.0  # of the prompt tokens, the share of the longest prompt, 0…1
     images: int = 0
     """Images whose tokens the replica's report will tell; 0 where it tells nothing of them."""
-    image_tokens: int = 0
-    """Of the prompt tokens, those that the images were taken for."""
-    previous_response: str = ""
-    """Id of the stored response that it goes on from."""
-    stored: bool = False
-    """Whether the replica keeps the response, for requests that name it."""
-    claims_priority: bool = False
-    """Whether its body has a priority of its own, or may have."""
+    image_tokens: int = 0  # of the prompt tokens, those that the images were taken for
+    previous_response: str = ""  # id of the stored response that it goes on from
+    stored: bool = False  # whether the replica keeps the response, for requests that name it
+    claims_priority: bool = False  # whether its body has a priority of its own, or may have
     asked: str = ""
     """The model's name in its body: it may be another than those that replicas serve."""
-    session: str = ""
-    """Key of the session that it belongs to."""
-    objective: Objective = NO_OBJECTIVE
-    """What it aims for."""
-    in_background: bool = False
-    """The answer comes at once and the work is done later."""
-    prefix: Prefix = NO_PREFIX
-    """What of its only prompt may be in a prefix cache."""
+    session: str = ""  # key of the session that it belongs to
+    objective: Objective = NO_OBJECTIVE  # what it aims for
+    in_background: bool = False  # the answer comes at once and the work is done later
+    prefix: Prefix = NO_PREFIX  # what of its only prompt may be in a prefix cache
 
     @property
     def priority(self) -> int:

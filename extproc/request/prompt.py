@@ -20,8 +20,7 @@ TOKENS_PER_MESSAGE = 5
 newline in ChatML (Qwen); ``<|start_header_id|>``, role, ``<|end_header_id|>``, blank line,
 ``<|eot_id|>`` in Llama 3."""
 
-TOKENS_TO_REPLY = 4
-"""The header of the answer that closes a chat prompt, in the same templates."""
+TOKENS_TO_REPLY = 4  # the header of the answer that closes a chat prompt, in the same templates
 
 _IMAGES = frozenset({"image", "image_embeds", "image_pil", "image_url", "input_image"})
 _AUDIO = frozenset({"audio_embeds", "audio_url", "input_audio"})
@@ -32,8 +31,7 @@ VIDEO_TOKENS = 32 * 256
 """vLLM samples 32 frames (``num_frames``), of which InternVL makes 256 tokens each, LLaVA-OneVision
 196, Qwen2-VL up to 384."""
 
-_BYTES_PER_TOKEN = 4
-"""Of a medium, in the bytes that keys are made of; for token ids exact."""
+_BYTES_PER_TOKEN = 4  # of a medium, in the bytes that keys are made of; for token ids exact
 _IMAGE_TOKENS = 576
 """Of any image there. What is learned must not count: what follows would shift."""
 
@@ -50,8 +48,7 @@ _ROLES = {
 
 _BILLING = "x-anthropic-billing-header"
 
-_SCHEME_WITHIN = 16
-"""Characters within which an address has its ``://``; base64 has none."""
+_SCHEME_WITHIN = 16  # characters within which an address has its ``://``; base64 has none
 
 _TEXT_FIELDS = frozenset({"text", "name", "arguments", "refusal", "thinking"})
 _CONTENT_FIELDS = frozenset(
@@ -63,11 +60,9 @@ _SCORED = (
     ("queries", "documents"),
     ("queries", "items"),
     ("data_1", "data_2"),
-)
-"""Names under which vLLM takes the two sides of what it scores."""
+)  # names under which vLLM takes the two sides of what it scores
 
-_ONE = (1,)
-"""Of an only prompt there is nothing to compare."""
+_ONE = (1,)  # of an only prompt there is nothing to compare
 
 _RERANKED = (("query", "documents"),)
 
@@ -80,11 +75,9 @@ class Prompt:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.tokens = 0
-        """Tokens that need no estimate: token ids, chat template."""
+        self.tokens = 0  # tokens that need no estimate: token ids, chat template
         self.images = 0
-        self.media = 0
-        """Tokens of audio and video, by rough estimate."""
+        self.media = 0  # tokens of audio and video, by rough estimate
         self._rendered: list[str] = []
         """The texts, marks of roles and digests of media: what keys are made of."""
         self._answer = slice(0, 0)
@@ -95,16 +88,13 @@ class Prompt:
 
     @property
     def size(self) -> int:
-        """How many messages, texts and media it is made of."""
         return len(self._rendered)
 
     def count(self, counter: TokenCounter, model: str) -> int:
-        """Its tokens, for ``model``."""
         tokens = self.tokens + self.media + self.images * counter.image_tokens(model)
         return tokens + counter.count(model, self.texts) if self.texts else tokens
 
     def prefix(self, tokens: int, seed: int) -> Prefix:
-        """What a prefix cache may hold of it, which is so many tokens."""
         if self._ids:
             try:
                 ids = array("I", self._ids)
@@ -223,19 +213,15 @@ class Prompt:
 class Reading(NamedTuple):
     """What a replica reads for one request."""
 
-    pieces: list[tuple[Prompt, int]]
-    """Pieces, and how many times each is read."""
-    lengths: Sequence[int]
-    """Of each prompt, to compare them: characters of text, or token ids."""
+    pieces: list[tuple[Prompt, int]]  # pieces, and how many times each is read
+    lengths: Sequence[int]  # of each prompt, to compare them: characters of text, or token ids
 
     @property
     def prompts(self) -> int:
-        """Number of prompts."""
         return len(self.lengths)
 
     @property
     def size(self) -> int:
-        """How many messages, texts and media there are."""
         return sum(prompt.size for prompt, _ in self.pieces)
 
     @property
@@ -281,7 +267,6 @@ def _read_pairs(fields: dict[str, object], names: tuple[tuple[str, str], ...]) -
 
 
 def _lengths(values: object) -> list[int]:
-    """Characters of each text; 0 for what is not one."""
     each = values if isinstance(values, list) else [values]
     return [len(value) if isinstance(value, str) else 0 for value in each]
 

@@ -14,30 +14,24 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS = 16_384
 """That one call tokenises, in some 10 ms; a longer text is known to its end after a few calls."""
 
-_UNIT = 256
-"""Characters whose tokens are remembered together."""
+_UNIT = 256  # characters whose tokens are remembered together
 
-_MOST_UNITS = 65_536
-"""Of all texts, units remembered: 16 million characters in some 50 MB."""
+_MOST_UNITS = 65_536  # of all texts, units remembered: 16 million characters in some 50 MB
 
-_OVERLAP = 8
-"""Tokens that must come out the same again before what follows them is believed."""
+_OVERLAP = 8  # tokens that must come out the same again before what follows them is believed
 
 
 class Tokenized(NamedTuple):
     """The tokens of a text, as far as they are known."""
 
     ids: Ids
-    tokens: int
-    """Of all of the text; estimated where ``ids`` are not all."""
+    tokens: int  # of all of the text; estimated where ``ids`` are not all
     complete: bool
 
 
 class _Unit(NamedTuple):
-    start: int
-    """Of its first token, in the text."""
-    ids: bytes
-    """Of the tokens that begin in it."""
+    start: int  # of its first token, in the text
+    ids: bytes  # of the tokens that begin in it
 
 
 class Tokenizations:
@@ -55,7 +49,6 @@ class Tokenizations:
         """By the text that their tokens depend on; the one longest unused first."""
 
     def of(self, text: str) -> Tokenized:
-        """The token ids of a text, without special tokens around it."""
         keys = _keys(text)
         known = self._known(keys)
         ids, starts, end = self._encode(text, known[-1].start if known else 0)

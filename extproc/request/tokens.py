@@ -11,32 +11,24 @@ if TYPE_CHECKING:
 
     from extproc.request.exact import ExactPrompt, ExactPrompts
 
-PLAUSIBLE = (0.5, 32.0)
-"""Bytes per token that a report must lie between to be learned from."""
+PLAUSIBLE = (0.5, 32.0)  # bytes per token that a report must lie between to be learned from
 
-_PRIOR_TOKENS = 2_000.0
-"""Tokens' worth of evidence the configured ratio counts for."""
+_PRIOR_TOKENS = 2_000.0  # tokens' worth of evidence the configured ratio counts for
 
-_MEMORY_TOKENS = 200_000.0
-"""Prompt tokens after which older reports weigh 1/e as much."""
+_MEMORY_TOKENS = 200_000.0  # prompt tokens after which older reports weigh 1/e as much
 
 _REPORT_TOKENS = 20_000.0
 """Weight of one report at most, so that one odd document does not turn the ratio."""
 
-_PRIOR_IMAGES = 4.0
-"""Images' worth of evidence that ``request.image_tokens`` counts for."""
+_PRIOR_IMAGES = 4.0  # images' worth of evidence that ``request.image_tokens`` counts for
 
-_MEMORY_IMAGES = 200.0
-"""Images after which older reports weigh 1/e as much."""
+_MEMORY_IMAGES = 200.0  # images after which older reports weigh 1/e as much
 
-_MOST_IMAGE_TOKENS = 16_384
-"""Of one image: Qwen2-VL makes no more; what is above is something else."""
+_MOST_IMAGE_TOKENS = 16_384  # of one image: Qwen2-VL makes no more; what is above is something else
 
-_MAX_MODELS = 1_000
-"""Models remembered; the one not reported on for the longest is dropped."""
+_MAX_MODELS = 1_000  # models remembered; the one not reported on for the longest is dropped
 
-_MAX_CHARACTERS = 16_384
-"""Characters given to a tokenizer; longer prompts are extrapolated."""
+_MAX_CHARACTERS = 16_384  # characters given to a tokenizer; longer prompts are extrapolated
 
 _MAX_TEXTS = 1_024
 """Texts given to a tokenizer, for each call has its cost; more are extrapolated. Both bounds

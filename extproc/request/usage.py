@@ -22,8 +22,7 @@ _OVERLAP = len(_TEXT) - 1
 
 _DETAILS = ("prompt_tokens_details", "input_tokens_details")
 
-_MAX_USAGE = 8_192
-"""Bytes a usage object may have; longer ones are given up."""
+_MAX_USAGE = 8_192  # bytes a usage object may have; longer ones are given up
 
 _decode = json.JSONDecoder().raw_decode
 
@@ -32,8 +31,7 @@ _decode = json.JSONDecoder().raw_decode
 class Usage:
     """What a replica says a request was, in tokens."""
 
-    prompt_tokens: int | None
-    """None: the response did not say."""
+    prompt_tokens: int | None  # None: the response did not say
     completion_tokens: int
     """Streamed events where the response did not say: a replica may send several tokens in one."""
     cached_tokens: int | None = None
@@ -52,12 +50,10 @@ class UsageReader:
 
     def __init__(self, prelude: int = 0) -> None:
         """``prelude``: with how many events the stream begins before the first token."""
-        self.generating = False
-        """Whether the first token has come."""
+        self.generating = False  # whether the first token has come
         self._prelude = prelude
         self._carry = b""
-        self._open: bytes | None = None
-        """What follows a usage key, until it is a whole object."""
+        self._open: bytes | None = None  # what follows a usage key, until it is a whole object
         self._prompt: int | None = None
         self._completion: int | None = None
         self._cached: int | None = None
@@ -150,8 +146,7 @@ class ResponseIdReader:
     """Reads the id from the beginning of a body, in chunks however split."""
 
     def __init__(self) -> None:
-        self._head: bytes | None = b""
-        """None: it was found, or is not there."""
+        self._head: bytes | None = b""  # None: it was found, or is not there
 
     def feed(self, chunk: bytes) -> str | None:
         """Take the next bytes of the body; returns the id once, when it is whole."""

@@ -8,8 +8,7 @@ from statistics import median
 
 from extproc.route.waiting import Waiting
 
-_MOST_TENANTS = 10_000
-"""Remembered, whether anything of theirs waits or not."""
+_MOST_TENANTS = 10_000  # remembered, whether anything of theirs waits or not
 _LITTLE_S = 1e-3
 _MEMORY_S = 60.0
 """In which what a tenant got loses two thirds of its weight among what it got as of late."""
@@ -25,16 +24,13 @@ class Shares:
     def __init__(self, now: float) -> None:
         self._got: dict[str, float] = {}
         self._level = 0.0
-        self._recent: dict[str, float] = {}
-        """What each got as of late, in the same seconds."""
+        self._recent: dict[str, float] = {}  # what each got as of late, in the same seconds
         self._at = now
 
     def of(self, tenant: str) -> float:
-        """What it got."""
         return max(self._got.get(tenant, 0.0), self._level)
 
     def sent(self, tenant: str, cost: float) -> None:
-        """A request of its own goes that takes so much."""
         self._level = self.of(tenant)
         self._got[tenant] = self._level + cost
         self._recent[tenant] = self._recent.get(tenant, 0.0) + cost
@@ -60,18 +56,15 @@ class Order:
         self.shares = Shares(now)
         self._lines: dict[int, dict[str, list[Waiting]]] = {}
         """By priority and tenant, each in order."""
-        self._costs: dict[tuple[str, int], float] = {}
-        """Of all of a model and a priority."""
+        self._costs: dict[tuple[str, int], float] = {}  # of all of a model and a priority
 
     def enter(self, one: Waiting) -> None:
-        """It waits from now on."""
         tenants = self._lines.setdefault(one.priority, {})
         insort(tenants.setdefault(one.tenant, []), one, key=_due)
         key = one.model, one.priority
         self._costs[key] = self._costs.get(key, 0.0) + one.cost
 
     def leave(self, one: Waiting) -> None:
-        """It does not wait any more."""
         tenants = self._lines[one.priority]
         tenants[one.tenant].remove(one)
         self._costs[one.model, one.priority] -= one.cost

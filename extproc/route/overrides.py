@@ -23,9 +23,7 @@ class Chooser(Protocol):
     """Chooses a replica among at least one candidate."""
 
     @property
-    def name(self) -> str:
-        """The policy's in decisions."""
-        ...
+    def name(self) -> str: ...
 
     def choose(self, situation: Situation) -> Choice: ...
 

@@ -14,23 +14,19 @@ from extproc.predict.completion import AdapterTimes, Prediction
 from extproc.predict.inputs import FleetView, Floats, Indices, Sequences, least, most
 from extproc.request.profile import RequestProfile
 
-_NEAR_TIE = 0.1
-"""Scores this close are as good as equal: about the error of a prediction."""
-SAME_TTFT = 0.02
-"""Times to first token this close are."""
+_NEAR_TIE = 0.1  # scores this close are as good as equal: about the error of a prediction
+SAME_TTFT = 0.02  # times to first token this close are
 
 _QUEUE_WEIGHT = 2.0
 _KV_WEIGHT = 2.0
 _PREFIX_WEIGHT = 3.0
 """The weights llm-d's endpoint picker gives its queue, KV and prefix scorers by default."""
 
-_ENOUGH = 0.3
-"""Share of the prompt in a prefix cache: where no replica has more, the load decides."""
+_ENOUGH = 0.3  # share of the prompt in a prefix cache: where no replica has more, the load decides
 _UNEVEN_REQUESTS, _UNEVEN_RATIO = 64, 1.5
 """It does, too, where the most and the least loaded differ by more than both: requests, times."""
 
-_TIE = 1e-6
-"""Added to the score of the second of two replicas that were drawn."""
+_TIE = 1e-6  # added to the score of the second of two replicas that were drawn
 
 
 @dataclass(slots=True)

@@ -16,8 +16,7 @@ from extproc.route.waiting import Waiting, cost, fits
 
 logger = logging.getLogger(__name__)
 
-LET_GO_EVERY_S = 0.05
-"""Seconds between two looks."""
+LET_GO_EVERY_S = 0.05  # seconds between two looks
 _AHEAD, _CHEAP, _FURTHER = 4, 0.1, 256
 """Of those that wait and could go to a replica, the first so many may pass each other. Of those
 further back only the ones that take at most this share of what the first one takes: where prompts
@@ -30,21 +29,16 @@ _ANEW_S = 0.2
 _ANEW = 16
 """Seconds after which a request is decided anew though no replica has more room than before, for
 another one may be better by now; and how many are at a time, the first of them."""
-_SOONER_S = 1.0
-"""Before Envoy's own time is up, or it would go on without the router."""
-_TRIED = 32
-"""Decisions at most when something ended."""
-_IN_TURN = 4
-"""Replicas that are waited for, and looked at by turns."""
+_SOONER_S = 1.0  # before Envoy's own time is up, or it would go on without the router
+_TRIED = 32  # decisions at most when something ended
+_IN_TURN = 4  # replicas that are waited for, and looked at by turns
 _ALIKE_S, _SHORT_S, _IN_A_ROW = 0.1, 5.0, 3
 """So many requests that leave after waiting equally long, and less than this, tell that Envoy does
 not wait for the router: clients are more patient, or not all alike."""
-_DISTRUST_S = 600.0
-"""Seconds for which nothing waits then."""
+_DISTRUST_S = 600.0  # seconds for which nothing waits then
 
 
-Kept = dict[str, float]
-"""By replica, the least priority of those that may still go there."""
+Kept = dict[str, float]  # by replica, the least priority of those that may still go there
 
 
 class Queue:
@@ -60,21 +54,16 @@ class Queue:
         self._settings = settings
         self._clock = clock
         self._order = Order(clock())
-        self._waiting: dict[Waiting, None] = {}
-        """All, the oldest first."""
+        self._waiting: dict[Waiting, None] = {}  # all, the oldest first
         self._models = Counter[str]()
-        self._awaited = Counter[str]()
-        """How many wait of each model, and for each replica."""
+        self._awaited = Counter[str]()  # how many wait of each model, and for each replica
         self._trust_from = -inf
-        self._waited = 0.0
-        """Seconds: the longest wait that Envoy had the patience for."""
-        self._usual_wait = 0.0
-        """Seconds: of the last that were sent, the mean."""
+        self._waited = 0.0  # seconds: the longest wait that Envoy had the patience for
+        self._usual_wait = 0.0  # seconds: of the last that were sent, the mean
         self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)
         """Seconds that the last ones waited that left."""
 
     def __iter__(self) -> Iterator[Waiting]:
-        """All that wait, the oldest first."""
         return iter(self._waiting)
 
     def __len__(self) -> int:
@@ -89,7 +78,6 @@ class Queue:
         return self._order.shares.recent(self._clock())
 
     def keeps(self, decision: Decision) -> bool:
-        """Whether a request that comes now has to wait."""
         model, replica = decision.profile.model, decision.replica
         alone = model not in self._models and replica not in self._awaited
         if (alone and fits(decision)) or not self._fleet.tells_room(replica):
@@ -182,7 +170,6 @@ class Queue:
                 self.let_go(replica)
 
     def _try(self, one: Waiting, now: float, kept: Kept) -> bool:
-        """Decides anew; whether it goes."""
         decision, error = None, None
         try:
             decision = one.decide()
@@ -246,7 +233,6 @@ class Queue:
 
 
 def _drop(counts: Counter[str], name: str) -> None:
-    """One less; what is none is not kept."""
     counts[name] -= 1
     if not counts[name]:
         del counts[name]

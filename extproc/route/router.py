@@ -79,22 +79,18 @@ class Decision:
 
     @property
     def replica(self) -> str:
-        """``ip:port`` of the replica chosen."""
         return self.situation.view.ids[self.choice.first]
 
     @property
     def second(self) -> str | None:
-        """``ip:port`` of the second choice, for a retry."""
         return None if self.retry is None else self.situation.view.ids[self.retry]
 
     @property
     def profile(self) -> RequestProfile:
-        """The request it is about."""
         return self.situation.profile
 
     @property
     def prediction(self) -> Prediction:
-        """Predicted times of every candidate."""
         return self.situation.prediction
 
     @property
@@ -104,12 +100,10 @@ class Decision:
 
     @property
     def predicted_ttft(self) -> float:
-        """Seconds to the first token on the replica chosen."""
         return self.prediction.ttft.item(self.choice.first)
 
     @property
     def predicted_completion(self) -> float:
-        """Seconds to the last token on the replica chosen."""
         return self.prediction.completion.item(self.choice.first)
 
     def forget_what_is_large(self) -> None:
@@ -122,7 +116,6 @@ class Decision:
             self.situation.profile = replace(self.profile, prefix=known)
 
     def forecast(self) -> Forecast:
-        """What has to be remembered of it until the request ends."""
         first, situation, adapter = self.choice.first, self.situation, self.situation.adapter
         wait = 0.0 if adapter is None else adapter.wait.item(first)
         stretch = situation.view.stretch.item(first)
@@ -286,7 +279,6 @@ class Router:
         return runner_up(np.where(alike, choice.scores, np.inf), choice.first)
 
     def _chooser(self, situation: Situation, policy: str, waited: float) -> Chooser:
-        """The policy, or an override of it."""
         profile = situation.profile
         if profile.previous_response:
             holder = self.fleet.holder(profile.previous_response)

@@ -14,8 +14,7 @@ _AMONG_OTHERS = 0.02
 """So much less where other routers send there, too: for some milliseconds nobody knows of it."""
 _LOOKED_AT = 0.3, 0.6, 0.95
 """When the KV pressure is looked at, in shares of the tokens that the request will generate."""
-_LEAST_SPREAD = 1.1
-"""p90 ÷ mean of lengths that are all about the same."""
+_LEAST_SPREAD = 1.1  # p90 ÷ mean of lengths that are all about the same
 _RESERVE = 0.035
 """So much more for requests of a higher priority: some room is left for those that come."""
 
@@ -41,20 +40,16 @@ class Waiting:
         self.profile = profile = decision.profile
         self.tenant, self.model = profile.tenant, profile.model
         self.priority = profile.objective.priority
-        self.cost = cost(decision)
-        """As it was when it came."""
+        self.cost = cost(decision)  # as it was when it came
         self.since = since
         self.decide = decide
         self.go = go
         decode = decision.prediction.decode.item(decision.choice.first)
-        self.deadline = since + profile.objective.due_s(decode)
-        """When its first token is due."""
-        self.why = _why(decision)
-        """In words."""
+        self.deadline = since + profile.objective.due_s(decode)  # when its first token is due
+        self.why = _why(decision)  # in words
         self.decided(decision, since)
 
     def decided(self, decision: Decision, now: float) -> None:
-        """It was decided anew."""
         view, prediction = decision.situation.view, decision.prediction
         full, pressure = full_at(decision), peak_pressure(decision)
         room = (pressure < full) & (prediction.admission <= 0.0)
@@ -160,6 +155,5 @@ def cost(decision: Decision) -> float:
 
 
 def _tokens(decision: Decision) -> float:
-    """KV tokens that it has at its end."""
     profile = decision.profile
     return profile.prompt_tokens + profile.sequences * decision.prediction.output_tokens
