@@ -147,7 +147,7 @@ def _replicas(pool: ObservedPool, view: FleetView, sent: Counter[tuple[str, str]
         PageColumn("Prompt/s", "tokens", figures(prefill), estimated=by_profile),
         PageColumn("Output/s", "tokens", figures(decode), estimated=by_profile),
         PageColumn(
-            "Warm tokens",
+            "Warm",
             "tokens",
             [round(fleet.warm_tokens(one)) for one in ids],
             estimated=[fleet.blocks.count(one) is None for one in ids],

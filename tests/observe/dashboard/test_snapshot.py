@@ -123,9 +123,9 @@ def test_warm_tokens_are_those_of_the_prompts_that_were_sent(services: Services)
     prefix = replace(NO_PREFIX, keys=np.arange(1, 4, dtype=np.uint64), unit=64.0, tokens=192)
     prompt = replace(chat(200, 10), prefix=prefix)
     services.fleet.dispatch(replica(3), prompt)
-    assert of(services, 3)["Warm tokens"] == 192
-    assert of(services, 4)["Warm tokens"] == 0
-    assert of(services, 3)["Warm tokens estimated"]
+    assert of(services, 3)["Warm"] == 192
+    assert of(services, 4)["Warm"] == 0
+    assert of(services, 3)["Warm estimated"]
 
 
 def test_decisions_of_the_last_minute_are_counted(services: Services, clock: ManualClock) -> None:

@@ -42,7 +42,7 @@ const UNITS = {
   share: { format: (value) => `${Math.round(value * 100)}%`, bar: (value) => value },
   tokens: { format: short },
   seconds: { format: (value) => `${value >= 100 ? whole(value) : value.toFixed(value >= 10 ? 1 : 2)} s` },
-  age: { format: (value) => `${value.toFixed(1)} s ago` },
+  age: { format: (value) => `${value.toFixed(1)} s` },
   ratio: { format: (value) => value.toFixed(2) },
 };
 
