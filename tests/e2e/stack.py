@@ -44,6 +44,32 @@ class Stack(stack.Stack):
         file.write_text(text, encoding="utf-8")
 
 
+class Behind(Stack):
+    """A stack whose Envoy can be started again with another configuration; its replicas, poller and
+    Redis go on."""
+
+    name = "envoy"  # of the configuration: a file in envoy/, or a case of the test file
+
+    async def behind(self, name: str) -> None:
+        """Start Envoy with that configuration, and the router if its settings go with it."""
+        if name == self.name:
+            return
+        before = self.config_file.read_text()
+        await self.stop("envoy")
+        self.name = name
+        self._write_configurations()
+        if self.config_file.read_text() != before:
+            await self.stop("router")
+            await self.start("router")
+        await self.start("envoy")
+        await self.wait_routing()
+
+    def _bootstrap(self) -> Bootstrap:
+        """The demo's, or the file in envoy/ of that name."""
+        known = (ENVOY / f"{self.name}.yaml").exists() and self.name != "envoy"
+        return bootstrap_of(self, self.name) if known else super()._bootstrap()
+
+
 class FileStack(Stack):
     """Its pollers have the replicas from a file, which they follow."""
 

@@ -14,7 +14,7 @@ from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.request.media import LARGE_BODY
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack, ext_proc_of
+from tests.e2e.stack import Behind, ext_proc_of
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -24,36 +24,40 @@ LOOKED_AT_PER_S = 100
 REPLICA = (SimulatedReplica("one", "llama-8b-a10"),)
 
 
-class Behind(Stack):
+MODES = ["BUFFERED", "BUFFERED_PARTIAL", "STREAMED", "NONE", "FULL_DUPLEX_STREAMED"]
+
+
+class Case(Behind):
     """Its Envoy sends request bodies in the given mode, and but for BUFFERED the headers first."""
 
-    def __init__(self, mode: str, directory: Path) -> None:
+    name = "BUFFERED"
+
+    def __init__(self, directory: Path) -> None:
         super().__init__(directory, REPLICA, UNREAD)
-        self._mode = mode
 
     def _bootstrap(self) -> Bootstrap:
         bootstrap = super()._bootstrap()
         filters, settings = manager_of(bootstrap)["http_filters"], ext_proc_of(bootstrap)
-        settings["processing_mode"]["request_body_mode"] = self._mode
-        if self._mode != "BUFFERED":
+        settings["processing_mode"]["request_body_mode"] = self.name
+        if self.name != "BUFFERED":
             settings["processing_mode"]["request_header_mode"] = "SEND"
             filters[:] = [one for one in filters if one["name"] != "envoy.filters.http.buffer"]
-        if self._mode == "FULL_DUPLEX_STREAMED":
+        if self.name == "FULL_DUPLEX_STREAMED":
             settings["processing_mode"]["request_trailer_mode"] = "SEND"
             settings["failure_mode_allow"] = False
         return bootstrap
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="session",
-    params=["BUFFERED", "BUFFERED_PARTIAL", "STREAMED", "NONE", "FULL_DUPLEX_STREAMED"],
-)
-async def stack(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Behind]:
-    async with Behind(request.param, tmp_path_factory.mktemp("ledger")) as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Case]:
+    async with Case(tmp_path_factory.mktemp("ledger")) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=MODES)
+async def stack(request: pytest.FixtureRequest, running: Case) -> Case:
+    await running.behind(request.param)
+    return running
 
 
 async def is_held(client: Client, **more: Any) -> None:

@@ -14,7 +14,7 @@ import yaml
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import SimulatedReplica
 from tests.e2e.client import Answer, Client
-from tests.e2e.stack import Stack, bootstrap_of
+from tests.e2e.stack import Behind
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
 
@@ -38,16 +38,14 @@ ENVOYS = ("envoy", "partial", "endpoint_picker")
 """Bodies in one piece, as much of them as Envoy holds, and in full duplex."""
 
 
-class Named(Stack):
+class Named(Behind):
     """Two replicas of one model that each have a name of their own for it."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__(directory, REPLICAS, SETTINGS)
-        self.name = name
 
     def _bootstrap(self) -> Bootstrap:
-        picker = self.name == "endpoint_picker"
-        bootstrap = bootstrap_of(self, self.name) if picker else super()._bootstrap()
+        bootstrap = super()._bootstrap()
         if self.name == "partial":
             whole, part = "_mode: BUFFERED\n", "_mode: BUFFERED_PARTIAL\n"
             bootstrap = yaml.safe_load(yaml.safe_dump(bootstrap).replace(whole, part))
@@ -55,12 +53,16 @@ class Named(Stack):
         return bootstrap
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=ENVOYS)
-async def stack(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Named]:
-    async with Named(request.param, tmp_path_factory.mktemp("names")) as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Named]:
+    async with Named(tmp_path_factory.mktemp("names")) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=ENVOYS)
+async def stack(request: pytest.FixtureRequest, running: Named) -> Named:
+    await running.behind(request.param)
+    return running
 
 
 def names_sent(answers: list[Answer]) -> set[str]:

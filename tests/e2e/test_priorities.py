@@ -12,8 +12,7 @@ import pytest_asyncio
 from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, Client
-from tests.e2e.stack import Stack, bootstrap_of, ext_proc_of
-from tests.e2e.test_examples import EXAMPLES
+from tests.e2e.stack import Behind, ext_proc_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -29,33 +28,35 @@ REPLICAS = tuple(
 numbers = itertools.count()
 
 
-class Behind(Stack):
+class Case(Behind):
     """The stack behind one of the files in envoy/, which tells the header; nothing waits at the
     router."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         hold = {"longest_s": 0, "objective_header": OBJECTIVE, "objectives": OBJECTIVES}
-        serve = {"chunks_per_s": 1e6} | EXAMPLES.get(name, {})
-        route = {"policy": "round_robin"}
+        serve, route = {"chunks_per_s": 1e6}, {"policy": "round_robin"}
         super().__init__(directory, REPLICAS, {"serve": serve, "hold": hold, "route": route})
-        self.name = name
 
     def _configuration(self) -> dict[str, Any]:
         return {**super()._configuration(), "priority_scheduling": True}
 
     def _bootstrap(self) -> Bootstrap:
-        whole = bootstrap_of(self, self.name) if self.name != "envoy" else super()._bootstrap()
+        whole = super()._bootstrap()
         if told := ext_proc_of(whole).get("request_attributes"):
             told.append(f"request.headers['{OBJECTIVE}']")
         return whole
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def stack(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Behind]:
-    async with Behind(request.param, tmp_path_factory.mktemp("priorities")) as running:
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Case]:
+    async with Case(tmp_path_factory.mktemp("priorities")) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(request: pytest.FixtureRequest, running: Case) -> Case:
+    await running.behind(request.param)
+    return running
 
 
 async def ask(client: Client, objective: str, tokens: int, **fields: object) -> str:

@@ -16,7 +16,7 @@ from extproc.lab.harness.envoy_config import Bootstrap
 from extproc.lab.harness.processes import free_port
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from tests.e2e.client import CHAT, MESSAGES, Client
-from tests.e2e.stack import Stack, bootstrap_of
+from tests.e2e.stack import Behind
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]
@@ -29,16 +29,15 @@ ENDLESS = 3000  # tokens of an answer that does not end during a test
 IN_FULL_DUPLEX = "endpoint_picker"
 
 
-class Doubled(Stack):
+class Doubled(Behind):
     """The same Envoy listens on a second port too, where it asks no router."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, directory: Path) -> None:
         super().__init__(directory, REPLICAS, {"serve": {"chunks_per_s": 1e6}})
-        self.name = name
         self.ports = {**self.ports, "alone": free_port()}
 
     def _bootstrap(self) -> Bootstrap:
-        bootstrap = super()._bootstrap() if self.name == "envoy" else bootstrap_of(self, self.name)
+        bootstrap = super()._bootstrap()
         (listener,) = bootstrap["static_resources"]["listeners"]
         alone = copy.deepcopy(listener)
         alone["name"] = "alone"
@@ -51,12 +50,16 @@ class Doubled(Stack):
         return bootstrap
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["envoy", IN_FULL_DUPLEX])
-async def stack(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Doubled]:
-    async with Doubled(request.param, tmp_path_factory.mktemp("doubled")) as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Doubled]:
+    async with Doubled(tmp_path_factory.mktemp("doubled")) as running:
         yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session", params=["envoy", IN_FULL_DUPLEX])
+async def stack(request: pytest.FixtureRequest, running: Doubled) -> Doubled:
+    await running.behind(request.param)
+    return running
 
 
 @pytest_asyncio.fixture(loop_scope="session", autouse=True)
