@@ -347,8 +347,8 @@ class RequestSettings(Section):
     bytes_per_token: float = Field(default=4.0, ge=0.5, le=32)
     """Ratio to start from; learned per model from the usage that replicas report."""
     tokenizers: dict[str, Path] = Field(default_factory=dict)
-    """Model name → ``tokenizer.json``: count the tokens instead of estimating them. Or the folder
-    in which it stands with the model's chat template: know every token, as vLLM does."""
+    """Model name → folder with its ``tokenizer.json`` and chat template: know every token of a
+    prompt, as vLLM does, instead of estimating how many there are."""
     image_tokens: int = Field(default=576, ge=0)
     """Tokens one image is taken for, to start from; learned per model like the ratio."""
     tenant_header: _HeaderName | None = None

@@ -172,7 +172,7 @@ def _measure(reading: Reading, limit: int | None, model: str, counter: TokenCoun
         return _Size(tokens, 0, share, 0, 0)
     if images:
         return _Size(tokens, 0, share, images, images * counter.image_tokens(model))
-    if counter.is_exact(model) or not of_text:
+    if not of_text:
         return _Size(tokens, 0, share, 0, 0)
     # Template and token ids enter at the model's ratio: the share they have of the tokens is the
     # share they have of the bytes, so the ratio learned from both is that of the text.

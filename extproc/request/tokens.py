@@ -1,4 +1,4 @@
-"""How many tokens a text is: by a ratio learned per model, or by the model's own tokenizer."""
+"""How many tokens a prompt is: by a ratio learned per model, or by its tokenizer and template."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Protocol
 from extproc.request.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
     from extproc.request.exact import ExactPrompt, ExactPrompts
 
 PLAUSIBLE = (0.5, 32.0)  # bytes per token that a report must lie between to be learned from
@@ -28,11 +26,8 @@ _MOST_IMAGE_TOKENS = 16_384  # of one image: Qwen2-VL makes no more; what is abo
 
 _MAX_MODELS = 1_000  # models remembered; the one not reported on for the longest is dropped
 
-_MAX_CHARACTERS = 16_384  # characters given to a tokenizer; longer prompts are extrapolated
-
 _MAX_TEXTS = 1_024
-"""Texts given to a tokenizer, for each call has its cost; more are extrapolated. Both bounds
-together keep a tokenizer busy for some 10 ms at most, as a template with as many pieces."""
+"""Messages, texts and media of a prompt whose token ids are made."""
 
 
 class TokenSettings(Protocol):
@@ -48,7 +43,7 @@ class TokenSettings(Protocol):
 
     @property
     def tokenizers(self) -> Mapping[str, Path]:
-        """Files or folders, by model."""
+        """Folders with tokenizer and chat template, by model."""
 
 
 class TokenizerError(ValueError):
@@ -82,23 +77,11 @@ class TokenCounter:
     def __init__(self, settings: TokenSettings) -> None:
         self._bytes = _Ratio(settings.bytes_per_token, _PRIOR_TOKENS, _MEMORY_TOKENS)
         self._images = _Ratio(settings.image_tokens, _PRIOR_IMAGES, _MEMORY_IMAGES)
-        self._tokenizers: dict[str, Tokenizer] = {}
-        self._exact: dict[str, ExactPrompts] = {}
-        for model, path in settings.tokenizers.items():
-            file = path / "tokenizer.json" if path.is_dir() else path
-            self._tokenizers[model] = _load(model, file)
-            if path.is_dir():
-                self._exact[model] = _load_exact(model, path, self._tokenizers[model])
+        self._exact = {model: _load(model, path) for model, path in settings.tokenizers.items()}
 
     def count(self, model: str, texts: Sequence[str]) -> int:
         """Tokens of the texts together, without special tokens."""
-        if tokenizer := self._tokenizers.get(model):
-            return _tokenize(tokenizer, texts)
         return round(sum(map(_utf8_length, texts)) / self.bytes_per_token(model))
-
-    def is_exact(self, model: str) -> bool:
-        """Whether the model's own tokenizer does the counting."""
-        return model in self._tokenizers
 
     def exact(
         self, endpoint: Endpoint, fields: Mapping[str, object], model: str, size: int
@@ -144,53 +127,36 @@ def _utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode(errors="replace"))
 
 
-def _tokenize(tokenizer: "Tokenizer", texts: Sequence[str]) -> int:
-    """Count the first texts, up to both bounds, and take the rest to be alike."""
-    texts = [text for text in texts if text]
-    tokens = characters = 0
-    for text in texts[:_MAX_TEXTS]:
-        head = text[: _MAX_CHARACTERS - characters]
-        if not head:
-            break
-        tokens += len(tokenizer.encode(head, add_special_tokens=False))
-        characters += len(head)
-    return round(tokens * sum(map(len, texts)) / characters) if texts else 0
-
-
-def _load(model: str, path: Path) -> "Tokenizer":
+def _load(model: str, folder: Path) -> "ExactPrompts":
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise _missing(model, "tokenizers") from None
-    if not path.is_file():
-        raise TokenizerError(
-            f"the tokenizer configured for model {model!r} does not exist: {path}; "
-            "give the path of the model's tokenizer.json"
-        )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises nothing narrower
-        raise TokenizerError(
-            f"the tokenizer configured for model {model!r} cannot be read: {path}: {error}; "
-            "give the path of the model's tokenizer.json"
-        ) from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def _load_exact(model: str, folder: Path, tokenizer: "Tokenizer") -> "ExactPrompts":
     try:
         from extproc.request.exact import ExactPrompts
         from extproc.request.template import ChatTemplate
     except ImportError:
         raise _missing(model, "jinja2") from None
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise TokenizerError(
+            f"the tokenizer configured for model {model!r} does not exist: {file}; "
+            "give the folder with the model's tokenizer.json and chat template"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises nothing narrower
+        raise TokenizerError(
+            f"the tokenizer configured for model {model!r} cannot be read: {file}: {error}"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     try:
         return ExactPrompts(tokenizer, ChatTemplate.of_folder(folder))
     except (OSError, ValueError) as error:
         raise TokenizerError(
             f"the folder configured for model {model!r} has no chat template that can be read: "
-            f"{folder}: {error}; name its tokenizer.json to count tokens without one"
+            f"{folder}: {error}; leave the model out of request.tokenizers to estimate its tokens"
         ) from None
 
 
