@@ -14,7 +14,7 @@ _LAST = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Add the options of the command."""
     parser.usage = "%(prog)s [OPTION]... [REQUEST_ID]"
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the decisions."""
+    """Print the decisions."""
     config = configured(args)
     router = args.router or config.serve.admin
     try:

@@ -1,6 +1,6 @@
-"""What whoever looks at the page should know first, in words.
+"""The dashboard's warnings, in words.
 
-The words stay the same for as long as what they tell does: a screen reader reads new ones aloud.
+A warning keeps its words for as long as its cause lasts: a screen reader reads new ones aloud.
 """
 
 from collections import defaultdict
@@ -15,13 +15,13 @@ from extproc.replica_state import SILENT_AFTER_S
 _MOST_REASONS, _MOST_NAMES = 5, 3
 _DRIFT = 1.5  # decode time ÷ predicted, against that of the other replicas
 _ENOUGH_TOKENS, _FOUND = 5_000.0, 0.5
-"""Expected in a prefix cache before it is judged, and the share of them that it should have."""
+"""Tokens expected in a prefix cache before it is judged, and the share it should find of them."""
 _LATELY_S = 60.0
 _NEARLY = 0.9  # of a limit
 
 
 def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
-    """What concerns the router as a whole."""
+    """Warn of limits of the router as a whole."""
     serve = pools[0].config.serve
     streams = sum(pool.fleet.in_flight + len(pool.queue) for pool in pools)
     if streams >= _NEARLY * serve.max_streams:
@@ -40,8 +40,7 @@ def router_warnings(pools: Sequence[ObservedPool]) -> Iterator[str]:
 def pool_warnings(
     pool: ObservedPool, view: FleetView, ended: Sequence[PredictionResult]
 ) -> Iterator[str]:
-    """What concerns one pool, of which ``view`` has all replicas and ``ended`` the last
-    requests."""
+    """Warn of one pool; ``view`` holds all its replicas, ``ended`` its last requests."""
     yield from _news(pool)
     yield from _left_out(pool, view)
     yield from _drifts(view)
@@ -64,7 +63,7 @@ def _news(pool: ObservedPool) -> Iterator[str]:
 
 
 def _left_out(pool: ObservedPool, view: FleetView) -> Iterator[str]:
-    """Replicas that get no requests, and that nobody asked to drain."""
+    """Warn of replicas that get no requests, unless they drain."""
     reasons = defaultdict[str, list[str]](list)
     for one in view.excluded:
         state = pool.fleet.members.get(one.id)
@@ -80,7 +79,7 @@ def _left_out(pool: ObservedPool, view: FleetView) -> Iterator[str]:
 
 
 def _drifts(view: FleetView) -> Iterator[str]:
-    """Replicas whose times are no longer as predicted, unlike those of the others."""
+    """Warn of replicas whose times differ from the prediction unlike those of the others."""
     if not len(view):
         return
     low, high = (np.quantile(view.stretch, 0.5, method=which) for which in ("lower", "higher"))
@@ -96,7 +95,7 @@ def _drifts(view: FleetView) -> Iterator[str]:
 
 
 def _cold(view: FleetView, ended: Sequence[PredictionResult]) -> Iterator[str]:
-    """Replicas that do not find in their prefix cache what was sent there before."""
+    """Warn of replicas that do not find in their prefix cache what was sent there before."""
     sums = defaultdict[str, list[float]](lambda: [0.0, 0.0])
     for one in ended:
         if one.cached is not None:
