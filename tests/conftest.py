@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from xdist.scheduler import LoadFileScheduling
 
 from extproc.lab.harness.processes import Process, free_port, start_redis
-from extproc.share import connection, read
+from extproc.share import connection, reader
 from extproc.share.connection import connect
 from tests.waiting import PATIENCE_S
 
@@ -144,7 +144,7 @@ class RedisServer:
 
 def wait_for_redis(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """How long this process waits for an answer of Redis before it is lost."""
-    for module in (connection, read):
+    for module in (connection, reader):
         monkeypatch.setattr(module, "TIMEOUT_S", seconds)
     monkeypatch.setitem(connection._ONCE, "socket_connect_timeout", seconds)
 

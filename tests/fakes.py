@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
 from extproc.predict.lengths import OutputLengths
+from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
 from extproc.request.profile import RequestProfile
@@ -50,18 +52,18 @@ def state(
     clock: ManualClock,
     **figures: float | str | bool | tuple[object, ...] | dict[str, float],
 ) -> ReplicaState:
-    return ReplicaState.model_validate(
-        {
-            "id": replica(number),
-            "name": f"r{number}",
-            "profile": profile,
-            "models": (MODEL,),
-            "listed": bool(figures.get("models", True)),
-            "max_model_len": 65_536,
-            "scraped_at": clock() + next(_POLLS) * 1e-9,  # each is a poll of its own
-        }
-        | figures
-    )
+    fields: dict[str, Any] = {
+        "id": replica(number),
+        "name": f"r{number}",
+        "profile": profile,
+        "models": (MODEL,),
+        "listed": bool(figures.get("models", True)),
+        "max_model_len": 65_536,
+        "scraped_at": clock() + next(_POLLS) * 1e-9,  # each is a poll of its own
+    } | figures
+    if isinstance(learned := fields.get("learned"), dict):
+        fields["learned"] = StepModel(**learned)
+    return ReplicaState(**fields)
 
 
 def chat(prompt: int, bound: int | None = None, sequences: int = 1) -> RequestProfile:

@@ -4,10 +4,11 @@ import argparse
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from random import Random
 from typing import Any
 
+from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
@@ -89,7 +90,9 @@ async def _do(args: argparse.Namespace, pool: "Pool") -> str:
     replicas = await pool.replicas()
     if args.action == "list":
         if args.json:
-            return json.dumps([as_json(replica, wall()) for replica in replicas], indent=2)
+            return json.dumps(
+                [as_json(replica, wall()) for replica in replicas], indent=2, default=asdict
+            )
         if not replicas:
             return f"nothing is known of a replica in the pool {pool.name!r}: does a poller run?"
         return as_table(replicas, wall())
@@ -230,7 +233,7 @@ def as_table(replicas: Sequence[Replica], now: float) -> str:
 
 def as_json(replica: Replica, now: float) -> dict[str, Any]:
     """Returns everything that is known of one replica."""
-    seen = replica.state.model_dump() if replica.state else {"name": replica.name}
+    seen = structs.asdict(replica.state) if replica.state else {"name": replica.name}
     more = {"id": replica.id, "state": _condition(replica), "drained": replica.drained}
     return more | {"age_s": _age(replica, now)} | seen
 

@@ -21,8 +21,8 @@ from extproc.poll.discovery import RESOLVE_S, Discovery, read_replicas
 from extproc.poll.metrics_text import EngineFigures
 from extproc.poll.scrape import ScrapeError, open_session, read_models, scrape
 from extproc.replica_state import SILENT_AFTER_S
-from extproc.share.connection import address, connect, in_time
-from extproc.share.keys import Keys
+from extproc.share.connection import Keys, address, connect, in_time
+from extproc.share.envelope import sealed_list
 from extproc.share.leases import living
 from extproc.share.replicas import Snapshot, StateReader
 
@@ -189,7 +189,7 @@ async def _rights(redis: Redis, keys: Keys) -> None:
     """Writes and tells, in ways that change nothing."""
     async with in_time():
         await redis.eval(_WRITES, 1, keys.slot)
-        await redis.publish(keys.changes, "{}")
+        await redis.publish(keys.changes, sealed_list())
     async with redis.pubsub() as pubsub, in_time():
         await pubsub.subscribe(keys.changes)
         await pubsub.get_message(timeout=None)

@@ -24,7 +24,6 @@ WHOLE_EVERY_S = 0.5
 """Seconds between two whole digests: what was lost is repaired, and a router without requests is
 known to be alive."""
 
-_VERSION = 4
 _FLOAT = np.dtype("<f4")
 
 
@@ -36,7 +35,7 @@ class Kind(IntEnum):
     FAREWELL = 2  # the router stops, and has nothing anywhere
 
 
-class Digest(msgspec.Struct, eq=False, array_like=True, tag=_VERSION):
+class Digest(msgspec.Struct, eq=False, array_like=True):
     """What one router has in flight on replicas, at one moment.
 
     The last one wins, replica by replica, and one that was lost is repaired by the next whole one.
@@ -56,6 +55,8 @@ class Digest(msgspec.Struct, eq=False, array_like=True, tag=_VERSION):
         self.sequences = self.sequences.reshape(PER_SEQUENCE, sum(self.bars))
         if len(self.bars) != len(self.replicas):
             raise ValueError("parts that do not fit together")
+        if not isfinite(self.sent_at):
+            raise ValueError("a digest with figures that are none")
 
     @property
     def on(self) -> Indices:
@@ -73,30 +74,26 @@ NOTHING = np.zeros((FIGURES, 0)), b"", np.zeros((PER_SEQUENCE, 0))
 
 
 def decode(data: bytes) -> Digest:
-    """What :meth:`Digest.encode` made.
+    """Returns what :meth:`Digest.encode` encoded.
 
     Raises:
-        ValueError: it is none, or of a version that this one does not know.
+        ValueError: it is no digest.
     """
-    try:
-        digest = _DECODER.decode(data)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"not a digest of a version that is known: {error}") from None
-    if not isfinite(digest.sent_at):
-        raise ValueError("a digest with figures that are none")
-    return digest
+    return _DECODER.decode(data)
 
 
-def _packed(figures: Floats) -> bytes:
+def pack(figures: Floats) -> bytes:
+    """Encodes an array of a digest, for msgspec."""
     return figures.astype(_FLOAT).tobytes()
 
 
-def _unpacked(_: type, data: bytes) -> Floats:
+def unpack(_: type, data: bytes) -> Floats:
+    """Decodes an array of a digest, for msgspec."""
     figures = np.frombuffer(data, _FLOAT).astype(np.float64)
     if not ((figures >= 0.0) & (figures < np.inf)).all():
         raise ValueError("figures that are none")
     return figures
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_packed)
-_DECODER = msgspec.msgpack.Decoder(Digest, dec_hook=_unpacked)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=pack)
+_DECODER = msgspec.msgpack.Decoder(Digest, dec_hook=unpack)

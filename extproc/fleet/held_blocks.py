@@ -1,13 +1,13 @@
 """Which KV blocks replicas hold, by their own word: what polls brought of vLLM's KV events."""
 
 import logging
-import struct
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf, nan
 
 import numpy as np
+from msgspec import Struct
 
 from extproc.fleet.prefixes import KeyHolders
 from extproc.ground.clock import Clock
@@ -15,20 +15,15 @@ from extproc.predict.inputs import Floats
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import Keys, Prefix, seed_of, token_keys
 
-_HEADER = struct.Struct("<BxxxIQQII")
-"""Version, tokens in a block, number of the one before, its own, keys stored, keys removed."""
-_VERSION = 1
 _KEY = np.dtype("<u8")
 NUMBERS = 2**32  # that a poller has for one replica, beginning with a multiple of it
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockNews:
+class BlockNews(Struct, frozen=True, eq=False, array_like=True):
     """Keys of blocks, as :func:`~extproc.request.prefix.token_keys` makes them."""
 
-    number: int
-    """Of this news. No other poller gives the same ones."""
-    previous: int  # number of the news that it continues; 0: it says all that there is
+    number: int  # its own; no other poller gives the same ones
+    previous: int  # of the news that it continues; 0: it says all that there is
     block_size: int  # tokens in a block; 0 where none was stored yet
     stored: Keys
     removed: Keys
@@ -37,38 +32,20 @@ class BlockNews:
     def whole(self) -> bool:
         return not self.previous
 
-    def encode(self) -> bytes:
-        """32 bytes, and 8 a key."""
-        sizes = len(self.stored), len(self.removed)
-        header = _HEADER.pack(_VERSION, self.block_size, self.previous, self.number, *sizes)
-        keys = (keys.astype(_KEY).tobytes() for keys in (self.stored, self.removed))
-        return b"".join([header, *keys])
-
 
 def is_up_to(heard: int, number: int) -> bool:
-    """Whether who heard news with the one number heard those with the other, too."""
+    """Tells whether who heard news with the one number heard those with the other, too."""
     return heard // NUMBERS == number // NUMBERS and heard >= number
 
 
-def decode(data: bytes) -> Iterator[BlockNews]:
-    """One news after another, each as :meth:`BlockNews.encode` made it.
+def pack(keys: Keys) -> bytes:
+    """Encodes keys, for msgspec."""
+    return keys.astype(_KEY, copy=False).tobytes()
 
-    Raises:
-        ValueError: they are none, or of a version that this one does not know.
-    """
-    at = 0
-    while at < len(data):
-        try:
-            header = _HEADER.unpack_from(data, at)
-        except struct.error:
-            raise ValueError("news of blocks that are cut short") from None
-        version, block_size, previous, number, stored, removed = header
-        first = at + _HEADER.size
-        at = first + (stored + removed) * _KEY.itemsize
-        if version != _VERSION or at > len(data):
-            raise ValueError("no news of blocks, or of a version that is not known")
-        keys = np.frombuffer(data, _KEY, stored + removed, first)
-        yield BlockNews(number, previous, block_size, keys[:stored], keys[stored:])
+
+def unpack(_: type, data: bytes) -> Keys:
+    """Decodes keys, for msgspec."""
+    return np.frombuffer(data, _KEY)
 
 
 log = logging.getLogger(__name__)

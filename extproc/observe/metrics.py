@@ -172,7 +172,17 @@ class RouterMetrics:
             "Round trip to Redis of a digest: half a second apart at the most, 20 ms at the least.",
             (2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
         )
+        self._skipped = counts(
+            "extproc_redis_skipped_total",
+            "What the router could not read in Redis, by reason: garbage, or what a later version "
+            "writes: messages (unknown_tag) and fields (unknown_field).",
+            ["reason"],
+        )
         self.open_streams = gauge("extproc_open_streams", "ext_proc streams open now.")
+
+    def skipped(self, reason: str, number: int) -> None:
+        """Counts what could not be read in Redis."""
+        self._skipped.add(reason, by=number)
 
     def tell_left_out(self, reasons: Iterable[tuple[str, str]]) -> None:
         self.left_out.clear()

@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from threading import Lock
 
+from msgspec import structs
 from msgspec.json import Encoder
 
 from extproc.config import Config
@@ -36,7 +37,6 @@ from extproc.observe.record import (
     upper,
 )
 from extproc.predict.inputs import FleetView
-from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.request.prefix import seed_of
 from extproc.request.profile import RequestProfile
@@ -61,6 +61,10 @@ _NOT_WRITTEN = (
     "write to"
 )
 _LEFT_OUT = {"output_lengths", "scrape_seconds", "life_s", "kv_news"}
+_USUAL = {
+    one.name: one.default for one in structs.fields(ReplicaState) if one.name not in _LEFT_OUT
+}
+"""Fields of a state that a record has, each with the value that is left out."""
 
 
 class Recorder:
@@ -244,12 +248,13 @@ class Recorder:
 
 
 def _line_of(now: float, state: ReplicaState, view: FleetView, place: int) -> Replica:
-    step = StepModel(**{name: getattr(view, name).item(place) for name in COSTS})
-    known = state.model_copy(update={"learned": step})
+    costs = {name: getattr(view, name).item(place) for name in COSTS}
+    learned = {name: cost for name, cost in costs.items() if cost or name != "frontend"}
+    known = structs.asdict(state) | {"learned": learned}
     return Replica(
         at=now,
         id=state.id,
-        state=known.model_dump(mode="json", exclude_defaults=True, exclude=_LEFT_OUT),
+        state={name: known[name] for name, usual in _USUAL.items() if known[name] != usual},
         token_budget=view.token_budget.item(place),
         max_num_seqs=view.max_num_seqs.item(place),
         tokens_per_step=view.tokens_per_step.item(place),

@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
+from msgspec import structs
 from pydantic import ValidationError
 
 from extproc.config import Config, KubernetesService, ReplicaSource
@@ -42,9 +43,9 @@ class Target:
         """Returns the state with what discovery knows: not ready, draining."""
         if not self.ready and state.healthy:
             update = {"healthy": False, "problem": "not ready, by its EndpointSlice"}
-            state = state.model_copy(update=update)
+            state = structs.replace(state, **update)
         if self.draining != state.draining:
-            state = state.model_copy(update={"draining": self.draining})
+            state = structs.replace(state, draining=self.draining)
         return state
 
     @property

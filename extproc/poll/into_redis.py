@@ -26,6 +26,7 @@ from extproc.replica_state import TTL_S, ReplicaState
 from extproc.share.blocks import BlockWriter
 from extproc.share.connection import connect, outage, reconnecting
 from extproc.share.drains import DrainStore
+from extproc.share.envelope import Skips
 from extproc.share.leases import Held, Leases
 from extproc.share.replicas import StateReader, StateWriter
 
@@ -113,7 +114,7 @@ async def _poll(config: Config, metrics: PollMetrics, health: Health) -> None:
     random = Random()
     name = f"{socket.gethostname()}:{os.getpid()}:{random.getrandbits(32):08x}"
     async with connect(config.redis, config.pool) as redis:
-        into = IntoRedis(redis, config, name, random)
+        into = IntoRedis(redis, config, name, random, Skips(metrics.skipped))
         poller = Poller(config, into, metrics, random)
         health.watch(config.pool, into.leases, into.outage, poller.unlisted)
         await into.look()
@@ -129,15 +130,17 @@ class IntoRedis(Destination):
     lost lease. An empty ``name`` writes without leases; else the name is unlike any other poller's.
     """
 
-    def __init__(self, redis: Redis, config: Config, name: str, random: Random) -> None:
+    def __init__(
+        self, redis: Redis, config: Config, name: str, random: Random, skips: Skips | None = None
+    ) -> None:
         super().__init__()
         pool = config.pool
         self.outage = outage(redis)
         self.leases = Leases(redis, pool, name, self.outage, monotonic)
-        self._reader = StateReader(redis, pool, random)
+        self._reader = StateReader(redis, pool, random, skips)
         self._writer = StateWriter(redis, pool, TTL_S, name)
         self._block_writer = BlockWriter(redis, pool, name)
-        self._drain_store = DrainStore(redis, pool)
+        self._drain_store = DrainStore(redis, pool, skips)
         self._random = random
         self._current: dict[str, ReplicaState] = {}
         self._changed: set[str] = set()  # replicas whose current state is not written yet

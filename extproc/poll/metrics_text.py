@@ -70,8 +70,8 @@ class EngineFigures:
     adapters_in_use: tuple[str, ...] = ()
 
     def fields(self) -> dict[str, Any]:
-        """Fields by name, not copied: ``dataclasses.asdict`` takes 100 µs."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Fields of a ``ReplicaState``, not copied: ``dataclasses.asdict`` takes 100 µs."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "finished"}
 
     def counts(self, at: float) -> EngineCounts:
         """Returns the figures, read at that time, that step times are learned from.

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import aiohttp
+from msgspec import structs
 
 from extproc.config import POLL_JITTER, PollSettings
 from extproc.ground.clock import Clock
@@ -70,7 +71,7 @@ class PolledReplica:
         self._backoff = Backoff(settings.interval_s, BACKOFF_MOST_S, random)
         self._doubt: asyncio.Task[None] | None = None  # None: the replica owes no figures
         self._kv_stream = kv_stream
-        self._identity = {
+        self._identity: dict[str, Any] = {
             "id": target.id,
             "name": target.name,
             "profile": target.profile,
@@ -78,7 +79,7 @@ class PolledReplica:
             "life_s": TTL_S,
         }
         # What was published last, at first by whichever poller had the replica before.
-        self.state = None if known is None else known.model_copy(update=self._identity)
+        self.state = None if known is None else structs.replace(known, **self._identity)
         self._figures: EngineFigures | None = None
         self._health_asked_at = -inf
         self._typical = typical
@@ -192,7 +193,7 @@ class PolledReplica:
         if not isinstance(error, SilentError):
             self._clear_doubt()
             update["unanswered_s"] = 0.0
-        self._publish(last.model_copy(update=update))
+        self._publish(structs.replace(last, **update))
 
     async def _count_silence(self, due_s: float) -> None:
         """Publishes the seconds for which the replica has answered nothing at all, from ``due_s``
@@ -251,7 +252,7 @@ class PolledReplica:
 
     def _update(self, **values: Any) -> None:
         if self.state is not None:
-            self._publish(self.state.model_copy(update=values))
+            self._publish(structs.replace(self.state, **values))
 
     def _kv_news(self, figures: EngineFigures) -> int | None:
         """Number of the last update; several engines have none: a request may go to any."""

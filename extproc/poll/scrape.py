@@ -44,6 +44,13 @@ class PollMetrics:
             buckets=_BUCKETS_S,
             registry=registry,
         )
+        self._skipped = Counter(
+            "extproc_poll_redis_skipped",
+            "What the poller could not read in Redis, by reason: garbage, or what a later version "
+            "writes: messages (unknown_tag) and fields (unknown_field).",
+            ["reason"],
+            registry=registry,
+        )
         self.replicas = Gauge(
             "extproc_poll_replicas", "Replicas scraped.", ["pool"], registry=registry
         )
@@ -53,6 +60,10 @@ class PollMetrics:
             ["pool"],
             registry=registry,
         )
+
+    def skipped(self, reason: str, number: int) -> None:
+        """Counts what could not be read in Redis."""
+        self._skipped.labels(reason).inc(number)
 
 
 class ScrapeError(Exception):

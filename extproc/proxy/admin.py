@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 
 from aiohttp import web
-from msgspec import json
+from msgspec import json, structs
 
 from extproc.observe.admin import Check, decision_number
 from extproc.observe.dashboard.routes import dashboard_routes
@@ -56,7 +56,7 @@ def readiness(pools: Sequence[Services], stopping: asyncio.Event) -> Check:
 def _fleet(pools: Iterable[Services]) -> Iterator[bytes]:
     yield b'{"in_flight":%d,"replicas":' % sum(one.fleet.in_flight for one in pools)
     yield from _array(
-        dict(state)
+        structs.asdict(state)
         | {
             "in_flight": one.fleet.in_flight_on(state.id),
             "pool": one.config.pool,

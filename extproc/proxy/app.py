@@ -33,6 +33,7 @@ from extproc.replica_state import TTL_S
 from extproc.request.tokens import TokenCounter
 from extproc.route.queue import LET_GO_EVERY_S, Queue
 from extproc.share.connection import connect
+from extproc.share.envelope import Skips
 from extproc.share.replicas import Change, Put, Removed, Snapshot, StateReader
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> Non
     """What tells the fleets of replicas and other routers: Redis, or pollers in this process. And
     what writes down what comes of it."""
     if pools[0].config.state == "redis":
-        parts = [follow_state(one.config, one.fleet) for one in pools]
+        parts = [follow_state(one.config, one.fleet, Skips(one.metrics.skipped)) for one in pools]
         parts += [share(one.config, one.fleet, one.metrics) for one in pools]
     else:
         metrics = PollMetrics(registry)
@@ -143,14 +144,13 @@ async def _states(pools: Sequence[Services], registry: CollectorRegistry) -> Non
             tasks.create_task(part)
 
 
-async def follow_state(config: Config, fleet: Fleet) -> None:
+async def follow_state(config: Config, fleet: Fleet, skips: Skips | None = None) -> None:
     """Brings every change that pollers write into the fleet, for ever."""
-    async with (
-        connect(config.redis, config.pool) as redis,
-        aclosing(StateReader(redis, config.pool, Random()).changes()) as changes,
-    ):
-        async for change in changes:
-            await apply(change, fleet)
+    async with connect(config.redis, config.pool) as redis:
+        reader = StateReader(redis, config.pool, Random(), skips)
+        async with aclosing(reader.changes()) as changes:
+            async for change in changes:
+                await apply(change, fleet)
 
 
 async def apply(change: Change, fleet: Fleet) -> None:

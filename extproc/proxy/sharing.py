@@ -7,7 +7,6 @@ from random import Random
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from redis.utils import str_if_bytes
 
 from extproc.config import Config
 from extproc.fleet.announcements import MOST_HELD, MOST_KEPT, Holders
@@ -16,12 +15,11 @@ from extproc.fleet.fleet import Fleet
 from extproc.ground.clock import Clock, monotonic, wall
 from extproc.observe.metrics import RouterMetrics
 from extproc.share.blocks import BlockReader
-from extproc.share.connection import connect, reconnecting
+from extproc.share.connection import Keys, connect, reconnecting
 from extproc.share.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.share.keys import Keys
+from extproc.share.envelope import Kind, Skips
 from extproc.share.leases import living
-from extproc.share.read import Garbage
-from extproc.share.stream import Fields, StreamReader, StreamWriter
+from extproc.share.streams import OWNER, PROMPTS, B, Owner, Prompts, StreamReader, StreamWriter
 
 _HELD_AT_ONCE = 100
 _POLLERS_EVERY_S = 1.0
@@ -30,21 +28,26 @@ _ALONE_S = 0.25  # between two batches of prompts where only routers that start 
 
 async def share(config: Config, fleet: Fleet, metrics: RouterMetrics) -> None:
     """Tells and hears, for ever; says farewell when it is cancelled."""
-    async with connect(config.redis, config.pool) as redis, asyncio.TaskGroup() as tasks:
-        tasks.create_task(tell(DigestWriter(redis, config.pool), fleet, metrics))
-        tasks.create_task(hear(DigestReader(redis, config.pool, Random()), fleet, metrics))
-        keys = Keys(config.pool)
-        kinds = [(fleet.responses, keys.responses)]
+    pool, skips, random = config.pool, Skips(metrics.skipped), Random()
+    async with connect(config.redis, pool) as redis, asyncio.TaskGroup() as tasks:
+        keys = Keys(pool)
+
+        def stream(key: str, kind: Kind[B]) -> StreamReader[B]:
+            return StreamReader(redis, key, kind, random, skips)
+
+        tasks.create_task(tell(DigestWriter(redis, pool), fleet, metrics))
+        tasks.create_task(hear(DigestReader(redis, pool, random, skips), fleet, metrics))
+        owned = [(fleet.responses, keys.responses)]
         if config.route.keeps_sessions:
-            kinds.append((fleet.sessions, keys.sessions))
-        for holders, key in kinds:
-            tasks.create_task(tell_holders(StreamWriter(redis, key, MOST_HELD), holders))
-            tasks.create_task(hear_holders(StreamReader(redis, key, Random()), holders))
-        blocks = BlockReader(redis, config.pool, Random(), monotonic)
-        tasks.create_task(hear_blocks(blocks, fleet))
-        tasks.create_task(hear_pollers(redis, config.pool, fleet))
-        tasks.create_task(tell_prompts(StreamWriter(redis, keys.prompts, MOST_KEPT), fleet))
-        tasks.create_task(hear_prompts(StreamReader(redis, keys.prompts, Random()), fleet))
+            owned.append((fleet.sessions, keys.sessions))
+        for holders, key in owned:
+            tasks.create_task(tell_holders(StreamWriter(redis, key, OWNER, MOST_HELD), holders))
+            tasks.create_task(hear_holders(stream(key, OWNER), holders))
+        tasks.create_task(hear_blocks(BlockReader(redis, pool, random, monotonic, skips), fleet))
+        tasks.create_task(hear_pollers(redis, pool, fleet))
+        prompts = StreamWriter(redis, keys.prompts, PROMPTS, MOST_KEPT)
+        tasks.create_task(tell_prompts(prompts, fleet))
+        tasks.create_task(hear_prompts(stream(keys.prompts, PROMPTS), fleet, skips))
 
 
 async def tell(
@@ -72,40 +75,39 @@ async def tell(
 
 async def hear(reader: DigestReader, fleet: Fleet, metrics: RouterMetrics) -> None:
     """Brings every router's digests into the fleet, for ever."""
-    async with aclosing(reader.news()) as news:
-        async for one in news:
-            take(one, fleet, metrics)
+    async with aclosing(reader.changes()) as changes:
+        async for change in changes:
+            take(change, fleet, metrics)
 
 
-async def tell_holders(writer: StreamWriter, holders: Holders) -> None:
+async def tell_holders(writer: StreamWriter[Owner], holders: Holders) -> None:
     """Tells who holds what, as this router saw it, for ever; while Redis is away that waits."""
     while True:
         held = await holders.untold(_HELD_AT_ONCE)
-        await _deliver(writer, [{thing: replica} for thing, replica in held])
+        await _deliver(writer, [Owner(thing, replica) for thing, replica in held])
 
 
-async def hear_holders(reader: StreamReader, holders: Holders) -> None:
+async def hear_holders(reader: StreamReader[Owner], holders: Holders) -> None:
     """Remembers who holds what, by every router's word, for ever."""
-    async with aclosing(reader.news()) as news:
-        async for told in news:
-            for thing, replica in told.items():
-                holders.keep(str_if_bytes(thing), str_if_bytes(replica))
+    async with aclosing(reader.changes()) as changes:
+        async for owner in changes:
+            holders.keep(owner.thing, owner.replica)
 
 
 async def hear_blocks(reader: BlockReader, fleet: Fleet) -> None:
     """Brings what replicas hold, by their own word, into the fleet, for ever."""
-    async with aclosing(reader.news()) as news:
-        async for replica, one in news:
-            if not fleet.blocks.hear(replica, one):
-                reader.forget(replica)
+    async with aclosing(reader.changes()) as changes:
+        async for change in changes:
+            if not fleet.blocks.hear(change.replica, change.news):
+                reader.forget(change.replica)
             await asyncio.sleep(0)
 
 
-async def tell_prompts(writer: StreamWriter, fleet: Fleet) -> None:
+async def tell_prompts(writer: StreamWriter[Prompts], fleet: Fleet) -> None:
     """Tells which prompts this router sent where, for ever; while Redis is away they wait."""
     while True:
         if prompts := fleet.sent.take():
-            await _deliver(writer, [{fleet.router: prompts}])
+            await _deliver(writer, [Prompts(fleet.router, prompts)])
         urgent = fleet.peers.expected or len(fleet.sent) > 0
         await asyncio.sleep(EVERY_S if urgent else _ALONE_S)
 
@@ -120,24 +122,22 @@ async def hear_pollers(redis: Redis, pool: str, fleet: Fleet) -> None:
         await asyncio.sleep(_POLLERS_EVERY_S)
 
 
-async def hear_prompts(reader: StreamReader, fleet: Fleet) -> None:
+async def hear_prompts(reader: StreamReader[Prompts], fleet: Fleet, skips: Skips) -> None:
     """Brings what other routers sent into the fleet, for ever.
 
-    There are some of the past, of replicas that have to be known by then.
+    Some of it is past, and about replicas that have to be known by then.
     """
     await fleet.known.wait()
-    garbage = Garbage()
-    async with aclosing(reader.news()) as news:
-        async for told in news:
-            for router, prompts in told.items():
-                try:
-                    fleet.hear_prompts(str_if_bytes(router), prompts)
-                except ValueError as error:
-                    garbage.skipped("prompts", error)
+    async with aclosing(reader.changes()) as changes:
+        async for told in changes:
+            try:
+                fleet.hear_prompts(told.router, told.prompts)
+            except ValueError as error:
+                skips.garbage(reader.key, error)
             await asyncio.sleep(0)  # many may be there; requests come first
 
 
-async def _deliver(writer: StreamWriter, entries: Sequence[Fields]) -> None:
+async def _deliver(writer: StreamWriter[B], entries: Sequence[B]) -> None:
     """Tries until Redis has taken them."""
     backoff = reconnecting(Random())
     while True:

@@ -4,40 +4,41 @@ Redis keeps, of each replica, all that it held at some time and the news since t
 """
 
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
+from msgspec import Struct
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
-from redis.utils import str_if_bytes
 
-from extproc.fleet.held_blocks import BlockNews, decode, is_up_to
+from extproc.fleet.held_blocks import BlockNews, is_up_to, pack, unpack
 from extproc.ground.clock import Clock
-from extproc.share.connection import in_time
-from extproc.share.keys import Keys
-from extproc.share.read import Follower, keys_after
+from extproc.share.connection import Keys, in_time
+from extproc.share.envelope import Kind, Skips
+from extproc.share.reader import ChannelReader, keys_after
 
 LIFE_S = 3600
 """Of a replica's blocks in Redis, from the last news on."""
 _READ_AGAIN_S = 1.0
 """Between two readings of the same blocks, whatever is missing."""
 
-# KEYS: a lease, blocks. ARGV: the poller that must hold the lease, life in s, channel, message,
-# news (empty: they are all that is held), all that is held (empty: it is not due). Returns whether
-# later news may be appended: they may not where there is nothing to append to, or Redis is full;
-# they are passed on all the same.
+# KEYS: a lease, blocks. ARGV: the poller that must hold the lease, life in s, channel, news (empty:
+# they are all that is held), all that is held (empty: it is not due). Returns whether later news
+# may be appended: they may not where there is nothing to append to, or Redis is full; they are
+# passed on all the same.
 _TELL = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 local kept
-if ARGV[6] ~= '' then
-  kept = redis.pcall('SET', KEYS[2], ARGV[6], 'EX', ARGV[2])
-elseif redis.call('EXISTS', KEYS[2]) == 1 then
-  kept = redis.pcall('APPEND', KEYS[2], ARGV[5])
-  redis.call('EXPIRE', KEYS[2], ARGV[2])
+if ARGV[5] ~= '' then
+  redis.call('DEL', KEYS[2])
+  kept = redis.pcall('RPUSH', KEYS[2], ARGV[5])
+else
+  kept = redis.pcall('RPUSHX', KEYS[2], ARGV[4])
 end
-redis.call('PUBLISH', ARGV[3], ARGV[4] .. (ARGV[5] ~= '' and ARGV[5] or ARGV[6]))
-return (not kept or (type(kept) == 'table' and kept.err)) and 0 or 1
+redis.call('EXPIRE', KEYS[2], ARGV[2])
+redis.call('PUBLISH', ARGV[3], ARGV[4] ~= '' and ARGV[4] or ARGV[5])
+return (kept == 0 or (type(kept) == 'table' and kept.err)) and 0 or 1
 """
 
 # KEYS: a lease, what is known of a stream. ARGV: the poller that must hold the lease, life in s,
@@ -50,12 +51,14 @@ Told = tuple[BlockNews, BlockNews | None]
 """What is new, and all that is held where that is due."""
 
 
-class NewsOfReplica(NamedTuple):
+class NewsOfReplica(Struct, array_like=True, frozen=True):
     """News of one replica."""
 
-    replica: str
-    """``ip:port``."""
+    replica: str  # ip:port
     news: BlockNews
+
+
+BLOCKS = Kind("blocks", NewsOfReplica, pack, unpack)
 
 
 class BlockWriter:
@@ -80,9 +83,9 @@ class BlockWriter:
                     _TELL,
                     2,
                     *(self._keys.lease + replica, self._keys.blocks + replica),
-                    *(self._poller, LIFE_S, self._keys.blocks_channel, f"{replica}\n"),
-                    b"" if new is held else new.encode(),
-                    held.encode() if held else b"",
+                    *(self._poller, LIFE_S, self._keys.blocks_channel),
+                    b"" if new is held else BLOCKS.seal(NewsOfReplica(replica, new)),
+                    BLOCKS.seal(NewsOfReplica(replica, held)) if held else b"",
                 )
             kept = await pipe.execute()
         return {replica for replica, is_kept in zip(news, kept, strict=True) if not is_kept}
@@ -100,26 +103,20 @@ class BlockWriter:
         return data or b""
 
 
-class BlockReader(Follower[NewsOfReplica]):
-    """Hears of blocks."""
+class BlockReader(ChannelReader[NewsOfReplica]):
+    """Hears of blocks; of each replica, each news follows the one before, or is whole."""
 
-    def __init__(self, redis: Redis, pool: str, random: Random, clock: Clock) -> None:
-        super().__init__(redis, pool, random)
+    def __init__(
+        self, redis: Redis, pool: str, random: Random, clock: Clock, skips: Skips | None = None
+    ) -> None:
+        super().__init__(redis, pool, random, skips)
+        self._channel = self._keys.blocks_channel
         self._clock = clock
-        self._numbers: dict[str, int] = {}
-        """Of the last news of each replica."""
+        self._numbers: dict[str, int] = {}  # of the last news of each replica
         self._read_at: dict[str, float] = {}
 
-    def news(self) -> AsyncGenerator[NewsOfReplica]:
-        """What Redis has of each replica, then all news, for ever; each follows the one before of
-        the same replica, or is whole.
-
-        While Redis is away it yields nothing.
-        """
-        return self._follow(self._keys.blocks_channel)
-
     def forget(self, replica: str) -> None:
-        """Its last news were of no use: have the next ones whole."""
+        """Has the next news whole: the last ones were of no use."""
         self._numbers.pop(replica, None)
 
     async def _found(self) -> AsyncIterator[NewsOfReplica]:
@@ -130,38 +127,36 @@ class BlockReader(Follower[NewsOfReplica]):
                 yield one
 
     async def _pushed(self, data: bytes) -> list[NewsOfReplica]:
-        """News that were pushed; where some before them were missed, all that Redis has."""
-        name, _, encoded = data.partition(b"\n")
-        replica = str_if_bytes(name)
-        news = self._following(replica, self._keys.blocks_channel, encoded)
-        if news is not None:
-            return news
-        since = self._clock() - self._read_at.get(replica, -math.inf)
-        return await self._read(replica) if since >= _READ_AGAIN_S else []
+        """Returns pushed news; all that Redis has where some before them were missed."""
+        if (told := self._skips.open(self._channel, data, BLOCKS)) is None:
+            return []
+        if (following := self._following([told])) is not None:
+            return following
+        since = self._clock() - self._read_at.get(told.replica, -math.inf)
+        return await self._read(told.replica) if since >= _READ_AGAIN_S else []
 
     async def _read(self, replica: str) -> list[NewsOfReplica]:
-        """All that Redis has of a replica."""
+        """Returns all that Redis has of a replica."""
         key = self._keys.blocks + replica
         self._read_at[replica] = self._clock()
         try:
             async with in_time():
-                data: Any = await self._redis.get(key)
-        except ResponseError:  # it is something else
+                found: Any = await self._redis.lrange(key, 0, -1)
+        except ResponseError as error:  # it is no list
+            self._skips.garbage(key, error)
             return []
-        return self._following(replica, key, data or b"") or []
+        opened = (self._skips.open(key, data, BLOCKS) for data in found)
+        return self._following([one for one in opened if one]) or []
 
-    def _following(self, replica: str, source: str, data: bytes) -> list[NewsOfReplica] | None:
-        """The news among these that were not heard yet; None where some before them are missing."""
+    def _following(self, told: Iterable[NewsOfReplica]) -> list[NewsOfReplica] | None:
+        """Returns those that were not heard yet; None where some before them are missing."""
         heard = []
-        try:
-            for news in decode(data):
-                known = self._numbers.get(replica)
-                if known is not None and is_up_to(known, news.number):
-                    continue
-                if not news.whole and news.previous != known:
-                    return None
-                self._numbers[replica] = news.number
-                heard.append(NewsOfReplica(replica, news))
-        except ValueError as error:
-            self._garbage.skipped(source, error)
+        for one in told:
+            known, news = self._numbers.get(one.replica), one.news
+            if known is not None and is_up_to(known, news.number):
+                continue
+            if not news.whole and news.previous != known:
+                return None
+            self._numbers[one.replica] = news.number
+            heard.append(one)
         return heard

@@ -16,7 +16,6 @@ from extproc.config import RedisSettings
 from extproc.ground.address import split_address
 from extproc.ground.outage_log import OutageLog
 from extproc.ground.runtime import Backoff
-from extproc.share.keys import Keys
 from extproc.share.location import (
     LocatedConnection,
     LocatedTlsConnection,
@@ -37,6 +36,32 @@ _ONCE = {
     "socket_connect_timeout": TIMEOUT_S,
     "retry": Retry(NoBackoff(), 0),
 }
+
+
+class Keys:
+    """Names of one pool's keys and channels in Redis.
+
+    The pool stands in braces: a Redis Cluster keeps all of a pool in one slot. A name that ends in
+    a colon goes on with a replica (``ip:port``) or a router. All but leases, pollers and KV streams
+    hold envelopes.
+    """
+
+    def __init__(self, pool: str) -> None:
+        tag = f"{{{pool}}}:"
+        self.slot = f"{tag}slot"  # never written: its hash slot is the pool's
+        self.replica = f"{tag}replica:"  # a state, which expires
+        self.changes = f"{tag}changes"  # channel of each change of a state, with the new value
+        self.drains = f"{tag}drains"  # hash of the replicas that commands drain
+        self.lease = f"{tag}lease:"  # the poller that scrapes a replica; expires unless renewed
+        self.pollers = f"{tag}pollers"  # sorted set of live pollers, by the ms until which each is
+        self.router = f"{tag}router:"  # a router's digest, which expires
+        self.digests = f"{tag}digests"  # channel of all digests
+        self.responses = f"{tag}responses"  # stream of the owners of stored responses
+        self.sessions = f"{tag}sessions"  # stream of the owners of sessions
+        self.prompts = f"{tag}prompts"  # stream of the prompts that routers sent
+        self.blocks = f"{tag}blocks:"  # list of a replica's KV blocks: all, and changes since then
+        self.blocks_channel = f"{tag}blocks"  # channel of changes of KV blocks
+        self.kv_stream = f"{tag}kv-stream:"  # where the next poller goes on with KV events
 
 
 def connect(redis: RedisSettings | str, pool: str) -> Redis:

@@ -1,18 +1,21 @@
 """Routers' digests in Redis: each writes its own, and hears of all."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
+from random import Random
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from extproc.fleet.digest import Digest, Kind, decode
-from extproc.share.connection import in_time
-from extproc.share.keys import Keys
-from extproc.share.read import Follower, keys_after
+from extproc.fleet import digest as fleet_digest
+from extproc.fleet.digest import Digest
+from extproc.share.connection import Keys, in_time
+from extproc.share.envelope import Kind, Skips
+from extproc.share.reader import ChannelReader, keys_after
 
 _LIFE_MS = 2000
 """Of a digest in Redis; a whole one comes every half second."""
+DIGEST = Kind("digest", Digest, fleet_digest.pack, fleet_digest.unpack)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +52,11 @@ class DigestWriter:
 
         A full Redis keeps none, and still pushes.
         """
-        data, key = digest.encode(), self._keys.router + digest.router
+        data, key = DIGEST.seal(digest), self._keys.router + digest.router
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
-            if digest.kind is Kind.WHOLE:
+            if digest.kind is fleet_digest.Kind.WHOLE:
                 pipe.set(key, data, px=_LIFE_MS)
-            elif digest.kind is Kind.FAREWELL:
+            elif digest.kind is fleet_digest.Kind.FAREWELL:
                 pipe.delete(key)
             pipe.publish(self._keys.digests, data)
             *_, pushed = await pipe.execute(raise_on_error=False)
@@ -61,21 +64,18 @@ class DigestWriter:
             raise pushed
 
 
-class DigestReader(Follower[News]):
-    """Hears of every router's digests."""
+class DigestReader(ChannelReader[News]):
+    """Hears of every router's digests; while Redis is away, each attempt yields ``CutOff``."""
 
-    def news(self) -> AsyncGenerator[News]:
-        """What is in Redis, then every digest as it is pushed, for ever.
-
-        While Redis is away it yields :class:`CutOff` after each attempt.
-        """
-        return self._follow(self._keys.digests)
+    def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
+        super().__init__(redis, pool, random, skips)
+        self._channel = self._keys.digests
 
     def _cut_off(self, error: Exception) -> Iterable[News]:
         return [CutOff()]
 
     async def _pushed(self, data: bytes) -> Iterable[News]:
-        digest = self._garbage.read(self._keys.digests, decode, data)
+        digest = self._skips.open(self._channel, data, DIGEST)
         return [Heard(digest)] if digest else ()
 
     async def _found(self) -> AsyncIterator[News]:
@@ -88,5 +88,5 @@ class DigestReader(Follower[News]):
         yield Connected()
         for key, data, left in zip(keys, answers[::2], answers[1::2], strict=True):
             told = isinstance(data, bytes) and isinstance(left, int)
-            if told and (digest := self._garbage.read(key, decode, data)):
+            if told and (digest := self._skips.open(key, data, DIGEST)):
                 yield Heard(digest, max(_LIFE_MS - left, 0) / 1000)

@@ -5,15 +5,15 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from msgspec import Struct
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 from redis.utils import str_if_bytes
 
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
-from extproc.share.connection import in_time
-from extproc.share.keys import Keys
-from extproc.share.read import Garbage
+from extproc.share.connection import Keys, in_time
+from extproc.share.envelope import Kind, Skips
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,15 @@ _EVERY_S = 0.25
 """Seconds between two looks of a poller: a command takes effect within that time."""
 _REMEMBERED_S = 3600.0
 """Seconds that a drain outlives its replica, and that an undrain is remembered."""
-_VALUES = {True: "drain", False: "serve"}
+
+
+class Drain(Struct, array_like=True, frozen=True):
+    """A command about a replica."""
+
+    drains: bool  # False: it took the drain back
+
+
+DRAIN = Kind("drain", Drain)
 
 
 class DrainStore:
@@ -32,7 +40,7 @@ class DrainStore:
     Each method raises RedisError where Redis did not do it; it may take ``connection.TIMEOUT_S``.
     """
 
-    def __init__(self, redis: Redis, pool: str) -> None:
+    def __init__(self, redis: Redis, pool: str, skips: Skips | None = None) -> None:
         self._redis = redis
         self.key = Keys(pool).drains
         self.refused = OutageLog(
@@ -43,7 +51,7 @@ class DrainStore:
             key=self.key,
             allow=f"~{self.key} +@read +@write",
         )
-        self._garbage = Garbage()
+        self._skips = skips or Skips()
 
     async def read(self) -> dict[str, bool]:
         """Returns all drains; skips those that cannot be read, with one line in the log."""
@@ -52,15 +60,15 @@ class DrainStore:
             pipe.expire(self.key, _LIFE_S)
             values, _ = await pipe.execute()
         named = {str_if_bytes(key): value for key, value in values.items()}
-        read = {key: self._garbage.read(key, _drains, value) for key, value in named.items()}
-        return {key: drains for key, drains in read.items() if drains is not None}
+        found = {key: self._skips.open(key, value, DRAIN) for key, value in named.items()}
+        return {key: one.drains for key, one in found.items() if one}
 
     async def write(self, drains: Mapping[str, bool], only_new: bool = False) -> None:
         """Writes drains; ``only_new``: those of replicas for which Redis has none."""
         async with in_time(), self._redis.pipeline(transaction=False) as pipe:
             put: Any = pipe.hsetnx if only_new else pipe.hset
             for replica, value in drains.items():
-                put(self.key, replica, _VALUES[value])
+                put(self.key, replica, DRAIN.seal(Drain(value)))
             pipe.expire(self.key, _LIFE_S)
             await pipe.execute()
 
@@ -68,13 +76,6 @@ class DrainStore:
         """Deletes the drains of these replicas."""
         async with in_time():
             await self._redis.hdel(self.key, *replicas)
-
-
-def _drains(value: bytes) -> bool:
-    for drains, text in _VALUES.items():
-        if value == text.encode():
-            return drains
-    raise ValueError("neither drain nor serve")
 
 
 class Drains:

@@ -10,8 +10,7 @@ from redis.utils import str_if_bytes
 
 from extproc.ground.clock import Clock
 from extproc.ground.outage_log import OutageLog
-from extproc.share.connection import in_time
-from extproc.share.keys import Keys
+from extproc.share.connection import Keys, in_time
 
 LIFE_S = 1.2
 """Seconds a lease lives without being renewed. With ``TEND_S`` and a scrape on top of it, the

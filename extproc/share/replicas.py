@@ -3,17 +3,17 @@
 A state is a value, not an event: the last one wins, and a lost one is repaired by the next.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from pydantic import BaseModel
+from msgspec import Struct
 from redis.asyncio import Redis
 
 from extproc.replica_state import ReplicaState
-from extproc.share.connection import in_time, outage
-from extproc.share.keys import Keys
-from extproc.share.read import Follower, keys_after
+from extproc.share.connection import Keys, in_time, outage
+from extproc.share.envelope import Kind, Skips, sealed_list
+from extproc.share.reader import ChannelReader, keys_after
 
 _IN_A_MESSAGE = 16
 """States at most. To receive a message of one costs every router as much as to read and to apply
@@ -31,15 +31,13 @@ class Snapshot:
     """Seconds that Redis has had each, by its id and by Redis's clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class Put:
+class Put(Struct, array_like=True, frozen=True):
     """A replica's new state."""
 
     state: ReplicaState
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(Struct, array_like=True, frozen=True):
     """A replica left the pool."""
 
     id: str
@@ -47,20 +45,8 @@ class Removed:
 
 Change = Snapshot | Put | Removed
 
-
-class _Message(BaseModel):
-    """What the channel carries: states, or the id of a replica that left; nothing for a kind of
-    message this version does not know."""
-
-    put: tuple[ReplicaState, ...] = ()
-    removed: str | None = None
-
-    def changes(self) -> Iterator[Change]:
-        """Each change it tells of."""
-        yield from map(Put, self.put)
-        if self.removed is not None:
-            yield Removed(self.removed)
-
+PUT = Kind("put", Put, pack=float)  # of numpy's numbers
+REMOVED = Kind("removed", Removed)
 
 # KEYS: of each state its lease and its own. ARGV: the poller that must hold the lease (empty:
 # nobody must), TTL in ms, channel, values. Whoever lost a lease has seen less than its new holder.
@@ -78,7 +64,8 @@ for i = 1, #KEYS / 2 do
 end
 for first = 1, #held, {_IN_A_MESSAGE} do
   local last = math.min(first + {_IN_A_MESSAGE} - 1, #held)
-  redis.call('PUBLISH', ARGV[3], '{{"put":[' .. table.concat(held, ',', first, last) .. ']}}')
+  local head = '\\220' .. string.char(0, last - first + 1)  -- sealed_list
+  redis.call('PUBLISH', ARGV[3], head .. table.concat(held, '', first, last))
 end
 return refused
 """
@@ -127,7 +114,7 @@ class StateWriter:
             return
         kinds = (self._keys.lease, self._keys.replica)
         keys = [kind + state.id for state in states for kind in kinds]
-        values = [state.model_dump_json() for state in states]
+        values = [PUT.seal(Put(state)) for state in states]
         options = (self._poller, self._ttl_ms, self._keys.changes)
         async with in_time():
             await self._redis.eval(_PUT, len(keys), *keys, *options, *values)
@@ -139,35 +126,32 @@ class StateWriter:
         of = self._keys
         kinds = (of.lease, of.replica, of.blocks, of.kv_stream)
         keys = [kind + replica for replica in replicas for kind in kinds]
-        messages = [_Message(removed=one).model_dump_json(exclude_none=True) for one in replicas]
+        messages = [sealed_list(REMOVED.seal(Removed(replica))) for replica in replicas]
         async with in_time():
             await self._redis.eval(_REMOVE, len(keys), *keys, self._poller, of.changes, *messages)
 
 
-class StateReader(Follower[Change]):
-    """Reads replica states, and how they change; logs that Redis is away."""
+class StateReader(ChannelReader[Change]):
+    """Reads replica states, and how they change; logs that Redis is away.
 
-    def __init__(self, redis: Redis, pool: str, random: Random) -> None:
-        super().__init__(redis, pool, random)
+    It begins with a snapshot, also after an outage. A state whose life has ended is not pushed: the
+    next snapshot lacks it.
+    """
+
+    def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
+        super().__init__(redis, pool, random, skips)
+        self._channel = self._keys.changes
         self._outage = outage(redis)
         self._scraped_at: dict[str, float] = {}
-        """When what the snapshot has of each replica was scraped, while older news may come."""
+        """When the states of the snapshot were scraped, while older ones may be pushed."""
 
     @property
     def lost(self) -> bool:
-        """Whether Redis is away, so that changes are not heard of."""
+        """Tells whether Redis is away, so that changes are not heard of."""
         return bool(self._outage.problem)
 
-    def changes(self) -> AsyncGenerator[Change]:
-        """A snapshot, then every change as it is pushed, for ever.
-
-        While Redis is away it yields nothing; then it begins with a snapshot again. A state whose
-        life has ended is not pushed: it is missing from the next snapshot.
-        """
-        return self._follow(self._keys.changes)
-
     async def read(self, replicas: Iterable[str] | None = None) -> Snapshot:
-        """The states of these replicas that are in Redis now; None: all.
+        """Returns the states of these replicas that are in Redis now; None: all.
 
         It reads page by page: to read a thousand at once keeps a router from its requests.
         """
@@ -182,11 +166,9 @@ class StateReader(Follower[Change]):
             async with in_time():
                 values, left = await self._redis.eval(_READ, len(page), *page)
             for key, value, left_ms in zip(page, values, left, strict=True):
-                if value is None:
-                    continue
-                if state := self._garbage.read(key, ReplicaState.model_validate_json, value):
-                    states.append(state)
-                    ages[state.id] = max(state.life_s - left_ms / 1000, 0.0)
+                if value is not None and (put := self._skips.open(key, value, PUT)):
+                    states.append(put.state)
+                    ages[put.state.id] = max(put.state.life_s - left_ms / 1000, 0.0)
         return Snapshot(tuple(states), ages)
 
     async def _found(self) -> AsyncIterator[Change]:
@@ -196,13 +178,13 @@ class StateReader(Follower[Change]):
         yield snapshot
 
     async def _pushed(self, data: bytes) -> Iterable[Change]:
-        message = self._garbage.read(self._keys.changes, _Message.model_validate_json, data)
-        return filter(self._is_news, message.changes()) if message else ()
+        changes = self._skips.open_all(self._channel, data, PUT, REMOVED)
+        return filter(self._is_newer, changes)
 
-    def _is_news(self, change: Change) -> bool:
-        """Not what was pushed before the snapshot was read: counters that fall tell of a restart.
+    def _is_newer(self, change: Change) -> bool:
+        """Drops what was pushed before the snapshot was read: falling counters mean a restart.
 
-        Only then are times compared, for the next poller of a replica may have another clock.
+        Times are compared only then, for the next poller of a replica may have another clock.
         """
         if not isinstance(change, Put):
             return True

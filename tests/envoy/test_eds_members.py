@@ -2,6 +2,7 @@
 
 from envoy_data_plane.envoy.config.core.v3 import HealthStatus
 from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
+from msgspec import structs
 
 from extproc.envoy.eds_members import PoolMembers, load_assignment
 from extproc.replica_state import ReplicaState
@@ -23,9 +24,9 @@ def test_nothing_is_told_before_a_replica_is_heard_of() -> None:
 def test_health_and_draining_follow_the_polls() -> None:
     members = PoolMembers(ManualClock())
     members.apply(Snapshot((A, B)))
-    assert not members.apply(Put(A.model_copy(update={"running": 7})))
-    assert members.apply(Put(A.model_copy(update={"healthy": False})))
-    assert members.apply(Put(B.model_copy(update={"draining": True})))
+    assert not members.apply(Put(structs.replace(A, running=7)))
+    assert members.apply(Put(structs.replace(A, healthy=False)))
+    assert members.apply(Put(structs.replace(B, draining=True)))
     assert members.current == {A.id: HealthStatus.UNHEALTHY, B.id: HealthStatus.DRAINING}
     assert members.apply(Put(A))
     assert members.current == {A.id: HealthStatus.HEALTHY, B.id: HealthStatus.DRAINING}

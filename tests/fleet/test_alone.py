@@ -4,6 +4,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
 from extproc.predict.firsthand import Served
@@ -92,7 +93,7 @@ def test_what_was_seen_gives_way_when_the_counters_measure_something_else() -> N
         idle.ask()
     slow = TRUTH.slowed(20.0)
     page = state(1, A100, idle.clock, measured=True, steps=100.0, **idle.counted)
-    idle.fleet.put(page.model_copy(update={"learned": slow}))
+    idle.fleet.put(structs.replace(page, learned=slow))
     assert idle.step() == pytest.approx((20.0, 20.0), rel=0.05)
 
 
@@ -201,7 +202,7 @@ class Taught:
             first_tokens=self._first_tokens,
             prompt_tokens=self._prompt_tokens,
         )
-        self.fleet.put(polled.model_copy(update={"learned": TAUGHT}))
+        self.fleet.put(structs.replace(polled, learned=TAUGHT))
 
 
 def test_lone_requests_tell_prompts_from_steps_where_counters_do_not() -> None:

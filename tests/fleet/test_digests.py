@@ -79,7 +79,7 @@ def test_a_digest_that_is_cut_short_is_refused(cut: int) -> None:
     fleet.dispatch(replica(1), chat(10))
     digest = fleet.digests.due(clock())
     assert digest is not None
-    with pytest.raises(ValueError, match="digest"):
+    with pytest.raises(ValueError, match="truncated"):
         decode(digest.encode()[:cut])
 
 
@@ -90,8 +90,6 @@ def test_what_is_no_digest_is_refused() -> None:
     digest = fleet.digests.due(clock())
     assert digest is not None
     data = digest.encode()
-    with pytest.raises(ValueError, match="version"):
-        decode(data[:1] + bytes([data[1] + 1]) + data[2:])
     with pytest.raises(ValueError, match="figures"):
         decode(replace(digest, figures=digest.figures * np.nan).encode())
     with pytest.raises(ValueError, match="figures"):

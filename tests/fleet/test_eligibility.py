@@ -1,6 +1,7 @@
 """What speaks against a replica, as the fleet's candidates show it."""
 
 import pytest
+from msgspec import structs
 
 from extproc.fleet.eligibility import Eligibility
 from extproc.fleet.fleet import Fleet
@@ -190,7 +191,7 @@ def test_figures_told_once_more_are_no_new_ones() -> None:
     fleet = fleet_of(clock, A10)
     polled = state(1, A10, clock, running=1, kv_usage=0.5)
     for silent_s in (0.0, 0.4, 0.0):
-        fleet.put(polled.model_copy(update={"unanswered_s": silent_s}))
+        fleet.put(structs.replace(polled, unanswered_s=silent_s))
     assert fleet.overview().foreign.item() == 0.0, "seen by one poll only"
     fleet.put(state(1, A10, clock, running=1, kv_usage=0.5))
     assert fleet.overview().foreign.item() == 1.0

@@ -4,12 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
 from extproc.poll.metrics_text import read_metrics
 from extproc.predict.completion import predict
 from extproc.predict.inputs import usual_step
 from extproc.predict.step import PROFILES
+from extproc.replica_state import ReplicaState
 from tests.fakes import MODEL, ManualClock, chat, embedding, excluded, fleet_of, replica, state
 
 A10 = "llama-8b-a10"
@@ -320,8 +322,9 @@ def test_the_limits_of_a_data_parallel_server_are_those_of_all_its_engines() -> 
     fleet = fleet_of(clock)
     one = state(1, "llama-8b-a10", clock)
     fleet.put(one)
-    fleet.put(one.model_copy(update=figures | {"id": replica(2), "models": one.models}))
-    fleet.put(one.model_copy(update={"id": replica(3), "engines": 2}))
+    known = {name: figures[name] for name in ReplicaState.__struct_fields__ if name in figures}
+    fleet.put(structs.replace(one, **(known | {"id": replica(2), "models": one.models})))
+    fleet.put(structs.replace(one, id=replica(3), engines=2))
     view = fleet.view(MODEL)
     assert view.token_budget.tolist() == [2048, 4096, 4096]
     assert view.max_num_seqs.tolist() == [256, 512, 512]
@@ -573,7 +576,7 @@ def test_step_times_that_are_put_right_are_not_corrected_twice() -> None:
         fleet.decoded(replica(1), 10.0, 2.0)
     assert fleet.view(MODEL).stretch[0] == 0.5
     fast = PROFILES[A10].step.slowed(0.2)
-    fleet.put(state(1, A10, clock).model_copy(update={"learned": fast}))
+    fleet.put(structs.replace(state(1, A10, clock), learned=fast))
     assert fleet.view(MODEL).stretch[0] == pytest.approx(1.0, abs=0.02)
     # Nor by those that were predicted before, and end later.
     for _ in range(20):
@@ -589,7 +592,7 @@ def test_a_replica_that_changes_its_speed_is_not_taken_to_be_as_before(slower: f
     for _ in range(60):
         fleet.decoded(replica(1), 5.0, 5.0)
     other = PROFILES[A10].step.slowed(slower)
-    fleet.put(state(1, A10, clock).model_copy(update={"learned": other}))
+    fleet.put(structs.replace(state(1, A10, clock), learned=other))
     assert fleet.view(MODEL).stretch[0] == pytest.approx(1.0, abs=0.02)
 
 

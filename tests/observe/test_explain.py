@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from msgspec import to_builtins
+from msgspec import structs, to_builtins
 from prometheus_client import CollectorRegistry
 
 from extproc.cli import main
@@ -147,7 +147,7 @@ async def test_adapter_terms_are_shown_where_a_request_is_for_one(
     for number in (1, 2):
         served = state(number, "llama-8b-h100", ManualClock(), models=("llama", "law"))
         update = {"adapters": ("law",), "max_loras": 1}
-        services.fleet.put(served.model_copy(update=update))
+        services.fleet.put(structs.replace(served, **update))
     ticket = services.fleet.dispatch(replica(2), replace(chat(100, 50), model="law"))
     decide(services, chat(100, 50), "plain")
     assert not any("adapter" in line for line in await show("plain"))

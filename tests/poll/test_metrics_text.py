@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import msgpack
 
 from extproc.poll.metrics_text import EngineFigures, MetricsError, read_metrics
 from extproc.replica_state import ReplicaState
@@ -135,8 +136,8 @@ def read_or_refuse(page: bytes) -> None:
         figures = read_metrics(page)
     except MetricsError:
         return
-    state = ReplicaState.model_validate({"id": "10.0.0.1:80", **figures.fields()})
-    assert ReplicaState.model_validate_json(state.model_dump_json()) == state
+    state = ReplicaState(id="10.0.0.1:80", **figures.fields())
+    assert msgpack.decode(msgpack.encode(state), type=ReplicaState) == state
     assert 0 <= state.kv_usage <= 1
     assert min(state.running, state.waiting, state.steps, state.kv_tokens) >= 0
 

@@ -12,6 +12,7 @@ from random import Random
 import aiohttp
 import pytest
 from aiohttp import web
+from msgspec import structs
 
 from extproc.lab.harness.processes import answers
 from extproc.poll.into_redis import run_poller
@@ -49,7 +50,7 @@ async def test_a_routers_view_of_a_replica(redis_server: RedisServer) -> None:
             assert state.learned is not None  # nothing is known better yet than the profile
             assert state.learned.c0 == pytest.approx(PROFILES["llama-8b-a10"].step.c0)
             times = {"scraped_at": 0.0, "scrape_seconds": 0.0, "learned": None}
-            assert state.model_copy(update=times) == ReplicaState(
+            assert structs.replace(state, **times) == ReplicaState(
                 id=replica.id,
                 name="one",
                 profile="llama-8b-a10",

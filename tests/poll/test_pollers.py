@@ -17,8 +17,7 @@ from extproc.config import Config
 from extproc.lab.harness.processes import Process, free_port
 from extproc.predict.step import DEFAULT_PROFILE, PROFILES
 from extproc.replica_state import ReplicaState
-from extproc.share.connection import connect
-from extproc.share.keys import Keys
+from extproc.share.connection import Keys, connect
 from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.poll.polling import Seen, config, polling, watching

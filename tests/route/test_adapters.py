@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from extproc.fleet.adapters import LOAD_S
 from extproc.fleet.fleet import Fleet
@@ -268,7 +269,7 @@ def test_no_more_adapters_are_told_apart_than_a_batch_can_have() -> None:
     system = System(1, max_loras=5_000)
     names = tuple(f"adapter-{number}" for number in range(5_000))
     many = {"models": (MODEL, *names), "adapters": names, "adapters_in_use": names}
-    system.fleet.put(system.state(1).model_copy(update=many))
+    system.fleet.put(structs.replace(system.state(1), **many))
     assert system.extra(names[0]) == 0.0
     assert system.extra(names[255]) == 0.0
     assert system.extra(names[256]) > 0.0
@@ -279,7 +280,7 @@ def test_a_name_that_no_replica_lists_any_more_is_no_adapter() -> None:
     for number in (1, 2):
         assert times(system, "c") is not None
         fewer = {"models": (MODEL, "a", "b"), "adapters": ("a", "b")}
-        system.fleet.put(system.state(number).model_copy(update=fewer))
+        system.fleet.put(structs.replace(system.state(number), **fewer))
     assert times(system, "c") is None
     assert times(system, "a") is not None
 

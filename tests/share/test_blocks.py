@@ -13,9 +13,8 @@ from redis.asyncio import Redis
 from extproc.fleet.held_blocks import NUMBERS, BlockNews
 from extproc.ground.clock import monotonic
 from extproc.share import blocks as shared
-from extproc.share.blocks import LIFE_S, BlockReader, BlockWriter
-from extproc.share.connection import connect
-from extproc.share.keys import Keys
+from extproc.share.blocks import BLOCKS, LIFE_S, BlockReader, BlockWriter, NewsOfReplica
+from extproc.share.connection import Keys, connect
 from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import replica
@@ -49,8 +48,9 @@ class Router:
         self.wholes = 0
 
     async def follow(self, reader: BlockReader) -> None:
-        async with aclosing(reader.news()) as heard:
-            async for name, one in heard:
+        async with aclosing(reader.changes()) as heard:
+            async for told in heard:
+                name, one = told.replica, told.news
                 self.wholes += one.whole
                 held = set() if one.whole else self.held[name]
                 self.held[name] = held - {*one.removed.tolist()} | {*one.stored.tolist()}
@@ -122,7 +122,7 @@ async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
         await tell(news(4, {4}), whole(4, {4}))  # to those who heard all, no more than that
         await first.holds({2, 3, 4, 2**64 - 1})
         assert first.wholes == wholes
-    assert await redis_client.strlen(Keys("test").blocks + replica(1)) == 32 + 8
+    assert await redis_client.llen(Keys("test").blocks + replica(1)) == 1
     assert 0 < await redis_client.ttl(Keys("test").blocks + replica(1)) <= LIFE_S
     assert await command(redis_client, "ACL", "LOG") == []
 
@@ -220,8 +220,8 @@ async def test_what_was_missed_on_the_way_is_read(
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
     tell, one = heard
-    log: Any = await redis_client.get(Keys("test").blocks + replica(1))
-    await redis_client.set(Keys("test").blocks + replica(1), log + news(2, {2}).encode())
+    missed = BLOCKS.seal(NewsOfReplica(replica(1), news(2, {2})))
+    await redis_client.rpush(Keys("test").blocks + replica(1), missed)
     await tell(news(3, {3}))
     await one.holds({1, 2, 3})
     assert await redis_client.client_kill_filter(_type="pubsub")
@@ -234,11 +234,11 @@ async def test_garbage_is_harmless_and_said_once(
 ) -> None:
     await lease(redis_client)
     await redis_client.lpush(Keys("test").blocks + "list", "no blocks")
-    await redis_client.set(Keys("test").blocks + "text", "no blocks")
+    await redis_client.set(Keys("test").blocks + "text", "no list")
     async with poller(redis_server.url) as tell, router(redis_server.url) as one:
         await logged.line("skipped garbage in redis")
         for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50)):
             await redis_client.publish(Keys("test").blocks_channel, garbage)
         await tell(whole(1, {1}), whole(1, {1}))
         await one.holds({1})
-    assert len(logged.lines("skipped garbage in redis")) == 2
+    assert len(logged.lines("skipped garbage in redis")) == 3

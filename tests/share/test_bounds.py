@@ -1,6 +1,7 @@
 """What is written to Redis stays small, and a Redis that is full or strict breaks nothing."""
 
 import pytest
+from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
@@ -79,7 +80,7 @@ async def test_a_router_that_reads_too_slowly_is_cut_off_and_starts_anew(
         written = 0
         while await redis_client.client_list(_type="pubsub"):  # it does not read all the while
             written += 1
-            await writer.put([large.model_copy(update={"running": written})])
+            await writer.put([structs.replace(large, running=written)])
         last = ReplicaState(id=large.id, running=written + 1)
         await writer.put([last])
         assert await snapshot_of(following) == Snapshot((last,))

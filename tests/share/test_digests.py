@@ -17,9 +17,8 @@ from extproc.observe.metrics import RouterMetrics
 from extproc.predict.lengths import OutputLengths
 from extproc.proxy.sharing import share
 from extproc.share import digests
-from extproc.share.connection import connect
+from extproc.share.connection import Keys, connect
 from extproc.share.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
-from extproc.share.keys import Keys
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, replica, state
 from tests.patched import patched
@@ -44,7 +43,7 @@ async def reading(url: str) -> AsyncIterator[Next]:
     """Yield a function that awaits the reader's next news."""
     async with (
         connect(url, "test") as redis,
-        aclosing(DigestReader(redis, "test", Random(1)).news()) as news,
+        aclosing(DigestReader(redis, "test", Random(1)).changes()) as news,
     ):
 
         async def following() -> News:
@@ -190,7 +189,9 @@ async def test_a_router_that_is_told_to_stop_says_farewell(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     flags = ("--serve.listen=127.0.0.1:0", "--serve.admin=127.0.0.1:0", "--pool=test")
-    patient = {f"extproc.share.{module}.TIMEOUT_S": PATIENCE_S for module in ("connection", "read")}
+    patient = {
+        f"extproc.share.{module}.TIMEOUT_S": PATIENCE_S for module in ("connection", "reader")
+    }
     async with reading(redis_server.url) as following:
         assert await following() == Connected()
         process = await asyncio.create_subprocess_exec(

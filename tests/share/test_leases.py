@@ -11,8 +11,7 @@ from redis.utils import str_if_bytes
 
 from extproc.replica_state import ReplicaState
 from extproc.share import leases
-from extproc.share.connection import connect, outage
-from extproc.share.keys import Keys
+from extproc.share.connection import Keys, connect, outage
 from extproc.share.leases import Held, Leases, living
 from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
@@ -121,7 +120,8 @@ async def test_what_was_scraped_under_a_lost_lease_is_not_written(redis_client: 
         message = await pushed.get_message(timeout=PATIENCE_S)
         message = await pushed.get_message(timeout=PATIENCE_S)
         assert message is not None
-        assert mine in message["data"].decode()
+        assert mine.encode() in message["data"]
+        assert lost.encode() not in message["data"]
     assert await redis_client.exists(Keys(POOL).replica + mine)
     assert not await redis_client.exists(Keys(POOL).replica + lost)
     await rounds(b)

@@ -8,8 +8,8 @@ from extproc.fleet.fleet import Fleet
 from extproc.request.endpoint import Endpoint
 from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
 from extproc.request.profile import RequestProfile
-from extproc.share.connection import connect
-from extproc.share.keys import Keys
+from extproc.share.connection import Keys, connect
+from extproc.share.streams import PROMPTS, Prompts
 from tests.conftest import RedisServer
 from tests.fakes import MODEL, replica
 from tests.share.routers import router
@@ -87,7 +87,9 @@ async def test_garbage_is_harmless(
         connect(redis_server.url, "test") as client,
     ):
         for garbage in (b"\xff" * 40, b"", b"\x00", b"\x01\x00" + b"\x00" * 16 + b"\xff"):
-            await client.xadd(Keys("test").prompts, {b"\xff\xfe": garbage})
+            await client.xadd(Keys("test").prompts, {"": garbage})
+            sealed = PROMPTS.seal(Prompts("another", garbage))
+            await client.xadd(Keys("test").prompts, {"": sealed})
         send(first, 1, prompt("a", 3))
         await holds(second, 1, prompt("a", 3))
     assert [one.message for one in caplog.records].count("skipped garbage in redis") <= 2

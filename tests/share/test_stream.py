@@ -4,16 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from random import Random
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from redis.utils import str_if_bytes
 
 from extproc.fleet.fleet import Fleet
 from extproc.proxy import sharing as shared
-from extproc.share.connection import connect
-from extproc.share.keys import Keys
-from extproc.share.stream import StreamReader, StreamWriter
+from extproc.share.connection import Keys, connect
+from extproc.share.streams import OWNER, Owner, StreamReader, StreamWriter
 from tests.conftest import RedisServer
 from tests.fakes import replica
 from tests.share.routers import router
@@ -84,11 +83,10 @@ async def reading(url: str) -> AsyncIterator[Next]:
     heard: asyncio.Queue[str] = asyncio.Queue()
 
     async def listen(redis: Redis) -> None:
-        reader = StreamReader(redis, Keys("test").responses, Random(1))
-        async with aclosing(reader.news()) as news:
-            async for fields in news:
-                for name in fields:
-                    heard.put_nowait(str_if_bytes(name))
+        reader = StreamReader(redis, Keys("test").responses, OWNER, Random(1))
+        async with aclosing(reader.changes()) as owners:
+            async for owner in owners:
+                heard.put_nowait(owner.thing)
 
     async def following() -> str:
         async with asyncio.timeout(PATIENCE_S):
@@ -109,13 +107,13 @@ async def test_who_was_cut_off_reads_on_where_it_was(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     """A hundred thousand entries take a router seconds."""
-    writer = StreamWriter(redis_client, Keys("test").responses, 100)
+    writer = StreamWriter(redis_client, Keys("test").responses, OWNER, 100)
     async with reading(redis_server.url) as following:
-        await writer.send([{"resp_1": replica(2)}])
+        await writer.send([Owner("resp_1", replica(2))])
         assert await following() == "resp_1"
         await until(lambda: is_reading(redis_client))
         assert await redis_client.client_kill_filter(_type="normal", skipme=True)
-        await writer.send([{"resp_2": replica(2)}])
+        await writer.send([Owner("resp_2", replica(2))])
         assert await following() == "resp_2"
 
 
@@ -124,13 +122,15 @@ async def test_redis_may_come_back_empty_and_with_an_earlier_clock(
 ) -> None:
     async with reading(redis_server.url) as following:
         async with connect(redis_server.url, "test") as client:
-            await client.xadd(Keys("test").responses, {"resp_1": replica(2)}, id="9999999999999-0")
+            first: Any = {"": OWNER.seal(Owner("resp_1", replica(2)))}
+            await client.xadd(Keys("test").responses, first, id="9999999999999-0")
             assert await following() == "resp_1"
             await until(lambda: is_reading(client))
         await redis_server.kill()
         await redis_server.start()
         async with connect(redis_server.url, "test") as client:
-            await StreamWriter(client, Keys("test").responses, 100).send([{"resp_2": replica(2)}])
+            writer = StreamWriter(client, Keys("test").responses, OWNER, 100)
+            await writer.send([Owner("resp_2", replica(2))])
             assert await following() == "resp_2"
 
 
@@ -140,7 +140,9 @@ async def test_garbage_is_harmless(redis_server: RedisServer, redis_client: Redi
     async with router(redis_server.url) as first, router(redis_server.url) as second:
         first.responses.saw("resp_1", replica(2))
         await redis_client.delete(key)
-        await redis_client.xadd(key, {b"\xff\xfe": b"\xff", b"": b"", "resp_x": "nowhere"})
+        for garbage in (b"", b"\xff", b"nowhere"):
+            await redis_client.xadd(key, {"": garbage})
+        await redis_client.xadd(key, {b"\xff\xfe": b"\xff", "resp_x": "nowhere"})
         first.responses.saw("resp_2", replica(2))
         await knows(second, "resp_1", "resp_2")
         assert second.holder("resp_x") is None

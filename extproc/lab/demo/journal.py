@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from msgspec import convert
 from pydantic import BaseModel, TypeAdapter
 
 from extproc.lab.demo.access_log import Access, AccessLog
@@ -29,14 +30,13 @@ class Decision(BaseModel):
     predicted_completion_s: float
 
 
-class ReplicaNow(ReplicaState):
+class ReplicaNow(ReplicaState, frozen=True, kw_only=True):
     """The router's view of a replica."""
 
     in_flight: int
 
 
 _DECISIONS = TypeAdapter(list[Decision])
-_FLEET = TypeAdapter(list[ReplicaNow])
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Journal:
             self.fleet = {}
             self._last_decision = 0  # a router that starts again counts from 1
         else:
-            self.fleet = {one.name: one for one in _FLEET.validate_python(fleet)}
+            self.fleet = {one.name: one for one in convert(fleet, list[ReplicaNow])}
         ended, self._ended = self._ended, []
         return [self._end(access) for access in ended]
 

@@ -7,6 +7,7 @@ from functools import partial
 from random import Random
 
 import numpy as np
+from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
@@ -113,7 +114,7 @@ class _Replay(Simulation):
     def _turn(self, machine: Machine, watch: Watch, turn: Turn) -> None:
         machine.runs_at(turn.step)
         always = {"healthy": True, "draining": False} if self._forced else {}
-        watch.told = turn.state.model_copy(update=always)
+        watch.told = structs.replace(turn.state, **always)
 
 
 def _sequences(asked: Asked, block_size: int) -> list[Sequence]:

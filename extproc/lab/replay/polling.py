@@ -2,6 +2,8 @@
 
 from random import Random
 
+from msgspec import structs
+
 from extproc.ground.runtime import Backoff
 from extproc.lab.replay.machine import Machine
 from extproc.poll.metrics_text import EngineFigures
@@ -63,7 +65,7 @@ class Watch:
         if self._calibration is not None:
             self._calibration.interrupted()
         self._due = now + self._backoff.next()
-        return self._state.model_copy(update={"healthy": False})
+        return structs.replace(self._state, healthy=False)
 
     def _scrape(self, now: float) -> ReplicaState:
         self._backoff.reset()
@@ -73,7 +75,7 @@ class Watch:
             "measured": self._calibration is None or self._calibration.ratio is not None,
         }
         update = figures.fields() | learned | {"scraped_at": now}
-        return self.told.model_copy(update=update)
+        return structs.replace(self.told, **update)
 
     def _figures(self) -> EngineFigures:
         engine = self._machine.engine

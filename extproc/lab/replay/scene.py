@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
+from msgspec import convert, structs
 
 from extproc.config import Config
 from extproc.lab.replay.recorded import Recorded
@@ -76,7 +77,7 @@ class Member:
     def called(self, replica: str, name: str) -> "Member":
         """One like it."""
         called = {"id": replica, "name": name}
-        turns = (replace(one, state=one.state.model_copy(update=called)) for one in self.turns)
+        turns = (replace(one, state=structs.replace(one.state, **called)) for one in self.turns)
         return replace(self, turns=tuple(turns))
 
     def on(self, hardware: HardwareProfile, step: StepModel | None) -> "Member":
@@ -86,7 +87,7 @@ class Member:
         if (longest := self.state.max_model_len) is not None:
             told["max_model_len"] = min(longest, capacity)
         turns = (
-            replace(one, step=step or hardware.step, state=one.state.model_copy(update=told))
+            replace(one, step=step or hardware.step, state=structs.replace(one.state, **told))
             for one in self.turns
         )
         return Member(hardware, tuple(turns))
@@ -204,7 +205,7 @@ def _profile(line: Request, keys: Keys) -> RequestProfile:
 
 def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) -> Member:
     there = [line for line in lines if line.state is not None]
-    states = [ReplicaState.model_validate(line.state) for line in there]
+    states = [convert(line.state, ReplicaState) for line in there]
     last = states[-1]
     if max(state.engines for state in states) > 1:
         raise ValueError(
@@ -223,11 +224,11 @@ def _member(lines: Sequence[Replica], steps: Sequence[StepModel], began: float) 
     turns = []
     for line in lines:
         if line.state is None:
-            state = state.model_copy(update={"healthy": False})
+            state = structs.replace(state, healthy=False)
         else:
             step, state = next(known)
         turns.append(Turn(max(line.at - began, 0.0), step, state))
     if turns[0].at > _JOINED_S:  # until then it was not there
-        gone = turns[0].state.model_copy(update={"healthy": False})
+        gone = structs.replace(turns[0].state, healthy=False)
         turns.insert(0, replace(turns[0], at=0.0, state=gone))
     return Member(hardware, tuple(turns))

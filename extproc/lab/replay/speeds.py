@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from operator import sub
 
 import numpy as np
+from msgspec import convert
 
 from extproc.observe.record import Replica, Request
 from extproc.predict.inputs import Floats, Indices
@@ -79,7 +80,7 @@ def step_times(
 def _states(lines: Sequence[Replica]) -> list[ReplicaState]:
     """What lines tell, each at the time it was scraped."""
     told = ((line.at, line.state) for line in lines if line.state is not None)
-    return [ReplicaState.model_validate({"scraped_at": at} | state) for at, state in told]
+    return [convert({"scraped_at": at} | state, ReplicaState) for at, state in told]
 
 
 def _stretches(

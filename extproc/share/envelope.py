@@ -1,0 +1,124 @@
+"""The form of all that Redis holds and carries: a tag, a format version, and a body.
+
+A field that is added raises ``VERSION``: older readers skip and count it. What changes the meaning
+of a field, or takes one away, gets a new tag, which older readers skip and count as a whole.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from msgspec import Raw, Struct, msgpack, structs
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+
+T = TypeVar("T", bound=Struct)
+
+
+class Envelope(Struct, array_like=True, frozen=True):
+    """A value of a key, a field of a hash, an entry of a stream or a list, or part of a message."""
+
+    tag: str
+    version: int
+    body: Raw  # MessagePack
+
+
+class Kind(Generic[T]):
+    """The envelopes with one tag.
+
+    Args:
+        tag: unique in the whole program.
+        body: its type.
+        pack, unpack: msgspec's hooks for fields of other types.
+    """
+
+    def __init__(
+        self,
+        tag: str,
+        body: type[T],
+        pack: Callable[[Any], Any] | None = None,
+        unpack: Callable[[type, Any], Any] | None = None,
+    ) -> None:
+        self.tag = tag
+        self.body = body
+        self._encode = msgpack.Encoder(enc_hook=pack).encode
+        self.decode = msgpack.Decoder(body, dec_hook=unpack).decode
+
+    def seal(self, body: T) -> bytes:
+        """Puts a body into an envelope."""
+        return _ENCODER.encode(Envelope(self.tag, VERSION, Raw(self._encode(body))))
+
+
+class Skips:
+    """Opens envelopes, and counts what this version cannot read.
+
+    Args:
+        count: takes a reason, ``garbage``, ``unknown_tag`` or ``unknown_field``, and how many.
+    """
+
+    def __init__(self, count: Callable[[str, int], None] = lambda _reason, _number: None) -> None:
+        self._count = count
+        self._warned: set[str] = set()
+
+    def open(self, source: str, data: Any, *kinds: Kind[Any]) -> Any:
+        """Returns the body of an envelope of one of these kinds; None where it cannot be read.
+
+        ``source``: the key or channel, for the log.
+        """
+        try:
+            envelope = _DECODER.decode(data)
+            for kind in kinds:
+                if kind.tag == envelope.tag:
+                    body = kind.decode(envelope.body)
+                    break
+            else:
+                self._count("unknown_tag", 1)
+                return None
+            if envelope.version > VERSION:
+                self._count("unknown_field", _unknown(msgpack.decode(envelope.body), kind.body))
+        except (ValueError, TypeError, RecursionError) as error:
+            self.garbage(source, error)
+            return None
+        return body
+
+    def open_all(self, source: str, data: Any, *kinds: Kind[Any]) -> list[Any]:
+        """Returns the bodies in a list of envelopes, each as :meth:`open` does."""
+        try:
+            envelopes = _LIST_DECODER.decode(data)
+        except (ValueError, TypeError, RecursionError) as error:
+            self.garbage(source, error)
+            return []
+        bodies = (self.open(source, one, *kinds) for one in envelopes)
+        return [body for body in bodies if body is not None]
+
+    def garbage(self, source: str, error: Exception) -> None:
+        """Counts garbage, and logs the first of each source: its writer goes on writing it."""
+        self._count("garbage", 1)
+        if source not in self._warned:
+            self._warned.add(source)
+            log.warning("skipped garbage in redis", extra={"source": source, "error": str(error)})
+
+
+def sealed_list(*envelopes: bytes) -> bytes:
+    """Returns a message that :meth:`Skips.open_all` opens."""
+    return b"\xdc" + len(envelopes).to_bytes(2) + b"".join(envelopes)
+
+
+def _unknown(value: Any, body: type) -> int:
+    """Counts the fields in a decoded value that this version's type of it lacks."""
+    fields = structs.fields(body)
+    if isinstance(value, dict):
+        unknown = len(value.keys() - {one.name for one in fields})
+        known = [(value[one.name], one.type) for one in fields if one.name in value]
+    else:
+        unknown = max(len(value) - len(fields), 0)
+        known = [(one, field.type) for one, field in zip(value, fields, strict=False)]
+    nested = [one for one in known if isinstance(one[1], type) and issubclass(one[1], Struct)]
+    return unknown + sum(_unknown(one, type_) for one, type_ in nested)
+
+
+_ENCODER = msgpack.Encoder()
+_DECODER = msgpack.Decoder(Envelope)
+_LIST_DECODER = msgpack.Decoder(list[Raw])

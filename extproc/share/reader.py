@@ -1,0 +1,121 @@
+"""Readers of Redis: first what is there, then what changes, for ever."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from contextlib import aclosing
+from random import Random
+from typing import Any, Generic, TypeVar
+
+from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.utils import str_if_bytes
+
+from extproc.share.connection import TIMEOUT_S, Keys, in_time, reconnecting
+from extproc.share.envelope import Skips
+
+_SCAN_PAGE = 1000
+
+T = TypeVar("T")
+
+
+async def keys_after(redis: Redis, beginning: str) -> list[str]:
+    """Returns the keys with that beginning, found page by page: no other client waits long."""
+    keys: set[str] = set()
+    cursor = 0
+    while True:
+        async with in_time():
+            cursor, page = await redis.scan(cursor, match=f"{beginning}*", count=_SCAN_PAGE)
+        keys.update(map(str_if_bytes, page))
+        if cursor == 0:
+            return sorted(keys)
+
+
+class Reader(ABC, Generic[T]):
+    """Yields what Redis has and then each change; begins anew where the connection was lost.
+
+    Only the reader of replica states logs that Redis is away, for all readers.
+    """
+
+    def __init__(self, redis: Redis, random: Random, skips: Skips | None = None) -> None:
+        self._redis = redis
+        self._backoff = reconnecting(random)
+        self._skips = skips or Skips()
+
+    async def changes(self) -> AsyncGenerator[T]:
+        """Yields what is there, then changes, until closed; while Redis is away mostly nothing."""
+        while True:
+            try:
+                async with aclosing(self._connected()) as changes:
+                    async for change in changes:
+                        yield change
+            except (RedisError, OSError) as error:
+                for change in self._cut_off(error):
+                    yield change
+                await asyncio.sleep(self._backoff.next())
+
+    @abstractmethod
+    def _connected(self) -> AsyncGenerator[T]:
+        """Yields what is there, then changes, until a RedisError."""
+
+    def _cut_off(self, error: Exception) -> Iterable[T]:
+        """Returns the changes that a failed attempt makes."""
+        return ()
+
+
+class ChannelReader(Reader[T]):
+    """Reads keys, and then a channel that carries their changes."""
+
+    _channel: str
+
+    def __init__(self, redis: Redis, pool: str, random: Random, skips: Skips | None = None) -> None:
+        super().__init__(redis, random, skips)
+        self._keys = Keys(pool)
+
+    async def _connected(self) -> AsyncGenerator[T]:
+        async with self._redis.pubsub() as pubsub, aclosing(_messages_of(pubsub)) as messages:
+            async with in_time():
+                await pubsub.subscribe(self._channel)
+            async for message in messages:
+                if message["type"] == "subscribe":
+                    # Nothing is missed from now on; the client subscribes again by itself.
+                    async for change in self._found():
+                        yield change
+                    self._backoff.reset()
+                    async with in_time():
+                        await pubsub.ping()
+                elif message["type"] == "message":
+                    for change in await self._pushed(message["data"]):
+                        yield change
+                elif message["type"] == "pong":
+                    self._caught_up()
+
+    @abstractmethod
+    def _found(self) -> AsyncIterator[T]:
+        """Yields what Redis has."""
+
+    @abstractmethod
+    async def _pushed(self, data: bytes) -> Iterable[T]:
+        """Returns the changes in a message."""
+
+    def _caught_up(self) -> None:
+        """All messages that were pushed before Redis was read are passed."""
+
+
+async def _messages_of(pubsub: PubSub) -> AsyncGenerator[dict[str, Any]]:
+    """Yields what arrives; pings when nothing does, so that a dead connection is noticed."""
+    pinged = False
+    while True:
+        async with in_time(TIMEOUT_S):  # a lost connection is made anew inside, without a bound
+            message = await pubsub.get_message(timeout=TIMEOUT_S)
+        if message is not None:
+            pinged = False
+            yield message
+        elif pinged:
+            raise RedisConnectionError(f"no answer within {TIMEOUT_S:g} s")
+        else:
+            async with in_time():
+                await pubsub.ping()
+            pinged = True

@@ -1,0 +1,117 @@
+"""What routers tell each other piece by piece: streams in Redis that each adds to and follows."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable
+from random import Random
+from typing import Any, Generic, TypeVar
+
+from msgspec import Struct
+from redis.asyncio import Redis
+from redis.utils import str_if_bytes
+
+from extproc.share.connection import TIMEOUT_S, in_time
+from extproc.share.envelope import Kind, Skips
+from extproc.share.reader import Reader
+
+_PAGE = 100
+"""Entries read at a time: some 5 ms, in which a router does nothing else."""
+_BLOCK_MS = round(TIMEOUT_S * 500)
+"""How long Redis waits for the next entry before it answers that there is none."""
+_LIFE_S = 86_400  # of a stream, from its last entry on
+_NONE = "0-0"  # the number before the first entry
+_FIELD = ""  # that an entry has, the only one
+
+B = TypeVar("B", bound=Struct)
+
+
+class Owner(Struct, array_like=True, frozen=True):
+    """The replica that has a stored response, or a session's requests."""
+
+    thing: str  # id of the response or digest of the session
+    replica: str  # ip:port
+
+
+class Prompts(Struct, array_like=True, frozen=True):
+    """Prompts that a router sent to replicas."""
+
+    router: str
+    prompts: bytes  # as :mod:`extproc.fleet.sent` packs them
+
+
+OWNER = Kind("owner", Owner)
+PROMPTS = Kind("prompts", Prompts)
+
+
+class StreamWriter(Generic[B]):
+    """Appends entries of one kind; Redis keeps about the last ``most``."""
+
+    def __init__(self, redis: Redis, key: str, kind: Kind[B], most: int) -> None:
+        self._redis = redis
+        self.key = key
+        self._kind = kind
+        self._most = most
+
+    async def send(self, bodies: Iterable[B]) -> None:
+        """Appends entries in one round trip.
+
+        Raises:
+            RedisError: Redis did not take all of them.
+        """
+        async with in_time(), self._redis.pipeline(transaction=False) as pipe:
+            for body in bodies:
+                fields: Any = {_FIELD: self._kind.seal(body)}
+                pipe.xadd(self.key, fields, maxlen=self._most, approximate=True)
+            pipe.expire(self.key, _LIFE_S)
+            await pipe.execute()
+
+
+class StreamReader(Reader[B]):
+    """Reads the entries of one kind in a stream.
+
+    After an outage it goes on where it was, or begins anew where Redis has less than was read: then
+    Redis is another one, or lost it.
+    """
+
+    def __init__(
+        self,
+        redis: Redis,
+        key: str,
+        kind: Kind[B],
+        random: Random,
+        skips: Skips | None = None,
+    ) -> None:
+        super().__init__(redis, random, skips)
+        self.key = key
+        self._kind = kind
+        self._after = _NONE
+
+    async def _connected(self) -> AsyncGenerator[B]:
+        if _order(await self._last()) < _order(self._after):
+            self._after = _NONE
+        while True:
+            entries = await self._entries()
+            self._backoff.reset()
+            for number, fields in entries:
+                self._after = str_if_bytes(number)
+                if body := self._skips.open(self.key, fields.get(_FIELD.encode()), self._kind):
+                    yield body
+            await asyncio.sleep(0)  # many pages may be there; requests come first
+
+    async def _last(self) -> str:
+        async with in_time():
+            found: Any = await self._redis.xrevrange(self.key, count=1)
+        return str_if_bytes(found[0][0]) if found else _NONE
+
+    async def _entries(self) -> list[tuple[bytes | str, dict[bytes, bytes]]]:
+        """Waits a moment where there are none yet."""
+        key: Any = {self.key: self._after}
+        async with in_time():
+            found: Any = await self._redis.xread(key, count=_PAGE, block=_BLOCK_MS)
+        if isinstance(found, dict):  # RESP3: by key a list of lists
+            return [entry for entries in found.values() for entry in entries[0]]
+        return [entry for _, entries in found for entry in entries]
+
+
+def _order(number: str) -> list[int]:
+    """Milliseconds of an entry, and a count within them."""
+    return [int(part) for part in number.split("-")]

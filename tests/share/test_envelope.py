@@ -1,0 +1,180 @@
+"""Messages of later and of earlier versions, and garbage, in every form that Redis holds."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import msgpack
+
+from extproc.fleet.digest import NOTHING, Digest
+from extproc.fleet.digest import Kind as Says
+from extproc.fleet.held_blocks import BlockNews
+from extproc.replica_state import ReplicaState
+from extproc.share.blocks import BLOCKS, NewsOfReplica
+from extproc.share.digests import DIGEST
+from extproc.share.drains import DRAIN, Drain
+from extproc.share.envelope import VERSION, Kind, Skips, sealed_list
+from extproc.share.replicas import PUT, REMOVED, Put, Removed
+from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts
+
+STATE = ReplicaState(id="10.0.0.1:8000", running=3, models=("m",))
+KEYS = np.arange(3, dtype=np.uint64)
+MESSAGES: list[tuple[Kind[Any], Any]] = [
+    (PUT, Put(STATE)),
+    (REMOVED, Removed("10.0.0.1:8000")),
+    (DIGEST, Digest("router", 7, 1.5, Says.WHOLE, (), *NOTHING)),
+    (PROMPTS, Prompts("router", b"packed")),
+    (OWNER, Owner("resp_1", "10.0.0.1:8000")),
+    (BLOCKS, NewsOfReplica("10.0.0.1:8000", BlockNews(2, 1, 16, KEYS, KEYS[:1]))),
+    (DRAIN, Drain(True)),
+]
+KINDS = [kind for kind, _ in MESSAGES]
+every_message = pytest.mark.parametrize(
+    ("kind", "body"), MESSAGES, ids=[kind.tag for kind in KINDS]
+)
+
+
+class Opened:
+    """What a reader makes of envelopes."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.skips = Skips(lambda reason, number: self.counts.update({reason: number}))
+
+    def open(self, data: bytes, *kinds: Kind[Any]) -> Any:
+        return self.skips.open("key", data, *kinds or KINDS)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compares as they are sealed: arrays compare element by element."""
+    kind = next(kind for kind in KINDS if kind.body is type(one))
+    return type(one) is type(other) and kind.seal(one) == kind.seal(other)
+
+
+def from_the_future(data: bytes, *more: Any, tag: str | None = None) -> bytes:
+    """The same envelope of the next version, with more fields."""
+    now_tag, _, body = msgpack.decode(data)
+    return msgpack.encode([tag or now_tag, VERSION + 1, [*body, *more]])
+
+
+@every_message
+def test_a_message_is_opened_as_it_was_sealed(kind: Kind[Any], body: Any) -> None:
+    opened = Opened()
+    assert same(opened.open(kind.seal(body)), body)
+    assert opened.counts == {}
+
+
+@every_message
+def test_fields_of_a_later_version_are_skipped_and_counted(kind: Kind[Any], body: Any) -> None:
+    opened = Opened()
+    future = from_the_future(kind.seal(body), "colour", {"of": "something"})
+    assert same(opened.open(future), body)
+    assert opened.counts == {"unknown_field": 2}
+
+
+@every_message
+def test_a_later_version_without_new_fields_counts_nothing(kind: Kind[Any], body: Any) -> None:
+    opened = Opened()
+    assert same(opened.open(from_the_future(kind.seal(body))), body)
+    assert +opened.counts == {}
+
+
+@every_message
+def test_a_tag_of_a_later_version_is_skipped_and_counted(
+    kind: Kind[Any], body: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened = Opened()
+    assert opened.open(from_the_future(kind.seal(body), tag="new")) is None
+    assert opened.counts == {"unknown_tag": 1}
+    assert not caplog.records
+
+
+@every_message
+@pytest.mark.parametrize("cut", [0, 1, 5, -1])
+def test_a_message_that_is_cut_short_is_garbage(kind: Kind[Any], body: Any, cut: int) -> None:
+    opened = Opened()
+    assert opened.open(kind.seal(body)[:cut]) is None
+    assert opened.counts == {"garbage": 1}
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        STATE.id.encode(),
+        b'{"put":[{"id":"10.0.0.1:8000"}]}',
+        msgpack.encode([4, "router", 7, 1.5, 1, [], b"", b"", b""]),
+        bytes(32),
+        None,
+    ],
+)
+def test_a_message_of_a_version_before_envelopes_is_garbage(old: Any) -> None:
+    opened = Opened()
+    assert opened.open(old) is None
+    assert opened.counts == {"garbage": 1}
+
+
+def test_keys_that_are_no_whole_numbers_are_garbage() -> None:
+    tag, version, (replica, news) = msgpack.decode(BLOCKS.seal(MESSAGES[5][1]))
+    opened = Opened()
+    assert (
+        opened.open(msgpack.encode([tag, version, [replica, [*news[:3], b"short", b""]]])) is None
+    )
+    assert opened.counts == {"garbage": 1}
+
+
+def test_nested_fields_of_a_later_version_are_counted() -> None:
+    state = msgpack.decode(msgpack.encode(STATE)) | {"colour": "blue", "size": 3}
+    opened = Opened()
+    put = opened.open(msgpack.encode(["put", VERSION + 1, [state]]), PUT)
+    assert put == Put(STATE)
+    assert opened.counts == {"unknown_field": 2}
+
+
+def test_a_list_skips_what_it_cannot_read_and_keeps_the_rest() -> None:
+    opened = Opened()
+    put, removed = PUT.seal(Put(STATE)), REMOVED.seal(Removed("a"))
+    future = from_the_future(put, tag="new")
+    listed = sealed_list(put, future, removed, msgpack.encode(["put", VERSION, [7]]))
+    assert opened.skips.open_all("channel", listed, PUT, REMOVED) == [Put(STATE), Removed("a")]
+    assert opened.counts == {"unknown_tag": 1, "garbage": 1}
+    assert opened.skips.open_all("channel", sealed_list(), PUT) == []
+    assert opened.skips.open_all("channel", b"\x91" * 10_000, PUT) == []
+
+
+def test_a_tag_that_a_reader_does_not_expect_is_unknown_to_it() -> None:
+    opened = Opened()
+    assert opened.open(DRAIN.seal(Drain(True)), PUT, REMOVED) is None
+    assert opened.counts == {"unknown_tag": 1}
+
+
+def test_garbage_is_logged_once_for_each_source(caplog: pytest.LogCaptureFixture) -> None:
+    skips = Skips()
+    for source in ("one", "two", "one", "two"):
+        skips.open(source, b"", PUT)
+    assert [vars(line)["source"] for line in caplog.records] == ["one", "two"]
+
+
+def test_fields_of_this_version_are_these() -> None:
+    """A field more: raise ``VERSION`` and name it here. A field less or another meaning: a tag."""
+    found = {kind.tag: " ".join(kind.body.__struct_fields__) for kind in KINDS}
+    found["state"] = " ".join(ReplicaState.__struct_fields__)
+    found["news"] = " ".join(BlockNews.__struct_fields__)
+    assert VERSION == 1
+    assert found == {
+        "put": "state",
+        "removed": "id",
+        "digest": "router number sent_at kind replicas figures bars sequences",
+        "prompts": "router prompts",
+        "owner": "thing replica",
+        "blocks": "replica news",
+        "news": "number previous block_size stored removed",
+        "drain": "drains",
+        "state": (
+            "id name profile learned measured models listed adapters max_loras adapters_in_use "
+            "max_model_len takes_priority by_priority healthy problem draining unanswered_s "
+            "engines running waiting kv_usage kv_tokens block_size prefix_caching steps "
+            "prompt_tokens cached_tokens generated_tokens first_tokens accepted_tokens "
+            "preemptions kv_news output_lengths scraped_at scrape_seconds life_s"
+        ),
+    }
