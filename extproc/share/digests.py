@@ -29,7 +29,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """From now on nothing is missed; what is in Redis comes first."""
+    """Nothing is missed from now on; what Redis holds comes first."""
 
 
 @dataclass(frozen=True, slots=True)

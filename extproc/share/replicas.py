@@ -83,7 +83,7 @@ for i = 1, #KEYS / 4 do
 end
 """
 
-# KEYS: states. What is none is neither here nor there: nil, as with MGET.
+# KEYS: states. A key that is missing or holds no string gives nil, as with MGET.
 _READ = """
 local values, left = {}, {}
 for i = 1, #KEYS do
