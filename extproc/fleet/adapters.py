@@ -27,14 +27,12 @@ before others have driven it out."""
 class _Row:
     names: frozenset[str] = frozenset()
     slots: int = 0  # of a batch; 0: not known
-    loaded: dict[str, float] = field(default_factory=dict)
-    """When each was used last; as many as there are slots."""
+    loaded: dict[str, float] = field(default_factory=dict)  # last use of each; as many as slots
     in_use: dict[str, int] = field(default_factory=dict)
     """This router's requests in flight. In the order the adapters came, so that the first ones have
     the slots: vLLM lets no other in before all requests for one of them have ended. A poll tells
     where they came in another order."""
-    since: dict[str, float] = field(default_factory=dict)
-    """When they came, as long as they are in use."""
+    since: dict[str, float] = field(default_factory=dict)  # arrival of those in use
     polled_at: float = -inf
     beyond: tuple[str, ...] = ()  # in use by what only polls saw
     load_s: float = LOAD_S  # seconds that a load should take: the median of the last ones

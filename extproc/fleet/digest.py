@@ -13,8 +13,7 @@ REQUESTS, QUEUED, JOINING, BACKLOG, DECODING, KV, DECODED, EXPECTED, PARTS = ran
 """Of each replica: requests; of these, without a token yet; sequences of those; their prompt tokens
 not prefilled; sequences decoding; KV tokens of these; seconds that requests decoded of late, and
 that they were predicted to; sequences as the engine counts them."""
-PER_SEQUENCE = 3
-"""Figures of sequences alike: how many, KV tokens each holds, tokens each is to generate still."""
+PER_SEQUENCE = 3  # of sequences alike: how many, KV tokens of each, tokens to generate still
 
 EVERY_S = 0.02  # seconds between two digests, at least
 ALIVE_S = 0.04

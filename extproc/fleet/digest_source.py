@@ -22,8 +22,7 @@ from extproc.replica_state import ReplicaState
 
 _SOON = EVERY_S / 2  # seconds: what is due before the next time it is asked is due
 _NOTABLE = 0.1  # seconds of decoding that are worth to be told, though nothing is in flight there
-_BARS = 18
-"""Bars of a histogram, one a doubling of the remaining length: up to 131,072 tokens and more."""
+_BARS = 18  # of a histogram, one a doubling of the remaining length, to 131,072 tokens
 
 
 class DigestSource:

@@ -21,8 +21,7 @@ _TOLERATED = 3  # failures in a row before a replica is ejected
 _FIRST_EJECTION_S = 1.0
 _LONGEST_EJECTION_S = 30.0
 _MOST_DOUBLINGS = 5  # seconds of an ejection, doubling with every failure that follows
-_REMEMBERED_S = 2 * _LONGEST_EJECTION_S
-"""Longer than until the next try of a replica that goes on failing."""
+_REMEMBERED_S = 2 * _LONGEST_EJECTION_S  # longer than until the next trial of a failing replica
 _AT_FIRST = 4
 """Requests a new replica may have in flight: enough to be measured by, within seconds, and few
 enough to bear it where it is ten times slower than its profile says."""
@@ -43,8 +42,7 @@ class _Replica:
     failed_at: float = -inf  # when the last one was heard of
     answered_at: float = -inf  # when something of an answer to one was last seen
     ejected_until: float = -inf
-    tried: bool = False
-    """A request was sent to it after an ejection, whose outcome is not known yet."""
+    tried: bool = False  # a trial request after an ejection has no outcome yet
 
 
 _Rule = Callable[[_Replica], str]  # why a replica may not be used, for people; empty where it may

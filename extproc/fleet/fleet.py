@@ -73,10 +73,8 @@ class Fleet:
     ) -> None:
         """An empty one; ``names`` are those under which clients ask for what replicas serve."""
         self.router = uuid4().hex[:16]  # names this router among others, from its start to its end
-        self.known = asyncio.Event()
-        """Set when the replicas that there were at the start were put in."""
-        self.pollers: Sequence[str] | None = None
-        """Names of those that are alive; None: that is not known."""
+        self.known = asyncio.Event()  # set once the replicas of the start were put in
+        self.pollers: Sequence[str] | None = None  # names of those alive; None: not known
         self._clock = clock
         self._replicas = replicas = Replicas()
         self._requests = requests = Requests()

@@ -50,10 +50,8 @@ def unpack(_: type, data: bytes) -> Keys:
 
 log = logging.getLogger(__name__)
 
-LATE_S = 2.0
-"""Seconds for which a replica's blocks count as known since a poll said that no news is missing."""
-_SENT_S = 10.0
-"""Seconds within which the blocks of a prompt that was sent are stored, as a rule, and told of."""
+LATE_S = 2.0  # seconds for which blocks count as known since a poll saw no news missing
+_SENT_S = 10.0  # seconds within which the blocks of a sent prompt are stored and told
 
 
 @dataclass(slots=True)

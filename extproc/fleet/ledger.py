@@ -11,8 +11,7 @@ from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 from extproc.request.profile import RequestProfile
 
-_LATE_S = 2.0
-"""Seconds without a poll after which the steps of a replica are no count of its own any more."""
+_LATE_S = 2.0  # seconds without a poll after which a replica's steps are only predicted
 
 
 Ticket = NewType("Ticket", int)  # a request's place in the ledger, from dispatch to release

@@ -33,8 +33,7 @@ class LoneRequests:
         self._replicas = replicas
         self._rows = rows
         self._clock = clock
-        self._now: dict[int, tuple[int, Baseline]] = {}
-        """By row: the only request there, and what was before it."""
+        self._now: dict[int, tuple[int, Baseline]] = {}  # by row: the only request there
         self._ended: dict[int, list[tuple[float, Baseline, Served]]] = {}
         self._seen: dict[int, Firsthand] = {}
         self._shared: dict[int, tuple[float, float]] = {}

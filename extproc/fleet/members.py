@@ -55,8 +55,7 @@ class Members:
     def __init__(self, names: ModelNames) -> None:
         self.names = names
         self.rows: dict[str, int] = {}
-        self.by_row: list[ReplicaState] = []
-        """Those of replicas that left stay until the row is used again."""
+        self.by_row: list[ReplicaState] = []  # departed ones stay until the row is reused
 
     def __contains__(self, replica: object) -> bool:
         return replica in self.rows

@@ -24,10 +24,8 @@ from extproc.fleet.tables import Replicas
 from extproc.ground.clock import Clock
 from extproc.predict.inputs import Floats, Indices
 
-STALE_S = 0.1
-"""Seconds: of simulated routers that share later than this, those that share nothing do better."""
-DEAD_S = 1.5
-"""Seconds of silence after which a router is gone, and its load with it: three whole digests."""
+STALE_S = 0.1  # seconds: in simulation, sharing later than this is worse than none
+DEAD_S = 1.5  # seconds of silence after which a router is gone: three whole digests
 
 
 @dataclass(slots=True)
@@ -69,8 +67,7 @@ class Peers:
         self.news_age: float | None = None
         """Seconds since the newest news was sent, at the last look; None where there are no others.
         Of those with requests in flight, if any: the rest speak less often."""
-        self.stale = False
-        """Whether there are others and the news is too old to count, at the last look."""
+        self.stale = False  # there are others, and their news is too old to count
 
     def __len__(self) -> int:
         return len(self._peers)

@@ -51,8 +51,7 @@ _PLACES_REMEMBERED = 1000
 _DEPTHS = 4  # parts of a cache that are told apart, from what was used last to what is evicted next
 _PRIOR_TOKENS = 2_000.0  # tokens' worth of evidence that all of it is there
 _SURE = 0.98  # reported ÷ expected from which on nothing is doubted
-_MOST = 2.0
-"""Reported ÷ expected, at most: who finds more than was expected is not believed blindly later."""
+_MOST = 2.0  # reported ÷ expected, at most: no surplus is believed blindly later
 _MEMORY_TOKENS = 50_000.0  # expected tokens after which older reports weigh 1/e as much
 
 
@@ -61,8 +60,7 @@ class Held:
     """What the candidates hold of a prompt, an entry each."""
 
     expected: Floats  # tokens, by what was sent there
-    depths: Indices
-    """How deep in the cache: 0 is what was used last; −1: it is known, and teaches nothing."""
+    depths: Indices  # in the cache: 0 is what was used last; −1: known, teaches nothing
     cached: Floats  # tokens, as far as that is believed
 
 

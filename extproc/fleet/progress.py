@@ -11,8 +11,7 @@ from extproc.predict.inputs import Floats, Indices
 from extproc.predict.lengths import OutputLengths
 
 _TICK = 0.005  # seconds: shorter than any step, so nothing is worth moving forward by less
-_LONGEST_UNREFRESHED = 0.05
-"""Seconds over which the sums per replica may be moved forward unchanged."""
+_LONGEST_UNREFRESHED = 0.05  # seconds over which sums per replica may stay unchanged
 _ROUNDING = 1e-6  # tokens
 
 

@@ -9,16 +9,12 @@ from extproc.predict.inputs import Floats, Indices
 from extproc.predict.step import StepModel, profile_or_default
 from extproc.replica_state import SILENT_AFTER_S, ReplicaState
 
-_SHORTEST_STEP = 1e-4
-"""Seconds: no engine steps faster, whatever was learned of one that was always busy."""
-_LATE = 0.3
-"""Seconds of a scrape after which too much has ended since to tell what of it was others'."""
-_MOST_PER_STEP = 8.0
-"""Tokens that a sequence gets from a step, at most: drafts are longer, and seldom right so far."""
+_SHORTEST_STEP = 1e-4  # seconds: no engine steps faster, whatever was learned
+_LATE = 0.3  # seconds of a scrape after which others' load can no longer be told
+_MOST_PER_STEP = 8.0  # tokens of a sequence from a step, at most: longer drafts are seldom right
 _NEARLY_FULL = 0.9  # fraction of the KV cache above which requests may be waiting for KV space
 _ALL_DECODE = 0.95  # share of the tokens that a batch without prefill would have generated
-_UNDER_WAY = 0.1
-"""Seconds until a request that was sent reaches the engine: it is parsed and tokenized first."""
+_UNDER_WAY = 0.1  # seconds until a request reaches the engine, parsed and tokenized
 _TOKENIZED = 5e-6  # the same for each token of its prompt
 
 

@@ -159,8 +159,7 @@ class Requests(Table):
     cut: Indices  # where it reaches the bound
 
 
-SEEN = [*Requests.__annotations__].index("generated")
-"""Columns of requests that policies see: the first ones."""
+SEEN = [*Requests.__annotations__].index("generated")  # first columns, which policies see
 
 
 def count(replicas: Replicas, requests: Requests, row: int, sign: int) -> None:

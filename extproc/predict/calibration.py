@@ -19,8 +19,7 @@ from extproc.predict.windows import (
 )
 
 _MEMORY = 7200.0  # seconds of work in which what was learned loses two thirds of its weight
-_IDLE_MEMORY = 60.0
-"""The same for seconds without work: one that was slow for long is tried again after 20 minutes."""
+_IDLE_MEMORY = 60.0  # seconds without work: a slow replica is tried again after 20 minutes
 _REACTION = 4.0
 """Seconds of work in which the speed as a whole does: a throttled card, a noisy neighbour. Shorter,
 and it follows the accidents of single prompts."""
@@ -31,8 +30,7 @@ _LATEST = 1.0  # the same for the speed that tells a sudden change
 _ODD = 0.3
 """Where the latest speed departs from that as a whole by more, as a logarithm, it is no accident of
 prompts: what was seen before counts for less, the more the latest departs."""
-_DOUBT = 0.1
-"""Seconds of work that count for the coefficients when the speed as a whole is told from them."""
+_DOUBT = 0.1  # seconds of work for which the coefficients count against the scale
 _PRIOR = 1e-4
 """Weight of the profile it starts from, in windows of the longest kind: it keeps what the counters
 do not tell apart. With ten times as much, a profile seven times too fast takes minutes to be

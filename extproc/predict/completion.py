@@ -17,15 +17,13 @@ class Prediction:
     output_tokens: float  # tokens a sequence of the request is expected to generate
     step_rest: Floats  # rest of the step in progress
     admission: Floats  # wait until enough KV space and a place in the batch are free
-    prefill: Floats
-    """Prefill of the queue ahead and of the prompt itself, and what passes beside the steps."""
+    prefill: Floats  # of the queue ahead and of the prompt, and what passes beside the steps
     beside: Floats  # of that, what passes beside the engine's steps
     decode: Floats  # from the first token to the last
     ttft: Floats  # time to first token: the first three, and that of the adapter
     completion: Floats  # time to the last token
     cost_to_others: Floats  # time the requests in flight lose, summed over them
-    kv_pressure: Floats
-    """Fraction of the KV cache in use after admission, 0…1, but for what is preempted before it."""
+    kv_pressure: Floats  # fraction of the KV cache in use after admission and preemption, 0…1
     growth: Floats  # tokens that those sequences in flight generate meanwhile
     cached: Floats  # tokens of the prompt that the replica has in its prefix cache
     avoidable: Floats
@@ -34,10 +32,8 @@ class Prediction:
     lose by its load and its place (:func:`~extproc.predict.completion.add_adapter`)."""
 
     first_token_share: float  # time to first token in the completion, at the soonest, 0…1
-    adapter: Floats
-    """Wait for a place of its LoRA adapter in the batch, and for the adapter to be loaded."""
-    yielded: Floats | None
-    """KV tokens in use that are preempted before it; None where no candidate goes by priority."""
+    adapter: Floats  # wait for a place of its LoRA adapter in the batch, and for its load
+    yielded: Floats | None  # KV tokens preempted before it; None: no candidate goes by priority
 
     @property
     def cost_weight(self) -> Floats:
@@ -275,8 +271,7 @@ def add_adapter(prediction: Prediction, times: AdapterTimes) -> None:
     prediction.first_token_share = least(prediction.ttft) / least(prediction.completion)
 
 
-FULL = 0.94
-"""KV pressure from which on a replica can carry no other request: what it has is still growing."""
+FULL = 0.94  # KV pressure from which on a replica can carry no other request: sequences grow
 
 
 def work(profile: RequestProfile, prediction: Prediction, view: FleetView, at: int) -> float:

@@ -95,8 +95,7 @@ class Corrections:
 
 _REQUEST_S, _TOKEN_S = 0.01, 1e-5
 """Units, about what it is: seconds for each request, and for each token of its prompt."""
-_KEEP = 0.99
-"""What was seen before counts so much less with each first token: the last hundred count."""
+_KEEP = 0.99  # weight that older first tokens keep with each new one: the last 100 count
 _KNOWN = 0.02  # weight of there being nothing: a few first tokens say otherwise
 _MOST_STEPS, _MOST_REQUEST_S, _MOST_TOKEN_S = 3.0, 0.05, 2e-5
 """More is not believed: it would be something else that they waited for."""

@@ -57,10 +57,8 @@ class Candidates:
     names: list[str]  # what the configuration calls them
     excluded: tuple[Excluded, ...] = ()  # replicas of the pool that could not serve it now
     all: frozenset[str] = frozenset()  # the same ids, to look one up
-    unknown: bool = False
-    """Whether all members, healthy or not, told all they serve, and none this model."""
-    only_some: bool = False
-    """Whether some members serve the model, healthy or not, and others do not."""
+    unknown: bool = False  # all members told all they serve, and none serves this model
+    only_some: bool = False  # some members serve the model, healthy or not, and others do not
 
 
 class Columns:
@@ -75,8 +73,7 @@ class Columns:
     foreign_backlog: Floats  # prompt tokens of those of them that the replica has not admitted
     polled_waiting: Floats  # requests in the replica's queue at the last poll
     polled_kv_usage: Floats  # fraction of the KV cache in use at the last poll
-    by_priority: Floats
-    """1 where a higher priority goes first, and the lowest is preempted first; else 0."""
+    by_priority: Floats  # 1: higher priorities go first, and the lowest is preempted first
     batch: Floats  # sequences decoding
     kv_used: Floats  # KV tokens of the sequences decoding
     kv_capacity: Floats
@@ -110,8 +107,7 @@ class FleetView(Columns):
     beside_steps: tuple[float, float, float] = 0.0, 0.0, 0.0
     """Seconds before a first token that no step shows: for each second of a step, for each request,
     and for each token of its prompt."""
-    behind: Floats | float = 0.0
-    """Prompt tokens beside the backlog, of requests that let this one go before them."""
+    behind: Floats | float = 0.0  # prompt tokens of requests that let this one pass; not in backlog
 
     def __init__(
         self,

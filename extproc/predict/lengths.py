@@ -20,13 +20,10 @@ _PRIOR_SPREAD = 1.2
 """Log-normal to start from, wide enough for chat and code alike; it is outweighed after a dozen
 observations."""
 _PRIOR_WEIGHT = 4.0
-_DECAY = 0.998
-"""Each observation takes this much from the older ones: a memory of about 500 requests."""
+_DECAY = 0.998  # weight that older observations keep: a memory of about 500 requests
 _MOST_ROWS = 1024  # kinds of requests told apart; later ones share the rows of coarser kinds
-_MOST_TENANT_ROWS = 512
-"""Of these, kinds that name a tenant: clients choose that name, and may make it up."""
-_MOST_COUNTED = 200.0
-"""Requests that a replica's own histogram counts for at once, however many it holds."""
+_MOST_TENANT_ROWS = 512  # of these, kinds that name a tenant: clients may make names up
+_MOST_COUNTED = 200.0  # requests that a replica's own histogram counts for, at most
 
 _NONE = 1e-9  # survivors this few are none
 _SUMS = len(_LENGTHS_LIST) + 1  # suffix sums of a histogram

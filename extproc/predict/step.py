@@ -22,8 +22,7 @@ class StepModel:
     c_att: float = 0.0
     """Seconds per (prefill token × token of its context): of the simulator's engines alone, for it
     leaves no trace in the counters that a router learns from."""
-    frontend: float = 0.0
-    """Seconds of each request that no step takes: HTTP, tokens, the way to the engine and back."""
+    frontend: float = 0.0  # seconds of a request outside steps: HTTP, tokenizer, transport
 
     def step_time(self, prefill: float, batch: float, kv: float, attention: float = 0.0) -> float:
         """Seconds for a step over ``prefill`` tokens, ``batch`` sequences and ``kv`` KV tokens."""

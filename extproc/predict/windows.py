@@ -33,8 +33,7 @@ class EngineCounts:
     at: float  # seconds, on the poller's clock
     steps: float
     computed_tokens: float  # prompt tokens prefilled, cached ones not counted
-    generated_tokens: float
-    """Without those that were drafted: as many as sequences took part in steps."""
+    generated_tokens: float  # without drafted ones: as many as sequences took part in steps
     in_flight: int  # requests running and waiting
     kv_tokens: float  # in use
     finished: float = 0.0  # requests finished

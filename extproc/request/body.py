@@ -26,11 +26,9 @@ _LONG_NUMBER = b"0" * 19
 _MOST_PER_BYTE = _PER_BYTE + _PER_LONG_NUMBER / len(_LONG_NUMBER)
 """Were all of them digits of such numbers: up to a megabyte there is no need to look for them."""
 
-_SHORT = 131_072
-"""Bytes up to which a body is read whole without being weighed: the worst one takes 40 ms."""
+_SHORT = 131_072  # bytes up to which a body is read unweighed: the worst takes 40 ms
 
-_STRIDE = 32_768
-"""Bytes weighed at a time. The dearest, all opening braces, are within the budget."""
+_STRIDE = 32_768  # bytes weighed at a time; all opening braces are within the budget
 
 _TAIL = 4_096  # bytes at the end of a truncated body that tell what follows
 

@@ -26,8 +26,7 @@ _UNUSUAL = (
     "documents",
     "reasoning_effort",
 )  # fields with which a chat is rendered in ways that are not known here
-_MOST_SCHEMAS = 1_024
-"""Of objects in the schemas of tools, which some templates print one by one: in some 10 ms."""
+_MOST_SCHEMAS = 1_024  # objects in schemas of tools, which some templates print one by one
 _TEXTS = frozenset({"text", "input_text", "output_text"})
 
 

@@ -4,8 +4,7 @@ from pydantic_core import SchemaValidator, ValidationError, core_schema
 
 from extproc.request.endpoint import Endpoint
 
-MAX_TOKENS = 10_000_000
-"""Token counts are cut off here: above every context there is, and harmless to calculate with."""
+MAX_TOKENS = 10_000_000  # token counts are cut off here: above every context there is
 
 MAX_SEQUENCES = 100_000  # numbers of sequences are cut off here
 

@@ -10,12 +10,9 @@ from extproc.request.fields import MAX_SEQUENCES, MAX_TOKENS, flag
 from extproc.request.profile import RequestProfile
 from extproc.request.tokens import TokenCounter
 
-_BYTES_PER_S = 16_000
-"""MP3 at 128 kbit/s; WAV of 16 kHz has 32,000, speech in Opus or AAC 3,000 to 8,000."""
-_TOKENS_PER_S = 25
-"""Qwen2-Audio and Qwen2.5-Omni; Whisper's encoder makes 50, Voxtral 12.5, Ultravox 6.25."""
-_CLIP_S = 30
-"""vLLM transcribes clips of that length, each a prompt of its own (``max_audio_clip_s``)."""
+_BYTES_PER_S = 16_000  # MP3 at 128 kbit/s; WAV of 16 kHz has 32,000, Opus 3,000 to 8,000
+_TOKENS_PER_S = 25  # Qwen2-Audio, Qwen2.5-Omni; Whisper makes 50, Voxtral 12.5, Ultravox 6.25
+_CLIP_S = 30  # vLLM transcribes clips of that length, each a prompt (max_audio_clip_s)
 
 CLIP_TOKENS = _CLIP_S * _TOKENS_PER_S  # of audio of which not even the size is known
 
@@ -25,8 +22,7 @@ LARGE_BODY = 8 * 2**20
 
 _MEDIUM = 2**20  # bytes: about one image
 
-_LOOKED_AT = 16_384
-"""Bytes at either end of a form in which its fields are looked for; between them is the file."""
+_LOOKED_AT = 16_384  # bytes at either end of a form in which its fields stand
 
 _FIELD = re.compile(
     rb'name="(model|stream)"[^\r\n]{0,256}\r\n'  # and perhaps other headers of the part

@@ -15,8 +15,7 @@ UNIT_BYTES = 256
 """Bytes of a prompt in a unit: some 64 tokens of text. A smaller unit finds more of a prefix and
 takes more memory."""
 _MOST_UNITS = 4096
-MOST_BYTES = _MOST_UNITS * UNIT_BYTES
-"""Of a prompt, the first so many are told apart: 262,000 tokens."""
+MOST_BYTES = _MOST_UNITS * UNIT_BYTES  # prompts are told apart up to here: 262,000 tokens
 
 _UNIT_WORDS = UNIT_BYTES // 4
 
@@ -34,8 +33,7 @@ _NO_IDS = np.zeros(0, np.uint32)
 class Prefix:
     """What of a prompt may be found in a prefix cache."""
 
-    keys: Keys
-    """One for each whole unit from the first on; it stands for all up to the end of the unit."""
+    keys: Keys  # one for each whole unit; stands for all up to the end of the unit
     unit: float  # tokens in a unit
     tokens: float  # of all the prompt, also of what fills no unit or is not known
     whole: int = 0  # key of the whole prompt; 0: not known

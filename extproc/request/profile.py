@@ -17,10 +17,8 @@ class RequestProfile:
     prompt_bytes: int
     """Bytes of text the estimate was made from; 0 where the tokens were counted. Divided by the
     prompt tokens a replica reports, it teaches the ratio of bytes to tokens of the model."""
-    output_bound: int | None
-    """Most tokens one sequence may generate; None: as many as the model's context leaves."""
-    sequences: int = 1
-    """Sequences it decodes side by side: ``n`` × number of prompts. 0 where nothing is decoded."""
+    output_bound: int | None  # most tokens of a sequence; None: what the context leaves
+    sequences: int = 1  # decoded side by side: n × number of prompts; 0: nothing is
     stream: bool = False
     least_output: int = 0
     """Fewest tokens a sequence will generate: as many as the bound where the end of text is
@@ -28,14 +26,12 @@ class RequestProfile:
     tenant: str = ""  # on whose behalf it is made, where a header says so
     prompts: int = 1  # number of its prompts
     longest_share: float = 1.0  # of the prompt tokens, the share of the longest prompt, 0…1
-    images: int = 0
-    """Images whose tokens the replica's report will tell; 0 where it tells nothing of them."""
+    images: int = 0  # whose tokens the replica's report will tell; 0: it tells nothing
     image_tokens: int = 0  # of the prompt tokens, those that the images were taken for
     previous_response: str = ""  # id of the stored response that it goes on from
     stored: bool = False  # whether the replica keeps the response, for requests that name it
     claims_priority: bool = False  # whether its body has a priority of its own, or may have
-    asked: str = ""
-    """The model's name in its body: it may be another than those that replicas serve."""
+    asked: str = ""  # the model's name in its body, perhaps none that replicas serve
     session: str = ""  # key of the session that it belongs to
     objective: Objective = NO_OBJECTIVE  # what it aims for
     in_background: bool = False  # the answer comes at once and the work is done later

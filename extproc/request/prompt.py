@@ -32,8 +32,7 @@ VIDEO_TOKENS = 32 * 256
 196, Qwen2-VL up to 384."""
 
 _BYTES_PER_TOKEN = 4  # of a medium, in the bytes that keys are made of; for token ids exact
-_IMAGE_TOKENS = 576
-"""Of any image there. What is learned must not count: what follows would shift."""
+_IMAGE_TOKENS = 576  # of any image in keys; what is learned would shift what follows
 
 _SYSTEM, _USER, _ANSWER, _RESULT, _OTHER, _TOOLS = "\1", "\2", "\3", "\4", "\5", "\6"
 """What stands before a message in the bytes that keys are made of, or before the tools."""
@@ -78,8 +77,7 @@ class Prompt:
         self.tokens = 0  # tokens that need no estimate: token ids, chat template
         self.images = 0
         self.media = 0  # tokens of audio and video, by rough estimate
-        self._rendered: list[str] = []
-        """The texts, marks of roles and digests of media: what keys are made of."""
+        self._rendered: list[str] = []  # texts, marks of roles, digests of media: for keys
         self._answer = slice(0, 0)
         """Where in there the last answer stands: messages of the assistant, one after another."""
         self._media_room = MOST_BYTES

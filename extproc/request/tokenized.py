@@ -11,8 +11,7 @@ from extproc.request.prefix import Ids
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_MOST_CHARACTERS = 16_384
-"""That one call tokenises, in some 10 ms; a longer text is known to its end after a few calls."""
+_MOST_CHARACTERS = 16_384  # tokenised by one call, in some 10 ms; longer texts take several
 
 _UNIT = 256  # characters whose tokens are remembered together
 

@@ -15,8 +15,7 @@ _PRIOR_TOKENS = 2_000.0  # tokens' worth of evidence the configured ratio counts
 
 _MEMORY_TOKENS = 200_000.0  # prompt tokens after which older reports weigh 1/e as much
 
-_REPORT_TOKENS = 20_000.0
-"""Weight of one report at most, so that one odd document does not turn the ratio."""
+_REPORT_TOKENS = 20_000.0  # weight of one report at most: no odd document turns the ratio
 
 _PRIOR_IMAGES = 4.0  # images' worth of evidence that ``request.image_tokens`` counts for
 

@@ -32,10 +32,8 @@ class Usage:
     """What a replica says a request was, in tokens."""
 
     prompt_tokens: int | None  # None: the response did not say
-    completion_tokens: int
-    """Streamed events where the response did not say: a replica may send several tokens in one."""
-    cached_tokens: int | None = None
-    """Of the prompt's, those that the replica found in its prefix cache."""
+    completion_tokens: int  # streamed events where the response did not say
+    cached_tokens: int | None = None  # of the prompt's, found in the prefix cache
 
 
 class UsageReader:
@@ -138,8 +136,7 @@ def _first(usage: dict[str, object], *names: str) -> int | None:
 
 
 _ID = re.compile(rb'"id":\s*"(resp_[^"\\]{1,123})"')
-_WITHIN = 4_096
-"""Bytes in which it stands: vLLM's JSON begins with it, and so does the first event of a stream."""
+_WITHIN = 4_096  # bytes in which the id stands: vLLM's JSON and streams begin with it
 
 
 class ResponseIdReader:

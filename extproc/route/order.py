@@ -10,8 +10,7 @@ from extproc.route.waiting import Waiting
 
 _MOST_TENANTS = 10_000  # remembered, whether anything of theirs waits or not
 _LITTLE_S = 1e-3
-_MEMORY_S = 60.0
-"""In which what a tenant got loses two thirds of its weight among what it got as of late."""
+_MEMORY_S = 60.0  # seconds in which a tenant's recent share loses two thirds of its weight
 
 
 class Shares:
@@ -54,8 +53,7 @@ class Order:
 
     def __init__(self, now: float) -> None:
         self.shares = Shares(now)
-        self._lines: dict[int, dict[str, list[Waiting]]] = {}
-        """By priority and tenant, each in order."""
+        self._lines: dict[int, dict[str, list[Waiting]]] = {}  # by priority and tenant
         self._costs: dict[tuple[str, int], float] = {}  # of all of a model and a priority
 
     def enter(self, one: Waiting) -> None:

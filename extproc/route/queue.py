@@ -60,8 +60,7 @@ class Queue:
         self._trust_from = -inf
         self._waited = 0.0  # seconds: the longest wait that Envoy had the patience for
         self._usual_wait = 0.0  # seconds: of the last that were sent, the mean
-        self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)
-        """Seconds that the last ones waited that left."""
+        self._gave_up: deque[float] = deque(maxlen=_IN_A_ROW)  # seconds that the last ones waited
 
     def __iter__(self) -> Iterator[Waiting]:
         return iter(self._waiting)

@@ -21,8 +21,7 @@ _SMALL = 0.2
 """Share of a completion that an unseen first token may have, by prediction: where it has more, and
 the prefix cache brought it far sooner, there is no telling how long the request decoded."""
 
-_STEPS, _SHARE = 2.0, 0.02
-"""Tokens, and share of an answer, by which the ledger's count of them may be short."""
+_STEPS, _SHARE = 2.0, 0.02  # tokens, and share of an answer, by which the ledger may fall short
 
 
 @dataclass(slots=True)

@@ -10,13 +10,10 @@ from extproc.predict.inputs import Floats
 from extproc.route.reasons import seconds
 from extproc.route.router import Decision
 
-_AMONG_OTHERS = 0.02
-"""So much less where other routers send there, too: for some milliseconds nobody knows of it."""
-_LOOKED_AT = 0.3, 0.6, 0.95
-"""When the KV pressure is looked at, in shares of the tokens that the request will generate."""
+_AMONG_OTHERS = 0.02  # KV pressure kept free where other routers send, too
+_LOOKED_AT = 0.3, 0.6, 0.95  # shares of the request's tokens at which pressure is computed
 _LEAST_SPREAD = 1.1  # p90 ÷ mean of lengths that are all about the same
-_RESERVE = 0.035
-"""So much more for requests of a higher priority: some room is left for those that come."""
+_RESERVE = 0.035  # KV pressure that requests of a higher priority may add to FULL
 
 
 class Waiting:
