@@ -4,13 +4,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from extproc.cli.arguments import CommandError, UsageError, above_zero
-from extproc.lab.replay import show
 from extproc.lab.replay.change import Change, changed
 from extproc.lab.replay.comparison import too_far
-from extproc.lab.replay.page import page
-from extproc.lab.replay.progress import progress
+from extproc.lab.replay.figures import progress
 from extproc.lab.replay.recorded import read
 from extproc.lab.replay.scene import Scene, scene_of
 from extproc.lab.replay.what_if import replay, what_if
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     waits = "whether requests wait at the router while no replica can carry them"
     add("--hold", choices=("on", "off"), help=waits)
     add("--json", action="store_true", help="print all figures as JSON")
-    add("--page", type=Path, metavar="FILE", help="write a page with pictures (HTML)")
+    add("--page", type=_removed, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,8 +44,6 @@ def run(args: argparse.Namespace) -> int:
         CommandError: the replay is too far from what happened.
     """
     try:
-        if args.page:
-            args.page.open("a").close()  # rather now than after minutes
         recorded = read(args.record, args.pool)
         scene = scene_of(recorded)
         change = _change(args, scene)
@@ -60,13 +57,11 @@ def run(args: argparse.Namespace) -> int:
             figures = replayed.to_json() | {"left_out": left_out}
             print(json.dumps(figures | (answer.to_json() if answer else {}), indent=2))
         else:
-            print(show.replayed(replayed))
+            print(replayed)
             for why, count in left_out.items():
                 print(f"left out: {count} requests, {why}")
             if answer:
-                print(f"\n{show.answer(answer)}")
-        if args.page:
-            args.page.write_text(page(replayed, answer), encoding="utf-8")
+                print(f"\n{answer}")
     except (OSError, ValueError) as error:
         raise UsageError(error) from None
     if problem:
@@ -95,6 +90,10 @@ def _replicas(given: Sequence[str], names: Sequence[str]) -> list[str]:
             raise ValueError(f"{one} replicas more or less are no change")
         found += [one] if is_name else [names[n % len(names)] for n in range(int(one))]
     return found
+
+
+def _removed(_: str) -> NoReturn:
+    raise argparse.ArgumentTypeError("the option was removed: --json prints all figures")
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -1,27 +1,28 @@
 """What would be otherwise: what happened is played first, then what would without and with it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
+from extproc.ground.text import Column, figure, table
 from extproc.lab.replay.comparison import (
+    KINDS,
     Difference,
     Fit,
     counted,
     differences,
     fits,
-    recorded,
     too_short,
 )
+from extproc.lab.replay.figures import FIGURES
 from extproc.lab.replay.play import Played, play
 from extproc.lab.replay.scene import Scene
 
-SEEDS = (0, 1, 2)
-"""Of the runs without and with a change."""
-Show = Callable[[float], None]
-"""Told the share that is done."""
+SEEDS = (0, 1, 2)  # of the runs without and with a change
+_COLUMNS = [Column(name) for name in FIGURES]
+Show = Callable[[float], None]  # told the share that is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,8 @@ class Replayed:
     """What happened, beside its replay."""
 
     scene: Scene
-    requests: int
-    """That figures are made of."""
-    fits: dict[str, Fit]
-    """By kind of time."""
-    runs: dict[str, Played]
-    """By what they are called, for pictures."""
+    requests: int  # that figures are made of
+    fits: dict[str, Fit]  # by kind of time
 
     def to_json(self) -> dict[str, Any]:
         """All figures."""
@@ -46,21 +43,31 @@ class Replayed:
             "replay": {kind: asdict(fit) for kind, fit in self.fits.items()},
         }
 
+    def __str__(self) -> str:
+        scene, rows = self.scene, list[list[str]]()
+        for kind, fit in self.fits.items():
+            rows.append([f"{KINDS[kind]} recorded", *map(figure, fit.recorded.values())])
+            rows.append(["  replayed", *map(figure, fit.replayed.values())])
+            rows.append(["  off by", *(f"{off:+.1%}" for off in fit.off.values())])
+        request = self.fits["completion_s"].request
+        names, policy = ", ".join(scene.names), scene.config.route.policy
+        head = (
+            f"{self.requests} requests of {scene.lasts_s / 60:.1f} min on {len(scene.members)} "
+            f"replicas ({names}), policy {policy}; the median completion is off by {request:.1%}"
+        )
+        columns = [Column("seconds since sent", left=True), *_COLUMNS]
+        return "\n".join([head, "", *table(columns, rows)])
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What would be otherwise with a change."""
 
-    change: str
-    """In words."""
-    differences: dict[str, dict[str, Difference]]
-    """By kind of time, and figure."""
-    short: bool
-    """The record is, for intervals to be sure."""
+    change: str  # in words
+    differences: dict[str, dict[str, Difference]]  # by kind of time, and figure
+    short: bool  # the record is, for intervals to be sure
     unserved: tuple[float, float]
     """Share of the requests that nobody would serve, without the change and with it."""
-    runs: dict[str, Played] = field(default_factory=dict)
-    """By what they are called, for pictures."""
 
     def to_json(self) -> dict[str, Any]:
         """All figures."""
@@ -75,6 +82,30 @@ class Answer:
             "unserved": self.unserved,
         }
 
+    def __str__(self) -> str:
+        columns = [Column("seconds", left=True), *_COLUMNS]
+        lines = [f"with {self.change}", "", *table(columns, list(self._rows()))]
+        if any(self.unserved):
+            before, after = self.unserved
+            left = f"{before:.1%} as it is, {after:.1%} changed"
+            what = f"nobody would serve {left} of all requests"
+            lines += ["", f"{what}; the figures are of the others"]
+        if self.short:
+            lines += [
+                "",
+                "it is less sure than that: a third of the record is not ten times as long as the "
+                "95th percentile of completions: record for longer",
+            ]
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[list[str]]:
+        for kind, figures in self.differences.items():
+            each = [figures[name] for name in FIGURES]
+            yield [f"{KINDS[kind]} as it is", *(figure(one.before) for one in each)]
+            yield ["  changed", *(figure(one.after) for one in each)]
+            yield ["  difference", *(f"{one.seconds:+.3g}" for one in each)]
+            yield ["  90% between", *(f"{one.low:+.3g} and {one.high:+.3g}" for one in each)]
+
 
 def replay(scene: Scene, show: Show) -> Replayed:
     """Plays what happened, each request where it went.
@@ -83,8 +114,7 @@ def replay(scene: Scene, show: Show) -> Replayed:
         ValueError: there is nothing to compare it with, or the replicas cannot carry it.
     """
     played = play(scene, SEEDS[0], forced=True, show=show)
-    runs = {"recorded": recorded(scene), "replayed": played}
-    return Replayed(scene, len(counted(scene)), fits(scene, played), runs)
+    return Replayed(scene, len(counted(scene)), fits(scene, played))
 
 
 def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
@@ -105,7 +135,6 @@ def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
         differences(scene, before, after),
         too_short(scene, played),
         (_unserved(before), _unserved(after)),
-        {"as it is": before[0], "changed": after[0]},
     )
 
 

@@ -298,15 +298,10 @@ def test_a_line_that_was_cut_short_is_passed_over(busy: Sequence[Line], tmp_path
     assert record.left_out == {"whose line cannot be read": 1}
 
 
-def test_a_page_has_pictures_and_needs_nothing_else(
-    busy: Sequence[Line], tmp_path: Path, ask: Ask
-) -> None:
-    folder, page = write(tmp_path / "record", busy), tmp_path / "page.html"
-    ask(folder, "--more", "a", "--page", str(page))
-    text = page.read_text()
-    assert "one more like a" in text
-    assert text.count("<svg") == 4
-    assert "http" not in text
+def test_removed_page_option_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["what-if", "record", "--page", "answer.html"])
+    assert "removed: --json prints all figures" in capsys.readouterr().err
 
 
 def test_requests_that_were_refused_are_told_of(
@@ -324,7 +319,6 @@ def test_requests_that_were_refused_are_told_of(
         (["--less", "2"], "no replica is left"),
         (["--more", "0"], "0 replicas more or less are no change"),
         (["--less", "00"], "00 replicas more or less are no change"),
-        (["--page", "."], "Is a directory"),
         (["--replica", "a=h1000"], "no hardware profile is named 'h1000'"),
         (["--pool", "other"], "holds no record of pool 'other', but of default"),
     ],
