@@ -14,14 +14,13 @@ from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.config import HoldSettings, ServeSettings
 from extproc.fleet.fleet import Fleet
 from extproc.lab.replay import simulation
-from extproc.lab.replay.clock import VirtualClock
 from extproc.lab.replay.machine import Machine
 from extproc.lab.replay.polling import Watch
 from extproc.lab.replay.routers import Node, Routers
-from extproc.lab.replay.served import Arrival, Traced
+from extproc.lab.replay.served import Arrival, Traced, VirtualClock
 from extproc.lab.simulator.blocks import trace_hashes
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.sequence import Sequence
+from extproc.lab.simulator.steps import Sequence
 from extproc.predict.calibration import Typical
 from extproc.predict.lengths import OutputLengths
 from extproc.replica_state import ReplicaState

@@ -16,7 +16,7 @@ from pydantic import (
 from benchmarks.imbalance import speed
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.speculation import ACCEPTANCE, Speculation
+from extproc.lab.simulator.features import ACCEPTANCE, Speculation
 from extproc.predict.step import HardwareProfile, hardware_profile
 
 Happening = Literal["down", "up", "hang"]

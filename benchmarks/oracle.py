@@ -9,11 +9,10 @@ from typing import ClassVar
 import numpy as np
 
 from extproc.fleet.prefixes import Held
-from extproc.lab.replay.clock import VirtualClock
 from extproc.lab.replay.machine import Machine
 from extproc.lab.replay.routers import News, Routers
-from extproc.lab.replay.served import Arrival, Served
-from extproc.lab.simulator.sequence import Sequence
+from extproc.lab.replay.served import Arrival, Served, VirtualClock
+from extproc.lab.simulator.steps import Sequence
 from extproc.predict.completion import Prediction, predict
 from extproc.predict.correction import Corrections
 from extproc.predict.inputs import Candidates, FleetView, Floats, Sequences

@@ -36,11 +36,11 @@ from benchmarks.vllm import MODEL, described, vllm_servers
 from extproc.cli.arguments import above_zero, probability, whole
 from extproc.ground.address import split_address
 from extproc.ground.text import Column, table
-from extproc.lab.demo.samples import Kind, Lengths, Sample, samples
 from extproc.lab.harness.processes import ProcessError
+from extproc.lab.harness.samples import Kind, Lengths, Sample, samples
 from extproc.lab.harness.stack import Stack
 from extproc.lab.harness.traffic import Answer, send_all
-from extproc.lab.replay.distribution import distribution, rank_correlation
+from extproc.lab.replay.figures import distribution, rank_correlation
 from extproc.predict.step import DEFAULT_PROFILE, PROFILES, StepModel
 from extproc.route.policies import POLICIES
 

@@ -11,8 +11,7 @@ from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.fleets import Fleet, Servers
 from benchmarks.envoy_file import drop_ext_proc
 from benchmarks.pages import get_text
-from extproc.lab.demo.access_log import add_access_log
-from extproc.lab.harness.envoy_config import Bootstrap, addressed, manager_of
+from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed, manager_of
 from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import Process, answers, envoy_command
 

@@ -29,7 +29,7 @@ from benchmarks.vllm import described
 from extproc.cli.arguments import above_zero
 from extproc.ground.text import Column, table
 from extproc.lab.harness.processes import ProcessError
-from extproc.lab.replay.distribution import FIGURES
+from extproc.lab.replay.figures import FIGURES
 from extproc.poll.scrape import ScrapeError
 
 _HERE = Path(__file__).parents[1]

@@ -17,9 +17,9 @@ import numpy as np
 
 from benchmarks.fit.recording import Limits, Recording, Request, Run
 from benchmarks.trace import TracedRequest
-from extproc.lab.replay.distribution import distribution
+from extproc.lab.replay.figures import distribution
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.sequence import Sequence
+from extproc.lab.simulator.steps import Sequence
 from extproc.predict.calibration import Calibration
 from extproc.predict.inputs import Floats
 from extproc.predict.step import PROFILES, HardwareProfile, StepModel

@@ -31,7 +31,7 @@ from benchmarks.load.target import PATHS, TargetError, ask
 from extproc.cli.arguments import above_zero, probability
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.traffic import POLICY_HEADER, Client
-from extproc.lab.replay.progress import progress
+from extproc.lab.replay.figures import progress
 
 SENDING = "sending"  # printed when the first request is sent
 _EVERY_S = 1.0

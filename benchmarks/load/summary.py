@@ -12,7 +12,7 @@ from benchmarks.load.plan import Planned
 from extproc.ground import text
 from extproc.ground.text import Column, figure
 from extproc.lab.harness.traffic import Answer, Client
-from extproc.lab.replay.distribution import FIGURES, distribution
+from extproc.lab.replay.figures import FIGURES, distribution
 
 Figures = dict[str, Any]  # in the form of the JSON report; times in seconds
 Record = Mapping[str, Any]  # of a request, as :func:`record` makes it

@@ -19,7 +19,7 @@ from benchmarks.compare.play import play
 from benchmarks.report.faults import Harm, harm
 from benchmarks.report.markdown import markdown
 from benchmarks.report.results import Results, Run, read
-from extproc.lab.demo.access_log import Access, AccessLog
+from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.predict.step import hardware_profile
 
 Json = dict[str, Any]

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from extproc.lab.demo.access_log import Access
+from extproc.lab.harness.envoy_config import Access
 from extproc.lab.harness.traffic import Answer
 from tests.chaos.scenes import Scene
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from random import Random
 from typing import Self
 
-from extproc.lab.demo.samples import Kind, Lengths, samples
+from extproc.lab.harness.samples import Kind, Lengths, samples
 from extproc.lab.harness.stack import MODEL
 from extproc.lab.harness.traffic import Answer, Client, Request, to_send
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from extproc.lab.demo.access_log import Access, AccessLog
+from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.lab.harness.stack import SimulatedReplica, Stack
 from tests.chaos.load import Load
 from tests.waiting import until

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from extproc import cli
-from extproc.lab.demo.samples import samples
+from extproc.lab.harness.samples import samples
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.harness.traffic import send_all
 from extproc.lab.replay.recorded import Recorded, read

@@ -10,7 +10,7 @@ from extproc.fleet.digest import Digest, Kind
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.sequence import Sequence
+from extproc.lab.simulator.steps import Sequence
 from extproc.predict.step import hardware_profile
 from extproc.replica_state import ReplicaState
 from tests.fakes import MODEL, ManualClock, chat, embedding, fleet_of, replica, state

@@ -6,7 +6,7 @@ import pytest
 
 from extproc.fleet.fleet import Fleet
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.sequence import Sequence
+from extproc.lab.simulator.steps import Sequence
 from extproc.predict.completion import Prediction, predict, work
 from extproc.predict.step import HardwareProfile, hardware_profile
 from extproc.request.objective import NO_OBJECTIVE, Objective

@@ -19,9 +19,9 @@ from rich.live import Live
 from extproc.lab.demo.by_hand import instructions
 from extproc.lab.demo.journal import Journal
 from extproc.lab.demo.report import Report, Run
-from extproc.lab.demo.samples import samples
 from extproc.lab.demo.screen import Screen, plain
 from extproc.lab.harness.processes import Process, ProcessError
+from extproc.lab.harness.samples import samples
 from extproc.lab.harness.stack import MODEL, USUAL_PORTS, Stack
 from extproc.lab.harness.traffic import send_all
 

@@ -10,7 +10,7 @@ import aiohttp
 from msgspec import convert
 from pydantic import BaseModel, TypeAdapter
 
-from extproc.lab.demo.access_log import Access, AccessLog
+from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.lab.harness.stack import Stack
 from extproc.replica_state import ReplicaState
 
@@ -65,18 +65,15 @@ class Journal:
     """Follows a stack's router and access log; :meth:`refresh` brings it up to date."""
 
     def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
-        self.entries: dict[str, Entry] = {}
-        """By request id, in the order they were seen."""
-        self.served: Counter[str] = Counter()
-        """Requests per replica, by ``ip:port``."""
+        self.entries: dict[str, Entry] = {}  # by request id, in the order they were seen
+        self.served: Counter[str] = Counter()  # requests per replica, by `ip:port`
         self.fleet: dict[str, ReplicaNow] = {}
         """The replicas as the router sees them, by name; empty while it is down."""
         self._admin = stack.router_admin
         self._log = AccessLog(stack.access_log)
         self._session = session
         self._last_decision = 0
-        self._ended: list[Access] = []
-        """Read from the log and not yet entered."""
+        self._ended: list[Access] = []  # read from the log and not yet entered
 
     @property
     def router_up(self) -> bool:

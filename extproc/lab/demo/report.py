@@ -20,10 +20,8 @@ class Run:
     """Requests sent under one policy, and what is known of them."""
 
     answers: list[Answer]
-    entries: Mapping[str, Entry]
-    """By request id."""
-    names: Mapping[str, str]
-    """``ip:port`` → name of the replica."""
+    entries: Mapping[str, Entry]  # by request id
+    names: Mapping[str, str]  # `ip:port` → name of the replica
 
     @cached_property
     def figures(self) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 Envoy's configuration is the tree that YAML makes of it; whoever starts an Envoy writes it out.
 """
 
+import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,7 @@ from extproc.ground.address import split_address
 TEMPLATE = Path(__file__).with_name("envoy.yaml")
 """In a clone a link to ``envoy/envoy.yaml``; an installed package has the file itself."""
 
-Bootstrap = dict[str, Any]
-"""All of Envoy's configuration."""
+Bootstrap = dict[str, Any]  # all of Envoy's configuration
 
 
 def addressed(
@@ -63,3 +64,91 @@ def endpoints(addresses: Iterable[str]) -> list[dict[str, Any]]:
     """Those of a cluster with these members, in its ``load_assignment``."""
     members = [{"endpoint": {"address": socket_address(one)}} for one in addresses]
     return [{"lb_endpoints": members}]
+
+
+_ADDED = ("request_header_latency_us", "request_body_total_latency_us")
+"""What the ext_proc filter waits for before a request goes on; microseconds. The first only where
+the router is asked about the headers before the body comes.
+
+Fields of its filter state, as Envoy's documentation of the filter lists them ("Access Log Fields").
+"""
+
+_FORMAT = {
+    "request_id": "%REQ(X-REQUEST-ID)%",
+    "method": "%REQ(:METHOD)%",
+    "path": "%PATH(NQ)%",
+    "status": "%RESPONSE_CODE%",
+    "upstream": "%UPSTREAM_HOST%",
+    "destination": "%REQ(X-GATEWAY-DESTINATION-ENDPOINT)%",
+    "flags": "%RESPONSE_FLAGS%",
+    "duration_ms": "%DURATION%",
+} | {name: f"%FILTER_STATE(envoy.filters.http.ext_proc:FIELD:{name})%" for name in _ADDED}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A request as Envoy saw it end."""
+
+    request_id: str
+    status: int  # 0 where the client left before an answer
+    upstream: str  # `ip:port` of the replica that served it; empty: none
+    duration_s: float
+    added_ms: float | None
+    """Milliseconds it waited for the router before it left; None where that did not answer."""
+    destination: str = ""
+    """What the router set: its choice, and a second one; empty: it was not asked."""
+    flags: str = ""  # Envoy's response flags: why a request failed
+
+
+def add_access_log(bootstrap: Bootstrap, path: Path) -> None:
+    """From now on Envoy writes its access log to ``path``."""
+    for manager in managers(bootstrap):
+        manager["access_log"] = [
+            {
+                "name": "envoy.access_loggers.file",
+                "typed_config": {
+                    "@type": "type.googleapis.com/"
+                    "envoy.extensions.access_loggers.file.v3.FileAccessLog",
+                    "path": str(path),
+                    "log_format": {"json_format": _FORMAT},
+                },
+            }
+        ]
+
+
+class AccessLog:
+    """Reads the log while Envoy writes it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[Access]:
+        """The POST requests that ended since the last call and were written out."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                written = file.read()
+        except FileNotFoundError:
+            return []
+        whole = written[: written.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        records = map(json.loads, whole.splitlines())
+        return [_access(record) for record in records if record["method"] == "POST"]
+
+
+def _access(record: dict[str, Any]) -> Access:
+    headers, body = (_number(record[name]) for name in _ADDED)
+    return Access(
+        request_id=record["request_id"] or "",
+        status=int(record["status"]),
+        upstream=record["upstream"] or "",
+        duration_s=record["duration_ms"] / 1000,
+        added_ms=None if body is None else ((headers or 0.0) + body) / 1000,
+        destination=record["destination"] or "",
+        flags=record["flags"] or "",
+    )
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None or value == "-" else float(value)

@@ -15,10 +15,8 @@ import aiohttp
 
 from extproc.lab.harness.ports import pick_ports
 
-Check = Callable[[], Awaitable[bool]]
-"""Says whether a process is ready to serve."""
-READY_S = 60.0
-"""Long enough for a machine that is busy."""
+Check = Callable[[], Awaitable[bool]]  # says whether a process is ready to serve
+READY_S = 60.0  # long enough for a machine that is busy
 
 _LOG_LINES = 20
 _CHECK_INTERVAL_S = 0.02

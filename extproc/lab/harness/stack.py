@@ -14,8 +14,7 @@ from typing import Any, Self
 import aiohttp
 import yaml
 
-from extproc.lab.demo.access_log import add_access_log
-from extproc.lab.harness.envoy_config import Bootstrap, addressed
+from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed
 from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import (
     Check,
@@ -26,12 +25,10 @@ from extproc.lab.harness.processes import (
 )
 from extproc.lab.harness.traffic import POLICY_HEADER
 
-MODEL = "llama-8b"
-"""What every replica serves."""
+MODEL = "llama-8b"  # what every replica serves
 
 _ENVOY_WORKERS = 2
-_FLUSH_MS = 100
-"""Envoy writes its access log out this often."""
+_FLUSH_MS = 100  # Envoy writes its access log out this often
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +36,8 @@ class SimulatedReplica:
     """A replica of the stack."""
 
     name: str
-    profile: str
-    """Hardware profile it has, and is known to the router to have."""
-    arguments: tuple[str, ...] = ()
-    """Further ones of ``extproc simulate``."""
+    profile: str  # hardware profile it has, and is known to the router to have
+    arguments: tuple[str, ...] = ()  # further ones of `extproc simulate`
     program: tuple[str, ...] = ("extproc", "simulate")
     """What ``python -m`` runs: another program may take the same arguments."""
     kv_events_ports: tuple[int, int] | None = None
@@ -98,8 +93,7 @@ class Stack:
         self.ports = pick_ports({**wanted, **usual_ports})
         self.config_file = directory / "extproc.yaml"
         self.access_log = directory / "access.log"
-        self.ready_s = 0.0
-        """Seconds it took until the first request could be routed."""
+        self.ready_s = 0.0  # seconds it took until the first request could be routed
         self._settings = settings
         self._processes: dict[str, Process] = {}
         self._dismissed: set[str] = set()

@@ -9,21 +9,17 @@ from typing import Any
 
 _DATA = b"data:"
 _DONE = b"data: [DONE]"
-_TAIL = 16
-"""Lines in which the usage is looked for."""
+_TAIL = 16  # lines in which the usage is looked for
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
     """What came of a stream."""
 
-    first_at: float | None = None
-    """When the first token came; None: none did."""
-    gaps_s: Sequence[float] = ()
-    """Seconds from one chunk with tokens to the next."""
+    first_at: float | None = None  # when the first token came; None: none did
+    gaps_s: Sequence[float] = ()  # seconds from one chunk with tokens to the next
     usage: dict[str, Any] = field(default_factory=dict)
-    problem: str = ""
-    """``error event``, ``broken stream``, ``not a completion``; empty where it is whole."""
+    problem: str = ""  # `error event`, `broken stream`, `not a completion`; empty where it is whole
 
 
 def read(chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:

@@ -14,12 +14,11 @@ from typing import Any, Self
 import aiohttp
 
 from extproc.ground.clock import Clock, monotonic
-from extproc.lab.demo.samples import Sample
+from extproc.lab.harness.samples import Sample
 from extproc.lab.harness.stream import read
 
 POLICY_HEADER = "x-extproc-policy"
-OUTPUT_HEADER = "x-simulate-output-tokens"
-"""Tells a simulated replica what to generate."""
+OUTPUT_HEADER = "x-simulate-output-tokens"  # tells a simulated replica what to generate
 _SERVED_BY_HEADER = "x-served-by"
 _CONNECT_S = 10.0
 _ANSWER_S = 300.0
@@ -32,13 +31,11 @@ _SAID_BYTES = 200
 class Request:
     """One request to send."""
 
-    at_s: float
-    """Seconds after the start of its run."""
+    at_s: float  # seconds after the start of its run
     request_id: str
     path: str
     body: bytes
-    stream: bool
-    """Whether the body asks for an answer token by token."""
+    stream: bool  # whether the body asks for an answer token by token
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -49,22 +46,15 @@ class Answer:
     request_id: str
     ttft_s: float | None = None
     """From sending to the first token; None where the answer was not streamed, or had none."""
-    completion_s: float = 0.0
-    """From sending to the end, good or bad; 0 until then."""
-    problem: str = ""
-    """What kind of failure; empty where the answer is whole."""
-    said: str = ""
-    """The beginning of what came in place of an answer."""
-    sent_at: float = 0.0
-    """By the client's clock."""
-    late_s: float = 0.0
-    """How much later than due it was sent."""
+    completion_s: float = 0.0  # from sending to the end, good or bad; 0 until then
+    problem: str = ""  # what kind of failure; empty where the answer is whole
+    said: str = ""  # the beginning of what came in place of an answer
+    sent_at: float = 0.0  # by the client's clock
+    late_s: float = 0.0  # how much later than due it was sent
     status: int | None = None
-    replica: str | None = None
-    """As the response header ``x-served-by`` says."""
+    replica: str | None = None  # as the response header `x-served-by` says
     usage: dict[str, Any] = field(default_factory=dict)
-    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))
-    """Between chunks with tokens."""
+    gaps_s: "array[float]" = field(default_factory=lambda: array("d"))  # between chunks with tokens
     chunks: int = 0
 
     @property

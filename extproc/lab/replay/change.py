@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from extproc.lab.replay.scene import Member, Scene
 from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
-_HELD_S = 300.0
-"""Seconds for which requests wait where that is new."""
+_HELD_S = 300.0  # seconds for which requests wait where that is new
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +15,12 @@ class Change:
     """What is to be otherwise; all of it at once."""
 
     policy: str = ""
-    more: Sequence[str] = ()
-    """Replicas of which there is one more, by name."""
-    less: Sequence[str] = ()
-    """Those that are not there."""
+    more: Sequence[str] = ()  # replicas of which there is one more, by name
+    less: Sequence[str] = ()  # those that are not there
     hardware: Sequence[tuple[str, str]] = ()
     """Replicas, and the profile of what they run on instead."""
-    traffic: float = 1.0
-    """How many times as many requests come."""
-    hold: bool | None = None
-    """Whether requests wait at the router; None: as they do."""
+    traffic: float = 1.0  # how many times as many requests come
+    hold: bool | None = None  # whether requests wait at the router; None: as they do
 
     def __str__(self) -> str:
         parts = [

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from extproc.lab.replay.distribution import FIGURES, distribution
+from extproc.lab.replay.figures import FIGURES, distribution
 from extproc.lab.replay.play import Played
 from extproc.lab.replay.scene import Scene
 from extproc.predict.inputs import Floats, Indices
@@ -21,8 +21,7 @@ _PARTS, _STUDENT = 3, 2.92
 nine of ten (Student's t of two degrees of freedom). More parts hang together where a queue is
 remembered for minutes, and tell of less than there is: with ten, on half an hour of a queue at 85%
 of what it carries, the truth is outside every fourth time, and not every tenth."""
-_PART = 10.0
-"""Times the 95th percentile of completions that each part should last."""
+_PART = 10.0  # times the 95th percentile of completions that each part should last
 KINDS = {"ttft_s": "TTFT", "completion_s": "completion"}
 
 
@@ -32,10 +31,8 @@ class Fit:
 
     recorded: dict[str, float]
     replayed: dict[str, float]
-    off: dict[str, float]
-    """0.1: 10% too long."""
-    request: float
-    """Median over the requests, without the sign."""
+    off: dict[str, float]  # 0.1: 10% too long
+    request: float  # median over the requests, without the sign
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +42,7 @@ class Difference:
     before: float
     after: float
     low: float
-    high: float
-    """Between these it is in nine of ten records like this one."""
+    high: float  # between these it is in nine of ten records like this one
 
     @property
     def seconds(self) -> float:

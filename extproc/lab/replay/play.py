@@ -11,15 +11,14 @@ from msgspec import structs
 
 from extproc.fleet.fleet import Fleet
 from extproc.fleet.members import ModelNames
-from extproc.lab.replay.clock import VirtualClock
 from extproc.lab.replay.machine import Machine
 from extproc.lab.replay.polling import Watch
 from extproc.lab.replay.routers import Node, Routers
 from extproc.lab.replay.scene import Asked, Member, Scene, Turn
-from extproc.lab.replay.served import Arrival, Traced
+from extproc.lab.replay.served import Arrival, Traced, VirtualClock
 from extproc.lab.replay.simulation import Simulation
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.sequence import Sequence
+from extproc.lab.simulator.steps import Sequence
 from extproc.predict.calibration import Typical
 from extproc.predict.inputs import Floats
 from extproc.predict.lengths import OutputLengths
@@ -37,8 +36,7 @@ class Played:
 
     ttft_s: Floats
     completion_s: Floats
-    replicas: Items[str]
-    """That served it; empty: none."""
+    replicas: Items[str]  # that served it; empty: none
 
 
 def play(

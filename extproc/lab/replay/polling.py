@@ -46,8 +46,7 @@ class Watch:
         self._typical = typical
         self._backoff = Backoff(interval, _LONGEST_PAUSE, random)
         self._due = 0.0
-        self._waits = False
-        """For an answer that does not come."""
+        self._waits = False  # for an answer that does not come
         self._state = told
 
     def poll(self, now: float) -> ReplicaState | None:

@@ -15,20 +15,16 @@ from extproc.observe.record import FORMAT, PATTERN, Line, Lost, Refused, Replica
 
 _UNREADABLE, _FEW_UNREADABLE = 0.01, 10
 """Share of the lines that may be, or so many: those a crash or a full disk cut short."""
-_NUMBER = re.compile(r"(\.\d+)?\.jsonl$")
-"""What names of one router's files differ in."""
+_NUMBER = re.compile(r"(\.\d+)?\.jsonl$")  # what names of one router's files differ in
 
 
 @dataclass(slots=True)
 class Recorded:
     """What happened, since the routers last began to decide otherwise than before."""
 
-    start: Start
-    """What they decided by; ``at``: since when all was recorded but what is left out."""
-    requests: list[Request]
-    """Those that were served, in the order they came."""
-    replicas: dict[str, list[Replica]]
-    """What was known of each, in order of time."""
+    start: Start  # what they decided by; `at`: since when all was recorded but what is left out
+    requests: list[Request]  # those that were served, in the order they came
+    replicas: dict[str, list[Replica]]  # what was known of each, in order of time
     left_out: Counter[str] = field(default_factory=Counter)
     """Requests that are not among them, by why."""
 

@@ -11,8 +11,7 @@ from extproc.fleet.digest import EVERY_S, Digest, decode
 from extproc.fleet.fleet import Ended, Fleet
 from extproc.fleet.ledger import Ticket
 from extproc.ground.clock import Clock
-from extproc.lab.replay.clock import VirtualClock
-from extproc.lab.replay.served import Arrival, Served
+from extproc.lab.replay.served import Arrival, Served, VirtualClock
 from extproc.proxy.services import Reader
 from extproc.replica_state import ReplicaState
 from extproc.route.queue import Queue

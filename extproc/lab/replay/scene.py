@@ -26,22 +26,16 @@ _JOINED_S = 5.0
 class Asked:
     """A request of the record."""
 
-    index: int
-    """Among all."""
-    at: float
-    """Seconds from the start."""
+    index: int  # among all
+    at: float  # seconds from the start
     prompt_tokens: int
-    output_tokens: int
-    """Of each of its sequences."""
+    output_tokens: int  # of each of its sequences
     profile: RequestProfile
-    held: Keys
-    """Keys of its prompt and, as far as a later prompt shows them, of its answer."""
-    unit: float
-    """Tokens of each of these, the same in all requests for the model."""
+    held: Keys  # keys of its prompt and, as far as a later prompt shows them, of its answer
+    unit: float  # tokens of each of these, the same in all requests for the model
     replica: str
     waited_s: float
-    ttft_s: float
-    """These two since it was sent; not a number where they were not seen."""
+    ttft_s: float  # these two since it was sent; not a number where they were not seen
     completion_s: float
 
     def hashes(self, block_size: int) -> list[int]:
@@ -66,8 +60,7 @@ class Member:
     """A replica: its limits, and what became of it."""
 
     hardware: HardwareProfile
-    turns: tuple[Turn, ...]
-    """The first is so from the start."""
+    turns: tuple[Turn, ...]  # the first is so from the start
 
     @property
     def state(self) -> ReplicaState:
@@ -97,10 +90,8 @@ class Member:
 class Scene:
     """All that a replay begins with."""
 
-    config: Config
-    """What the router decides by."""
-    members: Mapping[str, Member]
-    """By ``ip:port``."""
+    config: Config  # what the router decides by
+    members: Mapping[str, Member]  # by `ip:port`
     requests: Sequence[Asked]
     lasts_s: float
 

@@ -1,13 +1,24 @@
-"""One request of a simulation and what came of it."""
+"""One request of a simulation, what came of it, and the clock it ran by."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from extproc.lab.simulator.sequence import Sequence
+from extproc.lab.simulator.steps import Sequence
 from extproc.request.objective import Objective
 from extproc.request.profile import RequestProfile
 from extproc.route.router import Decision
+
+
+class VirtualClock:
+    """Reads as it was last set."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.time
 
 
 class Traced(Protocol):
@@ -32,15 +43,12 @@ class Arrival:
 
     number: int
     traced: Traced
-    profile: RequestProfile
-    """What the router knows of it."""
-    objective: Objective
-    """What it aims for, whether the router knows or not."""
+    profile: RequestProfile  # what the router knows of it
+    objective: Objective  # what it aims for, whether the router knows or not
     sequences: Callable[[int], list[Sequence]]
     """What an engine with KV blocks of so many tokens makes of it, anew for each that gets it; at
     least one."""
-    among: frozenset[str] | None = None
-    """The only replicas that it may be sent to; None: any."""
+    among: frozenset[str] | None = None  # the only replicas that it may be sent to; None: any
 
 
 @dataclass(slots=True)
@@ -49,22 +57,15 @@ class Served:
 
     arrival: Arrival
     decision: Decision
-    watched: bool
-    """Whether the router reads the response's chunks."""
-    replica: str
-    """Where it is, after a retry."""
-    sent: float
-    """When it was, after it may have waited at the router."""
-    sequences: list[Sequence] = field(default_factory=list)
-    """There."""
-    frontend: float = 0.0
-    """Seconds that it takes there outside of the engine's steps."""
-    answered: bool = False
-    """Whether response headers came: from then on there is no retry."""
+    watched: bool  # whether the router reads the response's chunks
+    replica: str  # where it is, after a retry
+    sent: float  # when it was, after it may have waited at the router
+    sequences: list[Sequence] = field(default_factory=list)  # there
+    frontend: float = 0.0  # seconds that it takes there outside of the engine's steps
+    answered: bool = False  # whether response headers came: from then on there is no retry
     retried: bool = False
     first_token: float | None = None
-    finished: float | None = None
-    """When it was complete; None while it is not, or where it failed."""
+    finished: float | None = None  # when it was complete; None while it is not, or where it failed
 
     @property
     def number(self) -> int:
@@ -121,6 +122,5 @@ class Failed:
     """A request that got no whole answer."""
 
     traced: Traced
-    replica: str
-    """Where it was last; empty where none was known to work."""
+    replica: str  # where it was last; empty where none was known to work
     at: float

@@ -7,22 +7,19 @@ from itertools import count
 from math import inf
 from operator import itemgetter
 
-from extproc.lab.replay.clock import VirtualClock
 from extproc.lab.replay.machine import Machine
 from extproc.lab.replay.polling import Watch
 from extproc.lab.replay.routers import Node, Routers
-from extproc.lab.replay.served import Arrival, Failed, Served, Traced
+from extproc.lab.replay.served import Arrival, Failed, Served, Traced, VirtualClock
 from extproc.lab.simulator.steps import Outcome
 from extproc.request.errors import Refusal
 from extproc.route.queue import LET_GO_EVERY_S
 from extproc.route.router import Decision
 from extproc.route.waiting import Waiting
 
-_LONGEST_DRAIN = 7200.0
-"""Seconds after the last request in which all must have ended."""
+_LONGEST_DRAIN = 7200.0  # seconds after the last request in which all must have ended
 
-Event = tuple[float, Callable[[], None]]
-"""Something that happens, and when."""
+Event = tuple[float, Callable[[], None]]  # something that happens, and when
 
 
 class Simulation(ABC):
@@ -40,8 +37,7 @@ class Simulation(ABC):
     ) -> None:
         self.machines = machines
         self.clock = clock
-        self.failed: list[Failed] = []
-        """Requests that got no whole answer."""
+        self.failed: list[Failed] = []  # requests that got no whole answer
         self._watches = watches
         self._routers = routers
         self._poll_s = poll_s
@@ -50,12 +46,10 @@ class Simulation(ABC):
         self._events = sorted(events, key=itemgetter(0))[::-1]
         self._sent = 0
         self._open: dict[int, Served] = {}
-        self._owners: dict[int, Served] = {}
-        """By sequence id."""
+        self._owners: dict[int, Served] = {}  # by sequence id
         self._ids = count(1)
         self._look_at = 0.0
-        self._held = 0
-        """Requests that wait at the routers."""
+        self._held = 0  # requests that wait at the routers
 
     @abstractmethod
     def _arrival(self, number: int, traced: Traced) -> Arrival:

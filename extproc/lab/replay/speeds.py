@@ -25,8 +25,7 @@ from extproc.replica_state import ReplicaState
 _STRETCH_S = 9.0
 """Seconds between two lines of a replica that are compared, at least: a prompt counts when its
 prefill ends, which blurs shorter ones."""
-_LEAST_S = 0.5
-"""Seconds of work in one, at least."""
+_LEAST_S = 0.5  # seconds of work in one, at least
 _PRIOR = 1e-3
 """Weight of the profile beside ten seconds of work: it keeps what these do not tell apart."""
 _COUNTED = 0.1
@@ -36,18 +35,14 @@ _ODD, _EXACT = 4.0, 1e-6
 """A stretch whose time departs from what is expected of it, as a logarithm, twice as far as is
 usual in the record counts half (Cauchy's weights): others were late with what the engine did, or it
 was preempted. Times that agree to a thousandth are no further apart."""
-_LEAST_EXPECTED = 1e-3
-"""Of the time that work took."""
-_SMOOTHED_S = 60.0
-"""Seconds before and after a moment whose work tells the speed then."""
-_AT_ONCE_S = 1e-6
-"""What came at once came in that many seconds."""
+_LEAST_EXPECTED = 1e-3  # of the time that work took
+_SMOOTHED_S = 60.0  # seconds before and after a moment whose work tells the speed then
+_AT_ONCE_S = 1e-6  # what came at once came in that many seconds
 
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    at: float
-    """Its middle."""
+    at: float  # its middle
     work: Work
 
 

@@ -7,13 +7,18 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter
 
-from extproc.lab.simulator.adapters import Adapters
-from extproc.lab.simulator.block_events import BlockEvents
 from extproc.lab.simulator.blocks import BlockPool
-from extproc.lab.simulator.sequence import FinishReason, Sequence
-from extproc.lab.simulator.speculation import Speculation
-from extproc.lab.simulator.steps import Counters, Gauges, Outcome, Step
-from extproc.lab.simulator.stretch import Stretch
+from extproc.lab.simulator.features import Adapters, Speculation
+from extproc.lab.simulator.kv_events import BlockEvents
+from extproc.lab.simulator.steps import (
+    Counters,
+    FinishReason,
+    Gauges,
+    Outcome,
+    Sequence,
+    Step,
+    Stretch,
+)
 from extproc.predict.step import HardwareProfile, StepModel
 
 _rank = attrgetter("rank")
@@ -74,17 +79,14 @@ class Engine:
         if blocks < 1:
             raise ValueError(f"{kv_tokens} KV tokens do not fill a block of {block_size}")
         self.pool = BlockPool(blocks, block_size)
-        self.events = events
-        """Told of blocks that can be hit, and of those that no longer can."""
+        self.events = events  # told of blocks that can be hit, and of those that no longer can
         if events:
             self.pool.evicted = events.removed
         self.prefix_caching = prefix_caching
         self.by_priority = by_priority
-        self.adapters = adapters
-        """None: it serves no LoRA adapters."""
+        self.adapters = adapters  # None: it serves no LoRA adapters
         self.counters = Counters()
-        self.steps = 0
-        """Steps completed, also those that vLLM does not count."""
+        self.steps = 0  # steps completed, also those that vLLM does not count
         self.gauges = Gauges()
         self._model: StepModel = profile.step
         self._slow = 1.0
@@ -92,12 +94,10 @@ class Engine:
         self._step: Step | None = None
         self._stretch: Stretch | None = None
         self._waiting: deque[Sequence] = deque()
-        self._deferred = 0
-        """Of those waiting, the sequences that the last step let others pass."""
+        self._deferred = 0  # of those waiting, the sequences that the last step let others pass
         self._prefilling: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}
-        self._kv = 0
-        """Tokens in KV cache of the decoding sequences."""
+        self._kv = 0  # tokens in KV cache of the decoding sequences
         self._needing = [0] * block_size
         """How many need a new block in a step, by its number modulo the block size."""
         self._ends: list[tuple[int, int, Sequence]] = []

@@ -1,18 +1,58 @@
-"""An engine in real time."""
+"""An engine in real time, and how late it delivers."""
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from math import ceil
+from typing import Any, NamedTuple, NoReturn
 
 from extproc.ground.clock import Clock
 from extproc.lab.simulator import tokens
 from extproc.lab.simulator.endpoints.base import Output, Usage
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.lateness import Lateness
 from extproc.lab.simulator.metrics import Metrics
-from extproc.lab.simulator.sequence import FinishReason, Sequence
-from extproc.lab.simulator.steps import Outcome
+from extproc.lab.simulator.steps import FinishReason, Histogram, Outcome, Sequence
+
+_BOUNDS_S = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0),
+)
+
+
+class Lateness:
+    """Delays behind the times at which steps were due.
+
+    A simulated step ends on time only where its process gets CPU then. What is late here clients
+    see late: figures from a machine that was too busy give themselves away.
+    """
+
+    def __init__(self) -> None:
+        self._late = Histogram(_BOUNDS_S)
+        self._most = 0.0
+        self._lost = 0.0
+
+    def delivered(self, late_s: float) -> None:
+        """A step's tokens went out so many seconds after its end."""
+        self._late.observe(late_s)
+        self._most = max(self._most, late_s)
+
+    def lost(self, seconds: float) -> None:
+        """So much time is not caught up on: the engine was slower than its profile."""
+        self._lost += seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """``late_s`` in seconds; its p99 is the bound of a bucket, and at most twice too large."""
+        steps = self._late.count
+        nth = bisect_left(self._late.cumulative(), ceil(0.99 * steps))
+        p99 = min([*_BOUNDS_S, self._most][nth], self._most)
+        mean = self._late.sum / max(steps, 1)
+        return {
+            "steps": steps,
+            "late_s": {"mean": mean, "p99": p99, "max": self._most},
+            "lost_s": self._lost,
+        }
+
 
 MAX_LAG_S = 1.0
 """Seconds of steps that are caught up on at once when the process was kept from running."""
@@ -23,10 +63,8 @@ class Answer:
     """One sequence of a request."""
 
     sequence: Sequence
-    bound: int
-    """Most tokens it may generate."""
-    start: int
-    """Where in the vocabulary its text begins."""
+    bound: int  # most tokens it may generate
+    start: int  # where in the vocabulary its text begins
 
     def output(self) -> Output:
         """What was generated, once it has ended."""
@@ -124,8 +162,7 @@ class LiveEngine:
         self._owners: dict[int, tuple[Generation, int]] = {}
         self._next_id = 0
         self._arrival = asyncio.Event()
-        self.awake = asyncio.Event()
-        """While it is not set, the engine stands still."""
+        self.awake = asyncio.Event()  # while it is not set, the engine stands still
         self.awake.set()
 
     def next_id(self) -> int:

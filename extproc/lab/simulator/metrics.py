@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from extproc.ground.clock import wall
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.histogram import Histogram
-from extproc.lab.simulator.sequence import Sequence
+from extproc.lab.simulator.steps import Histogram, Sequence
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

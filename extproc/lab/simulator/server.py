@@ -15,7 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from extproc.ground.address import join_address
 from extproc.lab.simulator import tokens
 from extproc.lab.simulator.endpoints.audio import AudioBody
-from extproc.lab.simulator.endpoints.base import Body, GenerateBody, Reply
+from extproc.lab.simulator.endpoints.base import (
+    Body,
+    GenerateBody,
+    Reply,
+    RequestError,
+    anthropic_error,
+    invalid,
+    openai_error,
+)
 from extproc.lab.simulator.endpoints.chat import ChatBody, ChatReply, Message, encode_chat
 from extproc.lab.simulator.endpoints.completions import CompletionBody, CompletionReply
 from extproc.lab.simulator.endpoints.messages import MessagesBody, MessagesReply
@@ -27,13 +35,11 @@ from extproc.lab.simulator.endpoints.pooling import (
     RerankBody,
     ScoreBody,
 )
-from extproc.lab.simulator.endpoints.responses import ResponsesBody, ResponsesReply
-from extproc.lab.simulator.errors import RequestError, anthropic_error, invalid, openai_error
+from extproc.lab.simulator.endpoints.responses import ResponsesBody, ResponsesReply, ResponseStore
 from extproc.lab.simulator.kv_events import publishing
 from extproc.lab.simulator.live import Generation
 from extproc.lab.simulator.metrics import CONTENT_TYPE
 from extproc.lab.simulator.replica import Replica
-from extproc.lab.simulator.stored import ResponseStore
 from extproc.request.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -49,17 +55,13 @@ OUTPUT_TOKENS_STATE = "simulate-output-tokens"
 REQUEST_STATE = "simulate-request"
 """Its client's name for a request, there too: some gateways put their own into ``x-request-id``."""
 
-VLLM_VERSION = "0.32.0"
-"""Whose behaviour is simulated."""
+VLLM_VERSION = "0.32.0"  # whose behaviour is simulated
 
-PRIORITY_HEADER = "x-vllm-priority"
-"""Counts instead of the ``priority`` in a body."""
+PRIORITY_HEADER = "x-vllm-priority"  # counts instead of the `priority` in a body
 
-SERVED_BY_HEADER = "x-served-by"
-"""In every response: the ``ip:port`` that answered."""
+SERVED_BY_HEADER = "x-served-by"  # in every response: the `ip:port` that answered
 
-BACKLOG = 2048
-"""Connections that wait to be accepted, as many as vLLM's own server lets wait."""
+BACKLOG = 2048  # connections that wait to be accepted, as many as vLLM's own server lets wait
 
 GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
     Endpoint.CHAT: (ChatBody, ChatReply),
@@ -388,8 +390,7 @@ def _error(
 class Serving(NamedTuple):
     """A replica that is up."""
 
-    runner: web.AppRunner
-    """Clean it up to end."""
+    runner: web.AppRunner  # clean it up to end
     port: int
     engine: asyncio.Task[NoReturn]
     """Ends before only if the engine fails; nothing is answered from then on."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from extproc.lab.demo.access_log import AccessLog
+from extproc.lab.harness.envoy_config import AccessLog
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from extproc.lab.demo.access_log import Access
 from extproc.lab.demo.journal import Decision, Entry
 from extproc.lab.demo.report import Report, Run
-from extproc.lab.demo.samples import samples
+from extproc.lab.harness.envoy_config import Access
+from extproc.lab.harness.samples import samples
 from extproc.lab.harness.traffic import Answer
 
 NAMES = {"10.0.0.1:80": "fast", "10.0.0.2:80": "slow", "10.0.0.3:80": "idle"}

@@ -7,9 +7,9 @@ import aiohttp
 import pytest
 from rich.console import Console
 
-from extproc.lab.demo.access_log import Access
 from extproc.lab.demo.journal import Decision, Entry, Journal, ReplicaNow
 from extproc.lab.demo.screen import Screen
+from extproc.lab.harness.envoy_config import Access
 from extproc.lab.harness.stack import Stack
 
 WHY = (

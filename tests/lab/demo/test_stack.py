@@ -17,9 +17,9 @@ import pytest_asyncio
 
 from extproc.lab.demo.by_hand import instructions
 from extproc.lab.demo.journal import Entry, Journal
-from extproc.lab.demo.samples import Sample, samples
 from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import ProcessError
+from extproc.lab.harness.samples import Sample, samples
 from extproc.lab.harness.stack import MODEL, SimulatedReplica
 from extproc.lab.harness.traffic import send_all
 from tests.e2e.stack import Stack

@@ -9,11 +9,11 @@ import pytest
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 
-from extproc.lab.simulator.adapters import Adapters
 from extproc.lab.simulator.engine import Engine
+from extproc.lab.simulator.features import Adapters
 from extproc.lab.simulator.replica import Replica
-from extproc.lab.simulator.sequence import Sequence
 from extproc.lab.simulator.server import start
+from extproc.lab.simulator.steps import Sequence
 from tests.lab.simulator.conftest import SETTINGS
 from tests.lab.simulator.test_engine import PROFILE, lone_request_time, run
 

@@ -4,9 +4,8 @@ import pytest
 
 from extproc.lab.simulator.blocks import trace_hashes
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.sequence import FinishReason, Sequence
-from extproc.lab.simulator.speculation import Speculation
-from extproc.lab.simulator.steps import Outcome
+from extproc.lab.simulator.features import Speculation
+from extproc.lab.simulator.steps import FinishReason, Outcome, Sequence
 from extproc.predict.step import HardwareProfile, StepModel
 
 STEP = StepModel(0.01, 1e-4, 1e-3, 1e-6, 1e-8)

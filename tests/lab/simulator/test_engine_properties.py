@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extproc.lab.simulator.engine import Engine
-from extproc.lab.simulator.sequence import FinishReason, Sequence
-from extproc.lab.simulator.speculation import Speculation
+from extproc.lab.simulator.features import Speculation
+from extproc.lab.simulator.steps import FinishReason, Sequence
 from extproc.predict.step import HardwareProfile, StepModel
 
 PROFILE = HardwareProfile("test", StepModel(0.013, 1e-4, 1e-3, 1e-5, 1e-8), 160, 24, 6)

@@ -1,7 +1,7 @@
 import pytest
 from aiohttp import ClientSession
 
-from extproc.lab.simulator.lateness import Lateness
+from extproc.lab.simulator.live import Lateness
 
 
 def test_delays_come_to_a_mean_a_bound_of_their_p99_and_the_most() -> None:

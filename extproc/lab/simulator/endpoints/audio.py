@@ -6,8 +6,7 @@ from typing import Any
 from extproc.lab.simulator.endpoints.base import GenerateBody, Output
 
 _BYTES_PER_S = 16_000
-_SAMPLED = 160
-"""Every so-manieth byte is one of the prompt: 25 tokens a second."""
+_SAMPLED = 160  # every so-manieth byte is one of the prompt: 25 tokens a second
 _CLIP_S = 30
 
 

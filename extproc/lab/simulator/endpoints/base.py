@@ -1,16 +1,54 @@
-"""What the generating endpoints have in common."""
+"""What the endpoints have in common: bodies, replies and errors."""
 
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.errors import RequestError
-from extproc.lab.simulator.sequence import FinishReason
+from extproc.lab.simulator.steps import FinishReason
+
+
+class RequestError(Exception):
+    """A request that is refused.
+
+    The message says why; ``status`` is the HTTP status, ``param`` the field at fault.
+    """
+
+    def __init__(
+        self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+def invalid(error: ValidationError) -> RequestError:
+    """The first thing that is wrong with a body."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    return RequestError(f"{field}: {first['msg']}" if field else first["msg"], field or None)
+
+
+def openai_error(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The error body of OpenAI's endpoints."""
+    return {"error": {"message": message, "type": _type(status), "param": param, "code": status}}
+
+
+def anthropic_error(status: int, message: str) -> dict[str, Any]:
+    """The error body of Anthropic's endpoint."""
+    return {"type": "error", "error": {"type": _type(status), "message": message}}
+
+
+def _type(status: int) -> str:
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return "InternalServerError"
+    return "NotFoundError" if status == HTTPStatus.NOT_FOUND else "BadRequestError"
+
 
 TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
@@ -63,8 +101,7 @@ class Usage:
 
     prompt: int
     completion: int
-    cached: int
-    """Prompt tokens taken from the prefix cache."""
+    cached: int  # prompt tokens taken from the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +119,9 @@ class Reply(ABC):
 
     id_prefix: ClassVar[str]
 
-    key: str
-    """What makes its id unique."""
+    key: str  # what makes its id unique
     model: str
-    created: int
-    """When, in seconds since 1970."""
+    created: int  # when, in seconds since 1970
     prompt_tokens: int
     prompt_tokens_details: bool
     """Whether the usage tells cached prompt tokens where vLLM makes that an option."""

@@ -7,8 +7,7 @@ from pydantic import field_validator
 from extproc.lab.simulator.endpoints.base import Bound, Prompts, encode_prompts
 from extproc.lab.simulator.endpoints.openai import OpenAIBody, OpenAIReply
 
-DEFAULT_MAX_TOKENS = 16
-"""``max_tokens`` where it is absent or null."""
+DEFAULT_MAX_TOKENS = 16  # `max_tokens` where it is absent or null
 
 
 class CompletionBody(OpenAIBody):

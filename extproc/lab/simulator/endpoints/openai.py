@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, Field, model_validator
 
 from extproc.lab.simulator.endpoints.base import GenerateBody, Output, Reply, Usage, compact
-from extproc.lab.simulator.sequence import FinishReason
+from extproc.lab.simulator.steps import FinishReason
 
-MAX_CHOICES = 128
-"""OpenAI's limit on ``n``."""
+MAX_CHOICES = 128  # OpenAI's limit on `n`
 
 DONE = b"data: [DONE]\n\n"
 
@@ -49,8 +48,7 @@ class OpenAIReply(Reply):
 
     object: ClassVar[str]
     chunk_object: ClassVar[str]
-    piece: ClassVar[bytes]
-    """What a chunk says of a token, as a format of its text."""
+    piece: ClassVar[bytes]  # what a chunk says of a token, as a format of its text
 
     def __post_init__(self) -> None:
         """Name it, and prepare what every chunk begins with."""

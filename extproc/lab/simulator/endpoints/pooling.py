@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import AliasChoices, Field, model_validator
 
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.endpoints.base import Body, Prompts, encode_prompts
-from extproc.lab.simulator.errors import RequestError
+from extproc.lab.simulator.endpoints.base import Body, Prompts, RequestError, encode_prompts
 
 EMBEDDING_DIMENSIONS = 64
 

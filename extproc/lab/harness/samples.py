@@ -7,13 +7,11 @@ from random import Random
 from typing import Any
 
 _BYTES_PER_TOKEN = 4
-_CHAT_SHARE = 0.7
-"""The others are completions."""
+_CHAT_SHARE = 0.7  # the others are completions
 _STREAMED_SHARE = 0.6
 _BOUNDS = (1024, 2048, 4096)
 """Callers rarely know how long an answer will be: bounds are far above it."""
-_UNBOUNDED_SHARE = 0.5
-"""Chats without any bound."""
+_UNBOUNDED_SHARE = 0.5  # chats without any bound
 
 _VOCABULARY = (
     "about after again before between could every first found great house large little might "
@@ -47,8 +45,7 @@ class Kind:
     prompt: Lengths
     output: Lengths
     bounds: Sequence[int] = _BOUNDS
-    unbounded_share: float = _UNBOUNDED_SHARE
-    """Of its chats."""
+    unbounded_share: float = _UNBOUNDED_SHARE  # of its chats
     known: bool = False
     """Whether its bound is what it generates, and the model cannot end it before."""
 
@@ -64,11 +61,9 @@ KINDS = (
 class Sample:
     """One request to send."""
 
-    at_s: float
-    """Seconds after the first request of its run."""
+    at_s: float  # seconds after the first request of its run
     kind: str
-    output_tokens: int
-    """What the simulated replica shall answer; the request does not say."""
+    output_tokens: int  # what the simulated replica shall answer; the request does not say
     path: str
     _body: dict[str, Any]
     _prompt: str

@@ -1,0 +1,43 @@
+"""Figures of many times, and a progress bar until they are there."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from extproc.predict.inputs import Floats
+
+FIGURES = ("mean", "p50", "p95", "p99")
+
+
+def distribution(seconds: Sequence[float] | Floats) -> dict[str, float] | None:
+    """Those figures; None of nothing."""
+    if not len(seconds):
+        return None
+    p50, p95, p99 = np.percentile(seconds, (50, 95, 99)).tolist()
+    return {"mean": float(np.mean(seconds)), "p50": p50, "p95": p95, "p99": p99}
+
+
+def rank_correlation(one: ArrayLike, other: ArrayLike) -> float:
+    """Spearman's."""
+    ranks = np.array([np.argsort(np.argsort(values)) for values in (one, other)])
+    return float(np.corrcoef(ranks)[0, 1])
+
+
+def progress(label: str) -> Callable[..., None]:
+    """Returns ``show(done, note="")``; ``done`` is a share, 0…1.
+
+    The bar is on stderr, and gone when all is done. Where stderr is no terminal, nothing is shown.
+    """
+    shown = ""
+
+    def show(done: float, note: str = "") -> None:
+        nonlocal shown
+        text = f"{label} {'█' * int(25 * done):·<25} {int(100 * done)}% {note}"
+        if text != shown:
+            shown = text
+            end = "\r\033[K" if done >= 1 else "\033[K"
+            print(f"\r{text}{end}", end="", file=sys.stderr, flush=True)
+
+    return show if sys.stderr.isatty() else lambda done, note="": None
