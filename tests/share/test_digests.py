@@ -6,6 +6,7 @@ from contextlib import aclosing, asynccontextmanager
 from random import Random
 
 import pytest
+from msgspec import msgpack
 from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
@@ -19,6 +20,7 @@ from extproc.proxy.sharing import share
 from extproc.share import digests
 from extproc.share.connection import Keys, connect
 from extproc.share.digests import Connected, CutOff, DigestReader, DigestWriter, Heard, News
+from extproc.share.envelope import VERSION
 from tests.conftest import Logged, RedisServer
 from tests.fakes import MODEL, ManualClock, chat, replica, state
 from tests.patched import patched
@@ -183,6 +185,24 @@ async def test_routers_count_each_others_requests_until_one_stops(
             task.cancel()
         ended = await asyncio.gather(*sharing, return_exceptions=True)
     assert all(isinstance(error, asyncio.CancelledError) for error in ended)
+
+
+async def test_messages_of_a_later_version_are_counted_in_the_metrics(
+    redis_server: RedisServer, redis_client: Redis
+) -> None:
+    config = Config.model_validate({"pool": "test", "redis": {"url": redis_server.url}})
+    registry = CollectorRegistry()
+    future = msgpack.encode(["new", VERSION + 1, []])
+    await redis_client.set(Keys("test").router + "later", future)
+    await redis_client.xadd(Keys("test").responses, {"": future})
+    await redis_client.rpush(Keys("test").blocks + replica(1), future)
+    sharing = asyncio.create_task(share(config, Fleet(OutputLengths()), RouterMetrics(registry)))
+    name, labels = "extproc_redis_skipped_total", {"reason": "unknown_tag"}
+    try:
+        await until(lambda: registry.get_sample_value(name, labels) == 3)
+    finally:
+        sharing.cancel()
+        await asyncio.gather(sharing, return_exceptions=True)
 
 
 async def test_a_router_that_is_told_to_stop_says_farewell(
