@@ -77,7 +77,6 @@ class Journal:
 
     @property
     def router_up(self) -> bool:
-        """Whether the router answered the last time."""
         return bool(self.fleet)
 
     async def refresh(self) -> list[Entry]:

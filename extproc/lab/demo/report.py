@@ -96,7 +96,6 @@ class Report:
         return self.run.failure("the default policy") or self.round_robin.failure("round_robin")
 
     def to_json(self) -> dict[str, Any]:
-        """The figures; seconds and milliseconds as the names say."""
         added_ms = self.run.added_ms
         return {
             "requests": len(self.run.answers),
@@ -110,7 +109,6 @@ class Report:
         }
 
     def __str__(self) -> str:
-        """Both runs side by side, and what follows."""
         runs = self.run.figures, self.round_robin.figures
         rows = [
             ["answered", *(str(one["ok"]) for one in runs)],

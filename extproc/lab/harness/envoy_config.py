@@ -124,7 +124,6 @@ class AccessLog:
         self._offset = 0
 
     def new(self) -> list[Access]:
-        """The POST requests that ended since the last call and were written out."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)

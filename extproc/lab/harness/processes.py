@@ -82,12 +82,10 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
         return self._process.returncode is None
 
     @property
@@ -126,7 +124,6 @@ class Process:
             await self.kill()
 
     async def kill(self) -> None:
-        """End it with SIGKILL."""
         self.signal(signal.SIGKILL)
         await self.wait()
 
@@ -136,7 +133,6 @@ class Process:
             self._process.send_signal(number)
 
     def last_lines(self, count: int = _LOG_LINES) -> str:
-        """Return the end of its output."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
 
     def _account(self, event: str) -> str:

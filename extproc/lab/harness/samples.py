@@ -31,7 +31,6 @@ class Lengths:
     most: int
 
     def draw(self, random: Random) -> int:
-        """One of them."""
         length = round(random.lognormvariate(log(self.median), self.spread))
         return min(max(length, self.least), self.most)
 
@@ -70,7 +69,6 @@ class Sample:
 
     @property
     def stream(self) -> bool:
-        """Whether the answer comes token by token."""
         return bool(self._body["stream"])
 
     def body(self, run: str) -> dict[str, Any]:

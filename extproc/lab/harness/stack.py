@@ -102,37 +102,30 @@ class Stack:
 
     @property
     def url(self) -> str:
-        """Where clients send requests: Envoy."""
         return self._url("envoy")
 
     @property
     def envoy_admin(self) -> str:
-        """Envoy's admin address."""
         return self._url("envoy-admin")
 
     @property
     def router_admin(self) -> str:
-        """The first router's admin address."""
         return self.admin("router")
 
     @property
     def redis_url(self) -> str:
-        """Where the state is shared."""
         return f"redis://{self.address('redis')}/0"
 
     @property
     def router_command(self) -> str:
-        """The shell command that runs this stack's router."""
         return shlex.join(self._service("router"))
 
     @property
     def explain_command(self) -> str:
-        """The shell command that shows this router's decisions."""
         router = self.address("router-admin")
         return shlex.join(self._command("extproc", "explain", "--router", router))
 
     def admin(self, name: str) -> str:
-        """Admin address of a router or a poller."""
         return self._url(f"{name}-admin")
 
     def address(self, name: str) -> str:
@@ -271,7 +264,6 @@ class Stack:
         return [self.address(router) for router in self.routers]
 
     def _configuration(self) -> dict[str, Any]:
-        """What router and poller read."""
         sections: dict[str, dict[str, object]] = {
             "redis": {"url": self.redis_url},
             "serve": {

@@ -50,12 +50,10 @@ def _read(chunks: Sequence[bytes], times: Sequence[float]) -> Streamed:
 
 
 def _token_in(lines: Sequence[bytes], order: Iterable[int]) -> int | None:
-    """The first line with a token, in that order."""
     return next((number for number in order if _has_token(_event(lines[number]))), None)
 
 
 def _usage(lines: Sequence[bytes]) -> dict[str, Any]:
-    """The last one reported."""
     reported = (_event(line).get("usage") for line in reversed(lines[-_TAIL:]))
     return next((usage for usage in reported if isinstance(usage, dict)), {})
 
@@ -79,7 +77,6 @@ def _event(line: bytes) -> dict[str, Any]:
 
 
 def _has_token(event: dict[str, Any]) -> bool:
-    """Whether text came with it, or another part of an answer."""
     for choice in event.get("choices") or []:
         parts = {"text": choice.get("text"), **(choice.get("delta") or {}), "role": None}
         if any(parts.values()):

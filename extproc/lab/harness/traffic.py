@@ -59,7 +59,6 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether the answer is whole."""
         return not self.problem
 
     @property
@@ -97,7 +96,6 @@ class Client:
 
     @property
     def ended(self) -> int:
-        """Requests that have, well or not."""
         return len(self.answers) - self.in_flight
 
     async def run(self, requests: Iterable[Request]) -> list[Answer]:
@@ -174,7 +172,6 @@ def to_send(
 
 
 def _judge(answer: Answer, stream: bool, chunks: Sequence[bytes], times: Sequence[float]) -> None:
-    """Whether it is whole, and what it says."""
     if answer.status != 200:
         answer.problem = f"status {answer.status}"
         answer.said = b"".join(chunks)[:_SAID_BYTES].decode(errors="replace")
@@ -194,7 +191,6 @@ def _judge(answer: Answer, stream: bool, chunks: Sequence[bytes], times: Sequenc
 
 
 def _kind(error: Exception, status: int | None, stream: bool) -> str:
-    """What kind of failure an exception is."""
     match error:
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
             return "connect"

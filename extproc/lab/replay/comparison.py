@@ -46,7 +46,6 @@ class Difference:
 
     @property
     def seconds(self) -> float:
-        """The difference."""
         return self.after - self.before
 
 

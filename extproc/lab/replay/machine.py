@@ -37,12 +37,10 @@ class Machine:
 
     @property
     def works(self) -> bool:
-        """Whether it is neither gone nor hung."""
         return self.up and not self.hung
 
     @property
     def step_model(self) -> StepModel:
-        """How long its steps truly take now."""
         return self.profile.step.slowed(self._slow)
 
     @property
@@ -52,11 +50,9 @@ class Machine:
         return None if end is None else end + self._behind
 
     def slow(self, factor: float) -> None:
-        """From now on every step takes this many times as long as its profile says."""
         self._slow = self.engine.slow = factor
 
     def runs_at(self, step: StepModel) -> None:
-        """From now on its profile says this."""
         self.profile = self.engine.profile = replace(self.profile, step=step)
         self.slow(self._slow)
 

@@ -54,20 +54,16 @@ class Node:
         self.fleet.move(self._tickets[served.number], served.replica, served.profile.prefix)
 
     def answered(self, served: Served) -> None:
-        """Response headers came from its replica."""
         self.fleet.eligibility.answered(served.replica)
 
     def failed(self, served: Served) -> None:
-        """An error came in their place."""
         self.fleet.eligibility.failed(served.replica)
 
     def first_token(self, served: Served) -> None:
-        """Its first token came."""
         if served.watched:
             self.fleet.first_token(self._tickets[served.number])
 
     def ended(self, served: Served) -> None:
-        """Its stream is over."""
         if served.watched and served.profile.stream:
             expected = served.decision.prediction.output_tokens
             self._reader.came(served.sequence.output_tokens, expected)
@@ -76,7 +72,6 @@ class Node:
             self._learn(served, ended)
 
     def let_go(self, served: Served) -> None:
-        """What waits may take its place."""
         self.queue.let_go(served.replica)
 
     def _learn(self, served: Served, ended: Ended) -> None:
@@ -117,15 +112,12 @@ class Routers:
         return owner.router.decide(arrival.profile, among=arrival.among)
 
     def owner(self, arrival: Arrival) -> Node:
-        """The router that a request came to."""
         return self._owner[arrival.number]
 
     def tell(self, served: Served, news: News) -> None:
-        """Tells the router of a request at once."""
         news(self._owner[served.number], served)
 
     def ended(self, served: Served) -> None:
-        """A request's stream is over."""
         self.tell(served, Node.ended)
 
     def publish(self, state: ReplicaState) -> None:

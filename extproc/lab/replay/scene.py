@@ -64,11 +64,9 @@ class Member:
 
     @property
     def state(self) -> ReplicaState:
-        """As it was in the end."""
         return self.turns[-1].state
 
     def called(self, replica: str, name: str) -> "Member":
-        """One like it."""
         called = {"id": replica, "name": name}
         turns = (replace(one, state=structs.replace(one.state, **called)) for one in self.turns)
         return replace(self, turns=tuple(turns))

@@ -17,7 +17,6 @@ class VirtualClock:
         self.time = 0.0
 
     def __call__(self) -> float:
-        """Seconds."""
         return self.time
 
 
@@ -69,22 +68,18 @@ class Served:
 
     @property
     def number(self) -> int:
-        """Of the request, among all."""
         return self.arrival.number
 
     @property
     def traced(self) -> Traced:
-        """The request."""
         return self.arrival.traced
 
     @property
     def sequence(self) -> Sequence:
-        """The first of them."""
         return self.sequences[0]
 
     @property
     def profile(self) -> RequestProfile:
-        """As the router knows it."""
         return self.decision.profile
 
     @property
@@ -107,7 +102,6 @@ class Served:
 
     @property
     def in_time(self) -> bool:
-        """Whether it met its targets."""
         aim = self.arrival.objective
         return self.ttft <= aim.ttft_s and self.completion <= aim.completion_s
 

@@ -199,7 +199,6 @@ class Simulation(ABC):
                 node.queue.look()
 
     def _next_step(self) -> float:
-        """When the next step of any engine ends."""
         ends = (machine.step_ends_at for machine in self.machines.values())
         return min((end for end in ends if end is not None), default=inf)
 

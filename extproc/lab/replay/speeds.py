@@ -73,7 +73,6 @@ def step_times(
 
 
 def _states(lines: Sequence[Replica]) -> list[ReplicaState]:
-    """What lines tell, each at the time it was scraped."""
     told = ((line.at, line.state) for line in lines if line.state is not None)
     return [convert({"scraped_at": at} | state, ReplicaState) for at, state in told]
 

@@ -34,7 +34,6 @@ class Replayed:
     fits: dict[str, Fit]  # by kind of time
 
     def to_json(self) -> dict[str, Any]:
-        """All figures."""
         return {
             "policy": self.scene.config.route.policy,
             "replicas": list(self.scene.names),
@@ -70,7 +69,6 @@ class Answer:
     """Share of the requests that nobody would serve, without the change and with it."""
 
     def to_json(self) -> dict[str, Any]:
-        """All figures."""
         differing = {
             kind: {name: asdict(one) | {"seconds": one.seconds} for name, one in figures.items()}
             for kind, figures in self.differences.items()

@@ -52,7 +52,6 @@ class BlockPool:
         return sum(key in self._idle for key in hashes)
 
     def share(self, hashes: Iterable[int]) -> None:
-        """Use held blocks once more."""
         for key in hashes:
             if key in self._users:
                 self._users[key] += 1

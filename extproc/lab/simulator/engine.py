@@ -116,7 +116,6 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Sequences admitted."""
         return len(self._decoding) + len(self._prefilling)
 
     @property
@@ -330,7 +329,6 @@ class Engine:
         return self.adapters.admits(sequence.adapter, self._in_batch())
 
     def _in_batch(self) -> list[str]:
-        """Adapters of the sequences admitted."""
         return _adapters_of(chain(self._decoding.values(), self._prefilling.values()))
 
     def _load_time(self, chunks: list[tuple[Sequence, int]]) -> float:
@@ -379,7 +377,6 @@ class Engine:
             self._publish(sequence, sequence.computed // size, (sequence.computed + chunk) // size)
 
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:
-        """Make blocks of a sequence known by their content."""
         new = self.pool.publish(sequence.hashes[first:end])
         sequence.held += new
         if self.events and new:

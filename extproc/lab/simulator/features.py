@@ -59,7 +59,6 @@ class Speculation:
         return sum(self._acceptance**drafted for drafted in range(self.tokens + 1))
 
     def accepted(self) -> int:
-        """Tokens accepted of the next draft."""
         accepted = 0
         while accepted < self.tokens and self._random.random() < self._acceptance:
             accepted += 1

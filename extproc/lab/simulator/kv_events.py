@@ -36,7 +36,6 @@ class BlockEvents:
                 self._add(self._stored(sequence, [*run]))
 
     def removed(self, hash_: int) -> None:
-        """A block was evicted."""
         self._add({"type": "BlockRemoved", "block_hashes": [hash_], "medium": _MEDIUM})
 
     async def take(self) -> list[dict[str, Any]]:

@@ -67,7 +67,6 @@ class Answer:
     start: int  # where in the vocabulary its text begins
 
     def output(self) -> Output:
-        """What was generated, once it has ended."""
         generated = self.sequence.generated
         text = tokens.generated_text(self.start, generated)
         return Output(text, generated, self.sequence.reason)
@@ -94,7 +93,6 @@ class Generation:
         self._changed = asyncio.Event()
 
     def outputs(self) -> list[Output]:
-        """All answers, once they have ended."""
         return [answer.output() for answer in self.answers]
 
     def usage(self) -> Usage:
@@ -116,7 +114,6 @@ class Generation:
 
     @property
     def complete(self) -> bool:
-        """Whether all answers have ended."""
         return not self._left
 
     async def stream(self) -> AsyncIterator[list[Token]]:
@@ -142,7 +139,6 @@ class Generation:
         self._generated[index] += count
 
     def end(self) -> None:
-        """An answer has ended."""
         self._left -= 1
         if not self._left:
             self._changed.set()
@@ -166,12 +162,10 @@ class LiveEngine:
         self.awake.set()
 
     def next_id(self) -> int:
-        """A sequence id that is not in use."""
         self._next_id += 1
         return self._next_id
 
     def submit(self, generation: Generation) -> None:
-        """Queue the sequences of a request."""
         now = self._now()
         for index, answer in enumerate(generation.answers):
             self.engine.add(answer.sequence, now)

@@ -57,7 +57,6 @@ class Metrics:
         self._histograms = {name: Histogram(bounds) for name, bounds in _HISTOGRAMS.items()}
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
-        """Count a value in the histogram of that name."""
         self._histograms[name].observe(value, times)
 
     def first_token_came(self, sequence: Sequence, speed: float) -> None:
@@ -100,7 +99,6 @@ class Metrics:
         self.observe("request_params_n", choices)
 
     def page(self) -> str:
-        """The page in Prometheus' text format."""
         return "".join(f"{line}\n" for line in self._lines())
 
     def _lines(self) -> Iterator[str]:

@@ -99,7 +99,6 @@ class Replica:
         self.live = LiveEngine(self.engine, self.metrics, clock, settings.speed)
 
     def check_model(self, model: str | None) -> None:
-        """Refuse a model that is not served here."""
         if model and model != self.settings.model and model not in self.settings.adapters:
             raise RequestError(
                 f"The model `{model}` does not exist.", "model", HTTPStatus.NOT_FOUND

@@ -274,7 +274,6 @@ class ReplicaServer:
         return web.json_response(self.replica.live.lateness.to_json())
 
     async def _requests(self, request: web.Request) -> web.Response:
-        """The name of each request in flight: who is hit when this replica fails."""
         return web.json_response(self._in_flight)
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -333,7 +332,6 @@ async def _stream(
 
 
 async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
-    """The request's body."""
     try:
         return body.model_validate_json(await request.read())
     except ValidationError as error:

@@ -20,13 +20,11 @@ class Histogram:
         """Values from bound to bound; the last entry counts those above all."""
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count ``value``, ``times`` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     @property
     def count(self) -> int:
-        """Values counted."""
         return sum(self.counts)
 
     def cumulative(self) -> list[int]:

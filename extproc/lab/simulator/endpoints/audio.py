@@ -24,7 +24,6 @@ class AudioBody(GenerateBody):
         return [clip[::_SAMPLED] + bytes(-len(clip[::_SAMPLED]) % 4) for clip in clips]
 
     def reply(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """What was heard."""
         seconds = -(-len(self.file) // _BYTES_PER_S)
         text = "".join(output.text for output in outputs)
         return {"text": text, "usage": {"type": "duration", "seconds": seconds}}

@@ -127,11 +127,9 @@ class Reply(ABC):
     """Whether the usage tells cached prompt tokens where vLLM makes that an option."""
 
     def __post_init__(self) -> None:
-        """Name it."""
         self.id = self.id_prefix + self.key
 
     def prelude(self) -> bytes:
-        """What a stream begins with at once, before the engine has begun."""
         return b""
 
     def opening(self, sequences: int) -> bytes:

@@ -29,7 +29,6 @@ class ChatBody(OpenAIBody):
 
     @property
     def prompts(self) -> list[bytes]:
-        """The conversation, framed, and the head of the answer."""
         return [encode_chat(self.messages, self.tools)]
 
 
@@ -53,7 +52,6 @@ class ChatReply(OpenAIReply):
     piece = b'"delta":{"content":"%b"}'
 
     def opening(self, sequences: int) -> bytes:
-        """The role, for each sequence."""
         delta = {"role": "assistant", "content": ""}
         return b"".join(
             self._chunk(choices=[{"index": index, "delta": delta, "finish_reason": None}])

@@ -23,7 +23,6 @@ class CompletionBody(OpenAIBody):
 
     @property
     def prompts(self) -> list[bytes]:
-        """Each prompt."""
         return encode_prompts(self.prompt)
 
 

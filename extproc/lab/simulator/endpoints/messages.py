@@ -43,7 +43,6 @@ class MessagesReply(Reply):
     id_prefix = "msg_"
 
     def opening(self, sequences: int) -> bytes:
-        """The message begins, and a block of text in it."""
         message = self._message([], None, {"input_tokens": self.prompt_tokens, "output_tokens": 0})
         block = {"type": "text", "text": ""}
         return event({"type": "message_start", "message": message}) + event(
@@ -51,7 +50,6 @@ class MessagesReply(Reply):
         )
 
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
-        """A piece of the text."""
         return (
             b"event: content_block_delta\n"
             b'data: {"type":"content_block_delta","index":0,'
@@ -59,7 +57,6 @@ class MessagesReply(Reply):
         ) % text.encode()
 
     def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
-        """The block, then the message ends, with the reason and the usage."""
         delta = {"stop_reason": STOP_REASONS[outputs[0].reason], "stop_sequence": None}
         return (
             event({"type": "content_block_stop", "index": 0})
@@ -68,7 +65,6 @@ class MessagesReply(Reply):
         )
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """The message."""
         content = [{"type": "text", "text": outputs[0].text}]
         return self._message(content, STOP_REASONS[outputs[0].reason], self._usage(usage))
 

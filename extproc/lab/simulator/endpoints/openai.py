@@ -34,12 +34,10 @@ class OpenAIBody(GenerateBody):
 
     @property
     def choices(self) -> int:
-        """``n``."""
         return self.n
 
     @property
     def include_usage(self) -> bool:
-        """As the stream options say."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
@@ -56,7 +54,6 @@ class OpenAIReply(Reply):
         self._chunk_head = b"data: %b" % compact(self._frame(self.chunk_object))[:-1]
 
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
-        """A chunk with the token."""
         finish = b'"%b"' % reason.encode() if reason else b"null"
         said = self.piece % text.encode()
         return b'%b,"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (
@@ -67,11 +64,9 @@ class OpenAIReply(Reply):
         )
 
     def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
-        """The usage, if asked for, and the end."""
         return self._chunk(choices=[], usage=self._usage(usage)) + DONE if include_usage else DONE
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """All choices and the usage."""
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
         return {**self._frame(self.object), "choices": choices, "usage": self._usage(usage)}
 

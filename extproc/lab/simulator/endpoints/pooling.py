@@ -57,11 +57,9 @@ class EmbeddingBody(PoolingBody):
 
     @property
     def prompts(self) -> list[bytes]:
-        """Each input."""
         return encode_prompts(self.input)
 
     def item(self, prompt: bytes) -> dict[str, Any]:
-        """The vector."""
         rng = _random(prompt)
         drawn = [rng.gauss(0, 1) for _ in range(EMBEDDING_DIMENSIONS)]
         length = hypot(*drawn)
@@ -85,7 +83,6 @@ class ClassifyBody(EmbeddingBody):
     id_prefix = "classify"
 
     def item(self, prompt: bytes) -> dict[str, Any]:
-        """The class, and how probable each is."""
         score = _score(prompt)
         probs = [1 - score, score]
         return {"label": f"LABEL_{round(score)}", "probs": probs, "num_classes": 2}
@@ -110,14 +107,12 @@ class ScoreBody(PoolingBody):
 
     @property
     def prompts(self) -> list[bytes]:
-        """Each pair."""
         right = _listed(self.right)
         left = _listed(self.left)
         pairs = zip(left * (len(right) if len(left) == 1 else 1), right, strict=True)
         return [tokens.encode_content([one, other]) for one, other in pairs]
 
     def item(self, prompt: bytes) -> dict[str, Any]:
-        """The score."""
         return {"object": "score", "score": _score(prompt)}
 
 
@@ -132,18 +127,15 @@ class RerankBody(PoolingBody):
 
     @property
     def prompts(self) -> list[bytes]:
-        """The query with each document."""
         documents = _listed(self.documents)
         if not documents:
             raise RequestError("at least one document is needed", "documents")
         return [tokens.encode_content([self.query, document]) for document in documents]
 
     def item(self, prompt: bytes) -> dict[str, Any]:
-        """How well a document fits."""
         return {"relevance_score": _score(prompt)}
 
     def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
-        """The best documents first."""
         reply = super().reply(id_, model, created)
         items: list[dict[str, Any]] = reply["data"]
         for item, document in zip(items, _listed(self.documents), strict=True):

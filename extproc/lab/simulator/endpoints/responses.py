@@ -63,31 +63,26 @@ class ResponsesReply(Reply):
     id_prefix = "resp_"
 
     def __post_init__(self) -> None:
-        """Name it and its message, and begin to number."""
         super().__post_init__()
         self._number = -1
         self._item = {"item_id": f"msg_{self.key}", "output_index": 0, "content_index": 0}
 
     def prelude(self) -> bytes:
-        """The response begins."""
         response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
 
     def opening(self, sequences: int) -> bytes:
-        """An empty message, an empty part in it."""
         message = self._message("in_progress", [])
         return self._event(
             "response.output_item.added", output_index=0, item=message
         ) + self._event("response.content_part.added", **self._item, part=self._part(""))
 
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
-        """A piece of the text."""
         return self._event("response.output_text.delta", **self._item, delta=text, logprobs=[])
 
     def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
-        """The text, the part, the message and the response are done."""
         output = outputs[0]
         part = self._part(output.text)
         message = self._message("completed", [part])
@@ -99,7 +94,6 @@ class ResponsesReply(Reply):
         )
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
-        """The message and the usage."""
         output = outputs[0]
         cut = output.reason == FinishReason.LENGTH
         response = self._response("incomplete" if cut else "completed")
@@ -115,7 +109,6 @@ class ResponsesReply(Reply):
         return response
 
     def queued(self) -> dict[str, Any]:
-        """The response before any work on it."""
         return self._response("queued")
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -169,7 +162,6 @@ class ResponseStore:
         self._stored: dict[str, _Stored] = {}
 
     def response(self, name: str) -> dict[str, Any]:
-        """The response of that id, as it is now."""
         return self._find(name).response
 
     def resume(self, body: GenerateBody) -> None:
@@ -178,7 +170,6 @@ class ResponseStore:
             body.begin_with(self._find(body.previous_response_id).conversation)
 
     def keep(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
-        """Keep what was answered."""
         if isinstance(body, ResponsesBody) and body.store and generation.complete:
             output = tokens.encode(generation.outputs()[0].text)
             conversation = body.prompts[0] + output + tokens.encode("<|end|>")
@@ -191,7 +182,6 @@ class ResponseStore:
         return self.response(reply.id)
 
     def cancel(self, name: str) -> dict[str, Any]:
-        """End work in the background; returns the response."""
         stored = self._find(name)
         if stored.work is None:
             raise RequestError("Cannot cancel a synchronous response.", "response_id")
