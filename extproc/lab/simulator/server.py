@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.ground.address import join_address
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.endpoints.audio import AudioBody
 from extproc.lab.simulator.endpoints.base import (
     Body,
     GenerateBody,
@@ -24,9 +23,16 @@ from extproc.lab.simulator.endpoints.base import (
     invalid,
     openai_error,
 )
-from extproc.lab.simulator.endpoints.chat import ChatBody, ChatReply, Message, encode_chat
-from extproc.lab.simulator.endpoints.completions import CompletionBody, CompletionReply
 from extproc.lab.simulator.endpoints.messages import MessagesBody, MessagesReply
+from extproc.lab.simulator.endpoints.openai import (
+    AudioBody,
+    ChatBody,
+    ChatReply,
+    CompletionBody,
+    CompletionReply,
+    Message,
+    encode_chat,
+)
 from extproc.lab.simulator.endpoints.pooling import (
     ClassifyBody,
     EmbeddingBody,

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from extproc.lab.demo.by_hand import instructions
+from extproc.lab.demo.app import instructions
 from extproc.lab.demo.journal import Entry, Journal
 from extproc.lab.harness.ports import pick_ports
 from extproc.lab.harness.processes import ProcessError

@@ -14,7 +14,7 @@ from extproc.lab.simulator.endpoints.base import (
     Usage,
     event,
 )
-from extproc.lab.simulator.endpoints.chat import Message, encode_chat
+from extproc.lab.simulator.endpoints.openai import Message, encode_chat
 from extproc.lab.simulator.steps import FinishReason
 
 STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}

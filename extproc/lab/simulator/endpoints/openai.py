@@ -1,12 +1,23 @@
-"""What OpenAI's chat and completions have in common."""
+"""OpenAI's chat, completions and audio endpoints."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
-from extproc.lab.simulator.endpoints.base import GenerateBody, Output, Reply, Usage, compact
+from extproc.lab.simulator import tokens
+from extproc.lab.simulator.endpoints.base import (
+    Bound,
+    GenerateBody,
+    Output,
+    Prompts,
+    Reply,
+    Usage,
+    compact,
+    encode_prompts,
+)
 from extproc.lab.simulator.steps import FinishReason
 
 MAX_CHOICES = 128  # OpenAI's limit on `n`
@@ -92,3 +103,110 @@ class OpenAIReply(Reply):
         if self.prompt_tokens_details:
             reported["prompt_tokens_details"] = {"cached_tokens": usage.cached}
         return reported
+
+
+class Message(BaseModel):
+    """A turn of a conversation."""
+
+    role: str
+    content: str | list[str | dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatBody(OpenAIBody):
+    """The request."""
+
+    bounds = ("max_completion_tokens", "max_tokens")
+    messages: list[Message] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    max_completion_tokens: Bound | None = None
+    max_tokens: Bound | None = None
+
+    @property
+    def prompts(self) -> list[bytes]:
+        return [encode_chat(self.messages, self.tools)]
+
+
+def encode_chat(messages: list[Message], tools: list[dict[str, Any]] | None = None) -> bytes:
+    """The tokens of a conversation to be continued by the assistant."""
+    turns = [tokens.encode_turn("tools", tokens.encode(json.dumps(tools)))] if tools else []
+    for message in messages:
+        content = tokens.encode_content(message.content)
+        if message.tool_calls:
+            content += tokens.encode(json.dumps(message.tool_calls))
+        turns.append(tokens.encode_turn(message.role, content))
+    return b"".join(turns) + tokens.encode("<|assistant|>")
+
+
+class ChatReply(OpenAIReply):
+    """The reply."""
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    piece = b'"delta":{"content":"%b"}'
+
+    def opening(self, sequences: int) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(
+            self._chunk(choices=[{"index": index, "delta": delta, "finish_reason": None}])
+            for index in range(sequences)
+        )
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "tool_calls": []}}
+
+
+DEFAULT_MAX_TOKENS = 16  # `max_tokens` where it is absent or null
+
+
+class CompletionBody(OpenAIBody):
+    """The request."""
+
+    prompt: Prompts
+    max_tokens: Bound = DEFAULT_MAX_TOKENS
+
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: object) -> object:
+        return DEFAULT_MAX_TOKENS if value is None else value
+
+    @property
+    def prompts(self) -> list[bytes]:
+        return encode_prompts(self.prompt)
+
+
+class CompletionReply(OpenAIReply):
+    """The reply."""
+
+    id_prefix = "cmpl-"
+    object = "text_completion"
+    chunk_object = "text_completion"
+    piece = b'"text":"%b"'
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+
+_BYTES_PER_S = 16_000
+_SAMPLED = 160  # every so-manieth byte is one of the prompt: 25 tokens a second
+_CLIP_S = 30
+
+
+class AudioBody(GenerateBody):
+    """A file, taken for MP3 at 128 kbit/s."""
+
+    bounds = ()
+    file: bytes
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """A prompt for each clip of half a minute."""
+        size = _CLIP_S * _BYTES_PER_S
+        clips = [self.file[start : start + size] for start in range(0, len(self.file), size)]
+        return [clip[::_SAMPLED] + bytes(-len(clip[::_SAMPLED]) % 4) for clip in clips]
+
+    def reply(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        seconds = -(-len(self.file) // _BYTES_PER_S)
+        text = "".join(output.text for output in outputs)
+        return {"text": text, "usage": {"type": "duration", "seconds": seconds}}
