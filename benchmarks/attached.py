@@ -1,10 +1,13 @@
-"""The demo's stack around replicas that somebody else runs."""
+"""The demo's stack around replicas that run already, and Envoy without ext_proc."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from extproc.lab.harness.envoy_config import Bootstrap, manager_of
 from extproc.lab.harness.stack import SimulatedReplica, Stack
+
+_ASKING = ("local_ratelimit", "set_filter_state", "ext_proc", "buffer")
 
 
 class Attached(Stack):
@@ -35,3 +38,9 @@ class Attached(Stack):
     async def start(self, name: str) -> None:
         if name not in self._servers:
             await super().start(name)
+
+
+def drop_ext_proc(bootstrap: Bootstrap) -> None:
+    """Removes ext_proc, and the filters that only its answer needs."""
+    filters = manager_of(bootstrap)["http_filters"]
+    filters[:] = [one for one in filters if one["name"].rpartition(".")[2] not in _ASKING]

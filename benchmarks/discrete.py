@@ -1,15 +1,15 @@
 """A trace on a fleet that a file describes, under one policy or the oracle."""
 
 from collections.abc import Sequence as PySequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from random import Random
 
 import numpy as np
 
 from benchmarks.fleet import FleetEvent, FleetFile
 from benchmarks.oracle import Oracle
-from benchmarks.speeds import Speeds
 from benchmarks.trace import ID_TOKENS, TracedRequest
 from extproc.config import HoldSettings, ServeSettings
 from extproc.fleet.fleet import Fleet
@@ -22,7 +22,9 @@ from extproc.lab.simulator.blocks import trace_hashes
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.steps import Sequence
 from extproc.predict.calibration import Typical
+from extproc.predict.inputs import FleetView, Floats
 from extproc.predict.lengths import OutputLengths
+from extproc.predict.step import StepModel
 from extproc.replica_state import ReplicaState
 from extproc.request.endpoint import Endpoint
 from extproc.request.objective import NO_OBJECTIVE, Objective
@@ -37,12 +39,64 @@ _INTERVAL = 0.2  # seconds between two scrapes, as configured by default
 _PICKERS_INTERVAL = 0.05
 """The default of the gateways that decide on what they polled, llm-d's picker and AIBrix's."""
 _HOLD = HoldSettings(longest_s=3600.0)  # nothing is refused: all must be answered to be compared
+_AFTER = 30.0  # seconds after a change of speed by which it should be learned
 _URGENT = Objective("urgent", priority=1)
 
 
 def poll_interval(policy: str) -> float:
     """Seconds between two scrapes of a replica, as whoever runs this policy has them by default."""
     return _PICKERS_INTERVAL if policy in ("queue_kv", "least_kv") else _INTERVAL
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedSpeed:
+    """What was believed of a replica some time after its speed changed."""
+
+    replica: str
+    at: float
+    slow: float
+    ratio: float  # the average step since the change, as learned, over what it truly takes
+
+
+class Speeds:
+    """Compares learned step times with the truth some time after each change."""
+
+    def __init__(self) -> None:
+        self.learned: list[LearnedSpeed] = []
+        self._changes: list[tuple[float, Machine, float, Floats]] = []
+        """Time, machine, slowness since, and its work until then."""
+
+    @property
+    def due(self) -> float:
+        return self._changes[0][0] + _AFTER if self._changes else inf
+
+    def changed(self, machine: Machine, slow: float, now: float) -> None:
+        """Changes come in order of time."""
+        self._changes.append((now, machine, slow, _work(machine)))
+
+    def compare(self, now: float, view: FleetView) -> None:
+        _, machine, slow, before = self._changes.pop(0)
+        if machine.name not in view.ids:
+            return  # it is down
+        index = view.ids.index(machine.name)
+        each = view.c0, view.c_prefill, view.c_batch, view.c_kv
+        learned = StepModel(*(float(values[index]) for values in each))
+        truth = replace(machine.step_model, c_att=0.0)
+        steps, computed, generated = _work(machine) - before
+        average = {
+            "prefill": computed / max(steps, 1.0),
+            "batch": generated / max(steps, 1.0),
+            "kv": machine.engine.kv_usage * machine.engine.capacity,
+        }
+        ratio = learned.step_time(**average) / truth.step_time(**average)
+        self.learned.append(LearnedSpeed(machine.name, now, slow, ratio))
+
+
+def _work(machine: Machine) -> Floats:
+    """Steps, prompt tokens computed and tokens generated so far."""
+    counters = machine.engine.counters
+    computed = counters.prompt_tokens - counters.cached_tokens
+    return np.array([machine.engine.steps, computed, counters.generated_tokens], float)
 
 
 @dataclass

@@ -1,9 +1,11 @@
-"""Fleet files: which replicas there are, and what happens to them."""
+"""Fleet files: the replicas and what happens to them; and how unevenly requests lay on them."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, Self
 
+import numpy as np
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -13,13 +15,18 @@ from pydantic import (
     model_validator,
 )
 
-from benchmarks.imbalance import speed
 from extproc.ground.yaml_file import read_yaml
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import ACCEPTANCE, Speculation
-from extproc.predict.step import HardwareProfile, hardware_profile
+from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
 Happening = Literal["down", "up", "hang"]
+
+_BATCH, _CONTEXT_TOKENS = 16, 1200
+"""Sequences of the decode step that measures a replica's speed, and tokens of each."""
+
+Stay = tuple[str, float, float]
+"""Replica, start and end of a request, in seconds."""
 
 
 class _Part(BaseModel):
@@ -155,3 +162,31 @@ def read(path: Path) -> FleetFile:
     except ValueError as error:
         problem = str(error)
     raise ValueError(f"{path}: {problem}")
+
+
+def speed(step: StepModel) -> float:
+    """Decode steps a second."""
+    return 1 / step.step_time(prefill=0, batch=_BATCH, kv=_BATCH * _CONTEXT_TOKENS)
+
+
+def imbalance(stays: Iterable[Stay], speeds: Mapping[str, float]) -> float | None:
+    """Requests on the replica that has the most for its share ÷ its share of all there are.
+
+    A replica's share is its speed of the speeds of all. The mean over time, the more requests there
+    are the more a moment counts: 1 where they always lie as the speeds do; None without requests.
+    """
+    rows = {name: row for row, name in enumerate(speeds)}
+    changes = sorted(
+        change
+        for replica, start, end in stays
+        if replica in rows
+        for change in ((start, 1, rows[replica]), (end, -1, rows[replica]))
+    )
+    if not changes:
+        return None
+    at, by, on = np.array(changes).T
+    steps = np.zeros((len(at), len(rows)))
+    steps[np.arange(len(at)), on.astype(int)] = by
+    there, lasting = steps.cumsum(axis=0)[:-1], np.diff(at)
+    share = np.array([*speeds.values()]) / sum(speeds.values())
+    return float(lasting @ (there / share).max(axis=1) / (lasting @ there.sum(axis=1)))

@@ -1,14 +1,16 @@
-"""Processes of a measurement: several started at once, and what the kernel says one has used."""
+"""Processes of a measurement: starting several, their use of the machine, their open files."""
 
 import asyncio
 import os
+import resource
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from extproc.lab.harness.processes import Process
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_FILES = 10_240  # asked for where a process may have any number: more is refused on macOS
 
 
 @asynccontextmanager
@@ -46,3 +48,13 @@ def memory_kb(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
     (line,) = (line for line in status.splitlines() if line.startswith("VmRSS:"))
     return float(line.split()[1])
+
+
+def allow_many_connections() -> None:
+    """Raises the limit of open files: each request in flight is one."""
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if few == resource.RLIM_INFINITY:
+        return
+    files = max(few, _FILES) if most == resource.RLIM_INFINITY else most
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.discrete import Simulation
-from benchmarks.imbalance import imbalance
+from benchmarks.fleet import imbalance
 from extproc.lab.replay.figures import FIGURES, distribution, rank_correlation
 from extproc.lab.replay.served import Failed, Served, Traced
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.attached import drop_ext_proc
 from benchmarks.compare.contenders import Front, Requests
 from benchmarks.compare.fleets import Fleet, Servers
-from benchmarks.envoy_file import drop_ext_proc
 from benchmarks.pages import get_text
 from extproc.lab.harness.envoy_config import Bootstrap, add_access_log, addressed, manager_of
 from extproc.lab.harness.ports import pick_ports

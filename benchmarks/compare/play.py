@@ -13,7 +13,7 @@ from benchmarks.compare.contenders import Contender
 from benchmarks.compare.faults import Blow
 from benchmarks.compare.fleets import Fleet
 from benchmarks.compare.validity import between, hits, validity, watching
-from benchmarks.imbalance import Stay, imbalance
+from benchmarks.fleet import Stay, imbalance
 from benchmarks.load.__main__ import SENDING
 from extproc.ground.clock import wall
 from extproc.lab.harness.processes import Process, ProcessError

@@ -24,10 +24,10 @@ import uvloop
 
 from benchmarks import arguments, trace
 from benchmarks.about import about
-from benchmarks.limits import allow_many_connections
 from benchmarks.load.plan import OBJECTIVE_HEADER, URGENT, plan, with_urgent
 from benchmarks.load.summary import Effort, record, summary, table
 from benchmarks.load.target import PATHS, TargetError, ask
+from benchmarks.processes import allow_many_connections
 from extproc.cli.arguments import above_zero, probability
 from extproc.ground.clock import monotonic
 from extproc.lab.harness.traffic import POLICY_HEADER, Client

@@ -15,10 +15,10 @@ from tempfile import TemporaryDirectory
 
 from benchmarks import arguments
 from benchmarks.about import about
-from benchmarks.limits import allow_many_connections
 from benchmarks.overhead.client import Report
 from benchmarks.overhead.stack import Cores, Setup, Stack, running
 from benchmarks.overhead.streams import RATES, measure_streams
+from benchmarks.processes import allow_many_connections
 from extproc.lab.harness.envoy_config import TEMPLATE
 from extproc.lab.harness.processes import ProcessError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.envoy_file import drop_ext_proc
+from benchmarks.attached import drop_ext_proc
 from benchmarks.overhead.client import Report
 from benchmarks.pages import get_text
 from benchmarks.processes import cpu_s, memory_kb

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.imbalance import imbalance
+from benchmarks.fleet import imbalance
 
 ALIKE = {"a": 1.0, "b": 1.0}
 
