@@ -49,7 +49,6 @@ def _cpu() -> str:
 
 
 def _cores() -> int:
-    """Cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

@@ -60,8 +60,6 @@ _REPEATS = 20
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds that one policy takes on a fleet of one size."""
-
     policy: str
     replicas: int
     full: bool  # whether no KV cache has room for another prompt
@@ -175,7 +173,6 @@ class _Load:
         self._in_flight = [self._send(name) for name in names for _ in range(_IN_FLIGHT)]
 
     def step(self) -> None:
-        """One request comes and another ends."""
         self._wait()
         request = self._request()
         start = perf_counter()

@@ -50,8 +50,6 @@ def poll_interval(policy: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LearnedSpeed:
-    """What was believed of a replica some time after its speed changed."""
-
     replica: str
     at: float
     slow: float

@@ -59,7 +59,6 @@ class ReplicaGroup(_Part):
         return self
 
     def speculation(self, random: Random) -> Speculation | None:
-        """What each drafts; None: nothing."""
         drafts = self.draft_tokens
         return Speculation(drafts, self.acceptance, random) if drafts else None
 
@@ -101,8 +100,6 @@ class FleetEvent(_Part):
 
 
 class FleetFile(_Part):
-    """A fleet, as a YAML file describes it."""
-
     replicas: tuple[ReplicaGroup, ...] = Field(min_length=1)
     events: tuple[FleetEvent, ...] = ()
 

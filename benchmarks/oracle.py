@@ -120,8 +120,6 @@ class Oracle(Routers):
 
 @dataclass(frozen=True, slots=True)
 class _Exact:
-    """One engine as it is."""
-
     context: Floats  # KV tokens by sequence, prompts to be computed included
     remaining: Floats  # tokens it will generate still
     backlog: float  # prompt tokens to be computed after the step in progress

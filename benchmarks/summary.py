@@ -86,7 +86,6 @@ def requests_of(
 
 
 def distance(run: Run, oracle: Run) -> Run:
-    """Each figure over the oracle's."""
     return {
         part: {name: run[part][name] / oracle[part][name] for name in FIGURES} for part in _PARTS
     }
@@ -116,7 +115,6 @@ def row(run: Run, took: float) -> str:
 
 
 def _groups(served: Iterable[Served]) -> dict[str, dict[str, Any]]:
-    """The figures of each group of requests, where there are several."""
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)
     met: Counter[str] = Counter()
     for one in served:

@@ -16,8 +16,6 @@ ID_TOKENS = 512  # prompt tokens that one hash id stands for
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request of a trace."""
-
     at: float  # seconds from the start
     prompt_tokens: int
     output_tokens: int  # what it will generate; no policy may see it

@@ -28,8 +28,6 @@ class Front:
 
 
 class Contender(Protocol):
-    """One way to spread requests over replicas."""
-
     name: str  # `kind:policy`, for example `envoy:round_robin`
     about: str  # what it is, in a line
     parts: tuple[str, ...]

@@ -45,7 +45,6 @@ class EnvoyAlone:
     async def running(
         self, fleet: Fleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
-        """Runs it; the seed is of no use to it."""
         ports = pick_ports({"envoy": 0, "admin": 0})
         admin = f"http://127.0.0.1:{ports['admin']}"
 
@@ -137,7 +136,6 @@ async def replica_trouble(admin: str, replicas: int) -> list[str]:
 
 
 async def envoy_stats(admin: str) -> dict[str, int]:
-    """Counters and gauges by name."""
     lines = (await get_text(f"{admin}/stats")).splitlines()
     pairs = (line.rpartition(": ") for line in lines)
     return {name: int(value) for name, _, value in pairs if value.isdecimal()}

@@ -33,7 +33,6 @@ class Fault:
 
     @property
     def part(self) -> str:
-        """What it happens to: a replica is the first of the fleet."""
         return self.name.partition("-")[0]
 
     @property
@@ -42,8 +41,6 @@ class Fault:
 
 
 class Blow:
-    """A fault that falls in a turn."""
-
     def __init__(
         self, fault: Fault, front: Front, servers: Servers, replicas: Mapping[str, Process]
     ) -> None:
@@ -101,7 +98,6 @@ def excused(request: Mapping[str, Any], fault: Mapping[str, Any] | None) -> bool
 
 
 def _ended_s(request: Mapping[str, Any]) -> float:
-    """When it did, well or not, in seconds after the start."""
     lasted = request["completion_s"] or request["failed_after_s"]
     return float(request["at_s"] + request["late_s"] + lasted)
 

@@ -76,7 +76,6 @@ async def lateness(servers: Servers) -> dict[str, Any]:
 
 
 def _drafts(group: ReplicaGroup) -> list[str]:
-    """What tells ``extproc simulate`` to decode speculatively."""
     if not group.draft_tokens:
         return []
     return ["--draft-tokens", str(group.draft_tokens), "--acceptance", str(group.acceptance)]

@@ -30,8 +30,6 @@ _BY_PREFIX = (
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one command measures."""
-
     name: str
     options: str
     heading: str = ""

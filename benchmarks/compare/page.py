@@ -160,7 +160,6 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def _origin(*of: Mapping[str, Any]) -> Iterator[str]:
-    """Below a table: what of it was measured when and where, and the commands."""
     about = of[0]["about"]
     used = {name: version for one in of for name, version in one["about"]["versions"].items()}
     versions = ", ".join(map(" ".join, used.items()))

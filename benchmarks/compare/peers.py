@@ -31,8 +31,6 @@ _ALWAYS_ZERO = (
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """How one of them is started."""
-
     name: str  # of its package and of its command
     best: str  # its policy that looks at how busy replicas are
     decisions: str  # its counter of decisions, by policy
@@ -88,8 +86,6 @@ PRODUCTS = {
 
 
 class Peer:
-    """A policy of one of them."""
-
     parts: tuple[str, ...] = ()  # one process does it all
 
     def __init__(self, product: Product, policy: str) -> None:

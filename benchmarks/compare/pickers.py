@@ -27,8 +27,6 @@ _READY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What a picker says of itself."""
-
     policy: set[str]  # by what it should decide, in its own words
     used: set[str]  # by what it did
     decided: Counter[str]  # how often for which `ip:port`
@@ -36,7 +34,6 @@ class Account:
     failed: int  # decisions, or requests, that failed
 
     def uses_all(self, servers: Servers) -> bool:
-        """Whether it does, as far as it says."""
         return self.replicas in (None, len(servers))
 
     def complaints(self, requests: Requests, servers: Servers) -> list[str]:
@@ -84,8 +81,6 @@ class Product(ABC):
 
 
 class Picker:
-    """A policy of one of them, behind an Envoy."""
-
     parts: tuple[str, ...] = ("picker",)
 
     def __init__(self, product: Product, policy: str, program: Path, fair: bool = False) -> None:
@@ -102,7 +97,6 @@ class Picker:
     async def running(
         self, fleet: Fleet, servers: Servers, directory: Path, seed: int
     ) -> AsyncIterator[Front]:
-        """Runs both until the block ends; it takes no seed."""
         ports = pick_ports(dict.fromkeys(("envoy", "admin", "grpc", "health", "http"), 0))
         admin, log = f"http://127.0.0.1:{ports['admin']}", directory / "picker.log"
         arguments, env = self._product.command(self._policy, fleet.model, servers, ports, directory)

@@ -111,7 +111,6 @@ async def _load(
 def _seen(
     request: dict[str, Any], decision: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """With what was predicted, and the replica's name in place of its address."""
     replica: Any = request["replica"] or decision.get("replica")
     predicted = ("predicted_ttft_s", "predicted_completion_s")
     told = {name: decision.get(name) for name in predicted}

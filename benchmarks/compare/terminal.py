@@ -22,7 +22,6 @@ def progress_header() -> str:
 
 
 def progress_line(run: Mapping[str, Any]) -> str:
-    """One run that has ended, and what is wrong with it."""
     summary, machine = run["summary"], run["validity"]
     label = f"{run['run']['repeat'] + 1} {run['run']['name']}"
     cells = (

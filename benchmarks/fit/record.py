@@ -33,8 +33,6 @@ _CORE = 0  # the server's
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to send."""
-
     trace: Path
     requests: int  # of each run
     speeds: Sequence[float]
@@ -174,7 +172,6 @@ def _seen(traced: TracedRequest, answer: traffic.Answer, started: float) -> Requ
 
 @asynccontextmanager
 async def _polls(server: str) -> AsyncIterator[list[EngineCounts]]:
-    """Polls the server; the list grows until the end."""
     polls: list[EngineCounts] = []
 
     async def poll() -> None:

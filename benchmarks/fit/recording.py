@@ -40,8 +40,6 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What was sent to one server."""
-
     about: dict[str, str]  # where it comes from: server, model, machine, date
     limits: Limits
     calibration: Run  # of :func:`benchmarks.fit.replay.bursts`

@@ -39,8 +39,6 @@ _START = PROFILES["llama-8b-a10"].step
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A run as it would have been with some step times."""
-
     step: StepModel
     requests: list[Request]
     comparisons: dict[str, dict[str, Any]]
@@ -50,13 +48,10 @@ class Simulated:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """A run, and what the simulator makes of it."""
-
     run: Run
     simulated: dict[str, Simulated]  # with step times from :data:`MEASURED` and :data:`LEARNED`
 
     def to_json(self) -> dict[str, Any]:
-        """All figures, and every request."""
         requests = [asdict(request) for request in self.run.requests]
         simulated = {name: asdict(one) for name, one in self.simulated.items()}
         return {"name": self.run.name, "requests": requests, "simulated": simulated}

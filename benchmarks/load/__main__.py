@@ -59,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _run(
     args: argparse.Namespace, requests: Sequence[trace.TracedRequest], origin: dict[str, Any]
 ) -> dict[str, Any]:
-    """The result, as --json writes it."""
     salt, run = str(args.seed), f"load-{token_hex(4)}"
     headers = {POLICY_HEADER: args.policy_header} if args.policy_header else {}
     allow_many_connections()

@@ -20,8 +20,6 @@ _ROOM_TOKENS = 64  # left free of the context, since a prompt's tokens are known
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A request that will be sent."""
-
     number: int  # in the plan, from 1
     traced: TracedRequest
     endpoint: Endpoint

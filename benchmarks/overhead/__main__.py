@@ -36,8 +36,6 @@ _HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured of one setup."""
-
     name: str
     rate: Report  # at a fixed rate
     at_once: Report  # at a fixed number of requests in flight

@@ -32,8 +32,6 @@ _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of the requests."""
-
     answered: int  # with status 200
     failed: int
     seconds: float  # from the first request to the last answer
@@ -89,7 +87,6 @@ class Connection(asyncio.Protocol):
             self._over(self._received.startswith(b"HTTP/1.1 200"))
 
     def _whole(self) -> bool:
-        """Whether all of the answer is here."""
         while self._chunked:
             data = self._received.find(b"\r\n", self._end) + 2
             if data < 2:
@@ -128,7 +125,6 @@ class Load:
         self._connecting: set[asyncio.Task[None]] = set()
 
     async def at_once(self, count: int, seconds: float) -> Report:
-        """So many requests in flight all the time."""
         for connection in [await self._connect() for _ in range(count)]:
             self._idle.append(connection)
         started = perf_counter()
@@ -139,7 +135,6 @@ class Load:
         return await self._finish(started)
 
     async def at_rate(self, rate: float, count: int, random: Random) -> Report:
-        """So many requests, ``rate`` a second."""
         started = due = perf_counter()
         for _ in range(count):
             due += random.expovariate(rate)

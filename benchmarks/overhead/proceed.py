@@ -29,7 +29,6 @@ async def _answer(context: grpc.aio.ServicerContext) -> None:
 
 
 async def serve(port: int) -> None:
-    """Runs until SIGTERM."""
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     server = grpc.aio.server(options=[("grpc.max_concurrent_streams", 2**31 - 1)])

@@ -35,8 +35,6 @@ _READY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What stands between the client and the replicas."""
-
     router: str  # `none`: Envoy alone; `proceed`: an ext_proc server that does nothing; `extproc`
     replicas: int
     envoy: Path = TEMPLATE  # the file that Envoy runs with
@@ -78,8 +76,6 @@ class Cores:
 
 
 class Stack:
-    """The running processes of a setup."""
-
     def __init__(self, directory: Path, port: int, cores: Cores, router: Process | None) -> None:
         self._directory = directory
         self._port = port
@@ -218,8 +214,6 @@ def _url(port: int, path: str) -> str:
 
 
 def _knows(replicas: int, admin_port: int) -> Check:
-    """Whether the router has heard of every replica."""
-
     async def check() -> bool:
         found = await get_text(_url(admin_port, "metrics"))
         return f'extproc_replicas{{health="healthy"}} {float(replicas)}' in found
@@ -228,8 +222,6 @@ def _knows(replicas: int, admin_port: int) -> Check:
 
 
 def _asked(ports: dict[str, int]) -> Check:
-    """Whether Envoy holds its router to be healthy."""
-
     async def check() -> bool:
         member = f"router::127.0.0.1:{ports['router']}::health_flags::healthy"
         return member in await get_text(_url(ports["envoy-admin"], "clusters"))

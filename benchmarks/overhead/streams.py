@@ -18,8 +18,6 @@ _HEADER = (
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What was measured with answers of one length at one rate."""
-
     name: str
     tokens: int
     rate: int  # requests a second that were sent
@@ -28,7 +26,6 @@ class Streamed:
 
     @property
     def cpu_us(self) -> float:
-        """The router's CPU for one request; microseconds."""
         return 1e6 * self.cpu_s / max(self.report.answered, 1)
 
     def line(self) -> str:

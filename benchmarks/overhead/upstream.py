@@ -68,7 +68,6 @@ class Connection(asyncio.Protocol):
 
 
 async def serve(port: int, tokens: int) -> None:
-    """Runs until SIGTERM."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)

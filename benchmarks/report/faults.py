@@ -41,7 +41,6 @@ class Harm:
 
 
 def harm(run: Run) -> Harm:
-    """What the fault of a run did, which has one."""
     assert run.fault
     at_s = run.fault.at_s
     hit = [one for one in run.counted if one.struck]
@@ -93,5 +92,4 @@ def _cells(turns: Sequence[Harm]) -> Iterator[str]:
 
 
 def _seconds(values: Sequence[float]) -> str:
-    """The median; nothing where there is none."""
     return f"{np.median(values):.2f}" if any(values) else "–"

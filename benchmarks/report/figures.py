@@ -54,7 +54,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Self:
-        """Of one turn or more."""
         listed = list(values)
         return cls(float(np.median(listed)), min(listed), max(listed), len(listed))
 
@@ -93,7 +92,6 @@ class Contender:
 
     @property
     def counted(self) -> int:
-        """Requests that figures are of."""
         return sum(len(run.counted) for run in self.runs)
 
     @property
@@ -102,7 +100,6 @@ class Contender:
 
     @cached_property
     def doubtful(self) -> frozenset[int]:
-        """The turns that prove nothing."""
         return frozenset(run.repeat for run in self.runs if run.in_doubt)
 
     @cached_property
@@ -127,7 +124,6 @@ def measured(run: Run, what: str) -> list[float]:
 
 
 def contenders(results: Results) -> list[Contender]:
-    """In the order of their first runs."""
     runs: dict[str, list[Run]] = {}
     for run in results.runs:
         runs.setdefault(run.name, []).append(run)

@@ -112,7 +112,6 @@ def write(results: Mapping[str, Any], folder: Path) -> Path:
 
 
 def markdown(results: Results | Overhead, pictures: Sequence[str]) -> str:
-    """The page, with links to these pictures."""
     if isinstance(results, Overhead):
         title, intro, said = "Envoy with and without the router", _OVERHEAD, added(results)
         table = _costs(results.setups)
@@ -204,7 +203,6 @@ def _counts(one: Contender) -> Iterator[str]:
 
 
 def _count(counts: Sequence[int]) -> str:
-    """The same in all turns, or from the least to the greatest."""
     least, most = min(counts), max(counts)
     return f"{most:,}" if least == most else f"{least:,} – {most:,}"
 
@@ -248,7 +246,6 @@ def _costs(setups: Sequence[Setup]) -> str:
 
 
 def _cell(text: str, more: Iterable[str] = (), best: bool = False) -> str:
-    """One figure, bold where it is best, and others after it."""
     first = f"**{escaped(text)}**" if best else escaped(text)
     return " ".join([first, *(escaped(one) for one in more if one)])
 

@@ -275,7 +275,6 @@ def _costs(setups: Sequence[Setup]) -> Figure:
 def _panels(
     rows: int, columns: int, size: tuple[float, float], **shared: Any
 ) -> tuple[Figure, list[Axes]]:
-    """A figure of equal panels, row by row; size in inches."""
     figure = Figure(size, layout="compressed")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
@@ -287,7 +286,6 @@ def _panels(
 
 
 def _title(axis: Axes, text: str, more: str = "") -> None:
-    """What is seen, and in small print how to read it."""
     axis.set_title(text, loc="left", fontsize=11, fontweight="bold", pad=22 if more else 8)
     offset = (0, 6), "axes fraction", "offset points"
     axis.annotate(more, (0, 1), *offset, color=_FAINT, fontsize=9)

@@ -53,8 +53,6 @@ class Fault(BaseModel):
 
 
 class Run(BaseModel):
-    """One contender, one repeat."""
-
     name: str = Field("this run", validation_alias=AliasPath("run", "name"))
     repeat: int = Field(0, validation_alias=AliasPath("run", "repeat"))
     reference: bool = Field(False, validation_alias=AliasPath("run", "reference"))
@@ -68,7 +66,6 @@ class Run(BaseModel):
 
     @property
     def in_doubt(self) -> bool:
-        """Nothing is to be concluded from it."""
         return bool(self.complaints or self.doubts)
 
     @property
