@@ -18,9 +18,9 @@ _HELD_UP_S = 0.2  # seconds without an answer to anything after which requests g
 _STUCK_S = 10.0  # seconds in which nothing moves in an engine with work: longer than any step
 _LOOK_EVERY_S = 1.0  # seconds between two looks for those
 _TOLERATED = 3  # failures in a row before a replica is ejected
-_FIRST_EJECTION_S = 1.0
+_FIRST_EJECTION_S = 1.0  # every failure that follows doubles the ejection
 _LONGEST_EJECTION_S = 30.0
-_MOST_DOUBLINGS = 5  # seconds of an ejection, doubling with every failure that follows
+_MOST_DOUBLINGS = 5
 _REMEMBERED_S = 2 * _LONGEST_EJECTION_S  # longer than until the next trial of a failing replica
 _AT_FIRST = 4
 """Requests a new replica may have in flight: enough to be measured by, within seconds, and few
