@@ -200,7 +200,7 @@ def test_a_profile_that_is_wrong_is_mended_by_what_is_learned() -> None:
 
 
 def test_routers_that_share_what_they_do_decide_better() -> None:
-    requests = trace.read([CONVERSATION], speed=2, most=1500)
+    requests = trace.read([CONVERSATION], speed=2, most=600)
     equal = fleet.read(HERE / "fleets" / "equal.yaml")
     ttft = {}
     for lag in (0.0, None):
