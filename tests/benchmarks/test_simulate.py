@@ -173,8 +173,18 @@ def test_the_oracle_knows_what_drafts_give() -> None:
 
 def test_figures_are_of_the_phase_asked_for(simulate: Simulate) -> None:
     at = [one.at for one in trace.read([CONVERSATION], speed=4, most=400)]
-    part = ["--speed", "4", "--requests", "400", "--from", "10", "--until", "20"]
-    (run,) = simulate(*part, "--no-oracle")
+    arguments = [
+        "--speed",
+        "4",
+        "--requests",
+        "400",
+        "--no-oracle",
+        "--from",
+        "10",
+        "--until",
+        "20",
+    ]
+    (run,) = simulate(*arguments)
     assert run["requests"] == sum(10 <= time < 20 for time in at)
 
 
