@@ -18,8 +18,7 @@ logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.05  # changes that come together are told together
 _LOOK_EVERY = 1.0  # seconds between two looks for silent replicas, and at Redis
-_CUT_OFF_S = 3
-"""Seconds without Redis until health checks fail: another instance may have it."""
+_CUT_OFF_S = 3  # seconds without Redis until health checks fail: another instance may have it
 _SEND_AWAY_S = 5
 """Seconds between two ends of all streams; before the first, Envoy's health checks have failed."""
 

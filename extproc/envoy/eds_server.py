@@ -138,7 +138,6 @@ class EdsServer:
         return port
 
     async def report(self, serving: bool) -> None:
-        """Sets the answer to health checks. Streams are served either way."""
         kinds = health_pb2.HealthCheckResponse
         for service in ("", SERVICE):
             await self._health.set(service, kinds.SERVING if serving else kinds.NOT_SERVING)

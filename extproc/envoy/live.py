@@ -48,8 +48,7 @@ _REFUSES = (
     "lists (Redis)"
 )
 _NO_POLLER = "no poller of the pool {!r} is alive: what routers know gets old. Run 'extproc poll'"
-_WRITES = "redis.call('TIME') return redis.call('DEL', KEYS[1])"
-"""Of a key that is never there."""
+_WRITES = "redis.call('TIME') return redis.call('DEL', KEYS[1])"  # of a key that is never there
 _NONE = "no replica is known: Envoy's own load balancing serves. Name them (replicas)"
 _DOWN = "{}: it gets no requests. Start it, or put right its address (replicas)"
 _SLOW = (

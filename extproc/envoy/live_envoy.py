@@ -32,8 +32,7 @@ _MISSING = (
 _DOWN = ("UNHEALTHY", "TIMEOUT")
 _CLUSTERS = ("ClustersConfigDump", "static_clusters", "dynamic_active_clusters")
 _LISTENERS = ("ListenersConfigDump", "static_listeners", "dynamic_listeners")
-_ROUTES = ("RoutesConfigDump", "dynamic_route_configs")
-"""Static routes stand in their listeners."""
+_ROUTES = ("RoutesConfigDump", "dynamic_route_configs")  # static routes stand in their listeners
 
 
 async def check_live_envoy(url: str, config: Config, replicas: Mapping[str, str]) -> list[Finding]:

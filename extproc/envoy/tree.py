@@ -45,8 +45,7 @@ _BY_APPLY_TO = {
 }
 _TYPED_STRUCT = re.compile(r"(udpa\.type\.v1|xds\.type\.v3)\.TypedStruct$")
 
-Path = tuple[str | int, ...]
-"""Keys and indices that lead to a place in the tree."""
+Path = tuple[str | int, ...]  # keys and indices that lead to a place in the tree
 
 
 class Node(dict[str, Any]):

@@ -98,7 +98,6 @@ class Adapters:
             self._name()
 
     def sent(self, row: int, ticket: int, model: str, now: float) -> None:
-        """A request was sent to the replica in that row."""
         if model in self._names and (known := self._rows.get(row)) and model in known.names:
             self._tickets[ticket] = row, model
             known.in_use[model] = known.in_use.get(model, 0) + 1

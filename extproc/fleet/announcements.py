@@ -32,7 +32,6 @@ class SentPrompts:
         return len(self._untold)
 
     def add(self, replica: str, prefix: Prefix) -> None:
-        """A prompt was sent to that replica, ``ip:port``."""
         if prefix.tokens:
             self._add(replica, prefix)
 

@@ -267,7 +267,6 @@ class Eligibility:
         )
 
     def _of(self, ids: Iterable[str], left_out: Iterable[str]) -> Candidates:
-        """Of these members the ones that nothing is said against."""
         found = [(self._replicas[name].state, why) for name, why in zip(ids, left_out, strict=True)]
         usable = [state for state, why in found if not why]
         ids = [state.id for state in usable]

@@ -302,7 +302,6 @@ class Fleet:
     # -- what other routers tell ------------------------------------------------------------
 
     def hear(self, digest: Digest, age: float = 0.0) -> None:
-        """A router's digest came, that Redis has had for ``age`` seconds."""
         # Its own come back to it, too, and tell nothing but how long they took.
         told = digest.replicas or digest.kind is not Kind.CHANGES
         if told and digest.router != self.router:

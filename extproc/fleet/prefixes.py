@@ -36,11 +36,9 @@ class KeyHolders:
                 del masks[key]
 
     def mask(self, key: int) -> int:
-        """Who holds a key; 0: nobody."""
         return self._masks.get(key, 0)
 
     def masks(self, keys: Iterable[int]) -> list[int]:
-        """Who holds each of these keys; 0: nobody."""
         return list(map(self._masks.get, keys, repeat(0)))
 
 

@@ -188,7 +188,6 @@ class Progress:
             count(replicas, requests, row, 1)
 
     def _requeue(self, rows: Indices) -> None:
-        """These were taken to have one, and have none."""
         for row in rows.tolist():
             count(self._replicas, self._requests, row, -1)
             self._requests.steps_before[row] = inf

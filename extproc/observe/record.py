@@ -50,8 +50,7 @@ class Request(_Line, frozen=True, tag="request"):
     estimated_tokens: int
     waited_s: float = 0.0  # before it was sent
     ttft_s: float | None = None  # since it was sent; None: not seen
-    complete: bool = False
-    """The router saw the end of the answer; else only the end of the stream."""
+    complete: bool = False  # the router saw the end of the answer; else only the end of the stream
     cut: bool = False  # the answer was read and did not end: the client left
     failed: bool = False
     output_tokens: float = 0.0  # of each sequence, as reported, or else as steps were counted

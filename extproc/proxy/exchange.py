@@ -126,7 +126,6 @@ class Exchange:
         return [refuse(error)]
 
     def _ends_here(self, result: str, error: str = "") -> None:
-        """It goes to no replica."""
         self._services.metrics.requests.add(result)
         if self._services.recorder:
             self._services.recorder.refused(error or result)

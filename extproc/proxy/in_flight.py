@@ -73,7 +73,6 @@ class InFlight:
         return True
 
     def chunk(self, message: HttpBody) -> None:
-        """Some of the response's body came."""
         self._ended = message.end_of_stream
         self._services.fleet.eligibility.answers(self.served_by)
         if self._usage is None:

@@ -42,7 +42,6 @@ class Room:
         return True
 
     def give_back(self, size: int) -> None:
-        """Frees the bytes."""
         self.free += size
 
 
@@ -61,7 +60,6 @@ class Budget:
         return self._left
 
     def spend(self, amount: float) -> None:
-        """Spends the amount; a negative one is given back."""
         self._left -= amount
 
 

@@ -25,8 +25,7 @@ _MOST_IMAGE_TOKENS = 16_384  # of one image: Qwen2-VL makes no more; what is abo
 
 _MAX_MODELS = 1_000  # models remembered; the one not reported on for the longest is dropped
 
-_MAX_TEXTS = 1_024
-"""Messages, texts and media of a prompt whose token ids are made."""
+_MAX_TEXTS = 1_024  # messages, texts and media of a prompt whose token ids are made
 
 
 class TokenSettings(Protocol):

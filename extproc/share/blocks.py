@@ -18,10 +18,8 @@ from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import Kind, Skips
 from extproc.share.reader import ChannelReader, keys_after
 
-LIFE_S = 3600
-"""Of a replica's blocks in Redis, from the last news on."""
-_READ_AGAIN_S = 1.0
-"""Between two readings of the same blocks, whatever is missing."""
+LIFE_S = 3600  # of a replica's blocks in Redis, from the last news on
+_READ_AGAIN_S = 1.0  # between two readings of the same blocks, whatever is missing
 
 # KEYS: a lease, blocks. ARGV: the poller that must hold the lease, life in s, channel, news (empty:
 # they are all that is held), all that is held (empty: it is not due). Returns whether later news
@@ -47,8 +45,7 @@ _SAVE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('SET', KEYS[2], ARGV[3], 'EX', ARGV[2]) end
 """
 
-Told = tuple[BlockNews, BlockNews | None]
-"""What is new, and all that is held where that is due."""
+Told = tuple[BlockNews, BlockNews | None]  # what is new, and all that is held where that is due
 
 
 class NewsOfReplica(Struct, array_like=True, frozen=True):

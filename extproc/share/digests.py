@@ -13,8 +13,7 @@ from extproc.share.connection import Keys, in_time
 from extproc.share.envelope import Kind, Skips
 from extproc.share.reader import ChannelReader, keys_after
 
-_LIFE_MS = 2000
-"""Of a digest in Redis; a whole one comes every half second."""
+_LIFE_MS = 2000  # of a digest in Redis; a whole one comes every half second
 DIGEST = Kind("digest", Digest, fleet_digest.pack, fleet_digest.unpack)
 
 
@@ -23,8 +22,7 @@ class Heard:
     """A digest, as it was pushed or as it was found."""
 
     digest: Digest
-    age: float = 0.0
-    """Seconds that Redis has had it, where it was found there."""
+    age: float = 0.0  # seconds that Redis has had it, where it was found there
 
 
 @dataclass(frozen=True, slots=True)

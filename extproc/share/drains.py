@@ -17,10 +17,8 @@ from extproc.share.envelope import Kind, Skips
 
 log = logging.getLogger(__name__)
 
-_LIFE_S = 7 * 86_400
-"""Seconds that Redis keeps the hash while no poller runs."""
-_EVERY_S = 0.25
-"""Seconds between two looks of a poller: a command takes effect within that time."""
+_LIFE_S = 7 * 86_400  # seconds that Redis keeps the hash while no poller runs
+_EVERY_S = 0.25  # seconds between two looks of a poller: a command takes effect within that time
 _REMEMBERED_S = 3600.0
 """Seconds that a drain outlives its replica, and that an undrain is remembered."""
 

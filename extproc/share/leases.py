@@ -15,8 +15,7 @@ from extproc.share.connection import Keys, in_time
 LIFE_S = 1.2
 """Seconds a lease lives without being renewed. With ``TEND_S`` and a scrape on top of it, the
 replicas of a poller that died are taken over within two seconds."""
-TEND_S = 0.3
-"""Seconds between two rounds of renewing and taking."""
+TEND_S = 0.3  # seconds between two rounds of renewing and taking
 
 _RENEWED, _RECLAIMED, _TAKEN = 1, 2, 3  # and 0: another's, or nobody's
 

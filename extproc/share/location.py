@@ -12,8 +12,7 @@ from redis.utils import str_if_bytes
 
 from extproc.ground.address import join_address
 
-Node = tuple[str, int]
-"""Host and port."""
+Node = tuple[str, int]  # host and port
 
 
 class Server:

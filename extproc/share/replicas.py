@@ -18,8 +18,7 @@ from extproc.share.reader import ChannelReader, keys_after
 _IN_A_MESSAGE = 16
 """States at most. To receive a message of one costs every router as much as to read and to apply
 the state in it; a message of 16 keeps it from its requests for a millisecond."""
-_IN_A_PAGE = 64
-"""States at most that are read at once."""
+_IN_A_PAGE = 64  # states at most that are read at once
 
 
 @dataclass(frozen=True, slots=True)

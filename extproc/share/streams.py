@@ -13,8 +13,7 @@ from extproc.share.connection import TIMEOUT_S, in_time
 from extproc.share.envelope import Kind, Skips
 from extproc.share.reader import Reader
 
-_PAGE = 100
-"""Entries read at a time: some 5 ms, in which a router does nothing else."""
+_PAGE = 100  # entries read at a time: some 5 ms, in which a router does nothing else
 _BLOCK_MS = round(TIMEOUT_S * 500)
 """How long Redis waits for the next entry before it answers that there is none."""
 _LIFE_S = 86_400  # of a stream, from its last entry on

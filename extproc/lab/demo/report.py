@@ -92,7 +92,6 @@ class Report:
 
     @property
     def failure(self) -> str:
-        """Why the demo did not show what it should; empty when it did."""
         return self.run.failure("the default policy") or self.round_robin.failure("round_robin")
 
     def to_json(self) -> dict[str, Any]:

@@ -96,7 +96,6 @@ class Served:
 
     @property
     def completion(self) -> float:
-        """And to its last."""
         assert self.finished is not None
         return self.finished - self.traced.at + self.frontend
 

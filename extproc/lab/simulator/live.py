@@ -125,7 +125,6 @@ class Generation:
             yield batch
 
     async def done(self) -> None:
-        """Wait for the end of all sequences, for a request that is not streamed."""
         await self._changed.wait()
 
     def add_tokens(self, index: int, count: int) -> None:
@@ -173,7 +172,6 @@ class LiveEngine:
         self._arrival.set()
 
     def abort(self, generation: Generation) -> None:
-        """End what has not finished of a request."""
         now = self._now()
         for answer in generation.answers:
             if self._owners.pop(answer.sequence.id, None):
