@@ -36,6 +36,8 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]  # the rest may be a password
+            if instead := _replacement(name.removeprefix("--")):
+                self.error(f"argument {name!r} was removed: {instead}")
             options = [option for action in self._actions for option in action.option_strings]
             self.error(f"unknown argument {name!r}{suggest(name, options)}")
         return parsed, []
@@ -44,6 +46,13 @@ class Parser(argparse.ArgumentParser):
         """Ends the process with status 2."""
         self.print_usage(sys.stderr)
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _replacement(option: str) -> str:
+    """Returns what to use in place of a removed setting, or of its short form for ``serve``."""
+    from extproc.config import REMOVED  # takes a quarter of a second, which help need not wait for
+
+    return REMOVED.get(option) or REMOVED.get(f"serve.{option}", "")
 
 
 def whole(least: int, most: float = inf) -> Callable[[str], int]:

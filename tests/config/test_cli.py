@@ -10,6 +10,7 @@ import pytest
 
 from extproc import __version__, settings
 from extproc.cli import main
+from extproc.config import REMOVED
 from tests.waiting import PATIENCE_S
 
 REPOSITORY = Path(__file__).parents[2]
@@ -211,6 +212,16 @@ def test_removed_command_names_its_replacement(
     assert main(command.split()) == 2
     name = " ".join(command.split()[:2])
     assert capsys.readouterr().err == f"extproc {name} was removed: {instead}\n"
+
+
+@pytest.mark.parametrize("option", [*map("--{}".format, REMOVED), "--workers"])
+def test_removed_option_names_its_replacement(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_status(["serve", f"{option}=1"]) == 2
+    _, line = capsys.readouterr().err.splitlines()
+    key = option.removeprefix("--")
+    assert line.endswith(f"was removed: {REMOVED.get(key) or REMOVED[f'serve.{key}']}")
 
 
 def start(*argv: str) -> "subprocess.Popen[str]":
