@@ -12,7 +12,8 @@ from extproc.lab.harness.stack import MODEL
 from tests.e2e.client import Answer, Client
 from tests.e2e.stack import Stack
 from tests.e2e.systems import Routers
-from tests.proxy.envoy_side import EnvoySide, destination
+from tests.proxy.envoy_side import EnvoySide
+from tests.proxy.replies import destination
 from tests.waiting import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="session")]

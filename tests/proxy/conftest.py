@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
 
 from extproc.config import Config
 from extproc.fleet.fleet import Fleet
@@ -19,6 +20,25 @@ def on_fleet(services: Services, fleet: Fleet, **parts: Any) -> Services:
     return replace(services, router=Router(fleet, "completion", services.random), **parts)
 
 
+def put_replicas(services: Services, *numbers: int, **figures: Any) -> None:
+    """Puts replicas 1 and 2, or those with these numbers, with these figures."""
+    clock = ManualClock(services.wall())
+    for number in numbers or (1, 2):
+        services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
+
+
+def router_of(config: Config, *numbers: int) -> Services:
+    """A router that knows idle replicas 1 and 2, or those with these numbers."""
+    services = build(config, CollectorRegistry())
+    put_replicas(services, *numbers)
+    return services
+
+
+def samples(metric: Collector) -> dict[tuple[str, ...], float]:
+    (family,) = metric.collect()
+    return {tuple(sample.labels.values()): sample.value for sample in family.samples}
+
+
 @pytest.fixture
 def config() -> Config:
     return Config.model_validate(
@@ -29,10 +49,7 @@ def config() -> Config:
 @pytest.fixture
 def services(config: Config) -> Services:
     """A router that knows two idle replicas."""
-    services = build(config, CollectorRegistry())
-    clock = ManualClock(services.wall())
-    for number in (1, 2):
-        services.fleet.put(state(number, "llama-8b-a10", clock))
+    services = router_of(config)
     services.fleet.known.set()
     return services
 

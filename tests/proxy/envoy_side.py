@@ -8,9 +8,6 @@ from typing import Any
 
 import grpc
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
-from envoy_data_plane.envoy.config.core.v3 import (
-    HeaderValueOptionHeaderAppendAction as Append,
-)
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode as BodyMode,
 )
@@ -24,10 +21,14 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 )
 from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
-from extproc.proxy.messages import DESTINATION, SUBSET
+from extproc.proxy.messages import SUBSET
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 
+DUPLEX: dict[str, Any] = {
+    "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
+    "response_mode": BodyMode.FULL_DUPLEX_STREAMED,
+}
 CHAT = {"model": "llama", "messages": [{"role": "user", "content": "hello " * 50}]}
 
 
@@ -54,6 +55,29 @@ class Stream:
         reply = await self._call.read()
         assert reply is not grpc.aio.EOF
         return ProcessingResponse.parse(reply)
+
+    async def ask(
+        self, body: dict[str, Any] | bytes = CHAT, *headers: Any, **named: Any
+    ) -> ProcessingResponse:
+        """Sends headers and a whole body; returns the reply to the body."""
+        await self.request_headers(*headers, **named)
+        return await self.request_body(body)
+
+    async def ask_in_full_duplex(
+        self, body: dict[str, Any] | bytes = CHAT, **named: Any
+    ) -> ProcessingResponse:
+        """Sends headers and a whole body; returns the reply to the headers."""
+        await self.write_headers(**DUPLEX, **named)
+        await self.write_body(body if isinstance(body, bytes) else json.dumps(body).encode())
+        return await self.read()
+
+    async def answer(self, *chunks: dict[str, Any] | bytes, **headers: Any) -> ProcessingResponse:
+        """Sends a response to its end; returns the reply to its headers."""
+        reply = await self.response_headers(**headers)
+        for left, chunk in zip(reversed(range(len(chunks))), chunks, strict=True):
+            await self.response_body(chunk, end_of_stream=not left)
+        await self.end()
+        return reply
 
     async def request_headers(self, *arguments: Any, **named: Any) -> ProcessingResponse:
         """Sends the request's headers, as below, and returns the reply."""
@@ -189,6 +213,42 @@ class EnvoySide:
         finally:
             call.cancel()
 
+    async def ask(
+        self, body: dict[str, Any] | bytes = CHAT, *headers: Any, **named: Any
+    ) -> ProcessingResponse:
+        """Sends a request whose client then hangs up; returns the reply to the body."""
+        async with self.stream() as stream:
+            reply = await stream.ask(body, *headers, **named)
+            await stream.end()
+        return reply
+
+    async def ask_body_first(
+        self, body: dict[str, Any] | bytes = CHAT, *headers: Any, **named: Any
+    ) -> ProcessingResponse:
+        """The same with the body as the only message."""
+        async with self.stream() as stream:
+            reply = await stream.body_first(body, *headers, **named)
+            await stream.end()
+        return reply
+
+    async def converse(
+        self,
+        body: dict[str, Any] | bytes = CHAT,
+        *answer: dict[str, Any] | bytes,
+        status: int = 200,
+        upstream: str = "",
+        content_type: str = "application/json",
+        pool: str = "",
+        **request: Any,
+    ) -> ProcessingResponse:
+        """Sends a request and its response to the end; returns the reply to the request's body."""
+        async with self.stream(pool) as stream:
+            reply = await stream.ask(body, **request)
+            await stream.answer(
+                *answer, status=status, upstream=upstream, content_type=content_type
+            )
+        return reply
+
 
 @asynccontextmanager
 async def connected(
@@ -200,30 +260,6 @@ async def connected(
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield EnvoySide(channel)
     await server.stop(0)
-
-
-def destination(reply: ProcessingResponse) -> list[str]:
-    """The ``ip:port`` list the reply sends the request to; empty where it names none."""
-    headers = reply.request_headers
-    part = reply.request_body if headers is None else headers  # empty messages are falsy
-    assert part is not None
-    if part.response is None or part.response.header_mutation is None:
-        return []
-    for option in part.response.header_mutation.set_headers:
-        assert option.header is not None
-        if option.header.key == DESTINATION:
-            assert option.append_action == Append.OVERWRITE_IF_EXISTS_OR_ADD
-            return option.header.raw_value.decode().split(",")
-    return []
-
-
-def chosen(reply: ProcessingResponse) -> list[str]:
-    """The same, as the metadata says it; the only thing that counts where the body comes first."""
-    if reply.dynamic_metadata is None or "envoy.lb" not in reply.dynamic_metadata.fields:
-        return []
-    namespace = reply.dynamic_metadata.fields["envoy.lb"].struct_value
-    assert namespace is not None
-    return (namespace.fields[DESTINATION].string_value or "").split(",")
 
 
 def headers_message(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders:

@@ -20,7 +20,8 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 
 from extproc.proxy.services import MOST_HELD, Services
 from tests.conftest import Logged
-from tests.proxy.envoy_side import CHAT, EnvoySide, chosen, headers_message
+from tests.proxy.envoy_side import CHAT, EnvoySide, headers_message
+from tests.proxy.replies import chosen
 from tests.waiting import until
 
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
@@ -85,5 +86,4 @@ async def test_whatever_comes_nothing_is_left(
     await asyncio.gather(*(ask() for _ in range(100)))
     await until(lambda: not services.fleet.in_flight)
     assert services.room.free == MOST_HELD
-    async with envoy.stream() as stream:
-        assert chosen(await stream.body_first(CHAT))
+    assert chosen(await envoy.ask_body_first())

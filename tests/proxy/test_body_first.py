@@ -11,9 +11,8 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
-from tests.proxy.envoy_side import CHAT, EnvoySide, chosen
-from tests.proxy.test_gateway import status_of
-from tests.proxy.test_names import body_of
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import body_of, chosen, status_of
 
 MEMBERS = {replica(1), replica(2)}
 
@@ -72,11 +71,10 @@ async def test_headers_are_heard_in_attributes(
 
 async def test_a_compressed_body_counts_by_its_length(envoy: EnvoySide, services: Services) -> None:
     body = gzip.compress(json.dumps(CHAT).encode()) + bytes(10_000)
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(body, headers={"content-encoding": "gzip"})
-        assert set(chosen(reply)) == MEMBERS
-        (record,) = services.log.last(1)
-        assert record.decision.profile.prompt_tokens > 2000
+    reply = await envoy.ask_body_first(body, headers={"content-encoding": "gzip"})
+    assert set(chosen(reply)) == MEMBERS
+    (record,) = services.log.last(1)
+    assert record.decision.profile.prompt_tokens > 2000
 
 
 async def test_of_a_body_that_goes_on_the_beginning_counts(envoy: EnvoySide) -> None:
@@ -88,8 +86,7 @@ async def test_of_a_body_that_goes_on_the_beginning_counts(envoy: EnvoySide) -> 
 
 
 async def test_a_body_before_trailers_is_whole(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        assert status_of(await stream.body_first(b"{", end_of_stream=False)) == 400
+    assert status_of(await envoy.ask_body_first(b"{", end_of_stream=False)) == 400
     async with envoy.stream() as stream:
         reply = await stream.body_first(CHAT | {"model": "chat"}, end_of_stream=False)
         assert json.loads(body_of(reply) or b"") == CHAT
@@ -97,16 +94,14 @@ async def test_a_body_before_trailers_is_whole(envoy: EnvoySide) -> None:
 
 
 async def test_another_name_is_written_into_the_body(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(CHAT | {"model": "chat"})
-        assert json.loads(body_of(reply) or b"") == CHAT
-        assert set(chosen(reply)) == MEMBERS
+    reply = await envoy.ask_body_first(CHAT | {"model": "chat"})
+    assert json.loads(body_of(reply) or b"") == CHAT
+    assert set(chosen(reply)) == MEMBERS
 
 
 async def test_what_is_not_to_be_served_is_refused(envoy: EnvoySide, services: Services) -> None:
     for body, status in ((b"no json", 400), ({**CHAT, "model": "unknown"}, 404)):
-        async with envoy.stream() as stream:
-            assert status_of(await stream.body_first(body)) == status
+        assert status_of(await envoy.ask_body_first(body)) == status
     assert services.fleet.in_flight == 0
 
 
@@ -127,9 +122,8 @@ async def test_a_stored_response_is_asked_for_where_it_is(
     envoy: EnvoySide, services: Services
 ) -> None:
     services.fleet.responses.saw("resp_1", replica(2))
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(b"{}", "/v1/responses/resp_1/cancel")
-        assert chosen(reply) == [replica(2)]
+    reply = await envoy.ask_body_first(b"{}", "/v1/responses/resp_1/cancel")
+    assert chosen(reply) == [replica(2)]
 
 
 async def test_what_comes_twice_takes_one_place(envoy: EnvoySide, services: Services) -> None:
@@ -166,9 +160,7 @@ async def test_what_has_no_body_is_heard_of_with_its_response(
 async def test_what_envoy_will_not_tell_of_is_not_missed(
     envoy: EnvoySide, services: Services
 ) -> None:
-    async with envoy.stream() as stream:
-        assert chosen(await stream.body_first(CHAT, headers={"x-extproc-unseen": "1"}))
-        await stream.end()
+    assert chosen(await envoy.ask_body_first(CHAT, headers={"x-extproc-unseen": "1"}))
     async with envoy.stream() as stream:
         assert chosen(await stream.body_first(CHAT))
         await stream.end()  # the client hung up

@@ -18,44 +18,13 @@ from envoy_data_plane.google.protobuf import Struct, Value
 from extproc.config import Config
 from extproc.proxy.services import Services
 from extproc.request.media import LARGE_BODY
-from tests.fakes import ManualClock, replica, state
-from tests.proxy.envoy_side import (
-    CHAT,
-    EnvoySide,
-    Stream,
-    chosen,
-    destination,
-    headers_message,
-)
+from tests.fakes import replica
+from tests.proxy.conftest import put_replicas
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream, headers_message
+from tests.proxy.replies import chosen, chunk_of, destination, status_of
 
-DUPLEX: dict[str, Any] = {
-    "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
-    "response_mode": BodyMode.FULL_DUPLEX_STREAMED,
-}
 MEMBERS = {replica(1), replica(2)}
 BODY = json.dumps(CHAT).encode()
-
-
-def chunk_of(reply: ProcessingResponse) -> tuple[bytes, bool]:
-    part = reply.request_body if reply.request_body is not None else reply.response_body
-    assert part is not None
-    assert part.response is not None
-    assert part.response.body_mutation is not None
-    streamed = part.response.body_mutation.streamed_response
-    assert streamed is not None
-    return streamed.body, streamed.end_of_stream
-
-
-def status_of(reply: ProcessingResponse) -> int:
-    assert reply.immediate_response is not None
-    assert reply.immediate_response.status is not None
-    return int(reply.immediate_response.status.code)
-
-
-def set_health(services: Services, healthy: bool) -> None:
-    clock = ManualClock(services.wall())
-    for number in (1, 2):
-        services.fleet.put(state(number, "llama-8b-a10", clock, healthy=healthy))
 
 
 async def routed(stream: Stream, **headers: Any) -> ProcessingResponse:
@@ -167,7 +136,7 @@ async def test_a_subset_without_a_member_is_unavailable(
 async def test_without_a_ready_replica_it_is_unavailable(
     envoy: EnvoySide, services: Services, method: str
 ) -> None:
-    set_health(services, healthy=False)
+    put_replicas(services, healthy=False)
     async with envoy.stream() as stream:
         if method == "GET":
             reply = await stream.request_headers("/v1/models", "GET", end_of_stream=True, **DUPLEX)
@@ -212,21 +181,15 @@ class TestSaturated:
         self, envoy: EnvoySide, services: Services
     ) -> None:
         long = {"model": "llama", "prompt": list(range(10_000))}  # 2.6 s of prefill
-        async with envoy.stream() as stream:
-            await stream.request_headers("/v1/completions")
-            reply = await stream.request_body(long)
-            assert status_of(reply) == 429
-            assert reply.immediate_response is not None
-            assert reply.immediate_response.headers is not None
-            told = {
-                option.header.key: option.header.raw_value
-                for option in reply.immediate_response.headers.set_headers
-                if option.header is not None
-            }
-            assert told["retry-after"] == b"3"
-            await stream.end()
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            assert set(destination(await stream.request_body(CHAT))) == MEMBERS
-            await stream.end()
+        reply = await envoy.ask(long, "/v1/completions")
+        assert status_of(reply) == 429
+        assert reply.immediate_response is not None
+        assert reply.immediate_response.headers is not None
+        told = {
+            option.header.key: option.header.raw_value
+            for option in reply.immediate_response.headers.set_headers
+            if option.header is not None
+        }
+        assert told["retry-after"] == b"3"
+        assert set(destination(await envoy.ask())) == MEMBERS
         assert services.fleet.in_flight == 0

@@ -14,7 +14,8 @@ from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.proxy.conftest import on_fleet
-from tests.proxy.envoy_side import CHAT, EnvoySide, chosen
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import chosen
 from tests.proxy.test_record import written
 from tests.proxy.test_traces import SAMPLED, sent, spans, traced
 from tests.proxy.test_unseen import MARK
@@ -140,9 +141,7 @@ class TestRecorded:
         async with envoy.stream() as lost, envoy.stream() as kept:
             on = chosen(await lost.body_first(CHAT, headers=IN_TURN | mark))[0]
             other = chosen(await kept.body_first(CHAT, headers=IN_TURN))[0]
-            await kept.response_headers(upstream=other)
-            await kept.response_body({"id": "1"})
-            await kept.end()
+            await kept.answer({"id": "1"}, upstream=other)
             if not mark:
                 await lost.response_headers(upstream=on, content_type="text/event-stream")
             hangs(services, 1 + (on == replica(2)), 0.1)

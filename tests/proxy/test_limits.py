@@ -5,14 +5,10 @@ import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any
 
 import aiohttp
 import grpc
 import pytest
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
 from prometheus_client import CollectorRegistry
 
 from extproc.config import Config
@@ -22,14 +18,11 @@ from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Room, Services
 from tests.conftest import Logged
 from tests.fakes import ManualClock, chat, replica, state
-from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
+from tests.proxy.replies import destination
 from tests.waiting import until
 
 MEMBERS = {replica(1), replica(2)}
-DUPLEX: dict[str, Any] = {
-    "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
-    "response_mode": BodyMode.FULL_DUPLEX_STREAMED,
-}
 ROOM = 10_000
 BEGUN = b'{"model": "llama", "messages": [{"role": "user", "content": "'
 
@@ -62,8 +55,7 @@ class TestStreams:
             assert set(destination(await first.request_body(CHAT))) == MEMBERS
             await first.end()
             async with EnvoySide(other).stream() as fourth:
-                await fourth.request_headers()
-                assert set(destination(await fourth.request_body(CHAT))) == MEMBERS
+                assert set(destination(await fourth.ask())) == MEMBERS
         await server.stop(0)
         assert [line["levelname"] for line in logged.lines() if "max_streams" in str(line["msg"])]
         assert len(logged.lines()) == 2  # when it begins, and when it is over
@@ -147,9 +139,7 @@ async def test_a_kept_decision_does_not_keep_what_was_in_flight(
         services.fleet.dispatch(replica(1), chat(10))
 
     async def ask() -> None:
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            await stream.request_body(CHAT)
+        await envoy.ask()
 
     await ask()
     tracemalloc.start()
@@ -204,8 +194,7 @@ async def test_the_requests_of_an_envoy_that_vanished_are_over(services: Service
         EnvoySide(staying).stream() as kept,
     ):
         for stream in (lost, kept):
-            await stream.request_headers()
-            await stream.request_body(CHAT)
+            await stream.ask()
         assert services.fleet.in_flight == 2
         stalled.set()
         await until(lambda: services.fleet.in_flight == 1)
@@ -219,15 +208,12 @@ async def test_what_people_are_shown_has_no_prompt(
 ) -> None:
     secret = "correct horse battery staple"
     chat = CHAT | {"messages": [{"role": "user", "content": secret}], "user": secret}
-    async with envoy.stream() as stream:
-        await stream.request_headers(headers={"authorization": secret, "x-request-id": "mine"})
-        await stream.request_body(chat)
-        await stream.response_headers()
-        await stream.response_body({"choices": [{"message": {"content": secret}}]})
-        await stream.end()
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        await stream.request_body(secret.encode())  # refused
+    await envoy.converse(
+        chat,
+        {"choices": [{"message": {"content": secret}}]},
+        headers={"authorization": secret, "x-request-id": "mine"},
+    )
+    await envoy.ask(secret.encode())  # refused
     shown = []
     async with (
         serve_admin("127.0.0.1:0", CollectorRegistry(), admin_routes(services)) as address,

@@ -12,8 +12,8 @@ from extproc.cli import main
 from extproc.lab.harness.processes import Process, answers, free_port
 from tests.patched import patched
 from tests.poll.replica import Replica, models, page, serving, text
-from tests.proxy.envoy_side import CHAT, EnvoySide, destination
-from tests.proxy.test_gateway import status_of
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import destination, status_of
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -56,8 +56,7 @@ async def test_one_process_routes_to_replicas_that_come_and_go(
                 grpc.aio.insecure_channel(f"127.0.0.1:{ports[0]}") as channel,
                 EnvoySide(channel).stream() as stream,
             ):
-                await stream.request_headers()
-                reply = await stream.request_body(CHAT | {"model": "tiny"})
+                reply = await stream.ask(CHAT | {"model": "tiny"})
                 assert destination(reply) == [one.id]
             router(tmp_path, ports, one, two)
             one.answers["/metrics"] = text(page(running=77))
@@ -99,8 +98,7 @@ async def test_no_model_is_unknown_before_each_replica_told_its_own(
 
             async def asked(model: str) -> list[str] | int:
                 async with EnvoySide(channel).stream() as stream:
-                    await stream.request_headers()
-                    reply = await stream.request_body(CHAT | {"model": model})
+                    reply = await stream.ask(CHAT | {"model": model})
                     refused = reply.immediate_response is not None
                     return status_of(reply) if refused else destination(reply)
 

@@ -11,7 +11,8 @@ from extproc.observe.metrics import RouterMetrics
 from extproc.proxy.services import Services
 from extproc.route.router import Router
 from tests.fakes import MODEL, ManualClock, fleet_of
-from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import destination
 
 BY = {"model": MODEL, "objective": "chat"}
 TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
@@ -58,8 +59,9 @@ async def test_a_stream_that_is_read_tells_its_times_and_how_they_were_predicted
     envoy: EnvoySide, services: Services, clock: ManualClock, registry: CollectorRegistry
 ) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers(headers={"x-request-id": "one"})
-        first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+        first = destination(
+            await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "one"})
+        )[0]
         await stream.response_headers(upstream=first, content_type="text/event-stream")
         clock.advance(0.5)
         await stream.response_body(TOKEN, False)
@@ -88,8 +90,7 @@ async def test_what_another_replica_served_was_not_predicted_for_it(
     envoy: EnvoySide, clock: ManualClock, registry: CollectorRegistry
 ) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers()
-        first, second = destination(await stream.request_body(CHAT))
+        first, second = destination(await stream.ask())
         await stream.response_headers(upstream=second)
         clock.advance(1.5)
         await stream.response_body({"usage": {"prompt_tokens": 100, "completion_tokens": 50}})
@@ -105,10 +106,8 @@ async def test_a_failure_is_counted_for_its_replica_until_that_leaves(
     envoy: EnvoySide, services: Services, registry: CollectorRegistry
 ) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers()
-        first, second = destination(await stream.request_body(CHAT))
-        await stream.response_headers(503, upstream=first)
-        await stream.end()
+        first, second = destination(await stream.ask())
+        await stream.answer(status=503, upstream=first)
     assert value(registry, "failures_total", {"replica": first}) == 1
     services.metrics.forget_all_but({second})
     assert value(registry, "failures_total", {"replica": first}) is None
@@ -119,11 +118,8 @@ async def test_what_comes_is_demand_whether_it_is_answered_or_not(
     envoy: EnvoySide, services: Services
 ) -> None:
     assert services.demand.replicas(services.queue) == 0.0
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        await stream.request_body(CHAT)
-        assert services.demand.replicas(services.queue) > 0.0
-        await stream.end()
+    await envoy.ask()
+    assert services.demand.replicas(services.queue) > 0.0
 
 
 def test_replicas_left_out_are_told_for_as_long_as_they_are(registry: CollectorRegistry) -> None:

@@ -7,14 +7,13 @@ import pytest
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
     ProcessingModeBodySendMode as BodyMode,
 )
-from envoy_data_plane.envoy.service.ext_proc.v3 import CommonResponse, ProcessingResponse
 from msgspec import to_builtins
 
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, replica, state
-from tests.proxy.envoy_side import CHAT, EnvoySide, destination
-from tests.proxy.test_gateway import chunk_of, status_of
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import body_of, chunk_of, common, destination, header_of, status_of
 
 ASKED = {"messages": CHAT["messages"], "model": "chat"}
 BODY = json.dumps(ASKED).encode()
@@ -37,30 +36,6 @@ def config() -> Config:
     )
 
 
-def common(reply: ProcessingResponse) -> CommonResponse:
-    parts = (reply.request_headers, reply.request_body, reply.response_body)
-    part = next(part for part in parts if part is not None)
-    assert part.response is not None
-    return part.response
-
-
-def body_of(reply: ProcessingResponse) -> bytes | None:
-    mutation = common(reply).body_mutation
-    assert mutation is not None
-    return mutation.body
-
-
-def length_of(reply: ProcessingResponse) -> str | None:
-    return header_of(reply, "content-length")
-
-
-def header_of(reply: ProcessingResponse, name: str) -> str | None:
-    mutation = common(reply).header_mutation
-    assert mutation is not None
-    headers = [option.header for option in mutation.set_headers]
-    return next((one.raw_value.decode() for one in headers if one and one.key == name), None)
-
-
 async def test_a_body_in_one_piece_is_replaced_and_its_length(
     envoy: EnvoySide, services: Services
 ) -> None:
@@ -69,7 +44,7 @@ async def test_a_body_in_one_piece_is_replaced_and_its_length(
         reply = await stream.request_body(BODY)
         await stream.end()
     assert set(destination(reply)) == {replica(1), replica(2)}
-    assert (body_of(reply), length_of(reply)) == (NAMED, str(len(NAMED)))
+    assert (body_of(reply), header_of(reply, "content-length")) == (NAMED, str(len(NAMED)))
     record = to_builtins(services.log.after(0)[-1].record())
     assert (record["model"], record["served_as"]) == ("chat", "llama")
 
@@ -90,7 +65,7 @@ async def test_of_the_beginning_of_a_body_no_more_is_replaced(
         await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=told)
         reply = await stream.request_body(begin, end_of_stream=False)
     assert body_of(reply) == begin.replace(b"chat", b"llama")
-    assert length_of(reply) == length
+    assert header_of(reply, "content-length") == length
 
 
 async def test_in_full_duplex_the_chunks_have_it(envoy: EnvoySide) -> None:
@@ -111,8 +86,7 @@ async def test_in_full_duplex_the_chunks_have_it(envoy: EnvoySide) -> None:
 
 async def test_a_name_that_is_sent_as_it_is_leaves_all_as_it_is(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers()
-        reply = await stream.request_body(CHAT)
+        reply = await stream.ask()
         assert common(reply).body_mutation is None
         await stream.response_headers()
         assert (await stream.response_body(b'{"model":"llama"}')).response_body is not None
@@ -127,10 +101,7 @@ async def test_a_name_that_only_the_router_knows_does_not_go_on_without_it(
     for number in (1, 2):
         figures: dict[str, Any] = {"models": (), "healthy": False}
         services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        assert status_of(await stream.request_body(ASKED | {"model": model})) == 503
-        await stream.end()
+    assert status_of(await envoy.ask(ASKED | {"model": model})) == 503
 
 
 @pytest.mark.parametrize(
@@ -143,7 +114,4 @@ async def test_a_draw_of_which_all_that_there_is_is_down_does_exist(
     services.fleet.put(state(1, "llama-8b-a10", clock, healthy=False))
     services.fleet.put(state(2, "llama-8b-a10", clock, **other))
     for _ in range(10):
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            assert status_of(await stream.request_body(ASKED | {"model": "canary"})) == 503
-            await stream.end()
+        assert status_of(await envoy.ask(ASKED | {"model": "canary"})) == 503

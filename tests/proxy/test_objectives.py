@@ -9,9 +9,9 @@ from pydantic import ValidationError
 from extproc.config import Config
 from extproc.proxy.services import Services
 from extproc.request.objective import NO_OBJECTIVE, Objective
-from tests.proxy.envoy_side import CHAT, EnvoySide, chosen
-from tests.proxy.test_gateway import DUPLEX
-from tests.proxy.test_service import samples
+from tests.proxy.conftest import samples
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
+from tests.proxy.replies import chosen
 
 CODER = {**CHAT, "model": "coder"}
 OBJECTIVES = {
@@ -43,9 +43,7 @@ async def aim(
     envoy: EnvoySide, services: Services, headers: dict[str, str], body: dict[str, Any] = CHAT
 ) -> Objective:
     """Of a request that is sent."""
-    async with envoy.stream() as stream:
-        assert chosen(await stream.body_first(body, headers=headers))
-        await stream.end()
+    assert chosen(await envoy.ask_body_first(body, headers=headers))
     (record,) = services.log.last(1)
     objective = record.decision.profile.objective
     assert record.record().objective == objective.name

@@ -7,7 +7,8 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.proxy.conftest import on_fleet
-from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import destination
 
 TUNNEL = "127.0.0.1:15001"
 
@@ -39,8 +40,7 @@ async def test_an_answer_through_a_tunnel_is_one_of_the_replica_chosen(
 ) -> None:
     for number in range(3):
         async with envoy.stream() as stream:
-            await stream.request_headers(headers={"x-request-id": str(number)})
-            first = destination(await stream.request_body(CHAT))[0]
+            first = destination(await stream.ask(CHAT, headers={"x-request-id": str(number)}))[0]
             await stream.response_headers(upstream=TUNNEL)
             assert services.fleet.in_flight_on(first) == 1
             await stream.end()
@@ -54,11 +54,7 @@ async def test_a_failure_through_a_tunnel_is_one_of_the_replica_chosen(
     envoy: EnvoySide, services: Services
 ) -> None:
     for _ in range(5):  # three of one of the two
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            await stream.request_body(CHAT)
-            await stream.response_headers(500, upstream=TUNNEL)
-            await stream.end()
+        await envoy.converse(status=500, upstream=TUNNEL)
     (excluded,) = services.fleet.view("llama").excluded
     assert excluded.why == "it failed several requests in a row"
 
@@ -89,8 +85,7 @@ async def test_a_stream_that_was_not_read_tells_how_long_its_answer_was(
     before = services.fleet.lengths.expected(0, 10_000.0)
     for _ in range(5):
         async with envoy.stream() as stream:
-            await stream.request_headers()
-            first, second = destination(await stream.request_body(CHAT | {"stream": True}))
+            first, second = destination(await stream.ask(CHAT | {"stream": True}))
             if status is not None:
                 kind, server = "text/event-stream", second if tried_again else first
                 await stream.response_headers(status, upstream=server, content_type=kind)
@@ -112,8 +107,7 @@ async def test_a_client_that_is_seen_to_hang_up_tells_nothing_of_lengths(
         services.fleet.dispatch(replica(number), chat(100, 10_000))
     before = services.fleet.lengths.expected(0, 10_000.0)
     async with envoy.stream() as stream:
-        await stream.request_headers()
-        first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+        first = destination(await stream.ask(CHAT | {"stream": True}))[0]
         await stream.response_headers(upstream=first, content_type="text/event-stream")
         await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
         clock.advance(1.0)
@@ -129,8 +123,7 @@ async def test_a_stream_that_tells_no_usage_shows_how_far_off_its_completion_was
 ) -> None:
     for _ in range(5):
         async with envoy.stream() as stream:
-            await stream.request_headers()
-            first = destination(await stream.request_body(CHAT | {"stream": True}))[0]
+            first = destination(await stream.ask(CHAT | {"stream": True}))[0]
             await stream.response_headers(upstream=first, content_type="text/event-stream")
             clock.advance(500.0)
             for number in (1, 2):
@@ -145,8 +138,7 @@ async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(
 ) -> None:
     """Envoy closes its stream alike when a response has ended and when a client hung up."""
     async with envoy.stream() as stream:
-        await stream.request_headers(headers={"x-request-id": "s"})
-        await stream.request_body(CHAT | {"stream": True})
+        await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "s"})
         reply = await stream.response_headers(content_type="text/event-stream")
         assert reply.mode_override is None
         await stream.end()
@@ -163,8 +155,7 @@ async def test_what_came_of_a_prediction_is_kept_where_it_was_that_replicas(
 ) -> None:
     details = {"prompt_tokens_details": {"cached_tokens": 32}}
     async with envoy.stream() as stream:
-        await stream.request_headers(headers={"x-request-id": "one"})
-        first, second = destination(await stream.request_body(CHAT))
+        first, second = destination(await stream.ask(CHAT, headers={"x-request-id": "one"}))
         await stream.response_headers(upstream=second if retried else first)
         clock.advance(1.5)
         usage = {"prompt_tokens": 100, "completion_tokens": 50} | details
@@ -186,8 +177,7 @@ async def test_what_several_sequences_find_in_the_cache_is_not_held_against_it(
     envoy: EnvoySide, services: Services
 ) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers()
-        first, _ = destination(await stream.request_body(CHAT | {"n": 2}))
+        first, _ = destination(await stream.ask(CHAT | {"n": 2}))
         await stream.response_headers(upstream=first)
         details = {"prompt_tokens_details": {"cached_tokens": 0}}
         usage = {"prompt_tokens": 100, "completion_tokens": 50} | details

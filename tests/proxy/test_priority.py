@@ -12,9 +12,8 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, state
-from tests.proxy.envoy_side import CHAT, EnvoySide
-from tests.proxy.test_gateway import DUPLEX, chunk_of
-from tests.proxy.test_names import body_of, common, header_of, length_of
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
+from tests.proxy.replies import body_of, chunk_of, common, header_of
 
 OBJECTIVE = "x-objective"
 PRIORITY = "x-vllm-priority"
@@ -69,13 +68,12 @@ async def test_an_objective_decides(
     body = body_of(reply)
     assert body is not None
     assert json.loads(body) == CHAT | {"priority": written}
-    assert length_of(reply) == str(len(body))
+    assert header_of(reply, "content-length") == str(len(body))
     assert header_of(reply, PRIORITY) == str(written)
 
 
 async def test_trailers_change_nothing_of_it(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(CHAT | {"priority": -999}, end_of_stream=False)
+    reply = await envoy.ask_body_first(CHAT | {"priority": -999}, end_of_stream=False)
     assert json.loads(body_of(reply) or b"") == CHAT | {"priority": 0}
 
 
@@ -99,9 +97,7 @@ async def test_in_full_duplex_the_chunks_have_it(envoy: EnvoySide) -> None:
 
 
 async def test_headers_first(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers(headers=URGENT)
-        body = body_of(await stream.request_body(CHAT))
+    body = body_of(await envoy.ask(CHAT, headers=URGENT))
     assert json.loads(body or b"") == CHAT | {"priority": -10}
 
 

@@ -68,11 +68,9 @@ async def test_a_router_is_ready_as_long_as_it_can_choose(
         await until(lost)
         assert await ready()
         async with envoy.stream() as stream:
-            await stream.request_headers()
-            await stream.request_body(CHAT | {"model": MODEL})
+            await stream.ask(CHAT | {"model": MODEL})
             process.signal(signal.SIGTERM)
             await until(stopping)
             assert await says("/livez") == (200, "ok\n")
-            await stream.response_headers()
-            await stream.end()
+            await stream.answer()
         assert await process.wait() == 0

@@ -22,7 +22,8 @@ from extproc.observe.record import keys_of
 from extproc.proxy.app import build
 from extproc.proxy.services import Services, recorder_of
 from tests.fakes import ManualClock, chat, replica
-from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import destination
 from tests.waiting import until
 
 CANARY = "xylophone"
@@ -63,9 +64,7 @@ async def ask(envoy: EnvoySide, body: dict[str, Any], status: int = 200) -> None
     headers = {"x-tenant": f"{CANARY} ltd", "x-session": f"{CANARY}-1"}
     async with envoy.stream() as stream:
         to = destination(await stream.body_first(body, headers=headers))
-        await stream.response_headers(status, upstream=to[0])
-        await stream.response_body(ANSWER)
-        await stream.end()
+        await stream.answer(ANSWER, status=status, upstream=to[0])
 
 
 async def recorded(services: Services, folder: Path, envoy: EnvoySide) -> Recorded:
@@ -227,9 +226,8 @@ async def test_what_is_refused_is_counted(
     services: Services, envoy: EnvoySide, folder: Path
 ) -> None:
     await ask(envoy, CHAT)
-    async with envoy.stream() as stream:
-        reply = await stream.body_first(CHAT | {"model": "nobody's"})
-        assert reply.immediate_response is not None
+    reply = await envoy.ask_body_first(CHAT | {"model": "nobody's"})
+    assert reply.immediate_response is not None
     record = await recorded(services, folder, envoy)
     assert record.left_out == {"refused (model_not_found)": 1}
 
@@ -300,9 +298,7 @@ async def test_who_left_got_no_whole_answer(
     services: Services, envoy: EnvoySide, folder: Path
 ) -> None:
     await ask(envoy, CHAT)
-    async with envoy.stream() as stream:
-        await stream.body_first(CHAT)
-        await stream.end()
+    await envoy.ask_body_first()
     async with envoy.stream() as stream:
         to = destination(await stream.body_first(CHAT | {"stream": True}))[0]
         await stream.response_headers(upstream=to, content_type="text/event-stream")

@@ -14,35 +14,25 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from msgspec import to_builtins
-from prometheus_client import CollectorRegistry
-from prometheus_client.registry import Collector
 
 from extproc.config import Config
 from extproc.predict.completion import Prediction
-from extproc.proxy.app import build
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import ManualClock, replica, state
-from tests.proxy.envoy_side import CHAT, EnvoySide, connected, destination
+from tests.proxy.conftest import put_replicas, router_of, samples
+from tests.proxy.envoy_side import CHAT, EnvoySide, connected
+from tests.proxy.replies import destination
 from tests.waiting import PATIENCE_S, until
 
 MEMBERS = {replica(1), replica(2)}
 ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
 
 
-def samples(metric: Collector) -> dict[tuple[str, ...], float]:
-    (family,) = metric.collect()
-    return {tuple(sample.labels.values()): sample.value for sample in family.samples}
-
-
 async def sent_to(envoy: EnvoySide, body: dict[str, Any]) -> set[str]:
     """The replicas that a request may be served by."""
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        replicas = set(destination(await stream.request_body(body)))
-        await stream.end()
-    return replicas
+    return set(destination(await envoy.ask(body)))
 
 
 async def test_a_request_is_routed_and_its_outcome_recorded(
@@ -91,19 +81,13 @@ async def test_usage_teaches_the_ratio_of_bytes_to_tokens(
 ) -> None:
     before = services.tokens.bytes_per_token("llama")
     for _ in range(20):
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            await stream.request_body(CHAT)
-            await stream.response_headers()
-            await stream.response_body({"usage": {"prompt_tokens": 300, "completion_tokens": 5}})
-            await stream.end()
+        await envoy.converse(CHAT, {"usage": {"prompt_tokens": 300, "completion_tokens": 5}})
     assert services.tokens.bytes_per_token("llama") < before / 2
 
 
 async def test_a_served_stream_shows_its_first_token(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers(headers={"x-request-id": "s"})
-        await stream.request_body(CHAT | {"stream": True})
+        await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "s"})
         await stream.response_headers(content_type="text/event-stream; charset=utf-8")
         await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
         await stream.response_body(b"data: [DONE]\n\n")
@@ -145,16 +129,13 @@ async def test_what_is_no_inference_passes_untouched(
 async def test_a_body_no_replica_could_serve_is_refused(
     envoy: EnvoySide, services: Services, body: bytes
 ) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        reply = await stream.request_body(body)
-        assert reply.immediate_response is not None
-        assert reply.immediate_response.status is not None
-        assert reply.immediate_response.status.code == 400
-        error = json.loads(reply.immediate_response.body)["error"]
-        assert error["message"]
-        assert error["type"] == "invalid_request_error"
-        await stream.end()
+    reply = await envoy.ask(body)
+    assert reply.immediate_response is not None
+    assert reply.immediate_response.status is not None
+    assert reply.immediate_response.status.code == 400
+    error = json.loads(reply.immediate_response.body)["error"]
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
     assert services.fleet.in_flight == 0
 
 
@@ -168,7 +149,7 @@ async def test_a_request_without_a_model_is_for_the_only_one(
 async def test_where_there_are_several_models_a_replica_may_judge_a_request_without_one(
     envoy: EnvoySide, services: Services
 ) -> None:
-    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), models=("other",)))
+    put_replicas(services, 2, models=("other",))
     assert await sent_to(envoy, {"messages": []}) == MEMBERS
     assert services.log.last(1)[0].decision.profile.model == ""
 
@@ -181,11 +162,8 @@ async def test_a_post_without_a_body_is_refused(envoy: EnvoySide) -> None:
 
 @pytest.mark.parametrize("bound", [-1, 1e30, "many", None, True, float("nan"), 10**400])
 async def test_absurd_bounds_are_routed(envoy: EnvoySide, services: Services, bound: Any) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        reply = await stream.request_body(CHAT | {"max_tokens": bound})
-        assert set(destination(reply)) == MEMBERS
-        await stream.end()
+    reply = await envoy.ask(CHAT | {"max_tokens": bound})
+    assert set(destination(reply)) == MEMBERS
     assert services.fleet.in_flight == 0
 
 
@@ -225,8 +203,7 @@ async def test_phases_may_come_in_any_order(envoy: EnvoySide, services: Services
 
 async def test_a_retry_is_booked_where_it_was_served(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers()
-        first, second = destination(await stream.request_body(CHAT))
+        first, second = destination(await stream.ask())
         assert services.fleet.in_flight_on(first) == 1
         await stream.response_headers(upstream=second)
         assert services.fleet.in_flight_on(second) == 1
@@ -239,21 +216,14 @@ async def test_a_replica_that_fails_fast_gets_nothing_more(
 ) -> None:
     bad, good = replica(1), replica(2)
     for _ in range(3):
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            await stream.request_body(CHAT)
-            await stream.response_headers(500, upstream=bad)
-            await stream.end()
+        await envoy.converse(status=500, upstream=bad)
     for _ in range(10):
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            assert destination(await stream.request_body(CHAT)) == [good]
+        assert destination(await envoy.ask()) == [good]
 
 
 async def test_a_request_may_name_a_policy(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers(headers={"x-extproc-policy": "round_robin"})
-        await stream.request_body(CHAT)
+        await stream.ask(CHAT, headers={"x-extproc-policy": "round_robin"})
         assert services.log.after(0)[-1].decision.policy == "round_robin"
 
 
@@ -294,23 +264,17 @@ async def test_a_truncated_body_is_completed_by_its_length(
 async def test_without_a_healthy_replica_envoy_decides(
     envoy: EnvoySide, services: Services
 ) -> None:
-    clock = ManualClock(services.wall())
-    for number in (1, 2):
-        services.fleet.put(state(number, "llama-8b-a10", clock, healthy=False))
+    put_replicas(services, healthy=False)
     async with envoy.stream() as stream:
-        await stream.request_headers()
-        assert destination(await stream.request_body(CHAT)) == []
-        await stream.response_headers(503)
-        await stream.end()
+        assert destination(await stream.ask()) == []
+        await stream.answer(status=503)
 
 
 async def test_envoy_keeps_its_route_cache(envoy: EnvoySide) -> None:
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        reply = await stream.request_body(CHAT)
-        assert reply.request_body is not None
-        assert reply.request_body.response is not None
-        assert not reply.request_body.response.clear_route_cache
+    reply = await envoy.ask()
+    assert reply.request_body is not None
+    assert reply.request_body.response is not None
+    assert not reply.request_body.response.clear_route_cache
 
 
 async def test_what_is_no_message_ends_the_stream_and_not_the_server(services: Services) -> None:
@@ -321,8 +285,7 @@ async def test_what_is_no_message_ends_the_stream_and_not_the_server(services: S
         await call.write(b"\xff\xff\xff")
         assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
         async with EnvoySide(channel).stream() as stream:
-            await stream.request_headers()
-            assert set(destination(await stream.request_body(CHAT))) == MEMBERS
+            assert set(destination(await stream.ask())) == MEMBERS
     await server.stop(0)
 
 
@@ -341,8 +304,7 @@ async def test_stopping_lets_open_streams_end(services: Services) -> None:
 
         names = ("", SERVICE, "readiness", "liveness")
         assert all([await serving(name) for name in names])
-        await stream.request_headers()
-        await stream.request_body(CHAT)
+        await stream.ask()
         stopping = asyncio.create_task(server.stop(drain_s=30))
         await asyncio.sleep(0)
         assert [name for name in names if await serving(name)] == ["liveness"]
@@ -361,8 +323,7 @@ async def test_stopping_does_not_wait_for_ever(services: Services, logged: Logge
         grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         EnvoySide(channel).stream() as stream,
     ):
-        await stream.request_headers()
-        await stream.request_body(CHAT)
+        await stream.ask()
         await asyncio.wait_for(server.stop(drain_s=0.05), PATIENCE_S)
         await until(lambda: services.fleet.in_flight == 0)
     assert not logged.lines()
@@ -378,8 +339,7 @@ async def test_a_taken_port_is_named(services: Services) -> None:
 
 async def test_a_response_broken_off_is_no_completion(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
-        await stream.request_headers(headers={"x-request-id": "broken"})
-        await stream.request_body(CHAT)
+        await stream.ask(CHAT, headers={"x-request-id": "broken"})
         await stream.response_headers()
         await stream.response_body(b'{"choices": [', end_of_stream=False)
         await stream.end()
@@ -392,37 +352,27 @@ async def test_a_choice_that_envoy_passed_over_is_left_out(
     envoy: EnvoySide, services: Services
 ) -> None:
     for _ in range(30):
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            await stream.request_body(CHAT)
-            await stream.response_headers(upstream=replica(2))
-            await stream.end()
+        await envoy.converse(upstream=replica(2))
     assert services.fleet.view("llama").ids == [replica(2)]
 
 
 async def test_a_body_that_was_never_to_be_read_is_not_refused(
     envoy: EnvoySide, services: Services
 ) -> None:
-    clock = ManualClock(services.wall())
-    for number in (1, 2):
-        services.fleet.put(state(number, "llama-8b-a10", clock, healthy=False))
-    async with envoy.stream() as stream:
-        await stream.request_headers(headers={"content-encoding": "gzip"})
-        reply = await stream.request_body(b"\x1f\x8b")
-        assert reply.immediate_response is None
-        assert destination(reply) == []
+    put_replicas(services, healthy=False)
+    reply = await envoy.ask(b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    assert reply.immediate_response is None
+    assert destination(reply) == []
 
 
 async def test_a_request_in_flight_keeps_nothing_of_the_candidates() -> None:
     """Of a thousand they would be 0.3 MB for each of thousands of requests in flight."""
     config = Config.model_validate({"serve": {"decisions_kept": 0}})
-    services = build(config, CollectorRegistry())
-    services.fleet.put(state(1, "llama-8b-a10", ManualClock(services.wall())))
+    services = router_of(config, 1)
     gc.collect()
     before = _predictions()
     async with connected(services) as envoy, envoy.stream() as stream:
-        await stream.request_headers()
-        assert destination(await stream.request_body(CHAT))
+        assert destination(await stream.ask())
         gc.collect()
         assert services.fleet.in_flight == 1
         assert _predictions() == before
@@ -444,14 +394,13 @@ async def test_a_large_body_is_left_with_envoy(envoy: EnvoySide, services: Servi
         assert record.decision.profile.prompt_tokens == 40 * 576
         # An Envoy that allows no mode override sends it all the same.
         assert destination(await stream.request_body(b"{")) == []
-        await stream.response_headers()
-        await stream.end()
+        await stream.answer()
 
 
 async def test_a_large_body_is_read_where_replicas_serve_different_models(
     envoy: EnvoySide, services: Services
 ) -> None:
-    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), models=("other",)))
+    put_replicas(services, 2, models=("other",))
     async with envoy.stream() as stream:
         reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
         assert destination(reply) == []
@@ -466,10 +415,8 @@ async def test_the_streams_metadata_says_which_pool(services: Services, logged: 
     async with connected(services, {"second": second}) as envoy:
         for pool in ("", "default", "second", "lost", "lost"):
             async with envoy.stream(pool) as stream:
-                await stream.request_headers()
-                sent[pool] = set(destination(await stream.request_body(CHAT)))
-                await stream.response_headers()
-                await stream.end()
+                sent[pool] = set(destination(await stream.ask()))
+                await stream.answer()
     assert sent == {"": MEMBERS, "default": MEMBERS, "second": {replica(7)}, "lost": set()}
     assert [record.pool for record in services.log.last(9)] == ["default", "default", "second"]
     assert (services.fleet.in_flight, second.fleet.in_flight) == (0, 0)
@@ -483,12 +430,7 @@ async def test_images_are_learned_from_what_replicas_report(
     image = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
     body = {"model": "llama", "messages": [{"role": "user", "content": [image, image]}]}
     for _ in range(50):
-        async with envoy.stream() as stream:
-            await stream.request_headers()
-            await stream.request_body(body)
-            await stream.response_headers()
-            await stream.response_body({"usage": {"prompt_tokens": 3_009, "completion_tokens": 1}})
-            await stream.end()
+        await envoy.converse(body, {"usage": {"prompt_tokens": 3_009, "completion_tokens": 1}})
     assert services.tokens.image_tokens("llama") == pytest.approx(1_500, rel=0.05)
     assert services.tokens.image_tokens("other") == services.config.request.image_tokens
     assert services.tokens.bytes_per_token("llama") == services.config.request.bytes_per_token
@@ -534,18 +476,15 @@ async def test_a_stored_response_is_gone_on_from_where_it_was_made(
     served = replica(2 if second else 1)
     await respond(envoy, served, {"stream": streamed}, streamed=streamed)
     for _ in range(5):
-        async with envoy.stream() as stream:
-            await stream.request_headers(RESPONSES)
-            reply = await stream.request_body(ASKED | {"previous_response_id": "resp_1"})
-            assert destination(reply) == [served]
+        reply = await envoy.ask(ASKED | {"previous_response_id": "resp_1"}, RESPONSES)
+        assert destination(reply) == [served]
     for method, path in (("GET", "/resp_1"), ("POST", "/resp_1/cancel"), ("GET", "/resp_1?a=b")):
         async with envoy.stream() as stream:
             reply = await stream.request_headers(RESPONSES + path, method)
             assert destination(reply) == [served]
             assert reply.mode_override is not None
             assert reply.mode_override.request_body_mode == BodyMode.NONE
-            await stream.response_headers()
-            await stream.end()
+            await stream.answer()
     assert services.fleet.in_flight == 0
 
 
@@ -555,9 +494,7 @@ async def test_of_a_response_that_nobody_knows_envoy_decides(envoy: EnvoySide) -
 
 
 async def test_streams_are_read_for_their_ids_alone(unread: Config) -> None:
-    services = build(unread, CollectorRegistry())
-    for number in (1, 2):
-        services.fleet.put(state(number, "llama-8b-a10", ManualClock(services.wall())))
+    services = router_of(unread)
     async with connected(services) as envoy:
         while services.watch.sees(services.clock(), doubtful=False):
             pass  # of other responses nothing is looked at for now
@@ -596,10 +533,7 @@ async def test_a_model_that_no_replica_lists_does_not_exist(
     for number in range(3, 100):
         served = (f"model-{number:02}",)
         services.fleet.put(state(number, "llama-8b-a10", clock, models=served, healthy=healthy))
-    async with envoy.stream() as stream:
-        await stream.request_headers()
-        status, error = refused(await stream.request_body(CHAT | {"model": "none"}))
-        await stream.end()
+    status, error = refused(await envoy.ask(CHAT | {"model": "none"}))
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert "`none`" in error["message"]
     assert "`llama`, `model-03`" in error["message"]
@@ -613,8 +547,7 @@ async def test_refusals_are_counted_by_the_reason_that_their_answers_give(
     services.fleet.put(state(3, "llama-8b-a10", clock, models=("down",), healthy=False))
     for body in (b"no json", b'{"model": 5}', CHAT | {"model": "none"}, CHAT | {"model": "down"}):
         async with envoy.stream() as stream:
-            await stream.request_headers()
-            status, error = refused(await stream.request_body(body))
+            status, error = refused(await stream.ask(body))
             (*_, reason) = samples(services.metrics.refused)
             assert reason == (error["code"] or error["type"],), status
     assert samples(services.metrics.refused) == {
@@ -631,7 +564,7 @@ async def test_a_replica_that_does_not_tell_its_models_may_serve_any(
     envoy: EnvoySide, services: Services, figures: dict[str, Any]
 ) -> None:
     """``/metrics`` names one; of adapters and further names ``/v1/models`` tells."""
-    services.fleet.put(state(2, "llama-8b-a10", ManualClock(services.wall()), **figures))
+    put_replicas(services, 2, **figures)
     assert await sent_to(envoy, CHAT | {"model": "none"}) <= MEMBERS
 
 
@@ -644,30 +577,23 @@ async def test_while_not_all_replicas_are_known_no_model_is_unknown(
 
 async def test_replicas_that_load_what_they_are_asked_for_get_every_name() -> None:
     lenient = Config.model_validate({"route": {"listed_models_only": False}})
-    services = build(lenient, CollectorRegistry())
-    services.fleet.put(state(1, "llama-8b-a10", ManualClock(services.wall())))
+    services = router_of(lenient, 1)
     async with connected(services) as envoy, envoy.stream() as stream:
-        await stream.request_headers()
-        assert destination(await stream.request_body(CHAT | {"model": "an adapter"}))
+        assert destination(await stream.ask(CHAT | {"model": "an adapter"}))
         await stream.end()
 
 
 async def test_a_session_is_where_it_was_served_and_no_id_of_it_is_kept() -> None:
     config = Config.model_validate({"route": {"session_header": "X-Session", "seed": 1}})
-    services = build(config, CollectorRegistry())
-    for number in (1, 2):
-        services.fleet.put(state(number, "llama-8b-a10", ManualClock(services.wall())))
+    services = router_of(config)
     async with connected(services) as envoy:
         home = ""
         for _ in range(6):
             async with envoy.stream() as stream:
-                await stream.request_headers(headers={"x-session": "secret"})
-                first, second = destination(await stream.request_body(CHAT))
+                first, second = destination(await stream.ask(CHAT, headers={"x-session": "secret"}))
                 assert first == (home or first)
                 home = second  # Envoy tried the first in vain
-                await stream.response_headers(upstream=second)
-                await stream.response_body(ANSWER)
-                await stream.end()
+                await stream.answer(ANSWER, upstream=second)
     told = await services.fleet.sessions.untold(100)
     assert [replica for _, replica in told][-1] == home
     assert "secret" not in str(told)

@@ -15,7 +15,8 @@ from extproc.observe.traces import Traces
 from extproc.proxy.app import build
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, replica, state
-from tests.proxy.envoy_side import CHAT, EnvoySide, chosen
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import chosen
 from tests.spans import Spans, attributes
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -51,8 +52,7 @@ async def test_a_request_is_two_spans_one_after_the_other(
     async with envoy.stream(traceparent=SAMPLED) as stream:
         reply = await stream.body_first(CHAT | {"max_tokens": 50}, headers={"x-request-id": "one"})
         (first, second) = chosen(reply)
-        await stream.response_headers(503, upstream=second)
-        await stream.end()
+        await stream.answer(status=503, upstream=second)
     found = await sent(services, spans)
     route, request = found["route"], found["chat llama"]
     assert {one.trace_id.hex() for one in (route, request)} == {TRACE}

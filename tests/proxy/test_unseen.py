@@ -6,7 +6,8 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, fleet_of, replica
 from tests.proxy.conftest import on_fleet
-from tests.proxy.envoy_side import CHAT, EnvoySide, chosen
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import chosen
 
 MARK = {"x-extproc-unseen": "1"}
 
@@ -38,8 +39,7 @@ async def test_they_try_no_replica_that_failed(
     async with envoy.stream() as first, envoy.stream() as told, envoy.stream() as last:
         assert chosen(await first.body_first(CHAT, headers=MARK)) == [replica(2)]
         assert chosen(await told.body_first(CHAT))[0] == replica(1)
-        await told.response_headers(upstream=replica(1))
-        await told.end()
+        await told.answer(upstream=replica(1))
         assert chosen(await last.body_first(CHAT, headers=MARK))[0] == replica(1)
 
 

@@ -15,11 +15,9 @@ from extproc.proxy.app import let_go
 from extproc.proxy.services import MOST_HELD, Services
 from extproc.route.queue import Queue
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
-from tests.proxy.conftest import on_fleet
-from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, chosen, destination
-from tests.proxy.test_gateway import DUPLEX, chunk_of, set_health, status_of
-from tests.proxy.test_names import body_of
-from tests.proxy.test_service import samples
+from tests.proxy.conftest import on_fleet, put_replicas, samples
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
+from tests.proxy.replies import body_of, chosen, chunk_of, destination, status_of
 from tests.waiting import until
 
 MEMBERS = {replica(1), replica(2)}
@@ -121,8 +119,7 @@ async def test_what_finds_no_room_for_its_body_does_not_wait(
     envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
 ) -> None:
     services.room.take(services.room.free - 1000)
-    async with envoy.stream() as stream:
-        assert chosen(await stream.body_first(long("third")))
+    assert chosen(await envoy.ask_body_first(long("third")))
 
 
 async def test_a_gateway_gets_nothing_until_then(
@@ -254,6 +251,6 @@ async def test_where_no_replica_is_left_meanwhile_a_gateway_is_told_so(
 ) -> None:
     async with envoy.stream() as stream:
         await wait_in_full_duplex(stream, services)
-        set_health(services, healthy=False)
+        put_replicas(services, healthy=False)
         clock.advance(0.5)
         assert status_of(await stream.read()) == 503

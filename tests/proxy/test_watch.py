@@ -13,7 +13,8 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, replica
-from tests.proxy.envoy_side import CHAT, EnvoySide, destination
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import destination
 
 PER_S = 100
 TOKENS = 20  # of a streamed answer, each of them a chunk
@@ -98,8 +99,7 @@ def in_company(services: Services) -> None:
 async def answer(envoy: EnvoySide, chunks: int = TOKENS) -> bool:
     """A streamed answer, to its end: whether Envoy was to show it."""
     async with envoy.stream() as stream:
-        await stream.request_headers()
-        first = destination(await stream.request_body(STREAMED))[0]
+        first = destination(await stream.ask(STREAMED))[0]
         reply = await stream.response_headers(upstream=first, content_type="text/event-stream")
         read = reply.mode_override is not None
         for left in reversed(range(chunks if read else 0)):
