@@ -49,7 +49,7 @@ async def get(services: Services, path: str) -> Any:
         return json.loads(await asyncio.to_thread(fetch, f"http://{address}{path}"))
 
 
-async def test_a_large_fleets_decisions_do_not_hold_requests_up(large: Services) -> None:
+async def test_decisions_of_large_fleet_do_not_delay_requests(large: Services) -> None:
     shown = await get(large, "/decisions")
     assert [one["request_id"] for one in shown] == [
         f"request-{number}" for number in range(DECISIONS - PAGE, DECISIONS)
@@ -61,13 +61,13 @@ async def test_a_large_fleets_decisions_do_not_hold_requests_up(large: Services)
     assert await get(large, "/decisions?after=0") == (await get(large, "/decisions?after=0"))[:PAGE]
 
 
-async def test_one_requests_decision_shows_all_candidates(large: Services) -> None:
+async def test_decision_by_request_id_shows_all_candidates(large: Services) -> None:
     (shown,) = await get(large, "/decisions?request_id=request-7")
     assert len(shown["candidates"]) == REPLICAS
     assert await get(large, "/decisions?request_id=nobody") == []
 
 
-async def test_a_large_fleet_is_shown_without_holding_requests_up(large: Services) -> None:
+async def test_fleet_page_of_large_fleet_does_not_delay_requests(large: Services) -> None:
     shown = await get(large, "/fleet")
     assert shown["in_flight"] == DECISIONS
     assert len(shown["replicas"]) == REPLICAS
@@ -75,7 +75,7 @@ async def test_a_large_fleet_is_shown_without_holding_requests_up(large: Service
     assert {one["pool"] for one in shown["replicas"]} == {"default"}
 
 
-async def test_replicas_that_leave_while_a_fleet_is_shown_cut_nothing_off(large: Services) -> None:
+async def test_fleet_page_survives_replicas_that_leave(large: Services) -> None:
     routes = admin_routes(large)
     async with (
         serve_admin("127.0.0.1:0", CollectorRegistry(), routes) as address,

@@ -69,7 +69,7 @@ def exchange(random: Random) -> Iterator[ProcessingRequest]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_whatever_comes_nothing_is_left(
+async def test_random_message_order_leaks_nothing(
     services: Services, envoy: EnvoySide, logged: Logged, seed: int
 ) -> None:
     random = Random(seed)

@@ -11,6 +11,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
+from tests.proxy.conftest import samples
 from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import body_of, chosen, status_of
 
@@ -34,9 +35,7 @@ def config() -> Config:
     )
 
 
-async def test_the_body_alone_routes_a_request_and_the_response_is_heard(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_body_first_request_is_routed(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         reply = await stream.body_first(CHAT, headers={"x-request-id": "abc"})
         assert reply.request_body is not None
@@ -56,7 +55,7 @@ async def test_the_body_alone_routes_a_request_and_the_response_is_heard(
 
 
 @pytest.mark.parametrize("named", [{"x-session": "s"}, {"cookie": "a=b; sid=s"}])
-async def test_headers_are_heard_in_attributes(
+async def test_body_first_reads_headers_from_attributes(
     envoy: EnvoySide, services: Services, named: dict[str, str]
 ) -> None:
     async with envoy.stream() as stream, envoy.stream() as other:
@@ -69,7 +68,9 @@ async def test_headers_are_heard_in_attributes(
     assert second.decision.policy == "round_robin"
 
 
-async def test_a_compressed_body_counts_by_its_length(envoy: EnvoySide, services: Services) -> None:
+async def test_body_first_compressed_body_counts_by_length(
+    envoy: EnvoySide, services: Services
+) -> None:
     body = gzip.compress(json.dumps(CHAT).encode()) + bytes(10_000)
     reply = await envoy.ask_body_first(body, headers={"content-encoding": "gzip"})
     assert set(chosen(reply)) == MEMBERS
@@ -77,7 +78,7 @@ async def test_a_compressed_body_counts_by_its_length(envoy: EnvoySide, services
     assert record.decision.profile.prompt_tokens > 2000
 
 
-async def test_of_a_body_that_goes_on_the_beginning_counts(envoy: EnvoySide) -> None:
+async def test_body_first_routes_truncated_body(envoy: EnvoySide) -> None:
     """No more fits into Envoy's buffer."""
     async with envoy.stream() as stream:
         body = json.dumps({"model": "llama", **CHAT}).encode()[:-20]
@@ -85,7 +86,7 @@ async def test_of_a_body_that_goes_on_the_beginning_counts(envoy: EnvoySide) -> 
         assert set(chosen(reply)) == MEMBERS
 
 
-async def test_a_body_before_trailers_is_whole(envoy: EnvoySide) -> None:
+async def test_body_first_before_trailers_is_whole(envoy: EnvoySide) -> None:
     assert status_of(await envoy.ask_body_first(b"{", end_of_stream=False)) == 400
     async with envoy.stream() as stream:
         reply = await stream.body_first(CHAT | {"model": "chat"}, end_of_stream=False)
@@ -93,20 +94,20 @@ async def test_a_body_before_trailers_is_whole(envoy: EnvoySide) -> None:
         assert (await stream.request_trailers()).request_trailers is not None
 
 
-async def test_another_name_is_written_into_the_body(envoy: EnvoySide) -> None:
+async def test_body_first_rewrites_model_name(envoy: EnvoySide) -> None:
     reply = await envoy.ask_body_first(CHAT | {"model": "chat"})
     assert json.loads(body_of(reply) or b"") == CHAT
     assert set(chosen(reply)) == MEMBERS
 
 
-async def test_what_is_not_to_be_served_is_refused(envoy: EnvoySide, services: Services) -> None:
+async def test_body_first_refuses_invalid_requests(envoy: EnvoySide, services: Services) -> None:
     for body, status in ((b"no json", 400), ({**CHAT, "model": "unknown"}, 404)):
         assert status_of(await envoy.ask_body_first(body)) == status
     assert services.fleet.in_flight == 0
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/responses/resp_1/cancel"])
-async def test_what_is_no_inference_goes_anywhere(
+async def test_body_first_other_endpoint_is_unrouted(
     envoy: EnvoySide, services: Services, path: str
 ) -> None:
     async with envoy.stream() as stream:
@@ -118,7 +119,7 @@ async def test_what_is_no_inference_goes_anywhere(
     assert services.fleet.in_flight == 0
 
 
-async def test_a_stored_response_is_asked_for_where_it_is(
+async def test_body_first_cancel_reaches_response_owner(
     envoy: EnvoySide, services: Services
 ) -> None:
     services.fleet.responses.saw("resp_1", replica(2))
@@ -126,7 +127,7 @@ async def test_a_stored_response_is_asked_for_where_it_is(
     assert chosen(reply) == [replica(2)]
 
 
-async def test_what_comes_twice_takes_one_place(envoy: EnvoySide, services: Services) -> None:
+async def test_repeated_body_is_counted_once(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         await stream.body_first(CHAT)
         assert (await stream.body_first(CHAT)).request_body is not None
@@ -134,11 +135,10 @@ async def test_what_comes_twice_takes_one_place(envoy: EnvoySide, services: Serv
         assert services.fleet.in_flight == 1
         await stream.end()
     assert services.fleet.in_flight == 0
-    (requests,) = services.metrics.requests.collect()
-    assert "passed" not in {sample.labels["result"] for sample in requests.samples}
+    assert ("passed",) not in samples(services.metrics.requests)
 
 
-async def test_headers_are_any_bytes(envoy: EnvoySide, services: Services) -> None:
+async def test_header_attributes_may_hold_any_bytes(envoy: EnvoySide, services: Services) -> None:
     """Envoy tells them as they came, though the message's field is text."""
     async with envoy.stream() as stream:
         message = stream.body_message(CHAT, headers={"x-session": "s?", "x-request-id": "abc"})
@@ -148,22 +148,16 @@ async def test_headers_are_any_bytes(envoy: EnvoySide, services: Services) -> No
     assert record.decision.profile.session
 
 
-async def test_what_has_no_body_is_heard_of_with_its_response(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_response_headers_may_come_alone(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         assert (await stream.response_headers()).response_headers is not None
         await stream.end()
     assert services.fleet.in_flight == 0
 
 
-async def test_what_envoy_will_not_tell_of_is_not_missed(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_skipped_response_is_not_unanswered(envoy: EnvoySide, services: Services) -> None:
     assert chosen(await envoy.ask_body_first(CHAT, headers={"x-extproc-unseen": "1"}))
     async with envoy.stream() as stream:
         assert chosen(await stream.body_first(CHAT))
         await stream.end()  # the client hung up
-    (requests,) = services.metrics.requests.collect()
-    counted = {sample.labels["result"]: sample.value for sample in requests.samples}
-    assert counted == {"routed": 2.0, "unanswered": 1.0}
+    assert samples(services.metrics.requests) == {("routed",): 2.0, ("unanswered",): 1.0}

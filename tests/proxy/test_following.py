@@ -47,7 +47,7 @@ def knows(fleet: Fleet, wanted: list[ReplicaState]) -> Callable[[], Awaitable[bo
     return known
 
 
-async def test_a_pollers_clock_may_be_wrong(
+async def test_poller_clock_skew_changes_no_progress(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
     async with connect(redis_server.url, "default") as redis, following(redis_server) as fleet:
@@ -67,7 +67,7 @@ async def test_a_pollers_clock_may_be_wrong(
         assert after > before - 200  # else the skew is taken for steps done
 
 
-async def test_a_large_fleet_does_not_hold_requests_up_as_it_comes(
+async def test_snapshot_of_large_fleet_does_not_delay_requests(
     redis_server: RedisServer,
 ) -> None:
     replicas = thousand()

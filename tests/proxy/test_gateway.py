@@ -1,7 +1,6 @@
 """What gateways speak: full duplex, a subset to choose from, error statuses."""
 
 import json
-from typing import Any
 
 import pytest
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, Metadata
@@ -11,7 +10,6 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
     HttpTrailers,
     ProcessingRequest,
-    ProcessingResponse,
 )
 from envoy_data_plane.google.protobuf import Struct, Value
 
@@ -20,23 +18,14 @@ from extproc.proxy.services import Services
 from extproc.request.media import LARGE_BODY
 from tests.fakes import replica
 from tests.proxy.conftest import put_replicas
-from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream, headers_message
-from tests.proxy.replies import chosen, chunk_of, destination, status_of
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, headers_message
+from tests.proxy.replies import chosen, chunk_of, destination, error_of, status_of
 
 MEMBERS = {replica(1), replica(2)}
 BODY = json.dumps(CHAT).encode()
 
 
-async def routed(stream: Stream, **headers: Any) -> ProcessingResponse:
-    """Sends a whole chat; returns what its headers are answered with."""
-    await stream.write_headers(**DUPLEX, **headers)
-    await stream.write_body(BODY)
-    return await stream.read()
-
-
-async def test_headers_wait_for_the_body_which_goes_back_unchanged(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_duplex_headers_wait_for_unchanged_body(envoy: EnvoySide, services: Services) -> None:
     pieces = [BODY[:7], BODY[7:100], b"", BODY[100:]]
     async with envoy.stream() as stream:
         await stream.write_headers(**DUPLEX)
@@ -56,7 +45,7 @@ async def test_headers_wait_for_the_body_which_goes_back_unchanged(
     assert services.fleet.in_flight == 0
 
 
-async def test_trailers_end_the_body(envoy: EnvoySide) -> None:
+async def test_duplex_trailers_end_the_body(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         await stream.write_headers(**DUPLEX)
         await stream.write_body(BODY, end_of_stream=False)
@@ -66,7 +55,7 @@ async def test_trailers_end_the_body(envoy: EnvoySide) -> None:
         assert (await stream.read()).request_trailers is not None
 
 
-async def test_no_more_of_a_body_is_held_than_is_read(envoy: EnvoySide, services: Services) -> None:
+async def test_duplex_buffers_no_more_than_it_reads(envoy: EnvoySide, services: Services) -> None:
     piece = b" " * (LARGE_BODY // 4)
     async with envoy.stream() as stream:
         await stream.write_headers(**DUPLEX, headers={"content-length": str(40 * 2**20)})
@@ -84,7 +73,9 @@ async def test_no_more_of_a_body_is_held_than_is_read(envoy: EnvoySide, services
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("POST", "/tokenize")])
-async def test_whatever_it_is_gets_an_endpoint(envoy: EnvoySide, method: str, path: str) -> None:
+async def test_duplex_other_endpoints_get_a_replica(
+    envoy: EnvoySide, method: str, path: str
+) -> None:
     async with envoy.stream() as stream:
         ends = method == "GET"
         reply = await stream.request_headers(path, method, end_of_stream=ends, **DUPLEX)
@@ -97,9 +88,7 @@ async def test_whatever_it_is_gets_an_endpoint(envoy: EnvoySide, method: str, pa
         await stream.end()
 
 
-async def test_what_is_about_a_stored_response_gets_its_holder(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_duplex_stored_response_reaches_owner(envoy: EnvoySide, services: Services) -> None:
     services.fleet.responses.keep("resp_1", replica(2))
     for subset, found in ((None, [replica(2)]), ([replica(1)], [replica(1)])):
         async with envoy.stream() as stream:
@@ -109,16 +98,16 @@ async def test_what_is_about_a_stored_response_gets_its_holder(
             assert reply.mode_override is None
 
 
-async def test_only_the_subset_is_chosen_from(envoy: EnvoySide) -> None:
+async def test_subset_limits_candidates(envoy: EnvoySide) -> None:
     for _ in range(5):
         async with envoy.stream() as stream:
-            reply = await routed(stream, subset=[replica(2), "10.9.9.9:8000"])
+            reply = await stream.ask_in_full_duplex(subset=[replica(2), "10.9.9.9:8000"])
             assert destination(reply) == [replica(2)]
 
 
 @pytest.mark.parametrize("subset", [[], ["10.9.9.9:8000"]])
 @pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX_STREAMED, BodyMode.BUFFERED])
-async def test_a_subset_without_a_member_is_unavailable(
+async def test_subset_without_known_replica_answers_503(
     envoy: EnvoySide, subset: list[str], mode: BodyMode
 ) -> None:
     async with envoy.stream() as stream:
@@ -128,12 +117,11 @@ async def test_a_subset_without_a_member_is_unavailable(
         await stream.write_body(BODY)
         reply = await stream.read()
         assert status_of(reply) == 503
-        assert reply.immediate_response is not None
-        assert json.loads(reply.immediate_response.body)["error"]["message"]
+        assert error_of(reply)["message"]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-async def test_without_a_ready_replica_it_is_unavailable(
+async def test_duplex_without_ready_replica_answers_503(
     envoy: EnvoySide, services: Services, method: str
 ) -> None:
     put_replicas(services, healthy=False)
@@ -141,25 +129,21 @@ async def test_without_a_ready_replica_it_is_unavailable(
         if method == "GET":
             reply = await stream.request_headers("/v1/models", "GET", end_of_stream=True, **DUPLEX)
         else:
-            reply = await routed(stream)
+            reply = await stream.ask_in_full_duplex()
         assert status_of(reply) == 503
         await stream.end()
     assert services.fleet.in_flight == 0
 
 
-async def test_a_bad_body_is_refused_in_full_duplex_too(envoy: EnvoySide) -> None:
+async def test_duplex_invalid_body_answers_400(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX)
-        await stream.write_body(b"not json")
-        assert status_of(await stream.read()) == 400
+        assert status_of(await stream.ask_in_full_duplex(b"not json")) == 400
         await stream.end()
 
 
-async def test_the_endpoint_that_served_is_read_from_metadata(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_duplex_metadata_names_serving_replica(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
-        first, second = destination(await routed(stream))
+        first, second = destination(await stream.ask_in_full_duplex())
         await stream.read()
         served = Struct(
             fields={"x-gateway-destination-endpoint-served": Value(string_value=second)}
@@ -177,7 +161,7 @@ class TestSaturated:
     def config(self) -> Config:
         return Config.model_validate({"route": {"max_ttft_s": 0.5}})
 
-    async def test_what_would_wait_too_long_is_refused(
+    async def test_request_beyond_max_ttft_answers_429(
         self, envoy: EnvoySide, services: Services
     ) -> None:
         long = {"model": "llama", "prompt": list(range(10_000))}  # 2.6 s of prefill

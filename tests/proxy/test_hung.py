@@ -13,9 +13,9 @@ from extproc.proxy.exchange import Exchange
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
-from tests.proxy.conftest import on_fleet
+from tests.proxy.conftest import on_fleet, put_replicas, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide
-from tests.proxy.replies import chosen
+from tests.proxy.replies import chosen, error_of, status_of
 from tests.proxy.test_record import written
 from tests.proxy.test_traces import SAMPLED, sent, spans, traced
 from tests.proxy.test_unseen import MARK
@@ -44,48 +44,45 @@ async def envoy(server: GrpcServer) -> AsyncIterator[EnvoySide]:
         yield EnvoySide(channel)
 
 
-def hangs(services: Services, number: int, seconds: float) -> None:
-    clock = ManualClock(services.wall())
-    figures = {"healthy": False, "unanswered_s": seconds}
-    services.fleet.put(state(number, "llama-8b-a10", clock, **figures))
+def hangs(services: Services, on: str, seconds: float = 20.5) -> None:
+    number = 1 + (on == replica(2))
+    put_replicas(services, number, healthy=False, unanswered_s=seconds)
 
 
 @pytest.mark.parametrize("mark", [{}, MARK])
-async def test_are_ended_and_those_on_others_go_on(
+async def test_hung_replica_ends_only_its_requests(
     envoy: EnvoySide, services: Services, mark: dict[str, str]
 ) -> None:
     async with envoy.stream() as lost, envoy.stream() as kept:
         on = chosen(await lost.body_first(CHAT, headers=IN_TURN | mark))[0]
         other = chosen(await kept.body_first(CHAT, headers=IN_TURN | mark))[0]
         assert {on, other} == {replica(1), replica(2)}
-        hangs(services, 1 + (on == replica(2)), 20.5)
-        answer = (await lost.read()).immediate_response
-        assert answer is not None
-        assert answer.status is not None
-        assert answer.status.code == 503
-        assert b"send it again" in answer.body
+        hangs(services, on)
+        reply = await lost.read()
+        assert status_of(reply) == 503
+        assert "send it again" in error_of(reply)["message"]
         assert services.fleet.in_flight_on(on) == 0
         assert services.fleet.in_flight_on(other) == 1
         await lost.end()
         await kept.end()
-    (requests,) = services.metrics.requests.collect()
-    counted = {sample.labels["result"]: sample.value for sample in requests.samples}
-    assert counted["lost"] == 1.0
+    assert samples(services.metrics.requests)["lost",] == 1.0
 
 
-async def test_one_whose_answer_comes_is_not_ended(envoy: EnvoySide, services: Services) -> None:
+async def test_answering_request_on_hung_replica_goes_on(
+    envoy: EnvoySide, services: Services
+) -> None:
     async with envoy.stream() as first, envoy.stream() as second:
         on = chosen(await first.body_first(CHAT, headers=IN_TURN))[0]
         assert chosen(await second.body_first(CHAT, headers=IN_TURN))[0] != on
         await first.response_headers(upstream=on)
-        hangs(services, 1 + (on == replica(2)), 20.5)
+        hangs(services, on)
         for _ in range(3):
             await first.response_body({"id": "1"}, end_of_stream=False)
         assert not services.fleet.eligibility.hung(20.0)
         await first.end()
 
 
-async def test_one_that_cannot_be_ended_keeps_no_other_from_it(
+async def test_failure_to_end_one_request_spares_others(
     envoy: EnvoySide, services: Services, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lose, broken = Exchange.lose, list[Exchange]()
@@ -101,7 +98,7 @@ async def test_one_that_cannot_be_ended_keeps_no_other_from_it(
         on = chosen(await first.body_first(CHAT, headers=IN_TURN))[0]
         await other.body_first(CHAT, headers=IN_TURN)
         assert chosen(await second.body_first(CHAT, headers=IN_TURN))[0] == on
-        hangs(services, 1 + (on == replica(2)), 20.5)
+        hangs(services, on)
         assert (await second.read()).immediate_response
         for stream in (first, other, second):
             await stream.end()
@@ -114,12 +111,12 @@ class TestNever:
     def config(self) -> Config:
         return Config.model_validate({"serve": {"hung_s": 0.0}})
 
-    async def test_nothing_is_ended(
+    async def test_hung_s_zero_ends_nothing(
         self, envoy: EnvoySide, server: GrpcServer, services: Services
     ) -> None:
         async with envoy.stream() as stream:
             on = chosen(await stream.body_first(CHAT, headers=IN_TURN))[0]
-            hangs(services, 1 + (on == replica(2)), 1000.0)
+            hangs(services, on, 1000.0)
             await server._processor.end_lost()
             assert services.fleet.in_flight_on(on) == 1
             await stream.end()
@@ -135,7 +132,7 @@ class TestRecorded:
         )
 
     @pytest.mark.parametrize("mark", [{}, MARK])
-    async def test_as_failed(
+    async def test_ended_requests_are_recorded_as_failed(
         self, envoy: EnvoySide, services: Services, tmp_path: Path, mark: dict[str, str]
     ) -> None:
         async with envoy.stream() as lost, envoy.stream() as kept:
@@ -144,7 +141,7 @@ class TestRecorded:
             await kept.answer({"id": "1"}, upstream=other)
             if not mark:
                 await lost.response_headers(upstream=on, content_type="text/event-stream")
-            hangs(services, 1 + (on == replica(2)), 0.1)
+            hangs(services, on, 0.1)
             await until(lambda: not services.fleet.in_flight)
         await written(services)
         assert read(tmp_path / "record").left_out == {"failed": 1}
@@ -166,7 +163,7 @@ class TestAnAnswerThatIsNotRead:
         fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
         return on_fleet(services, fleet, clock=clock)
 
-    async def test_tells_nothing_of_its_length(
+    async def test_ended_response_teaches_no_length(
         self, envoy: EnvoySide, services: Services, clock: ManualClock
     ) -> None:
         for number in (1, 2):  # none is alone
@@ -180,7 +177,7 @@ class TestAnAnswerThatIsNotRead:
                 for number in (1, 2):
                     told = state(number, "llama-8b-a10", clock, running=2, steps=second * 30.0)
                     services.fleet.put(told)
-            hangs(services, 1 + (on == replica(2)), 20.5)
+            hangs(services, on)
             assert (await stream.read()).immediate_response
             await stream.end()
         assert services.fleet.lengths.expected(0, 10_000.0) == before
@@ -193,12 +190,12 @@ class TestAReplyThatIsOnItsWay:
     def config(self) -> Config:
         return Config.model_validate({"route": {"models": {"chat": "llama"}}})
 
-    async def test_comes_before_the_end(self, envoy: EnvoySide, services: Services) -> None:
+    async def test_large_reply_precedes_refusal(self, envoy: EnvoySide, services: Services) -> None:
         large = {"model": "chat", "messages": [{"role": "user", "content": "a" * 16_000_000}]}
         async with envoy.stream() as stream:
             await stream.write(stream.body_message(large))
             await until(lambda: services.fleet.in_flight)
-            hangs(services, 1 + services.fleet.in_flight_on(replica(2)), 20.5)
+            hangs(services, replica(1 + services.fleet.in_flight_on(replica(2))))
             await until(lambda: not services.fleet.in_flight)
             assert chosen(await stream.read())
             assert (await stream.read()).immediate_response
@@ -210,10 +207,12 @@ class TestASampledOne:
     def services(self, services: Services, spans: Spans) -> Services:
         return traced(services, spans)
 
-    async def test_has_a_span(self, envoy: EnvoySide, services: Services, spans: Spans) -> None:
+    async def test_ended_request_has_span(
+        self, envoy: EnvoySide, services: Services, spans: Spans
+    ) -> None:
         async with envoy.stream(traceparent=SAMPLED) as stream:
             on = chosen(await stream.body_first(CHAT))[0]
-            hangs(services, 1 + (on == replica(2)), 20.5)
+            hangs(services, on)
             assert (await stream.read()).immediate_response
             await stream.end()
         told = attributes((await sent(services, spans))["chat llama"])

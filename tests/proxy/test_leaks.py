@@ -61,7 +61,7 @@ class _Bytes(CodecBase):
         return data
 
 
-async def test_a_reply_leaves_nothing() -> None:
+async def test_reply_leaks_no_memory() -> None:
     number = 0
 
     async def reply() -> None:
@@ -93,7 +93,7 @@ async def left_by_streams(port: int, reset: bool) -> float:
         channel.close()
 
 
-async def test_a_stream_that_is_reset_leaves_no_more_than_another(services: Services) -> None:
+async def test_reset_stream_leaks_no_memory(services: Services) -> None:
     """Envoy closes each, and resets it at once."""
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")

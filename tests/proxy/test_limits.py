@@ -32,7 +32,7 @@ class TestStreams:
     def config(self) -> Config:
         return Config.model_validate({"serve": {"max_streams": 2}})
 
-    async def test_beyond_the_limit_envoy_goes_on_alone(
+    async def test_max_streams_refuses_further_streams(
         self, services: Services, logged: Logged
     ) -> None:
         """Beyond that of a connection, Envoy opens another one."""
@@ -66,7 +66,7 @@ class TestBodies:
     def services(self, services: Services) -> Services:
         return replace(services, room=Room(ROOM))
 
-    async def test_what_all_streams_hold_back_is_bounded(
+    async def test_buffered_bodies_share_one_bound(
         self, envoy: EnvoySide, services: Services
     ) -> None:
         async with envoy.stream() as silent, envoy.stream() as other:
@@ -80,7 +80,7 @@ class TestBodies:
             silent.reset()
             await until(lambda: services.room.free == ROOM)
 
-    async def test_room_comes_back_with_the_end_of_a_body(
+    async def test_body_memory_is_freed_with_the_body(
         self, envoy: EnvoySide, services: Services
     ) -> None:
         for _ in range(5):
@@ -99,7 +99,7 @@ class TestBodies:
                 assert (await refused.read()).immediate_response is not None
                 await until(lambda: services.room.free == ROOM)
 
-    async def test_replies_that_are_not_read_count_as_held(
+    async def test_unread_replies_count_as_body_memory(
         self, envoy: EnvoySide, services: Services, logged: Logged
     ) -> None:
         size = 4 * 2**20  # more than gRPC takes in advance
@@ -115,7 +115,7 @@ class TestBodies:
         assert not logged.lines()
 
 
-async def test_a_request_in_flight_does_not_keep_its_body(envoy: EnvoySide) -> None:
+async def test_request_in_flight_does_not_keep_its_body(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         await stream.request_headers()
         tracemalloc.start()
@@ -128,7 +128,7 @@ async def test_a_request_in_flight_does_not_keep_its_body(envoy: EnvoySide) -> N
         assert held < 2**20
 
 
-async def test_a_kept_decision_does_not_keep_what_was_in_flight(
+async def test_kept_decision_holds_no_in_flight_arrays(
     envoy: EnvoySide, services: Services
 ) -> None:
     """Nobody needs it once the request is sent, and there may be thousands."""
@@ -183,7 +183,7 @@ async def stalling(port: int) -> AsyncIterator[tuple[int, asyncio.Event]]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_the_requests_of_an_envoy_that_vanished_are_over(services: Services) -> None:
+async def test_keepalive_ends_requests_of_vanished_envoy(services: Services) -> None:
     server = GrpcServer(services, keepalive_s=2.0)
     port = await server.start("127.0.0.1:0")
     async with (
@@ -203,7 +203,7 @@ async def test_the_requests_of_an_envoy_that_vanished_are_over(services: Service
     await server.stop(0)
 
 
-async def test_what_people_are_shown_has_no_prompt(
+async def test_pages_and_logs_show_no_prompt(
     envoy: EnvoySide, services: Services, logged: Logged
 ) -> None:
     secret = "correct horse battery staple"

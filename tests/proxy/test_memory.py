@@ -33,9 +33,7 @@ def router(directory: Path, ports: tuple[int, int], *replicas: Replica) -> list[
     return patched({"extproc.poll.poller.RESOLVE_S": 0.1}, *serve, *where)
 
 
-async def test_one_process_routes_to_replicas_that_come_and_go(
-    tmp_path: Path, ports: tuple[int, int]
-) -> None:
+async def test_memory_state_follows_replicas_file(tmp_path: Path, ports: tuple[int, int]) -> None:
     admin = f"http://127.0.0.1:{ports[1]}"
     async with serving() as one, serving() as two, aiohttp.ClientSession() as session:
         argv = router(tmp_path, ports, one)
@@ -72,7 +70,7 @@ async def test_one_process_routes_to_replicas_that_come_and_go(
         assert "redis" not in log.read_text()
 
 
-async def test_no_model_is_unknown_before_each_replica_told_its_own(
+async def test_memory_state_refuses_no_model_before_all_are_polled(
     tmp_path: Path, ports: tuple[int, int]
 ) -> None:
     admin = f"http://127.0.0.1:{ports[1]}"
@@ -112,6 +110,6 @@ async def test_no_model_is_unknown_before_each_replica_told_its_own(
             assert await asked("large") == [two.id, two.id]
 
 
-def test_a_poller_does_not_go_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_state_refuses_separate_poller(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["poll", "--replicas", "127.0.0.1:1", "--state", "memory"]) == 2
     assert "the router polls its replicas itself" in capsys.readouterr().err

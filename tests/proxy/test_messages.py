@@ -55,7 +55,7 @@ def told(namespace: str, **fields: Value) -> Metadata:
     return Metadata(filter_metadata={namespace: Struct(fields=named)})
 
 
-def test_who_served_is_read_from_attribute_or_metadata() -> None:
+def test_serving_replica_is_read_from_attribute_or_metadata() -> None:
     attribute = {"upstream.address": Value(string_value="10.0.0.2:8000")}
     metadata = told(
         "envoy.lb", x_gateway_destination_endpoint_served=Value(string_value="10.0.0.3:8000")
@@ -68,7 +68,7 @@ def test_who_served_is_read_from_attribute_or_metadata() -> None:
     assert messages.served_by(received()) == ""
 
 
-def test_a_subset_is_read_as_list_or_text() -> None:
+def test_subset_is_read_as_list_or_text() -> None:
     def subset(value: Value) -> frozenset[str] | None:
         metadata = told("envoy.lb.subset_hint", x_gateway_destination_endpoint_subset=value)
         return messages.subset_of(received(metadata_context=metadata))
@@ -82,7 +82,7 @@ def test_a_subset_is_read_as_list_or_text() -> None:
     assert messages.subset_of(received(metadata_context=told("envoy.lb.subset_hint"))) is None
 
 
-def test_one_reply_does_not_change_another() -> None:
+def test_replies_share_no_state() -> None:
     first = messages.send_to("request_body", "10.0.0.1:8000,10.0.0.2:8000")
     messages.send_to("request_body", "10.0.0.3:8000")
     messages.send_to("request_headers", "10.0.0.4:8000", leave_body=True)

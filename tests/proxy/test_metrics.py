@@ -55,7 +55,7 @@ def value(registry: CollectorRegistry, name: str, by: Mapping[str, str] = BY) ->
     return registry.get_sample_value(f"extproc_{name}", dict(by))
 
 
-async def test_a_stream_that_is_read_tells_its_times_and_how_they_were_predicted(
+async def test_streamed_response_fills_time_and_prediction_metrics(
     envoy: EnvoySide, services: Services, clock: ManualClock, registry: CollectorRegistry
 ) -> None:
     async with envoy.stream() as stream:
@@ -86,7 +86,7 @@ async def test_a_stream_that_is_read_tells_its_times_and_how_they_were_predicted
     assert value(registry, "prefix_cache_expected_tokens_total", hits) == 0
 
 
-async def test_what_another_replica_served_was_not_predicted_for_it(
+async def test_retry_on_other_replica_measures_no_prediction(
     envoy: EnvoySide, clock: ManualClock, registry: CollectorRegistry
 ) -> None:
     async with envoy.stream() as stream:
@@ -102,7 +102,7 @@ async def test_what_another_replica_served_was_not_predicted_for_it(
     assert value(registry, "failures_total", {"replica": second}) is None
 
 
-async def test_a_failure_is_counted_for_its_replica_until_that_leaves(
+async def test_failures_are_counted_until_replica_leaves(
     envoy: EnvoySide, services: Services, registry: CollectorRegistry
 ) -> None:
     async with envoy.stream() as stream:
@@ -114,15 +114,13 @@ async def test_a_failure_is_counted_for_its_replica_until_that_leaves(
     assert value(registry, "completion_seconds_count") is None
 
 
-async def test_what_comes_is_demand_whether_it_is_answered_or_not(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_unanswered_request_counts_as_demand(envoy: EnvoySide, services: Services) -> None:
     assert services.demand.replicas(services.queue) == 0.0
     await envoy.ask()
     assert services.demand.replicas(services.queue) > 0.0
 
 
-def test_replicas_left_out_are_told_for_as_long_as_they_are(registry: CollectorRegistry) -> None:
+def test_replica_left_out_metric_follows_exclusions(registry: CollectorRegistry) -> None:
     metrics = RouterMetrics(registry)
     metrics.tell_left_out([("a", "failing"), ("b", "draining")])
     assert value(registry, "replica_left_out", {"replica": "a", "reason": "failing"}) == 1

@@ -12,7 +12,7 @@ from msgspec import to_builtins
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, replica, state
-from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
 from tests.proxy.replies import body_of, chunk_of, common, destination, header_of, status_of
 
 ASKED = {"messages": CHAT["messages"], "model": "chat"}
@@ -36,9 +36,7 @@ def config() -> Config:
     )
 
 
-async def test_a_body_in_one_piece_is_replaced_and_its_length(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_whole_body_gets_model_name_and_length(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         await stream.request_headers(headers={"content-length": str(len(BODY))})
         reply = await stream.request_body(BODY)
@@ -49,7 +47,7 @@ async def test_a_body_in_one_piece_is_replaced_and_its_length(
     assert (record["model"], record["served_as"]) == ("chat", "llama")
 
 
-async def test_a_large_body_is_waited_for(envoy: EnvoySide) -> None:
+async def test_large_body_is_read_to_rewrite_model(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
         assert destination(reply) == []
@@ -57,7 +55,7 @@ async def test_a_large_body_is_waited_for(envoy: EnvoySide) -> None:
 
 
 @pytest.mark.parametrize(("told", "length"), [({"content-length": "1000"}, "1001"), ({}, None)])
-async def test_of_the_beginning_of_a_body_no_more_is_replaced(
+async def test_truncated_body_gets_model_name(
     envoy: EnvoySide, told: dict[str, str], length: str | None
 ) -> None:
     begin = b'{"model": "chat", "messages": [{"role": "user", "content": "x'
@@ -68,13 +66,9 @@ async def test_of_the_beginning_of_a_body_no_more_is_replaced(
     assert header_of(reply, "content-length") == length
 
 
-async def test_in_full_duplex_the_chunks_have_it(envoy: EnvoySide) -> None:
-    duplex: dict[str, Any] = {
-        "body_mode": BodyMode.FULL_DUPLEX_STREAMED,
-        "response_mode": BodyMode.FULL_DUPLEX_STREAMED,
-    }
+async def test_duplex_chunks_have_model_name(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
-        await stream.write_headers(**duplex)
+        await stream.write_headers(**DUPLEX)
         await stream.write_body(BODY[:-9], end_of_stream=False)
         await stream.write_body(BODY[-9:])
         assert destination(await stream.read())
@@ -84,7 +78,7 @@ async def test_in_full_duplex_the_chunks_have_it(envoy: EnvoySide) -> None:
         assert chunk_of(await stream.response_body(answer)) == (answer, True)
 
 
-async def test_a_name_that_is_sent_as_it_is_leaves_all_as_it_is(envoy: EnvoySide) -> None:
+async def test_unaliased_model_leaves_body_unchanged(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         reply = await stream.ask()
         assert common(reply).body_mutation is None
@@ -93,7 +87,7 @@ async def test_a_name_that_is_sent_as_it_is_leaves_all_as_it_is(envoy: EnvoySide
 
 
 @pytest.mark.parametrize("model", ["chat", "any"])
-async def test_a_name_that_only_the_router_knows_does_not_go_on_without_it(
+async def test_alias_without_healthy_replica_answers_503(
     envoy: EnvoySide, services: Services, model: str
 ) -> None:
     """Envoy's fallback would send it as it is, and a replica that is just back answer 404."""
@@ -107,7 +101,7 @@ async def test_a_name_that_only_the_router_knows_does_not_go_on_without_it(
 @pytest.mark.parametrize(
     "other", [{"healthy": False}, {"models": ("other",)}, {"models": ("other",), "listed": False}]
 )
-async def test_a_draw_of_which_all_that_there_is_is_down_does_exist(
+async def test_canary_with_all_targets_down_answers_503(
     envoy: EnvoySide, services: Services, other: dict[str, Any]
 ) -> None:
     clock = ManualClock(services.wall())

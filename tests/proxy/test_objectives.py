@@ -1,6 +1,5 @@
 """What a request aims for, by its headers, its tenant or its model."""
 
-import json
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ from extproc.config import Config
 from extproc.proxy.services import Services
 from extproc.request.objective import NO_OBJECTIVE, Objective
 from tests.proxy.conftest import samples
-from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
-from tests.proxy.replies import chosen
+from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.replies import chosen, error_of
 
 CODER = {**CHAT, "model": "coder"}
 OBJECTIVES = {
@@ -63,13 +62,13 @@ async def aim(
         ({"x-llm-d-inference-fairness-id": "support"}, CHAT, ""),
     ],
 )
-async def test_the_header_counts_then_the_tenant_then_the_model(
+async def test_objective_follows_header_then_tenant_then_model(
     envoy: EnvoySide, services: Services, headers: dict[str, str], body: dict[str, Any], name: str
 ) -> None:
     assert (await aim(envoy, services, headers, body)).name == name
 
 
-async def test_what_clients_say_does_not_count_unless_it_is_allowed(
+async def test_inference_headers_are_ignored_by_default(
     envoy: EnvoySide, services: Services
 ) -> None:
     headers = {"x-llm-d-slo-ttft-ms": "1", "x-slo-tpot-ms": "1"}
@@ -100,14 +99,14 @@ async def test_what_clients_say_does_not_count_unless_it_is_allowed(
         *(({"x-slo-ttft-ms": wrong}, NO_OBJECTIVE) for wrong in ("", "x", "-1", "0", "inf", "nan")),
     ],
 )
-async def test_headers_of_llm_d_and_the_extension(
+async def test_allowed_inference_headers_set_objective(
     envoy: EnvoySide, services: Services, headers: dict[str, str], expected: Objective
 ) -> None:
     assert await aim(envoy, services, headers) == expected
 
 
 @allowed()
-async def test_a_fairness_id_is_the_tenant(envoy: EnvoySide, services: Services) -> None:
+async def test_fairness_id_header_names_tenant(envoy: EnvoySide, services: Services) -> None:
     for header in ("x-llm-d-inference-fairness-id", "x-gateway-inference-fairness-id"):
         await aim(envoy, services, {header: "blue"})
         (record,) = services.log.last(1)
@@ -115,11 +114,9 @@ async def test_a_fairness_id_is_the_tenant(envoy: EnvoySide, services: Services)
 
 
 @allowed()
-async def test_a_gateway_sends_them_as_headers(envoy: EnvoySide, services: Services) -> None:
+async def test_duplex_inference_header_sets_objective(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX, headers={"x-slo-ttft-ms": "1500"})
-        await stream.write_body(json.dumps(CHAT).encode())
-        await stream.read()
+        await stream.ask_in_full_duplex(headers={"x-slo-ttft-ms": "1500"})
         (record,) = services.log.last(1)
         assert record.decision.profile.objective == Objective(ttft_s=1.5)
 
@@ -129,7 +126,7 @@ async def test_a_gateway_sends_them_as_headers(envoy: EnvoySide, services: Servi
     "headers",
     [{"x-objective": "whole"}, {"x-objective": "soon", "x-llm-d-slo-ttft-ms": "0.1"}],
 )
-async def test_what_is_sheddable_is_refused_where_it_misses_a_target(
+async def test_sheddable_request_beyond_target_is_refused(
     envoy: EnvoySide, services: Services, config: Config, headers: dict[str, str]
 ) -> None:
     """On idle replicas, too."""
@@ -138,7 +135,7 @@ async def test_what_is_sheddable_is_refused_where_it_misses_a_target(
         reply = await stream.body_first(CHAT, headers=headers)
         assert (reply.immediate_response is not None) is told
         if reply.immediate_response is not None:
-            error = json.loads(reply.immediate_response.body)["error"]
+            error = error_of(reply)
             assert error["code"] == "too_late"
             assert "would miss its target, by " in error["message"]
             assert samples(services.metrics.refused) == {("too_late",): 1}
@@ -152,11 +149,11 @@ async def test_what_is_sheddable_is_refused_where_it_misses_a_target(
         ({"a": {"sheddable": True}}, "objective 'a' is sheddable and has no target"),
     ],
 )
-def test_what_says_nothing_clear_is_a_mistake(objectives: object, message: str) -> None:
+def test_ambiguous_objectives_are_refused(objectives: object, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Config.model_validate({"hold": {"objectives": objectives}})
 
 
-def test_what_headers_tell_may_be_shed_by_them_alone() -> None:
+def test_sheddable_objective_may_get_targets_from_headers() -> None:
     hold = {"objectives": {"a": {"sheddable": True}}} | ALLOWED
     assert Config.model_validate({"hold": hold}).hold.objectives["a"].sheddable

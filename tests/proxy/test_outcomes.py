@@ -35,7 +35,7 @@ def count(metric: Collector) -> float:
     return next(one.value for one in family.samples if one.name.endswith("_count"))
 
 
-async def test_an_answer_through_a_tunnel_is_one_of_the_replica_chosen(
+async def test_tunnel_address_means_chosen_replica_served(
     envoy: EnvoySide, services: Services
 ) -> None:
     for number in range(3):
@@ -50,7 +50,7 @@ async def test_an_answer_through_a_tunnel_is_one_of_the_replica_chosen(
     assert set(services.fleet.view("llama").ids) == {replica(1), replica(2)}
 
 
-async def test_a_failure_through_a_tunnel_is_one_of_the_replica_chosen(
+async def test_tunnel_failure_counts_for_chosen_replica(
     envoy: EnvoySide, services: Services
 ) -> None:
     for _ in range(5):  # three of one of the two
@@ -69,7 +69,7 @@ async def test_a_failure_through_a_tunnel_is_one_of_the_replica_chosen(
         (None, False, True, False),
     ],
 )
-async def test_a_stream_that_was_not_read_tells_how_long_its_answer_was(
+async def test_unread_stream_teaches_output_length(
     envoy: EnvoySide,
     services: Services,
     clock: ManualClock,
@@ -100,7 +100,7 @@ async def test_a_stream_that_was_not_read_tells_how_long_its_answer_was(
 
 
 @pytest.mark.parametrize("config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})])
-async def test_a_client_that_is_seen_to_hang_up_tells_nothing_of_lengths(
+async def test_hang_up_teaches_no_output_length(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
     for number in (1, 2):
@@ -118,7 +118,7 @@ async def test_a_client_that_is_seen_to_hang_up_tells_nothing_of_lengths(
 
 
 @pytest.mark.parametrize("config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})])
-async def test_a_stream_that_tells_no_usage_shows_how_far_off_its_completion_was(
+async def test_stream_without_usage_teaches_completion_error(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
     for _ in range(5):
@@ -133,9 +133,7 @@ async def test_a_stream_that_tells_no_usage_shows_how_far_off_its_completion_was
     assert services.router.margins.completion.ratio > 1.1
 
 
-async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_unread_stream_has_no_completion_time(envoy: EnvoySide, services: Services) -> None:
     """Envoy closes its stream alike when a response has ended and when a client hung up."""
     async with envoy.stream() as stream:
         await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "s"})
@@ -150,7 +148,7 @@ async def test_a_stream_that_was_not_read_is_not_known_to_be_complete(
 
 
 @pytest.mark.parametrize("retried", [False, True])
-async def test_what_came_of_a_prediction_is_kept_where_it_was_that_replicas(
+async def test_accuracy_keeps_outcomes_of_chosen_replica(
     envoy: EnvoySide, services: Services, clock: ManualClock, retried: bool
 ) -> None:
     details = {"prompt_tokens_details": {"cached_tokens": 32}}
@@ -173,7 +171,7 @@ async def test_what_came_of_a_prediction_is_kept_where_it_was_that_replicas(
     assert [*services.accuracy.since(clock() + 1.0)] == []
 
 
-async def test_what_several_sequences_find_in_the_cache_is_not_held_against_it(
+async def test_several_sequences_report_no_cached_tokens(
     envoy: EnvoySide, services: Services
 ) -> None:
     async with envoy.stream() as stream:

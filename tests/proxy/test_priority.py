@@ -12,7 +12,8 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, state
-from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
+from tests.proxy.conftest import put_replicas
+from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import body_of, chunk_of, common, header_of
 
 OBJECTIVE = "x-objective"
@@ -33,13 +34,7 @@ def config() -> Config:
 
 @pytest.fixture(autouse=True)
 def replicas(services: Services) -> None:
-    know(services, takes_priority=True)
-
-
-def know(services: Services, *numbers: int, takes_priority: bool) -> None:
-    clock = ManualClock(services.wall())
-    for number in numbers or (1, 2):
-        services.fleet.put(state(number, "llama-8b-a10", clock, takes_priority=takes_priority))
+    put_replicas(services, takes_priority=True)
 
 
 async def sent(
@@ -61,7 +56,7 @@ async def sent(
         ("unheard of", {"priority": -999}, 0),
     ],
 )
-async def test_an_objective_decides(
+async def test_objective_sets_priority_in_body(
     envoy: EnvoySide, objective: str, said: dict[str, int], written: int
 ) -> None:
     reply = await sent(envoy, CHAT | said, objective)
@@ -72,36 +67,34 @@ async def test_an_objective_decides(
     assert header_of(reply, PRIORITY) == str(written)
 
 
-async def test_trailers_change_nothing_of_it(envoy: EnvoySide) -> None:
+async def test_priority_is_written_before_trailers(envoy: EnvoySide) -> None:
     reply = await envoy.ask_body_first(CHAT | {"priority": -999}, end_of_stream=False)
     assert json.loads(body_of(reply) or b"") == CHAT | {"priority": 0}
 
 
-async def test_without_one_a_body_stays_as_it_is(envoy: EnvoySide) -> None:
+async def test_body_without_priority_stays_unchanged(envoy: EnvoySide) -> None:
     for objective in ("", "usual"):
         assert common(await sent(envoy, CHAT, objective)).body_mutation is None
 
 
-async def test_beside_a_name(envoy: EnvoySide) -> None:
+async def test_priority_and_model_name_are_written_together(envoy: EnvoySide) -> None:
     body = body_of(await sent(envoy, CHAT | {"model": "chat"}, "urgent"))
     assert json.loads(body or b"") == CHAT | {"priority": -10}
 
 
-async def test_in_full_duplex_the_chunks_have_it(envoy: EnvoySide) -> None:
+async def test_duplex_chunks_have_priority(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
-        await stream.write_headers(**DUPLEX, headers=URGENT)
-        await stream.write_body(json.dumps(CHAT).encode())
-        await stream.read()
+        await stream.ask_in_full_duplex(headers=URGENT)
         body, last = chunk_of(await stream.read())
     assert (json.loads(body), last) == (CHAT | {"priority": -10}, True)
 
 
-async def test_headers_first(envoy: EnvoySide) -> None:
+async def test_priority_is_written_after_headers(envoy: EnvoySide) -> None:
     body = body_of(await envoy.ask(CHAT, headers=URGENT))
     assert json.loads(body or b"") == CHAT | {"priority": -10}
 
 
-async def test_where_the_body_is_not_here_the_header_says_it(envoy: EnvoySide) -> None:
+async def test_truncated_body_gets_priority_header(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         await stream.request_headers(body_mode=BodyMode.BUFFERED_PARTIAL, headers=URGENT)
         reply = await stream.request_body(b'{"model":"llama","x":1', end_of_stream=False)
@@ -109,19 +102,17 @@ async def test_where_the_body_is_not_here_the_header_says_it(envoy: EnvoySide) -
     assert header_of(reply, PRIORITY) == "-10"
 
 
-async def test_where_a_retry_might_reach_one_that_refuses_it_there_is_none(
-    envoy: EnvoySide, services: Services
-) -> None:
-    know(services, 2, takes_priority=False)
+async def test_priority_needs_support_of_all_replicas(envoy: EnvoySide, services: Services) -> None:
+    put_replicas(services, 2, takes_priority=False)
     for _ in range(4):
         assert common(await sent(envoy, CHAT, "urgent")).body_mutation is None
     body = body_of(await sent(envoy, CHAT | {"priority": -999}, "urgent"))
     assert json.loads(body or b"") == CHAT | {"priority": 0}
-    know(services, 2, takes_priority=True)
+    put_replicas(services, 2, takes_priority=True)
     assert common(await sent(envoy, CHAT, "urgent")).body_mutation is not None
 
 
-async def test_one_that_never_served_keeps_none_from_the_others(
+async def test_loading_replica_does_not_block_priority(
     envoy: EnvoySide, services: Services
 ) -> None:
     loading = state(3, "llama-8b-a10", ManualClock(services.wall()), models=(), healthy=False)
@@ -129,7 +120,7 @@ async def test_one_that_never_served_keeps_none_from_the_others(
     assert json.loads(body_of(await sent(envoy, CHAT, "urgent")) or b"")["priority"] == -10
 
 
-async def test_an_endpoint_that_knows_none_gets_none(envoy: EnvoySide) -> None:
+async def test_endpoint_without_priority_gets_none(envoy: EnvoySide) -> None:
     body = CHAT | {"max_tokens": 5}
     assert common(await sent(envoy, body, "urgent", "/v1/messages")).body_mutation is None
     assert common(await sent(envoy, body, "urgent", "/v1/responses")).body_mutation is not None
@@ -142,9 +133,7 @@ class TestWithoutNames:
             {"hold": {"objective_header": OBJECTIVE, "objectives": OBJECTIVES}}
         )
 
-    async def test_where_the_body_is_too_large_to_be_looked_at_the_header_says_it(
-        self, envoy: EnvoySide
-    ) -> None:
+    async def test_large_body_gets_priority_header(self, envoy: EnvoySide) -> None:
         async with envoy.stream() as stream:
             headers = URGENT | {"content-length": f"{2**24}"}
             reply = await stream.request_headers(headers=headers)
@@ -157,7 +146,7 @@ class TestWithoutObjectives:
     def config(self) -> Config:
         return Config.model_validate({"route": {"seed": 1}})
 
-    async def test_what_a_client_says_is_the_replicas_to_judge(self, envoy: EnvoySide) -> None:
+    async def test_client_priority_passes_without_objectives(self, envoy: EnvoySide) -> None:
         reply = await sent(envoy, CHAT | {"priority": -999}, "")
         assert common(reply).body_mutation is None
         assert header_of(reply, PRIORITY) is None

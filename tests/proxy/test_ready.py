@@ -45,9 +45,7 @@ async def router(
         yield process, EnvoySide(channel), says
 
 
-async def test_a_router_is_ready_as_long_as_it_can_choose(
-    redis_server: RedisServer, tmp_path: Path
-) -> None:
+async def test_readiness_follows_known_replicas(redis_server: RedisServer, tmp_path: Path) -> None:
     async with router(redis_server, tmp_path) as (process, envoy, says):
 
         async def ready() -> bool:

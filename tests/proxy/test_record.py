@@ -125,9 +125,7 @@ async def many(services: Services) -> None:
     await written(services)
 
 
-async def test_a_full_disk_costs_no_more_than_what_comes_while_it_is_full(
-    services: Services, folder: Path
-) -> None:
+async def test_full_disk_keeps_earlier_records(services: Services, folder: Path) -> None:
     for _ in range(20):
         await many(services)
     before = size_of(folder)
@@ -141,9 +139,7 @@ async def test_a_full_disk_costs_no_more_than_what_comes_while_it_is_full(
     assert len(read(empty).requests) == 400
 
 
-async def test_requests_that_a_full_disk_did_not_take_are_counted(
-    services: Services, folder: Path
-) -> None:
+async def test_full_disk_counts_unwritten_requests(services: Services, folder: Path) -> None:
     await many(services)
     with full_disk():
         await many(services)
@@ -154,7 +150,7 @@ async def test_requests_that_a_full_disk_did_not_take_are_counted(
     assert record.left_out == {"not written (the disk was full, or too slow)": 800}
 
 
-async def test_a_disk_that_hangs_holds_up_nobody(
+async def test_hanging_disk_does_not_delay_shutdown(
     services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("extproc.observe.recorder._LAST_S", 0.05)
@@ -163,7 +159,7 @@ async def test_a_disk_that_hangs_holds_up_nobody(
     assert b'"kind":"start"' in await asyncio.to_thread(pipe.read_bytes)
 
 
-async def test_what_a_disk_that_hangs_has_yet_to_take_is_bounded(
+async def test_hanging_disk_bounds_record_memory(
     services: Services, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("extproc.observe.recorder._MOST_KEPT", 3000)
@@ -187,7 +183,7 @@ async def test_what_a_disk_that_hangs_has_yet_to_take_is_bounded(
     assert len(requests) + sum(lost) == 100
 
 
-async def test_replicas_are_told_of_whatever_the_wall_clock_does(
+async def test_record_names_replicas_despite_clock_jumps(
     services: Services, config: Config, folder: Path
 ) -> None:
     clock, wall = ManualClock(100.0), ManualClock(1e9)
@@ -201,7 +197,7 @@ async def test_replicas_are_told_of_whatever_the_wall_clock_does(
     assert len(told) == 2 * 3
 
 
-async def test_a_request_is_recorded_but_for_its_words(
+async def test_record_keeps_figures_and_no_words(
     services: Services, envoy: EnvoySide, folder: Path
 ) -> None:
     body = CHAT | {"messages": [{"role": "user", "content": f"the {CANARY} " * 60}]}
@@ -222,9 +218,7 @@ async def test_a_request_is_recorded_but_for_its_words(
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-async def test_what_is_refused_is_counted(
-    services: Services, envoy: EnvoySide, folder: Path
-) -> None:
+async def test_record_counts_refusals(services: Services, envoy: EnvoySide, folder: Path) -> None:
     await ask(envoy, CHAT)
     reply = await envoy.ask_body_first(CHAT | {"model": "nobody's"})
     assert reply.immediate_response is not None
@@ -232,7 +226,7 @@ async def test_what_is_refused_is_counted(
     assert record.left_out == {"refused (model_not_found)": 1}
 
 
-async def test_a_router_that_starts_again_goes_on_with_the_record(
+async def test_restart_continues_record(
     services: Services, envoy: EnvoySide, folder: Path, config: Config
 ) -> None:
     await ask(envoy, CHAT)
@@ -248,7 +242,7 @@ async def test_a_router_that_starts_again_goes_on_with_the_record(
     assert record.left_out == {"whose line cannot be read": 1}
 
 
-async def test_files_are_bounded_and_each_can_be_read_without_the_others(
+async def test_record_files_are_bounded_and_readable_alone(
     services: Services, folder: Path
 ) -> None:
     assert services.recorder is not None
@@ -263,7 +257,7 @@ async def test_files_are_bounded_and_each_can_be_read_without_the_others(
         assert replica(1) in read(file).replicas
 
 
-async def test_a_disk_that_cannot_be_written_to_is_told_of_once_and_requests_go_on(
+async def test_unwritable_record_is_logged_once(
     services: Services, envoy: EnvoySide, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil(folder)
@@ -274,14 +268,14 @@ async def test_a_disk_that_cannot_be_written_to_is_told_of_once_and_requests_go_
     assert said.levelname == "ERROR"
 
 
-def test_a_folder_that_cannot_be_made_is_told_of_at_the_start(tmp_path: Path) -> None:
+def test_unusable_record_folder_fails_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = Config.model_validate({"record": {"path": str(tmp_path / "file" / "record")}})
     with pytest.raises(OSError, match=r"file/record \(record\.path\): Not a directory"):
         build(config, CollectorRegistry())
 
 
-async def test_of_a_prompts_keys_only_halves_are_recorded(
+async def test_record_keeps_half_of_each_prefix_key(
     services: Services, envoy: EnvoySide, folder: Path
 ) -> None:
     """From whole ones the sum of a unit's words can be computed."""
@@ -294,9 +288,7 @@ async def test_of_a_prompts_keys_only_halves_are_recorded(
     assert 0 < asked.whole < 2**32
 
 
-async def test_who_left_got_no_whole_answer(
-    services: Services, envoy: EnvoySide, folder: Path
-) -> None:
+async def test_record_marks_cut_answers(services: Services, envoy: EnvoySide, folder: Path) -> None:
     await ask(envoy, CHAT)
     await envoy.ask_body_first()
     async with envoy.stream() as stream:

@@ -23,7 +23,7 @@ from tests.conftest import Logged
 from tests.fakes import ManualClock, replica, state
 from tests.proxy.conftest import put_replicas, router_of, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, connected
-from tests.proxy.replies import destination
+from tests.proxy.replies import destination, error_of, status_of
 from tests.waiting import PATIENCE_S, until
 
 MEMBERS = {replica(1), replica(2)}
@@ -35,9 +35,7 @@ async def sent_to(envoy: EnvoySide, body: dict[str, Any]) -> set[str]:
     return set(destination(await envoy.ask(body)))
 
 
-async def test_a_request_is_routed_and_its_outcome_recorded(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_request_is_routed_and_outcome_logged(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         reply = await stream.request_headers(headers={"x-request-id": "abc"})
         assert reply.request_headers is not None
@@ -65,9 +63,7 @@ async def test_a_request_is_routed_and_its_outcome_recorded(
     json.dumps(shown, allow_nan=False)
 
 
-async def test_a_stream_takes_one_place_whatever_comes_twice(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_repeated_headers_are_counted_once(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         for _ in range(2):
             await stream.request_headers(headers={"content-encoding": "gzip"})
@@ -76,16 +72,14 @@ async def test_a_stream_takes_one_place_whatever_comes_twice(
     assert services.fleet.in_flight == 0
 
 
-async def test_usage_teaches_the_ratio_of_bytes_to_tokens(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_usage_teaches_bytes_per_token(envoy: EnvoySide, services: Services) -> None:
     before = services.tokens.bytes_per_token("llama")
     for _ in range(20):
         await envoy.converse(CHAT, {"usage": {"prompt_tokens": 300, "completion_tokens": 5}})
     assert services.tokens.bytes_per_token("llama") < before / 2
 
 
-async def test_a_served_stream_shows_its_first_token(envoy: EnvoySide, services: Services) -> None:
+async def test_streamed_response_shows_first_token(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "s"})
         await stream.response_headers(content_type="text/event-stream; charset=utf-8")
@@ -107,7 +101,7 @@ async def test_a_served_stream_shows_its_first_token(envoy: EnvoySide, services:
         ("GET", "/v1/chat/completions"),
     ],
 )
-async def test_what_is_no_inference_passes_untouched(
+async def test_other_endpoint_passes_untouched(
     envoy: EnvoySide, services: Services, method: str, path: str
 ) -> None:
     async with envoy.stream() as stream:
@@ -126,49 +120,43 @@ async def test_what_is_no_inference_passes_untouched(
 @pytest.mark.parametrize(
     "body", [b"", b"not json", b"[]", b'{"model": 5}', b"[" * 10_000, b'{"model": "\xff"}']
 )
-async def test_a_body_no_replica_could_serve_is_refused(
-    envoy: EnvoySide, services: Services, body: bytes
-) -> None:
+async def test_invalid_body_answers_400(envoy: EnvoySide, services: Services, body: bytes) -> None:
     reply = await envoy.ask(body)
-    assert reply.immediate_response is not None
-    assert reply.immediate_response.status is not None
-    assert reply.immediate_response.status.code == 400
-    error = json.loads(reply.immediate_response.body)["error"]
+    assert status_of(reply) == 400
+    error = error_of(reply)
     assert error["message"]
     assert error["type"] == "invalid_request_error"
     assert services.fleet.in_flight == 0
 
 
-async def test_a_request_without_a_model_is_for_the_only_one(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_missing_model_means_the_only_one(envoy: EnvoySide, services: Services) -> None:
     assert await sent_to(envoy, {"messages": []}) == MEMBERS
     assert services.log.last(1)[0].decision.profile.model == "llama"
 
 
-async def test_where_there_are_several_models_a_replica_may_judge_a_request_without_one(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_missing_model_among_several_is_routed(envoy: EnvoySide, services: Services) -> None:
     put_replicas(services, 2, models=("other",))
     assert await sent_to(envoy, {"messages": []}) == MEMBERS
     assert services.log.last(1)[0].decision.profile.model == ""
 
 
-async def test_a_post_without_a_body_is_refused(envoy: EnvoySide) -> None:
+async def test_post_without_body_is_refused(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         reply = await stream.request_headers(end_of_stream=True)
         assert reply.immediate_response is not None
 
 
 @pytest.mark.parametrize("bound", [-1, 1e30, "many", None, True, float("nan"), 10**400])
-async def test_absurd_bounds_are_routed(envoy: EnvoySide, services: Services, bound: Any) -> None:
+async def test_absurd_max_tokens_is_routed(
+    envoy: EnvoySide, services: Services, bound: Any
+) -> None:
     reply = await envoy.ask(CHAT | {"max_tokens": bound})
     assert set(destination(reply)) == MEMBERS
     assert services.fleet.in_flight == 0
 
 
 @pytest.mark.parametrize("phases", range(4))
-async def test_a_client_that_hangs_up_at_any_moment_leaves_nothing(
+async def test_reset_in_any_phase_leaks_nothing(
     envoy: EnvoySide, services: Services, phases: int
 ) -> None:
     async with envoy.stream() as stream:
@@ -186,7 +174,7 @@ async def test_a_client_that_hangs_up_at_any_moment_leaves_nothing(
     assert view.backlog.tolist() == pytest.approx([0, 0], abs=1e-6)
 
 
-async def test_phases_may_come_in_any_order(envoy: EnvoySide, services: Services) -> None:
+async def test_response_may_precede_request(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         assert (await stream.response_headers()).response_headers is not None
         assert (await stream.response_body(b"x")).response_body is not None
@@ -201,7 +189,7 @@ async def test_phases_may_come_in_any_order(envoy: EnvoySide, services: Services
     assert services.fleet.in_flight == 0
 
 
-async def test_a_retry_is_booked_where_it_was_served(envoy: EnvoySide, services: Services) -> None:
+async def test_retry_moves_request_to_serving_replica(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         first, second = destination(await stream.ask())
         assert services.fleet.in_flight_on(first) == 1
@@ -211,9 +199,7 @@ async def test_a_retry_is_booked_where_it_was_served(envoy: EnvoySide, services:
         await stream.end()
 
 
-async def test_a_replica_that_fails_fast_gets_nothing_more(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_failing_replica_is_ejected(envoy: EnvoySide, services: Services) -> None:
     bad, good = replica(1), replica(2)
     for _ in range(3):
         await envoy.converse(status=500, upstream=bad)
@@ -221,14 +207,14 @@ async def test_a_replica_that_fails_fast_gets_nothing_more(
         assert destination(await envoy.ask()) == [good]
 
 
-async def test_a_request_may_name_a_policy(envoy: EnvoySide, services: Services) -> None:
+async def test_header_selects_policy(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         await stream.ask(CHAT, headers={"x-extproc-policy": "round_robin"})
         assert services.log.after(0)[-1].decision.policy == "round_robin"
 
 
 @pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
-async def test_where_headers_leave_first_the_length_decides(
+async def test_headers_alone_route_by_content_length(
     envoy: EnvoySide, services: Services, mode: BodyMode
 ) -> None:
     async with envoy.stream() as stream:
@@ -238,9 +224,7 @@ async def test_where_headers_leave_first_the_length_decides(
         assert (await stream.request_body(b"{}")).request_body is not None
 
 
-async def test_a_compressed_body_is_routed_on_its_length(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_compressed_body_is_routed_by_length(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         reply = await stream.request_headers(
             headers={"content-encoding": "gzip", "content-length": "400"}
@@ -249,9 +233,7 @@ async def test_a_compressed_body_is_routed_on_its_length(
         assert destination(await stream.request_body(b"\x1f\x8b")) == []
 
 
-async def test_a_truncated_body_is_completed_by_its_length(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_truncated_body_counts_full_length(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         await stream.request_headers(
             body_mode=BodyMode.BUFFERED_PARTIAL, headers={"content-length": "40000"}
@@ -261,23 +243,21 @@ async def test_a_truncated_body_is_completed_by_its_length(
         assert services.log.after(0)[-1].decision.profile.prompt_tokens > 9000
 
 
-async def test_without_a_healthy_replica_envoy_decides(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_without_healthy_replica_envoy_chooses(envoy: EnvoySide, services: Services) -> None:
     put_replicas(services, healthy=False)
     async with envoy.stream() as stream:
         assert destination(await stream.ask()) == []
         await stream.answer(status=503)
 
 
-async def test_envoy_keeps_its_route_cache(envoy: EnvoySide) -> None:
+async def test_reply_keeps_route_cache(envoy: EnvoySide) -> None:
     reply = await envoy.ask()
     assert reply.request_body is not None
     assert reply.request_body.response is not None
     assert not reply.request_body.response.clear_route_cache
 
 
-async def test_what_is_no_message_ends_the_stream_and_not_the_server(services: Services) -> None:
+async def test_invalid_message_ends_only_its_stream(services: Services) -> None:
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -289,7 +269,7 @@ async def test_what_is_no_message_ends_the_stream_and_not_the_server(services: S
     await server.stop(0)
 
 
-async def test_stopping_lets_open_streams_end(services: Services) -> None:
+async def test_drain_waits_for_open_streams(services: Services) -> None:
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
     async with (
@@ -316,7 +296,7 @@ async def test_stopping_lets_open_streams_end(services: Services) -> None:
     assert services.fleet.in_flight == 0
 
 
-async def test_stopping_does_not_wait_for_ever(services: Services, logged: Logged) -> None:
+async def test_drain_ends_after_drain_s(services: Services, logged: Logged) -> None:
     server = GrpcServer(services)
     port = await server.start("127.0.0.1:0")
     async with (
@@ -329,7 +309,7 @@ async def test_stopping_does_not_wait_for_ever(services: Services, logged: Logge
     assert not logged.lines()
 
 
-async def test_a_taken_port_is_named(services: Services) -> None:
+async def test_taken_port_is_named(services: Services) -> None:
     first, second = GrpcServer(services), GrpcServer(services)
     port = await first.start("127.0.0.1:0")
     with pytest.raises(OSError, match=f"127.0.0.1:{port} .*serve.listen"):
@@ -337,7 +317,7 @@ async def test_a_taken_port_is_named(services: Services) -> None:
     await first.stop(0)
 
 
-async def test_a_response_broken_off_is_no_completion(envoy: EnvoySide, services: Services) -> None:
+async def test_broken_response_has_no_completion(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         await stream.ask(CHAT, headers={"x-request-id": "broken"})
         await stream.response_headers()
@@ -348,24 +328,20 @@ async def test_a_response_broken_off_is_no_completion(envoy: EnvoySide, services
     assert record.outcome.completion_s is None
 
 
-async def test_a_choice_that_envoy_passed_over_is_left_out(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_replica_envoy_skips_is_excluded(envoy: EnvoySide, services: Services) -> None:
     for _ in range(30):
         await envoy.converse(upstream=replica(2))
     assert services.fleet.view("llama").ids == [replica(2)]
 
 
-async def test_a_body_that_was_never_to_be_read_is_not_refused(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_compressed_body_without_replica_passes(envoy: EnvoySide, services: Services) -> None:
     put_replicas(services, healthy=False)
     reply = await envoy.ask(b"\x1f\x8b", headers={"content-encoding": "gzip"})
     assert reply.immediate_response is None
     assert destination(reply) == []
 
 
-async def test_a_request_in_flight_keeps_nothing_of_the_candidates() -> None:
+async def test_request_in_flight_keeps_no_candidates() -> None:
     """Of a thousand they would be 0.3 MB for each of thousands of requests in flight."""
     config = Config.model_validate({"serve": {"decisions_kept": 0}})
     services = router_of(config, 1)
@@ -382,7 +358,7 @@ def _predictions() -> int:
     return sum(isinstance(one, Prediction) for one in gc.get_objects())
 
 
-async def test_a_large_body_is_left_with_envoy(envoy: EnvoySide, services: Services) -> None:
+async def test_large_body_stays_with_envoy(envoy: EnvoySide, services: Services) -> None:
     async with envoy.stream() as stream:
         reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
         assert set(destination(reply)) == MEMBERS
@@ -397,9 +373,7 @@ async def test_a_large_body_is_left_with_envoy(envoy: EnvoySide, services: Servi
         await stream.answer()
 
 
-async def test_a_large_body_is_read_where_replicas_serve_different_models(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_large_body_is_read_to_choose_model(envoy: EnvoySide, services: Services) -> None:
     put_replicas(services, 2, models=("other",))
     async with envoy.stream() as stream:
         reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
@@ -408,7 +382,7 @@ async def test_a_large_body_is_read_where_replicas_serve_different_models(
         assert set(destination(reply)) == {replica(2)}  # once more there rather than on any
 
 
-async def test_the_streams_metadata_says_which_pool(services: Services, logged: Logged) -> None:
+async def test_stream_metadata_selects_pool(services: Services, logged: Logged) -> None:
     second = services.of_pool(services.config.model_copy(update={"pool": "second"}))
     second.fleet.put(state(7, "llama-8b-a10", ManualClock(services.wall())))
     sent = {}
@@ -424,9 +398,7 @@ async def test_the_streams_metadata_says_which_pool(services: Services, logged: 
     assert (line["pool"], line["configured"]) == ("lost", "default, second")
 
 
-async def test_images_are_learned_from_what_replicas_report(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_usage_teaches_image_tokens(envoy: EnvoySide, services: Services) -> None:
     image = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
     body = {"model": "llama", "messages": [{"role": "user", "content": [image, image]}]}
     for _ in range(50):
@@ -469,7 +441,7 @@ async def respond(
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("second", [False, True])
-async def test_a_stored_response_is_gone_on_from_where_it_was_made(
+async def test_stored_response_continues_on_its_owner(
     envoy: EnvoySide, services: Services, streamed: bool, second: bool
 ) -> None:
     """Whoever was chosen: Envoy may have tried that one in vain."""
@@ -488,12 +460,12 @@ async def test_a_stored_response_is_gone_on_from_where_it_was_made(
     assert services.fleet.in_flight == 0
 
 
-async def test_of_a_response_that_nobody_knows_envoy_decides(envoy: EnvoySide) -> None:
+async def test_unknown_stored_response_goes_anywhere(envoy: EnvoySide) -> None:
     async with envoy.stream() as stream:
         assert destination(await stream.request_headers(f"{RESPONSES}/resp_9", "GET")) == []
 
 
-async def test_streams_are_read_for_their_ids_alone(unread: Config) -> None:
+async def test_stored_streams_are_read_for_response_ids(unread: Config) -> None:
     services = router_of(unread)
     async with connected(services) as envoy:
         while services.watch.sees(services.clock(), doubtful=False):
@@ -508,9 +480,7 @@ async def test_streams_are_read_for_their_ids_alone(unread: Config) -> None:
         assert services.fleet.holder("resp_200") is None
 
 
-async def test_an_answer_before_the_work_is_no_completion(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_background_response_has_no_completion(envoy: EnvoySide, services: Services) -> None:
     await respond(envoy, replica(1), {"background": True})
     (record,) = services.log.last(9)
     assert record.outcome.status == 200
@@ -521,12 +491,12 @@ async def test_an_answer_before_the_work_is_no_completion(
 def refused(reply: ProcessingResponse) -> tuple[int, dict[str, Any]]:
     assert reply.immediate_response is not None
     assert reply.immediate_response.status is not None
-    error = json.loads(reply.immediate_response.body)["error"]
+    error = error_of(reply)
     return int(reply.immediate_response.status.code), error
 
 
 @pytest.mark.parametrize("healthy", [True, False])
-async def test_a_model_that_no_replica_lists_does_not_exist(
+async def test_unlisted_model_answers_404(
     envoy: EnvoySide, services: Services, healthy: bool
 ) -> None:
     clock = ManualClock(services.wall())
@@ -540,9 +510,7 @@ async def test_a_model_that_no_replica_lists_does_not_exist(
     assert error["message"].endswith(" and 48 more.")
 
 
-async def test_refusals_are_counted_by_the_reason_that_their_answers_give(
-    envoy: EnvoySide, services: Services
-) -> None:
+async def test_refusals_are_counted_by_reason(envoy: EnvoySide, services: Services) -> None:
     clock = ManualClock(services.wall())
     services.fleet.put(state(3, "llama-8b-a10", clock, models=("down",), healthy=False))
     for body in (b"no json", b'{"model": 5}', CHAT | {"model": "none"}, CHAT | {"model": "down"}):
@@ -560,7 +528,7 @@ async def test_refusals_are_counted_by_the_reason_that_their_answers_give(
 
 
 @pytest.mark.parametrize("figures", [{"models": ()}, {"listed": False}])
-async def test_a_replica_that_does_not_tell_its_models_may_serve_any(
+async def test_replica_without_model_list_may_serve_any(
     envoy: EnvoySide, services: Services, figures: dict[str, Any]
 ) -> None:
     """``/metrics`` names one; of adapters and further names ``/v1/models`` tells."""
@@ -568,14 +536,14 @@ async def test_a_replica_that_does_not_tell_its_models_may_serve_any(
     assert await sent_to(envoy, CHAT | {"model": "none"}) <= MEMBERS
 
 
-async def test_while_not_all_replicas_are_known_no_model_is_unknown(
+async def test_no_model_is_unknown_before_all_replicas_are(
     envoy: EnvoySide, services: Services
 ) -> None:
     services.fleet.known.clear()
     assert await sent_to(envoy, CHAT | {"model": "none"}) <= MEMBERS
 
 
-async def test_replicas_that_load_what_they_are_asked_for_get_every_name() -> None:
+async def test_listed_models_only_false_routes_any_model() -> None:
     lenient = Config.model_validate({"route": {"listed_models_only": False}})
     services = router_of(lenient, 1)
     async with connected(services) as envoy, envoy.stream() as stream:
@@ -583,7 +551,7 @@ async def test_replicas_that_load_what_they_are_asked_for_get_every_name() -> No
         await stream.end()
 
 
-async def test_a_session_is_where_it_was_served_and_no_id_of_it_is_kept() -> None:
+async def test_session_follows_serving_replica_without_its_id() -> None:
     config = Config.model_validate({"route": {"session_header": "X-Session", "seed": 1}})
     services = router_of(config)
     async with connected(services) as envoy:

@@ -11,7 +11,7 @@ if sys.platform != "linux":
     pytest.skip("only Linux schedules threads so", allow_module_level=True)
 
 
-def test_threads_started_inside_are_patient_and_the_one_that_starts_them_is_not() -> None:
+def test_patient_schedules_only_new_threads_as_batch() -> None:
     ended = Event()
     policies = []
 
@@ -33,13 +33,13 @@ def test_threads_started_inside_are_patient_and_the_one_that_starts_them_is_not(
     assert policies == [os.SCHED_BATCH, os.SCHED_BATCH], "its own child, and itself"
 
 
-def test_it_ends_as_it_began_after_an_error() -> None:
+def test_patient_restores_scheduling_after_error() -> None:
     with pytest.raises(ValueError, match="no"), patient():
         raise ValueError("no")
     assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
-def test_where_threads_cannot_be_scheduled_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patient_tolerates_missing_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on musl, which has the call and never does it."""
 
     def refuse(_: int) -> int:

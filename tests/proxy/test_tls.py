@@ -102,9 +102,7 @@ async def refused(port: int, trusted: Authority, shown: tuple[Path, Path] | None
     return False
 
 
-async def test_with_an_authority_only_those_it_signed_connect(
-    serving: Serving, files: Files
-) -> None:
+async def test_client_ca_admits_only_signed_clients(serving: Serving, files: Files) -> None:
     async with serving(files.settings) as port:
         assert await health(port, files.ours, files.ours.sign("envoy")) == SERVING
         assert await refused(port, files.ours, files.others.sign("stranger"))
@@ -115,15 +113,13 @@ async def test_with_an_authority_only_those_it_signed_connect(
                 await health_pb2_grpc.HealthStub(plain).Check(health_pb2.HealthCheckRequest())
 
 
-async def test_without_one_anybody_connects_over_tls(serving: Serving, files: Files) -> None:
+async def test_tls_without_client_ca_admits_anybody(serving: Serving, files: Files) -> None:
     del (settings := files.settings)["tls_client_ca"]
     async with serving(settings) as port:
         assert await health(port, files.ours) == SERVING
 
 
-async def test_files_that_change_are_used_from_the_next_connection_on(
-    serving: Serving, files: Files
-) -> None:
+async def test_changed_tls_files_apply_to_next_connection(serving: Serving, files: Files) -> None:
     envoy = files.ours.sign("envoy")
     async with serving(files.settings) as port:
         assert await health(port, files.ours, envoy) == SERVING
@@ -135,7 +131,7 @@ async def test_files_that_change_are_used_from_the_next_connection_on(
         assert await health(port, files.others, files.others.sign("envoy")) == SERVING
 
 
-async def test_files_that_cannot_be_used_change_nothing(
+async def test_unusable_tls_files_keep_last_content(
     serving: Serving, files: Files, logged: Logged
 ) -> None:
     envoy = files.ours.sign("envoy")
@@ -154,9 +150,7 @@ async def test_files_that_cannot_be_used_change_nothing(
         assert len(logged.lines(OLD)) == 2
 
 
-def test_files_that_could_not_be_read_once_are_read_the_next_time(
-    files: Files, logged: Logged
-) -> None:
+def test_unreadable_tls_files_are_read_again(files: Files, logged: Logged) -> None:
     settings = TlsFiles.model_validate(files.settings)
     renewed = watched(settings, "serve", "Envoy", settings.tls_client_ca)
     renewed.read()
@@ -168,7 +162,7 @@ def test_files_that_could_not_be_read_once_are_read_the_next_time(
     assert renewed.news() is not None
 
 
-async def test_an_expired_certificate_is_a_warning(
+async def test_expired_certificate_is_logged(
     serving: Serving, files: Files, logged: Logged
 ) -> None:
     files.put(*files.ours.sign("router", days=-1))
@@ -209,7 +203,7 @@ def of(files: Files, problem: str) -> None:
         ("no authority", "tls_client_ca", "holds no certificate (PEM)"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(
+def test_unusable_tls_file_is_named(
     files: Files,
     capsys: pytest.CaptureFixture[str],
     command: str,
@@ -236,7 +230,7 @@ def test_check_warns_of_an_expired_certificate(
 
 @pytest.mark.parametrize("section", ["serve", "eds"])
 @pytest.mark.parametrize("given", ["tls_cert", "tls_key", "tls_client_ca"])
-def test_one_file_without_the_others_is_refused(
+def test_single_tls_file_is_refused(
     section: str, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["check", f"--{section}.{given}", "a.pem"]) == 2

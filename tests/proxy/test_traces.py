@@ -46,7 +46,7 @@ async def sent(services: Services, spans: Spans) -> dict[str, Span]:
     return {one.name: one for _, one in spans.all}
 
 
-async def test_a_request_is_two_spans_one_after_the_other(
+async def test_request_has_route_and_request_spans(
     envoy: EnvoySide, services: Services, spans: Spans
 ) -> None:
     async with envoy.stream(traceparent=SAMPLED) as stream:
@@ -71,7 +71,7 @@ async def test_a_request_is_two_spans_one_after_the_other(
 
 
 @pytest.mark.parametrize("traceparent", ["", "nonsense"])
-async def test_without_a_caller_it_is_a_trace_of_its_own(
+async def test_missing_traceparent_starts_own_trace(
     envoy: EnvoySide, services: Services, spans: Spans, traceparent: str
 ) -> None:
     async with envoy.stream(traceparent=traceparent) as stream:
@@ -80,7 +80,7 @@ async def test_without_a_caller_it_is_a_trace_of_its_own(
     assert (await sent(services, spans))["route"].parent_span_id == b""
 
 
-async def test_what_the_caller_leaves_out_and_what_is_no_inference_have_none(
+async def test_unsampled_and_other_requests_have_no_span(
     envoy: EnvoySide, services: Services, spans: Spans
 ) -> None:
     async with envoy.stream(traceparent=SAMPLED.removesuffix("1") + "0") as stream:
@@ -92,7 +92,7 @@ async def test_what_the_caller_leaves_out_and_what_is_no_inference_have_none(
     assert await sent(services, spans) == {}
 
 
-async def test_one_that_waits_and_is_given_up_says_so(
+async def test_span_shows_request_given_up_in_queue(
     envoy: EnvoySide, services: Services, spans: Spans
 ) -> None:
     clock = ManualClock(services.wall())
@@ -112,7 +112,7 @@ async def test_one_that_waits_and_is_given_up_says_so(
     assert attributes(held)["why"]
 
 
-async def test_where_envoy_chooses_and_where_it_is_refused(
+async def test_spans_show_refused_and_unrouted_requests(
     envoy: EnvoySide, services: Services, spans: Spans
 ) -> None:
     async with envoy.stream(traceparent=SAMPLED) as stream:
@@ -130,7 +130,7 @@ async def test_where_envoy_chooses_and_where_it_is_refused(
     assert attributes(unrouted)["extproc.result"] == "unrouted"
 
 
-def test_a_collector_that_is_gone_keeps_no_router_from_stopping() -> None:
+def test_missing_collector_does_not_delay_shutdown() -> None:
     before = {*threading.enumerate()}
     traces = Traces("http://127.0.0.1:1")
     trace = traces.begin([("traceparent", SAMPLED)])
@@ -159,7 +159,7 @@ async def test_failing_collector_is_logged_once_a_minute(
     assert all("401" in one.getMessage() for one in caplog.records)
 
 
-def test_what_has_to_be_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_without_extra_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     config = Config.model_validate({"traces": {"endpoint": "http://127.0.0.1:4318"}})
     with pytest.raises(ValueError, match=r"pip install 'extproc\[traces\]'"):

@@ -17,10 +17,19 @@ from extproc.route.queue import Queue
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.proxy.conftest import on_fleet, put_replicas, samples
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
-from tests.proxy.replies import body_of, chosen, chunk_of, destination, status_of
+from tests.proxy.replies import (
+    body_of,
+    chosen,
+    chunk_of,
+    destination,
+    error_of,
+    refusal_header,
+    status_of,
+)
 from tests.waiting import until
 
 MEMBERS = {replica(1), replica(2)}
+Full = tuple[Stream, Stream]
 
 
 async def wait_in_full_duplex(stream: Stream, services: Services) -> None:
@@ -64,7 +73,7 @@ def services(services: Services, clock: ManualClock) -> Services:
 
 
 def long(name: str) -> dict[str, Any]:
-    """Some 25,000 tokens of the 42,000 that fit: a replica carries one of them."""
+    """About 25,000 tokens of the 42,000 that fit: a replica carries one of them."""
     message = {"role": "user", "content": f"{name} sea " * 11_000}
     return {**CHAT, "messages": [message], "max_tokens": 50}
 
@@ -75,9 +84,7 @@ def told_to_wait(reply: ProcessingResponse) -> bool:
 
 
 @pytest.fixture
-async def full(
-    envoy: EnvoySide, services: Services, clock: ManualClock
-) -> AsyncIterator[tuple[Stream, Stream]]:
+async def full(envoy: EnvoySide, services: Services, clock: ManualClock) -> AsyncIterator[Full]:
     """A request on each replica that leaves no room."""
     for number in (1, 2):
         known = state(number, "llama-8b-a10", clock, kv_tokens=42_000, measured=True)
@@ -90,8 +97,8 @@ async def full(
     looking.cancel()
 
 
-async def test_it_is_sent_when_one_ends_to_where_that_was(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream], clock: ManualClock
+async def test_queued_request_is_sent_to_freed_replica(
+    envoy: EnvoySide, services: Services, full: Full, clock: ManualClock
 ) -> None:
     async with envoy.stream() as stream:
         reply = await stream.body_first(
@@ -115,15 +122,15 @@ async def test_it_is_sent_when_one_ends_to_where_that_was(
     assert services.room.free == MOST_HELD
 
 
-async def test_what_finds_no_room_for_its_body_does_not_wait(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+async def test_full_body_memory_prevents_waiting(
+    envoy: EnvoySide, services: Services, full: Full
 ) -> None:
     services.room.take(services.room.free - 1000)
     assert chosen(await envoy.ask_body_first(long("third")))
 
 
-async def test_a_gateway_gets_nothing_until_then(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+async def test_duplex_request_waits_for_room(
+    envoy: EnvoySide, services: Services, full: Full
 ) -> None:
     async with envoy.stream() as stream:
         await wait_in_full_duplex(stream, services)
@@ -134,9 +141,7 @@ async def test_a_gateway_gets_nothing_until_then(
         assert not ended
 
 
-async def test_who_hangs_up_meanwhile_leaves(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
-) -> None:
+async def test_reset_leaves_queue(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as stream:
         assert told_to_wait(await stream.body_first(long("third")))
         stream.reset()
@@ -145,8 +150,8 @@ async def test_who_hangs_up_meanwhile_leaves(
     assert services.room.free == MOST_HELD
 
 
-async def test_who_hangs_up_after_more_of_a_body_came_leaves(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+async def test_reset_after_more_body_leaves_queue(
+    envoy: EnvoySide, services: Services, full: Full
 ) -> None:
     unforeseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context))
@@ -164,18 +169,14 @@ async def test_who_hangs_up_after_more_of_a_body_came_leaves(
     assert not unforeseen
 
 
-async def test_a_stream_that_is_closed_meanwhile_leaves(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
-) -> None:
+async def test_closed_stream_leaves_queue(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as stream:
         assert told_to_wait(await stream.body_first(long("third")))
         await stream.end()
         assert len(services.queue) == 0
 
 
-async def test_objectives_go_by_priority(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
-) -> None:
+async def test_queue_goes_by_priority(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as usual, envoy.stream() as urgent:
         assert told_to_wait(await usual.body_first(long("usual")))
         assert told_to_wait(
@@ -188,9 +189,7 @@ async def test_objectives_go_by_priority(
         assert chosen(await usual.read())
 
 
-async def test_too_many_that_wait_are_refused(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
-) -> None:
+async def test_full_queue_answers_429(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as three:
         assert told_to_wait(await one.body_first(long("third")))
         assert told_to_wait(await two.body_first(long("fourth")))
@@ -201,8 +200,8 @@ async def test_too_many_that_wait_are_refused(
     assert samples(services.metrics.refused) == {("too_many_waiting",): 1}
 
 
-async def test_what_would_be_too_late_is_refused_at_once(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+async def test_late_request_is_refused_at_once(
+    envoy: EnvoySide, services: Services, full: Full
 ) -> None:
     """By what waits before it: on its replica the first token would come in time."""
     soon = {"x-objective": "soon"}
@@ -210,17 +209,12 @@ async def test_what_would_be_too_late_is_refused_at_once(
         assert told_to_wait(await one.body_first(long("third")))
         assert told_to_wait(await two.body_first(long("fourth"), headers=soon))
         reply = await late.body_first(long("fifth"), headers=soon)
-        assert reply.immediate_response is not None
-        assert json.loads(reply.immediate_response.body)["error"]["code"] == "too_late"
-        headers = reply.immediate_response.headers
-        assert headers is not None
-        sent = [option.header for option in headers.set_headers]
-        told = {header.key: header.raw_value for header in sent if header is not None}
-        assert int(told["retry-after"]) > 1
+        assert error_of(reply)["code"] == "too_late"
+        assert int(refusal_header(reply, "retry-after")) > 1
 
 
-async def test_what_becomes_late_while_it_waits_is_refused_then(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream], clock: ManualClock
+async def test_queued_request_is_refused_when_late(
+    envoy: EnvoySide, services: Services, full: Full, clock: ManualClock
 ) -> None:
     async with envoy.stream() as stream:
         soon = {"x-objective": "soon", "x-request-id": "abc"}
@@ -230,15 +224,14 @@ async def test_what_becomes_late_while_it_waits_is_refused_then(
                 services.fleet.dispatch(replica(number), chat(25_000, 1_000))
         clock.advance(0.5)
         reply = await stream.read()
-        assert reply.immediate_response is not None
-        assert json.loads(reply.immediate_response.body)["error"]["code"] == "too_late"
+        assert error_of(reply)["code"] == "too_late"
         assert len(services.queue) == 0
         assert not services.log.of_request("abc")
     assert samples(services.metrics.refused) == {("too_late",): 1}
 
 
-async def test_waiting_makes_no_token_slower(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream]
+async def test_tpot_target_does_not_shed_queued(
+    envoy: EnvoySide, services: Services, full: Full
 ) -> None:
     async with envoy.stream() as one, envoy.stream() as other:
         assert told_to_wait(await one.body_first(long("third")))
@@ -246,8 +239,8 @@ async def test_waiting_makes_no_token_slower(
         assert told_to_wait(await other.body_first(long("fourth"), headers=steady))
 
 
-async def test_where_no_replica_is_left_meanwhile_a_gateway_is_told_so(
-    envoy: EnvoySide, services: Services, full: tuple[Stream, Stream], clock: ManualClock
+async def test_queued_request_without_replica_gets_503(
+    envoy: EnvoySide, services: Services, full: Full, clock: ManualClock
 ) -> None:
     async with envoy.stream() as stream:
         await wait_in_full_duplex(stream, services)

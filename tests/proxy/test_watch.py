@@ -13,6 +13,7 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, replica
+from tests.proxy.conftest import samples
 from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import destination
 
@@ -55,7 +56,7 @@ async def ask(
     return not unseen, replica
 
 
-async def test_of_many_responses_so_many_a_second_are_looked_at(
+async def test_response_headers_follow_rate_limit(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
     seen = [(await ask(envoy))[0] for _ in range(PER_S + 10)]
@@ -64,11 +65,10 @@ async def test_of_many_responses_so_many_a_second_are_looked_at(
     seen = [(await ask(envoy))[0] for _ in range(10)]
     assert seen == [True] * 5 + [False] * 5
     assert services.fleet.in_flight == 0
-    (requests,) = services.metrics.requests.collect()
-    assert {sample.labels["result"] for sample in requests.samples} == {"routed"}
+    assert {*samples(services.metrics.requests)} == {("routed",)}
 
 
-async def test_the_body_comes_as_envoy_was_told_in_its_configuration(envoy: EnvoySide) -> None:
+async def test_skipping_responses_keeps_body_mode(envoy: EnvoySide) -> None:
     """Envoy takes a mode that is overridden as a whole: ``ask`` looks at the body's."""
     for _ in range(PER_S):
         await ask(envoy)
@@ -76,7 +76,7 @@ async def test_the_body_comes_as_envoy_was_told_in_its_configuration(envoy: Envo
         assert not (await ask(envoy, body_mode=mode))[0]
 
 
-async def test_until_a_replica_that_failed_is_well_all_are_looked_at(envoy: EnvoySide) -> None:
+async def test_failed_replica_shows_all_responses(envoy: EnvoySide) -> None:
     for _ in range(PER_S - 1):
         await ask(envoy)
     seen, failed = await ask(envoy, status=503)
@@ -109,7 +109,7 @@ async def answer(envoy: EnvoySide, chunks: int = TOKENS) -> bool:
 
 
 @pytest.mark.usefixtures("in_company")
-async def test_streams_are_read_by_a_budget_of_chunks(envoy: EnvoySide, clock: ManualClock) -> None:
+async def test_streams_are_read_within_chunk_budget(envoy: EnvoySide, clock: ManualClock) -> None:
     assert [await answer(envoy) for _ in range(5)] == [True] * 3 + [False] * 2
     clock.advance(TOKENS / CHUNKS_PER_S)
     assert [await answer(envoy) for _ in range(2)] == [True, False]
@@ -117,21 +117,19 @@ async def test_streams_are_read_by_a_budget_of_chunks(envoy: EnvoySide, clock: M
     assert [await answer(envoy) for _ in range(5)] == [True] * 3 + [False] * 2
 
 
-async def test_streams_whose_first_token_teaches_are_read_for_longer(envoy: EnvoySide) -> None:
+async def test_solo_streams_get_second_half_of_budget(envoy: EnvoySide) -> None:
     assert [await answer(envoy) for _ in range(8)] == [True] * 6 + [False] * 2
 
 
 @pytest.mark.usefixtures("in_company")
-async def test_what_was_not_read_of_an_answer_that_ended_early_is_read_of_others(
+async def test_short_stream_returns_unused_chunks(
     envoy: EnvoySide,
 ) -> None:
     assert all([await answer(envoy, chunks=2) for _ in range(20)])
 
 
 @pytest.mark.usefixtures("in_company")
-async def test_an_answer_that_goes_on_costs_what_others_would_have(
-    envoy: EnvoySide, clock: ManualClock
-) -> None:
+async def test_long_stream_uses_up_later_budget(envoy: EnvoySide, clock: ManualClock) -> None:
     assert await answer(envoy, chunks=5 * TOKENS)
     clock.advance(2 * TOKENS / CHUNKS_PER_S)
     assert not await answer(envoy)
