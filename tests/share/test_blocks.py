@@ -18,8 +18,6 @@ from extproc.share.connection import Keys, connect
 from extproc.share.replicas import StateWriter
 from tests.conftest import Logged, RedisServer
 from tests.fakes import replica
-from tests.share.servers import command
-from tests.share.test_bounds import ACL
 from tests.waiting import until
 
 pytestmark = pytest.mark.process
@@ -89,23 +87,27 @@ async def lease(client: Redis, name: str = "mine") -> None:
 
 
 @pytest.fixture
-async def heard(
-    redis_server: RedisServer, redis_client: Redis
-) -> AsyncIterator[tuple[Tell, Router]]:
-    """A poller that has the lease, and a router that heard from it of one block."""
+async def tell(redis_server: RedisServer, redis_client: Redis) -> AsyncIterator[Tell]:
+    """A poller that has the lease."""
     await lease(redis_client)
-    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+    async with poller(redis_server.url) as tell:
+        yield tell
+
+
+@pytest.fixture
+async def heard(redis_server: RedisServer, tell: Tell) -> AsyncIterator[Router]:
+    """A router that heard from the poller of one block."""
+    async with router(redis_server.url) as one:
         await tell(whole(1, {1}), whole(1, {1}))
         await one.holds({1})
-        yield tell, one
+        yield one
 
 
-async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
-    redis_server: RedisServer, redis_client: Redis
+async def test_blocks_reach_present_and_later_routers(
+    limited_url: str, redis_client: Redis
 ) -> None:
     await lease(redis_client)
-    await command(redis_client, "ACL", "SETUSER", "router", "on", ">secret", *ACL.split())
-    url = f"redis://router:secret@127.0.0.1:{redis_server.port}"
+    url = limited_url
     async with poller(url) as tell, router(url) as first:
         assert await tell(whole(1, {1, 2}), whole(1, {1, 2})) == set()
         assert await tell(whole(1, {7}), whole(1, {7}), number=2) == set()
@@ -124,10 +126,9 @@ async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
         assert first.wholes == wholes
     assert await redis_client.llen(Keys("test").blocks + replica(1)) == 1
     assert 0 < await redis_client.ttl(Keys("test").blocks + replica(1)) <= LIFE_S
-    assert await command(redis_client, "ACL", "LOG") == []
 
 
-async def test_who_lost_the_lease_tells_nothing(
+async def test_poller_without_lease_tells_no_blocks(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     await lease(redis_client, "another")
@@ -140,7 +141,7 @@ async def test_who_lost_the_lease_tells_nothing(
         await one.holds({1, 3})
 
 
-async def test_what_a_poller_knows_is_kept_for_the_next(
+async def test_kv_stream_state_passes_to_next_poller(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     async with connect(redis_server.url, "test") as redis:
@@ -154,12 +155,11 @@ async def test_what_a_poller_knows_is_kept_for_the_next(
     assert 0 < await redis_client.ttl(Keys("test").kv_stream + replica(1)) <= LIFE_S
 
 
-async def test_nothing_is_kept_of_a_replica_that_leaves(
-    redis_server: RedisServer, redis_client: Redis
+async def test_removed_replica_leaves_no_blocks(
+    redis_server: RedisServer, redis_client: Redis, tell: Tell
 ) -> None:
-    await lease(redis_client)
     keys = Keys("test").blocks + replica(1), Keys("test").kv_stream + replica(1)
-    async with poller(redis_server.url) as tell, connect(redis_server.url, "test") as redis:
+    async with connect(redis_server.url, "test") as redis:
         await tell(whole(1, {1}), whole(1, {1}))
         await tell(whole(1, {1}), whole(1, {1}), number=2)
         await BlockWriter(redis, "test", "mine").save(replica(1), b"known")
@@ -171,11 +171,10 @@ async def test_nothing_is_kept_of_a_replica_that_leaves(
     assert await redis_client.exists(Keys("test").blocks + replica(2)) == 1
 
 
-async def test_all_that_is_held_is_sent_once(
-    redis_server: RedisServer, redis_client: Redis
+async def test_whole_block_list_is_sent_once(
+    redis_server: RedisServer, redis_client: Redis, tell: Tell
 ) -> None:
-    await lease(redis_client)
-    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+    async with router(redis_server.url) as one:
         many = whole(1, {*range(10_000)})
         before: Any = await redis_client.info("stats")
         assert await tell(many, many) == set()
@@ -184,58 +183,51 @@ async def test_all_that_is_held_is_sent_once(
     assert after["total_net_input_bytes"] - before["total_net_input_bytes"] < 90_000
 
 
-async def test_who_could_not_use_the_last_news_gets_all_with_the_next(
-    heard: tuple[Tell, Router], monkeypatch: pytest.MonkeyPatch
+async def test_router_that_lost_blocks_reads_them_again(
+    tell: Tell, heard: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
-    tell, one = heard
-    one.held.clear()
-    one.reader.forget(replica(1))
+    heard.held.clear()
+    heard.reader.forget(replica(1))
     await tell(news(2, {2}))
-    await one.holds({1, 2})
+    await heard.holds({1, 2})
 
 
-async def test_news_that_follow_nothing_are_told_whole_next(
-    heard: tuple[Tell, Router], redis_client: Redis
+async def test_block_gap_asks_for_whole_list(
+    tell: Tell, heard: Router, redis_client: Redis
 ) -> None:
     """As when Redis came back empty."""
-    tell, one = heard
     await redis_client.delete(Keys("test").blocks + replica(1))
     assert await tell(news(2, {2})) == {replica(1)}
-    await one.holds({1, 2})
+    await heard.holds({1, 2})
     assert await tell(whole(3, {1, 2}), whole(3, {1, 2})) == set()
 
 
-async def test_a_full_redis_still_passes_news_on(
-    heard: tuple[Tell, Router], redis_client: Redis
-) -> None:
-    tell, one = heard
+async def test_full_redis_passes_blocks_on(tell: Tell, heard: Router, redis_client: Redis) -> None:
     await redis_client.config_set("maxmemory", 1)
     assert await tell(news(2, {2})) == {replica(1)}
-    await one.holds({1, 2})
+    await heard.holds({1, 2})
 
 
-async def test_what_was_missed_on_the_way_is_read(
-    heard: tuple[Tell, Router], redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+async def test_missed_blocks_are_read_from_redis(
+    tell: Tell, heard: Router, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_READ_AGAIN_S", 0.0)
-    tell, one = heard
     missed = BLOCKS.seal(NewsOfReplica(replica(1), news(2, {2})))
     await redis_client.rpush(Keys("test").blocks + replica(1), missed)
     await tell(news(3, {3}))
-    await one.holds({1, 2, 3})
+    await heard.holds({1, 2, 3})
     assert await redis_client.client_kill_filter(_type="pubsub")
     await tell(news(4, {4}))
-    await one.holds({1, 2, 3, 4})
+    await heard.holds({1, 2, 3, 4})
 
 
-async def test_garbage_is_harmless_and_said_once(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
+async def test_garbage_blocks_are_logged_once(
+    redis_server: RedisServer, redis_client: Redis, tell: Tell, logged: Logged
 ) -> None:
-    await lease(redis_client)
     await redis_client.lpush(Keys("test").blocks + "list", "no blocks")
     await redis_client.set(Keys("test").blocks + "text", "no list")
-    async with poller(redis_server.url) as tell, router(redis_server.url) as one:
+    async with router(redis_server.url) as one:
         await logged.line("skipped garbage in redis")
         for garbage in (b"", b"\n", b"\xff\xff\n\xff", b"10.0.0.1:8000\n" + bytes(50)):
             await redis_client.publish(Keys("test").blocks_channel, garbage)

@@ -7,24 +7,16 @@ from redis.exceptions import NoPermissionError
 
 from extproc.replica_state import ReplicaState
 from extproc.share.connection import connect
-from extproc.share.replicas import Change, Put, Removed, Snapshot, StateWriter
+from extproc.share.replicas import Put, Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer
+from tests.share.conftest import ACL, BACK, LOST, A, B, Next, reading, until
 from tests.share.servers import command, publishing
 from tests.share.test_forms import share_through
-from tests.share.test_store import BACK, LOST, A, B, Next, reading, until
 
 pytestmark = pytest.mark.process
 
-ACL = (
-    "~{test}:* &{test}:* +@read +@write +@pubsub +@connection +@scripting +@transaction +time "
-    "-@dangerous"
-)
-"""The rule in docs/operations.md, for the pool ``test``."""
 
-
-async def test_a_user_with_few_rights_suffices(
-    redis_server: RedisServer, redis_client: Redis
-) -> None:
+async def test_documented_acl_suffices(redis_server: RedisServer, redis_client: Redis) -> None:
     await command(redis_client, "ACL", "SETUSER", "router", "on", ">pa:ss/word", *ACL.split())
     url = f"redis://router:pa%3Ass%2Fword@127.0.0.1:{redis_server.port}"
     await share_through(url)
@@ -35,7 +27,7 @@ async def test_a_user_with_few_rights_suffices(
                 await command(redis, *words)
 
 
-async def test_a_full_redis_is_one_line_and_routers_still_hear(
+async def test_full_redis_is_logged_once_and_passes_states_on(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
     url = redis_server.url
@@ -54,7 +46,7 @@ async def test_a_full_redis_is_one_line_and_routers_still_hear(
     assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
 
 
-async def test_a_replica_leaves_though_redis_is_full(
+async def test_replica_leaves_full_redis(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
     url = redis_server.url
@@ -69,25 +61,16 @@ async def test_a_replica_leaves_though_redis_is_full(
         await logged.line(LOST)
 
 
-async def test_a_router_that_reads_too_slowly_is_cut_off_and_starts_anew(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
+async def test_slow_reader_is_cut_off_and_starts_anew(
+    redis_client: Redis, following: Next, writer: StateWriter, logged: Logged
 ) -> None:
     await redis_client.config_set("client-output-buffer-limit", "pubsub 1mb 0 0")
     large = ReplicaState(id="10.0.0.1:8000", models=("x" * 1_000_000,))
-    writer = StateWriter(redis_client, "test", ttl_s=60)
-    async with reading(redis_server.url) as following:
-        assert await following() == Snapshot(())
-        written = 0
-        while await redis_client.client_list(_type="pubsub"):  # it does not read all the while
-            written += 1
-            await writer.put([structs.replace(large, running=written)])
-        last = ReplicaState(id=large.id, running=written + 1)
-        await writer.put([last])
-        assert await snapshot_of(following) == Snapshot((last,))
+    written = 0
+    while await redis_client.client_list(_type="pubsub"):  # it does not read all the while
+        written += 1
+        await writer.put([structs.replace(large, running=written)])
+    last = ReplicaState(id=large.id, running=written + 1)
+    await writer.put([last])
+    await until(following, Snapshot((last,)))
     assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
-
-
-async def snapshot_of(following: Next) -> Change:
-    while not isinstance(change := await following(), Snapshot):
-        pass
-    return change

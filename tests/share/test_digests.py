@@ -55,20 +55,36 @@ async def reading(url: str) -> AsyncIterator[Next]:
         yield following
 
 
-def router() -> Fleet:
-    """A router with a request in flight."""
-    clock = ManualClock()
-    fleet = Fleet(OutputLengths(), clock, clock)
-    fleet.put(state(1, A10, clock))
-    fleet.dispatch(replica(1), chat(100))
-    return fleet
+@pytest.fixture
+async def following(redis_server: RedisServer) -> AsyncIterator[Next]:
+    """A reader that has connected; returns its next news."""
+    async with reading(redis_server.url) as following:
+        assert await following() == Connected()
+        yield following
 
 
-def due(fleet: Fleet) -> Digest:
-    fleet.digests.repeat()
-    digest = fleet.digests.due(0.0)
-    assert digest is not None
-    return digest
+class Peer:
+    """A router with a request in flight that tells others of it."""
+
+    def __init__(self, redis: Redis) -> None:
+        clock = ManualClock()
+        self.fleet = Fleet(OutputLengths(), clock, clock)
+        self.fleet.put(state(1, A10, clock))
+        self.fleet.dispatch(replica(1), chat(100))
+        self.writer = DigestWriter(redis, "test")
+
+    async def send(self) -> bytes:
+        """Sends the digest that is due, and returns what is encoded in it."""
+        self.fleet.digests.repeat()
+        digest = self.fleet.digests.due(0.0)
+        assert digest is not None
+        await self.writer.send(digest)
+        return digest.encode()
+
+
+@pytest.fixture
+def peer(redis_client: Redis) -> Peer:
+    return Peer(redis_client)
 
 
 async def heard(following: Next) -> Digest:
@@ -77,85 +93,76 @@ async def heard(following: Next) -> Digest:
     return news.digest
 
 
-async def test_a_reader_hears_what_is_there_and_then_what_comes(
-    redis_server: RedisServer, redis_client: Redis
+async def test_digest_reader_gets_present_and_later_digests(
+    redis_server: RedisServer, redis_client: Redis, peer: Peer
 ) -> None:
-    fleet, writer = router(), DigestWriter(redis_client, "test")
-    first, began = due(fleet), monotonic()
-    await writer.send(first)
-    assert 0 < await redis_client.pttl(Keys("test").router + fleet.router) <= LIFE_MS
+    key = Keys("test").router + peer.fleet.router
+    began = monotonic()
+    first = await peer.send()
+    assert 0 < await redis_client.pttl(key) <= LIFE_MS
     async with reading(redis_server.url) as following:
         assert await following() == Connected()
         found = await following()
         assert isinstance(found, Heard)
-        assert found.digest.encode() == first.encode()
+        assert found.digest.encode() == first
         assert 0 <= found.age <= monotonic() - began + 0.01
-        await writer.send(second := due(fleet))
-        assert (await heard(following)).encode() == second.encode()
-        await writer.send(last := fleet.digests.farewell())
+        second = await peer.send()
+        assert (await heard(following)).encode() == second
+        await peer.writer.send(last := peer.fleet.digests.farewell())
         assert (await heard(following)).encode() == last.encode()
-        assert not await redis_client.exists(Keys("test").router + fleet.router)
+        assert not await redis_client.exists(key)
 
 
-async def test_garbage_is_skipped_with_one_line(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
+async def test_garbage_digest_is_skipped_with_one_line(
+    redis_server: RedisServer, redis_client: Redis, peer: Peer, logged: Logged
 ) -> None:
-    fleet, writer = router(), DigestWriter(redis_client, "test")
-    await redis_client.set(Keys("test").router + "garbage", b"\x63 a later version")
-    await redis_client.hset(Keys("test").router + "hash", "field", "value")
+    keys = Keys("test")
+    await redis_client.set(keys.router + "garbage", b"\x63 a later version")
+    await redis_client.hset(keys.router + "hash", "field", "value")
     async with reading(redis_server.url) as following:
         assert await following() == Connected()
         for _ in range(3):
-            await redis_client.publish(Keys("test").digests, b"\x63 a later version")
-            await redis_client.publish(Keys("test").digests, b"\x01 and what is none")
-        await writer.send(first := due(fleet))
-        assert (await heard(following)).encode() == first.encode()
-    assert [line["source"] for line in logged.lines()] == [
-        Keys("test").router + "garbage",
-        Keys("test").digests,
-    ]
+            await redis_client.publish(keys.digests, b"\x63 a later version")
+            await redis_client.publish(keys.digests, b"\x01 and what is none")
+        sent = await peer.send()
+        assert (await heard(following)).encode() == sent
+    assert [one["source"] for one in logged.lines()] == [keys.router + "garbage", keys.digests]
 
 
-async def test_a_full_redis_still_pushes(redis_server: RedisServer, redis_client: Redis) -> None:
-    fleet, writer = router(), DigestWriter(redis_client, "test")
-    async with reading(redis_server.url) as following:
-        assert await following() == Connected()
-        await redis_client.config_set("maxmemory", 1)
-        await writer.send(whole := due(fleet))
-        assert (await heard(following)).encode() == whole.encode()
-        assert await redis_client.dbsize() == 0
-
-
-async def test_a_user_who_may_not_ask_for_the_life_of_keys_breaks_nothing(
-    redis_server: RedisServer, redis_client: Redis
+async def test_full_redis_passes_digests_on(
+    redis_client: Redis, following: Next, peer: Peer
 ) -> None:
-    fleet = router()
-    await DigestWriter(redis_client, "test").send(due(fleet))
+    await redis_client.config_set("maxmemory", 1)
+    sent = await peer.send()
+    assert (await heard(following)).encode() == sent
+    assert await redis_client.dbsize() == 0
+
+
+async def test_digest_reader_works_without_pttl_permission(
+    redis_server: RedisServer, redis_client: Redis, peer: Peer
+) -> None:
+    await peer.send()
     rights = ("on", "nopass", "~*", "&*", "+@all", "-pttl")
     await command(redis_client, "ACL", "SETUSER", "reader", *rights)
-    url = f"redis://reader:any@127.0.0.1:{redis_server.port}"
-    async with reading(url) as following:
+    async with reading(f"redis://reader:any@127.0.0.1:{redis_server.port}") as following:
         assert await following() == Connected()
-        await DigestWriter(redis_client, "test").send(last := due(fleet))
-        assert (await heard(following)).encode() == last.encode()
+        sent = await peer.send()
+        assert (await heard(following)).encode() == sent
 
 
-async def test_redis_that_is_killed_and_comes_back_empty(
-    redis_server: RedisServer, redis_client: Redis
+async def test_digest_reader_follows_restarted_redis(
+    redis_server: RedisServer, following: Next, peer: Peer
 ) -> None:
-    fleet, writer = router(), DigestWriter(redis_client, "test")
-    async with reading(redis_server.url) as following:
-        assert await following() == Connected()
-        await redis_server.kill()
-        assert await following() == CutOff()
-        await redis_server.start()
-        while await following() != Connected():
-            pass
-        await writer.send(first := due(fleet))
-        assert (await heard(following)).encode() == first.encode()
+    await redis_server.kill()
+    assert await following() == CutOff()
+    await redis_server.start()
+    while await following() != Connected():
+        pass
+    sent = await peer.send()
+    assert (await heard(following)).encode() == sent
 
 
-async def test_routers_count_each_others_requests_until_one_stops(
+async def test_routers_count_requests_of_live_peers(
     redis_server: RedisServer,
 ) -> None:
     config = Config.model_validate({"pool": "test", "redis": {"url": redis_server.url}})
@@ -187,7 +194,7 @@ async def test_routers_count_each_others_requests_until_one_stops(
     assert all(isinstance(error, asyncio.CancelledError) for error in ended)
 
 
-async def test_messages_of_a_later_version_are_counted_in_the_metrics(
+async def test_later_versions_are_counted_in_metrics(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     config = Config.model_validate({"pool": "test", "redis": {"url": redis_server.url}})
@@ -205,7 +212,7 @@ async def test_messages_of_a_later_version_are_counted_in_the_metrics(
         await asyncio.gather(sharing, return_exceptions=True)
 
 
-async def test_a_router_that_is_told_to_stop_says_farewell(
+async def test_stopping_router_sends_farewell(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     flags = ("--serve.listen=127.0.0.1:0", "--serve.admin=127.0.0.1:0", "--pool=test")

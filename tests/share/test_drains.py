@@ -13,7 +13,7 @@ from extproc.share.connection import Keys, connect
 from extproc.share.drains import Drains, DrainStore
 from tests.conftest import Logged, RedisServer
 from tests.fakes import ManualClock
-from tests.poll.polling import config, polling, watching
+from tests.poll.polling import Seen, config, polling, watching
 from tests.poll.replica import Replica, page, serving, text
 from tests.share.servers import command
 from tests.waiting import until
@@ -43,15 +43,22 @@ async def listed(run: Run) -> dict[str, dict[str, Any]]:
     return {one["id"]: one for one in json.loads(await run("list", "--json"))}
 
 
+async def drained(run: Run, seen: Seen, replica: Replica) -> str:
+    """Drains the replica until its state says so; returns what the command prints."""
+    printed = await run("drain", replica.id)
+    await seen.replica(replica, lambda state: state.draining)
+    return printed
+
+
 def empty(**figures: Any) -> Any:
     return text(page(running=0, waiting=0, **figures))
 
 
-async def test_undrain_takes_a_drain_back(redis_server: RedisServer, run: Run) -> None:
+async def test_undrain_takes_drain_back(redis_server: RedisServer, run: Run) -> None:
     async with serving() as one, serving() as two, watching(config(redis_server, one, two)) as seen:
         await seen.until(lambda states: len(states) == 2)
-        assert await run("drain", one.id) == f"{one.id} is draining: 2 running and 1 waiting\n"
-        await seen.replica(one, lambda state: state.draining)
+        printed = await drained(run, seen, one)
+        assert printed == f"{one.id} is draining: 2 running and 1 waiting\n"
         assert not seen.states[two.id].draining
         told = (await listed(run))[one.id]
         assert (told["state"], told["drained"]) == ("draining", True)
@@ -61,22 +68,19 @@ async def test_undrain_takes_a_drain_back(redis_server: RedisServer, run: Run) -
         assert await run("undrain", one.id) == f"{one.id} was not drained\n"
 
 
-async def test_a_poller_that_starts_knows_drains_from_the_beginning(
-    redis_server: RedisServer, run: Run
-) -> None:
+async def test_new_poller_knows_drains_at_once(redis_server: RedisServer, run: Run) -> None:
     async with serving() as one, serving() as two:
         settings = config(redis_server, one, two)
         async with watching(settings) as seen:
             await seen.until(lambda states: len(states) == 2)
-            await run("drain", one.id)
-            await seen.replica(one, lambda state: state.draining)
+            await drained(run, seen, one)
         async with watching(settings) as seen:
             await seen.until(lambda states: len(states) == 2)
             await seen.replica(two, lambda state: not state.draining)
             assert all(state.draining for state in seen.history if state.id == one.id)
 
 
-async def test_a_poller_that_may_not_read_drains_logs_it_once(
+async def test_unreadable_drains_are_logged_once(
     redis_server: RedisServer, run: Run, logged: Logged
 ) -> None:
     async with serving() as one, watching(config(redis_server, one)) as seen:
@@ -92,49 +96,44 @@ async def test_a_poller_that_may_not_read_drains_logs_it_once(
             assert "{default}:drains" in error
             await command(redis, "ACL", "SETUSER", "default", *str(line["allow"]).split())
         await logged.line("redis refuses the key no longer")
-        await run("drain", one.id)
-        await seen.replica(one, lambda state: state.draining)
+        await drained(run, seen, one)
     assert len(logged.lines("redis refuses a key: 'extproc replicas' has no effect")) == 1
 
 
-async def test_drain_waits_until_nothing_is_left(redis_server: RedisServer, run: Run) -> None:
+async def test_drain_waits_until_replica_is_empty(redis_server: RedisServer, run: Run) -> None:
     async with serving() as one, serving() as two, watching(config(redis_server, one, two)) as seen:
         await seen.until(lambda states: len(states) == 2)
         waiting = asyncio.create_task(run("drain", one.id, "--wait", "60"))
         await seen.replica(one, lambda state: state.draining)
         one.answers["/metrics"] = text(page(running=0, waiting=1))
         await seen.replica(one, lambda state: not state.running)
-        one.answers["/metrics"] = empty()
+        one.answers["/metrics"] = text(page(running=0, waiting=0))
         first, last = (await waiting).splitlines()
         assert first == f"{one.id} is draining: 2 running and 1 waiting"
         assert last.startswith(f"{one.id} is empty after ")
-        await run("drain", two.id)
-        await seen.replica(two, lambda state: state.draining)
+        await drained(run, seen, two)
         assert await run("drain", two.id, "--wait", "0.3", status=1) == (
             f"extproc replicas: {two.id} has 2 running and 1 waiting after 0.3 s; "
             "it goes on draining\n"
         )
 
 
-async def test_the_last_replica_of_a_model_is_warned_of(
-    redis_server: RedisServer, run: Run
-) -> None:
+async def test_drain_warns_about_last_replica_of_model(redis_server: RedisServer, run: Run) -> None:
     async with serving() as one, watching(config(redis_server, one)) as seen:
         await seen.replica(one, lambda state: state.models == ("tiny", "adapter"))
         assert "no other replica could serve its requests" in await run("drain", one.id)
 
 
-async def test_waiting_for_a_replica_that_died_says_so(redis_server: RedisServer, run: Run) -> None:
+async def test_drain_wait_reports_dead_replica(redis_server: RedisServer, run: Run) -> None:
     dead = Replica()
     async with watching(config(redis_server, dead)) as seen:
         await seen.until(lambda states: dead.id in states)
-        await run("drain", dead.id)
-        await seen.replica(dead, lambda state: state.draining)
+        await drained(run, seen, dead)
         error = await run("drain", dead.id, "--wait", "0.2", status=1)
     assert "does not answer (cannot connect: connection refused)" in error
 
 
-async def test_without_a_poller_drain_says_so(redis_server: RedisServer, run: Run) -> None:
+async def test_drain_without_poller_fails(redis_server: RedisServer, run: Run) -> None:
     async with serving() as one:
         async with watching(config(redis_server, one)) as seen:
             await seen.until(lambda states: one.id in states)
@@ -142,29 +141,25 @@ async def test_without_a_poller_drain_says_so(redis_server: RedisServer, run: Ru
     assert "was not taken up by a poller" in error
 
 
-async def test_a_replica_whose_state_expired_is_not_taken_for_empty(
-    redis_server: RedisServer, run: Run
-) -> None:
+async def test_drain_wait_reports_expired_state(redis_server: RedisServer, run: Run) -> None:
     async with serving() as one, connect(redis_server.url, "default") as redis:
         async with watching(config(redis_server, one)) as seen:
             await seen.until(lambda states: one.id in states)
-            await run("drain", one.id)
-            await seen.replica(one, lambda state: state.draining)
+            await drained(run, seen, one)
         await redis.delete(Keys("default").replica + one.id)
         assert (await listed(run))[one.id]["state"] == "drained, not polled"
         error = await run("drain", one.id, "--wait", "0.2", status=1)
     assert f"{one.id} is not polled, so that nobody knows what it has" in error
 
 
-async def test_a_redis_that_comes_back_empty_gets_the_drains_again(
+async def test_restarted_redis_gets_drains_again(
     redis_server: RedisServer, run: Run, logged: Logged
 ) -> None:
     async with serving() as one, serving() as two:
         settings = config(redis_server, one, two)
         async with watching(settings) as seen, polling(config(redis_server, one, two)):
             await seen.until(lambda states: len(states) == 2)
-            await run("drain", one.id)
-            await seen.replica(one, lambda state: state.draining)
+            await drained(run, seen, one)
             await redis_server.kill()
             await logged.line("redis is lost, retrying")
             await redis_server.start()
@@ -185,7 +180,7 @@ async def store(redis_server: RedisServer) -> AsyncIterator[DrainStore]:
         yield DrainStore(redis, "default")
 
 
-async def test_a_drain_outlives_its_replica_for_an_hour(store: DrainStore) -> None:
+async def test_drain_outlives_replica_for_an_hour(store: DrainStore) -> None:
     clock, drains = ManualClock(), Drains()
     await store.write({HERE: True, GONE: True})
     for _ in range(3):
@@ -200,7 +195,7 @@ async def test_a_drain_outlives_its_replica_for_an_hour(store: DrainStore) -> No
     assert (drains.has(HERE), drains.has(GONE)) == (True, False)
 
 
-async def test_a_drain_that_one_poller_forgot_is_brought_back_by_no_other(
+async def test_expired_drain_stays_forgotten(
     store: DrainStore,
 ) -> None:
     clock = ManualClock()
@@ -218,7 +213,7 @@ async def test_a_drain_that_one_poller_forgot_is_brought_back_by_no_other(
     assert await store.read() == {}
 
 
-async def test_an_undrain_is_not_undone_by_a_poller_that_missed_it(store: DrainStore) -> None:
+async def test_missed_undrain_is_not_undone(store: DrainStore) -> None:
     poller = Drains()
     poller.name([HERE])
     await store.write({HERE: True})
@@ -233,20 +228,19 @@ async def test_an_undrain_is_not_undone_by_a_poller_that_missed_it(store: DrainS
     assert await store.read() == {}
 
 
-async def test_garbage_in_redis_is_passed_over(
+async def test_garbage_drains_are_skipped(
     redis_server: RedisServer, store: DrainStore, run: Run, logged: Logged
 ) -> None:
     async with connect(redis_server.url, "default") as redis:
         await redis.hset("{default}:drains", mapping={HERE: "{", GONE: ""})
     async with serving() as one, watching(config(redis_server, one)) as seen:
         await seen.until(lambda states: one.id in states)
-        await run("drain", one.id)
-        await seen.replica(one, lambda state: state.draining)
+        await drained(run, seen, one)
         assert await store.read() == {one.id: True}
     assert {line["source"] for line in logged.lines("skipped garbage in redis")} == {HERE, GONE}
 
 
-async def test_an_unknown_replica_is_answered_with_the_nearest(
+async def test_drain_suggests_nearest_replica_name(
     redis_server: RedisServer, run: Run, tmp_path: Path
 ) -> None:
     one, two = Replica(), Replica()
@@ -261,7 +255,7 @@ async def test_an_unknown_replica_is_answered_with_the_nearest(
     assert f"2 replicas are called 'gpu-1': say which of {both}" in error
 
 
-async def test_the_list(redis_server: RedisServer, run: Run) -> None:
+async def test_list_shows_states_and_problems(redis_server: RedisServer, run: Run) -> None:
     assert "nothing is known of a replica in the pool 'default'" in await run("list")
     dead = Replica()
     async with serving() as one, watching(config(redis_server, one, dead)) as seen:
@@ -280,7 +274,7 @@ async def test_the_list(redis_server: RedisServer, run: Run) -> None:
         (["undrain", "10.0.0.1:80"], 1, "does a poller run?"),
     ],
 )
-async def test_what_cannot_be_done_is_one_line(
+async def test_replicas_command_fails_with_one_line(
     redis_server: RedisServer, run: Run, arguments: list[str], status: int, problem: str
 ) -> None:
     (line,) = (await run(*arguments, status=status)).splitlines()
@@ -288,12 +282,14 @@ async def test_what_cannot_be_done_is_one_line(
     assert problem in line
 
 
-async def test_without_redis_it_is_one_line(stopped_redis: RedisServer, run: Run) -> None:
+async def test_replicas_command_without_redis_fails_with_one_line(
+    stopped_redis: RedisServer, run: Run
+) -> None:
     (line,) = (await run("list", status=1)).splitlines()
     assert line.startswith(f"extproc replicas: Redis at 127.0.0.1:{stopped_redis.port} (redis.url)")
 
 
-def test_a_router_without_redis_takes_no_commands(
+def test_replicas_command_refuses_memory_state(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EXTPROC_STATE", "memory")
@@ -301,7 +297,7 @@ def test_a_router_without_redis_takes_no_commands(
     assert "state is 'memory'" in capsys.readouterr().err
 
 
-def test_wrongly_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_command_refuses_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["drian"], ["drain"], ["drain", "x", "--wait", "soon"]):
         with pytest.raises(SystemExit) as caught:
             main(["replicas", *arguments])

@@ -1,6 +1,8 @@
 """Messages of later and of earlier versions, and garbage, in every form that Redis holds."""
 
 from collections import Counter
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,9 +32,6 @@ MESSAGES: list[tuple[Kind[Any], Any]] = [
     (DRAIN, Drain(True)),
 ]
 KINDS = [kind for kind, _ in MESSAGES]
-every_message = pytest.mark.parametrize(
-    ("kind", "body"), MESSAGES, ids=[kind.tag for kind in KINDS]
-)
 
 
 class Opened:
@@ -58,44 +57,46 @@ def from_the_future(data: bytes, *more: Any, tag: str | None = None) -> bytes:
     return msgpack.encode([tag or now_tag, VERSION + 1, [*body, *more]])
 
 
-@every_message
-def test_a_message_is_opened_as_it_was_sealed(kind: Kind[Any], body: Any) -> None:
-    opened = Opened()
-    assert same(opened.open(kind.seal(body)), body)
-    assert opened.counts == {}
+def short_keys() -> bytes:
+    """News of blocks whose keys are no multiple of eight bytes."""
+    tag, version, (replica, news) = msgpack.decode(BLOCKS.seal(MESSAGES[5][1]))
+    return msgpack.encode([tag, version, [replica, [*news[:3], b"short", b""]]])
 
 
-@every_message
-def test_fields_of_a_later_version_are_skipped_and_counted(kind: Kind[Any], body: Any) -> None:
-    opened = Opened()
-    future = from_the_future(kind.seal(body), "colour", {"of": "something"})
-    assert same(opened.open(future), body)
-    assert opened.counts == {"unknown_field": 2}
-
-
-@every_message
-def test_a_later_version_without_new_fields_counts_nothing(kind: Kind[Any], body: Any) -> None:
-    opened = Opened()
-    assert same(opened.open(from_the_future(kind.seal(body))), body)
-    assert +opened.counts == {}
-
-
-@every_message
-def test_a_tag_of_a_later_version_is_skipped_and_counted(
-    kind: Kind[Any], body: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("kind", "body"), MESSAGES, ids=[kind.tag for kind in KINDS])
+@pytest.mark.parametrize(
+    ("change", "opens", "counts"),
+    [
+        pytest.param(bytes, True, {}, id="same version"),
+        pytest.param(from_the_future, True, {"unknown_field": 0}, id="later version"),
+        pytest.param(
+            lambda data: from_the_future(data, "colour", {"of": "something"}),
+            True,
+            {"unknown_field": 2},
+            id="later fields",
+        ),
+        pytest.param(
+            lambda data: from_the_future(data, tag="new"), False, {"unknown_tag": 1}, id="later tag"
+        ),
+        *(
+            pytest.param(itemgetter(slice(cut)), False, {"garbage": 1}, id=f"cut at {cut}")
+            for cut in (0, 1, 5, -1)
+        ),
+    ],
+)
+def test_message_is_opened_or_counted(
+    kind: Kind[Any],
+    body: Any,
+    change: Callable[[bytes], bytes],
+    opens: bool,
+    counts: dict[str, int],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     opened = Opened()
-    assert opened.open(from_the_future(kind.seal(body), tag="new")) is None
-    assert opened.counts == {"unknown_tag": 1}
-    assert not caplog.records
-
-
-@every_message
-@pytest.mark.parametrize("cut", [0, 1, 5, -1])
-def test_a_message_that_is_cut_short_is_garbage(kind: Kind[Any], body: Any, cut: int) -> None:
-    opened = Opened()
-    assert opened.open(kind.seal(body)[:cut]) is None
-    assert opened.counts == {"garbage": 1}
+    found = opened.open(change(kind.seal(body)))
+    assert same(found, body) if opens else found is None
+    assert opened.counts == counts
+    assert bool(caplog.records) is ("garbage" in counts)
 
 
 @pytest.mark.parametrize(
@@ -106,20 +107,12 @@ def test_a_message_that_is_cut_short_is_garbage(kind: Kind[Any], body: Any, cut:
         msgpack.encode([4, "router", 7, 1.5, 1, [], b"", b"", b""]),
         bytes(32),
         None,
+        short_keys(),
     ],
 )
-def test_a_message_of_a_version_before_envelopes_is_garbage(old: Any) -> None:
+def test_unreadable_message_is_garbage(old: Any) -> None:
     opened = Opened()
     assert opened.open(old) is None
-    assert opened.counts == {"garbage": 1}
-
-
-def test_keys_that_are_no_whole_numbers_are_garbage() -> None:
-    tag, version, (replica, news) = msgpack.decode(BLOCKS.seal(MESSAGES[5][1]))
-    opened = Opened()
-    assert (
-        opened.open(msgpack.encode([tag, version, [replica, [*news[:3], b"short", b""]]])) is None
-    )
     assert opened.counts == {"garbage": 1}
 
 
@@ -131,7 +124,7 @@ def test_nested_fields_of_a_later_version_are_counted() -> None:
     assert opened.counts == {"unknown_field": 2}
 
 
-def test_a_list_skips_what_it_cannot_read_and_keeps_the_rest() -> None:
+def test_sealed_list_keeps_readable_messages() -> None:
     opened = Opened()
     put, removed = PUT.seal(Put(STATE)), REMOVED.seal(Removed("a"))
     future = from_the_future(put, tag="new")
@@ -142,20 +135,20 @@ def test_a_list_skips_what_it_cannot_read_and_keeps_the_rest() -> None:
     assert opened.skips.open_all("channel", b"\x91" * 10_000, PUT) == []
 
 
-def test_a_tag_that_a_reader_does_not_expect_is_unknown_to_it() -> None:
+def test_unexpected_tag_is_unknown() -> None:
     opened = Opened()
     assert opened.open(DRAIN.seal(Drain(True)), PUT, REMOVED) is None
     assert opened.counts == {"unknown_tag": 1}
 
 
-def test_garbage_is_logged_once_for_each_source(caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_is_logged_once_per_source(caplog: pytest.LogCaptureFixture) -> None:
     skips = Skips()
     for source in ("one", "two", "one", "two"):
         skips.open(source, b"", PUT)
     assert [vars(line)["source"] for line in caplog.records] == ["one", "two"]
 
 
-def test_fields_of_this_version_are_these() -> None:
+def test_message_fields_match_version() -> None:
     """A field more: raise ``VERSION`` and name it here. A field less or another meaning: a tag."""
     found = {kind.tag: " ".join(kind.body.__struct_fields__) for kind in KINDS}
     found["state"] = " ".join(ReplicaState.__struct_fields__)

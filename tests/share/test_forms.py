@@ -1,6 +1,5 @@
 """The same reader and writer on every form of Redis, through fail-over."""
 
-import asyncio
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -20,6 +19,7 @@ from extproc.share.connection import connect
 from extproc.share.replicas import Put, Snapshot, StateWriter
 from tests.certificates import NEW_KEY, openssl
 from tests.conftest import Logged, RedisServer, wait_for_redis
+from tests.share.conftest import A, B, Next, lost, reading
 from tests.share.servers import (
     HOST,
     Watched,
@@ -31,7 +31,6 @@ from tests.share.servers import (
     start,
     watched,
 )
-from tests.share.test_store import A, B, Next, reading
 from tests.waiting import until as eventually
 
 pytestmark = pytest.mark.process
@@ -60,30 +59,21 @@ async def until_known(following: Next, state: ReplicaState) -> None:
             return
 
 
-async def lost(url: RedisSettings | str, logged: Logged) -> dict[str, object]:
-    """What a reader logs that does not get through."""
-    async with reading(url, POOL) as following:
-        waiting = asyncio.ensure_future(following())
-        line = await logged.line("redis is lost, retrying")
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-    return line
-
-
 async def written(redis: Redis, key: str) -> bool:
     with suppress(RedisError):
         return bool(await redis.set(key, 1, px=60_000))
     return False
 
 
-async def test_a_unix_socket(tmp_path: Path) -> None:
+async def test_state_passes_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     async with await start(tmp_path, free_port(), {"unixsocket": str(path)}):
         await share_through(f"unix://{path}?db=3")
 
 
-async def test_through_tls(redis_server: RedisServer, certificate: Path, logged: Logged) -> None:
+async def test_state_passes_tls(
+    redis_server: RedisServer, certificate: Path, logged: Logged
+) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     async with proxied(redis_server.port, context) as proxy:
@@ -93,7 +83,7 @@ async def test_through_tls(redis_server: RedisServer, certificate: Path, logged:
     assert "certificate verify failed" in str(line["error"])
 
 
-async def test_tls_with_a_certificate_of_the_client(
+async def test_state_passes_tls_with_client_certificate(
     redis_server: RedisServer, certificate: Path
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -108,7 +98,7 @@ async def test_tls_with_a_certificate_of_the_client(
                 await redis.ping()
 
 
-async def test_sentinels_that_hang_or_are_dead_hold_nobody_up(
+async def test_hanging_sentinels_are_passed_over(
     servers: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for_redis(monkeypatch, 1.0)
@@ -117,13 +107,13 @@ async def test_sentinels_that_hang_or_are_dead_hold_nobody_up(
         await share_through(sentinels(servers, f"{HOST}:{port}", f"{HOST}:{free_port()}"))
 
 
-async def test_a_service_that_the_sentinels_do_not_know(servers: Watched, logged: Logged) -> None:
+async def test_unknown_sentinel_service_is_named(servers: Watched, logged: Logged) -> None:
     line = await lost(sentinels(servers, service="other"), logged)
     assert "knows no service 'other'" in str(line["error"])
     assert line["redis"] == f"other of sentinels {HOST}:{servers.sentinel_port}"
 
 
-async def test_fail_over_by_a_sentinel_is_followed(servers: Watched) -> None:
+async def test_sentinel_failover_is_followed(servers: Watched) -> None:
     url = sentinels(servers)
     async with publishing(url) as publisher, reading(url, POOL) as following:
         assert await following() == Snapshot(())
@@ -136,7 +126,7 @@ async def test_fail_over_by_a_sentinel_is_followed(servers: Watched) -> None:
             assert (await promoted.info("replication"))["role"] == "master"
 
 
-async def test_a_primary_that_becomes_a_replica_is_left(servers: Watched) -> None:
+async def test_demoted_primary_is_left(servers: Watched) -> None:
     url = sentinels(servers)
     async with connect(url, POOL) as redis, reading(url, POOL) as following:
         assert await following() == Snapshot(())
@@ -153,7 +143,7 @@ async def test_a_primary_that_becomes_a_replica_is_left(servers: Watched) -> Non
         await until_known(following, A)
 
 
-async def test_a_single_server_that_becomes_a_replica_is_connected_to_anew(tmp_path: Path) -> None:
+async def test_demoted_single_server_is_reconnected(tmp_path: Path) -> None:
     """As behind a name or an address that moves to the new primary."""
     port = free_port()
     async with (
@@ -168,7 +158,7 @@ async def test_a_single_server_that_becomes_a_replica_is_connected_to_anew(tmp_p
         assert await redis.client_id() != first
 
 
-async def test_a_cluster_and_its_fail_over(tmp_path: Path) -> None:
+async def test_cluster_failover_is_followed(tmp_path: Path) -> None:
     async with cluster(tmp_path) as nodes:
         url = cluster_at(*reversed(nodes.ports))
         await share_through(cluster_at(nodes.ports[1]))
@@ -182,7 +172,7 @@ async def test_a_cluster_and_its_fail_over(tmp_path: Path) -> None:
             await until_known(following, structs.replace(A, running=77))
 
 
-async def test_a_slot_that_moves_is_followed(tmp_path: Path) -> None:
+async def test_moved_cluster_slot_is_followed(tmp_path: Path) -> None:
     """All of a pool's keys and channels are on one node; scripts and transactions work there."""
     async with cluster(tmp_path) as nodes:
         url = cluster_at(nodes.ports[2])

@@ -46,7 +46,7 @@ async def rounds(*pollers: Leases, count: int = 2) -> None:
             await each.tend(TEN)
 
 
-async def test_one_poller_takes_everything_for_a_while(redis_client: Redis) -> None:
+async def test_single_poller_leases_all_replicas(redis_client: Redis) -> None:
     held = await poller(redis_client, "a").tend(TEN)
     assert held.replicas == held.taken == set(TEN)
     assert await owners(redis_client) == ["a"] * 10
@@ -54,7 +54,7 @@ async def test_one_poller_takes_everything_for_a_while(redis_client: Redis) -> N
         assert 0 < await redis_client.pttl(key) <= LIFE_S * 1000
 
 
-async def test_a_lease_is_renewed_by_its_owner_alone(redis_client: Redis) -> None:
+async def test_lease_is_renewed_by_owner_only(redis_client: Redis) -> None:
     a = poller(redis_client, "a")
     await a.tend(TEN)
     lost, kept = Keys(POOL).lease + TEN[0], Keys(POOL).lease + TEN[1]
@@ -70,9 +70,7 @@ async def test_a_lease_is_renewed_by_its_owner_alone(redis_client: Redis) -> Non
 
 
 @pytest.mark.parametrize("pollers", [2, 3, 4, 7, 13])
-async def test_joining_and_leaving_ends_in_a_balance_that_stays(
-    redis_client: Redis, pollers: int
-) -> None:
+async def test_leases_stay_balanced_across_pollers(redis_client: Redis, pollers: int) -> None:
     names = [str(number) for number in range(pollers)]
     each = {name: poller(redis_client, name) for name in names}
     for joined in range(1, pollers + 1):
@@ -87,7 +85,7 @@ async def test_joining_and_leaving_ends_in_a_balance_that_stays(
     assert set(await owners(redis_client)) <= each.keys()
 
 
-async def test_a_lease_passes_over_without_a_moment_in_between(redis_client: Redis) -> None:
+async def test_lease_passes_over_without_gap(redis_client: Redis) -> None:
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
     await a.tend(TEN)
     assert len((await b.tend(TEN)).taken) == 5
@@ -95,7 +93,7 @@ async def test_a_lease_passes_over_without_a_moment_in_between(redis_client: Red
     assert len((await a.tend(TEN)).replicas) == 5
 
 
-async def test_a_dead_pollers_leases_are_taken(
+async def test_leases_of_dead_poller_are_taken(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
@@ -108,7 +106,7 @@ async def test_a_dead_pollers_leases_are_taken(
             pass
 
 
-async def test_what_was_scraped_under_a_lost_lease_is_not_written(redis_client: Redis) -> None:
+async def test_state_under_lost_lease_is_not_written(redis_client: Redis) -> None:
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
     mine, lost = TEN[:2]
     await rounds(a)
@@ -127,7 +125,7 @@ async def test_what_was_scraped_under_a_lost_lease_is_not_written(redis_client: 
     await rounds(b)
 
 
-async def test_a_round_trip_for_any_number_of_replicas(redis_client: Redis) -> None:
+async def test_leases_take_one_round_trip(redis_client: Redis) -> None:
     many = [f"10.0.{number // 250}.{number % 250}:8000" for number in range(1000)]
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
     await a.tend(many)
@@ -138,7 +136,7 @@ async def test_a_round_trip_for_any_number_of_replicas(redis_client: Redis) -> N
     assert stats["cmdstat_eval"]["calls"] == 2
 
 
-async def test_each_claims_its_own_when_redis_is_back_and_empty(
+async def test_pollers_reclaim_own_leases_after_restart(
     redis_server: RedisServer, logged: Logged
 ) -> None:
     clock = ManualClock()
@@ -161,7 +159,7 @@ async def test_each_claims_its_own_when_redis_is_back_and_empty(
         assert (await a.tend(TEN)).replicas == set(TEN)
 
 
-async def test_one_that_was_away_finds_out_before_it_takes_anything_back(
+async def test_expired_leases_are_not_reclaimed_at_once(
     redis_client: Redis,
 ) -> None:
     clock = ManualClock()
@@ -174,7 +172,7 @@ async def test_one_that_was_away_finds_out_before_it_takes_anything_back(
     assert len((await a.tend(TEN)).taken) == 5
 
 
-async def test_who_is_alive_is_told(redis_server: RedisServer, redis_client: Redis) -> None:
+async def test_living_pollers_are_listed(redis_server: RedisServer, redis_client: Redis) -> None:
     assert await living(redis_client, POOL) == []
     a, b = poller(redis_client, "a"), poller(redis_client, "b")
     await rounds(a, b)

@@ -4,63 +4,29 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
-from random import Random
 
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from extproc.config import RedisSettings
 from extproc.ground.clock import monotonic
 from extproc.replica_state import ReplicaState
-from extproc.share.connection import Keys, connect
+from extproc.share.connection import Keys
 from extproc.share.envelope import sealed_list
 from extproc.share.reader import keys_after
-from extproc.share.replicas import PUT, Change, Put, Removed, Snapshot, StateReader, StateWriter
+from extproc.share.replicas import PUT, Put, Removed, Snapshot, StateWriter
 from tests.conftest import Logged, RedisServer, wait_for_redis
+from tests.share.conftest import BACK, LOST, A, B, Next, lost, reading, until
 from tests.share.servers import HOST, proxied
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
-A = ReplicaState(id="10.0.0.1:8000", name="a", running=3, kv_usage=0.25, models=("m", "lora"))
-B = ReplicaState(
-    id="[::1]:8000", name="b", waiting=7, healthy=False, problem="/health answered 503"
-)
 
-LOST = "redis is lost, retrying"
-BACK = "redis is back"
-
-Next = Callable[[], Awaitable[Change]]
-
-
-@asynccontextmanager
-async def reading(url: RedisSettings | str, pool: str = "test") -> AsyncIterator[Next]:
-    """Yield a function that awaits the reader's next change."""
-    async with (
-        connect(url, pool) as redis,
-        aclosing(StateReader(redis, pool, Random(1)).changes()) as changes,
-    ):
-
-        async def following() -> Change:
-            async with asyncio.timeout(PATIENCE_S):
-                return await anext(changes)
-
-        yield following
-
-
-async def until(following: Next, wanted: Change) -> None:
-    while await following() != wanted:
-        pass
-
-
-async def test_a_reader_gets_what_is_there_and_then_what_changes(
-    redis_server: RedisServer, redis_client: Redis
+async def test_state_reader_gets_present_and_later_states(
+    redis_server: RedisServer, writer: StateWriter
 ) -> None:
-    writer = StateWriter(redis_client, "test", ttl_s=60)
     await writer.put([A])
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot((A,))
@@ -72,10 +38,10 @@ async def test_a_reader_gets_what_is_there_and_then_what_changes(
         assert await following() == Snapshot((B,))
 
 
-async def test_state_that_nobody_refreshes_ends(
-    redis_server: RedisServer, redis_client: Redis
+async def test_unrefreshed_state_expires(
+    redis_server: RedisServer, redis_client: Redis, writer: StateWriter
 ) -> None:
-    await StateWriter(redis_client, "test", ttl_s=60).put([A])
+    await writer.put([A])
     assert 0 < await redis_client.pttl(Keys("test").replica + A.id) <= 60_000
     await StateWriter(redis_client, "test", ttl_s=0.001).put([A])
     async with reading(redis_server.url) as following, asyncio.timeout(PATIENCE_S):
@@ -84,29 +50,25 @@ async def test_state_that_nobody_refreshes_ends(
         assert await following() == Snapshot(())
 
 
-async def test_what_another_poller_has_is_not_removed(
-    redis_server: RedisServer, redis_client: Redis
-) -> None:
+async def test_state_of_other_poller_is_not_removed(redis_client: Redis, following: Next) -> None:
     before, now = (StateWriter(redis_client, "test", ttl_s=60, poller=name) for name in "ab")
     lease = Keys("test").lease + A.id
     await redis_client.set(lease, "b")
-    async with reading(redis_server.url) as following:
-        assert await following() == Snapshot(())
-        await now.put([A])
-        assert await following() == Put(A)
-        await before.remove([A.id])
-        await now.put([A])
-        assert await following() == Put(A)
-        await now.remove([A.id])
-        assert await following() == Removed(A.id)
-        await now.put([A])
-        assert await following() == Put(A)
-        await redis_client.delete(lease)
-        await before.remove([A.id, B.id])
-        assert [await following(), await following()] == [Removed(A.id), Removed(B.id)]
+    await now.put([A])
+    assert await following() == Put(A)
+    await before.remove([A.id])
+    await now.put([A])
+    assert await following() == Put(A)
+    await now.remove([A.id])
+    assert await following() == Removed(A.id)
+    await now.put([A])
+    assert await following() == Put(A)
+    await redis_client.delete(lease)
+    await before.remove([A.id, B.id])
+    assert [await following(), await following()] == [Removed(A.id), Removed(B.id)]
 
 
-async def test_the_age_of_what_is_there_is_told_by_redis_alone(
+async def test_state_age_comes_from_redis_ttl(
     redis_server: RedisServer, redis_client: Redis
 ) -> None:
     states = [ReplicaState(id=f"10.0.0.1:{port}", life_s=60) for port in range(200)]
@@ -123,7 +85,7 @@ async def test_the_age_of_what_is_there_is_told_by_redis_alone(
     assert max(snapshot.ages.values()) < took
 
 
-async def test_pools_do_not_see_each_other(redis_server: RedisServer, redis_client: Redis) -> None:
+async def test_pools_are_separate(redis_server: RedisServer, redis_client: Redis) -> None:
     async with reading(redis_server.url, "one") as one, reading(redis_server.url, "two") as two:
         assert await one() == await two() == Snapshot(())
         await StateWriter(redis_client, "one", ttl_s=60).put([A])
@@ -132,10 +94,9 @@ async def test_pools_do_not_see_each_other(redis_server: RedisServer, redis_clie
         assert await two() == Put(B)
 
 
-async def test_nothing_written_while_a_reader_starts_is_missed(
-    redis_server: RedisServer, redis_client: Redis
+async def test_starting_reader_misses_no_state(
+    redis_server: RedisServer, writer: StateWriter
 ) -> None:
-    writer = StateWriter(redis_client, "test", ttl_s=60)
 
     async def write(replica: int) -> None:
         for running in range(20):
@@ -154,11 +115,10 @@ async def test_nothing_written_while_a_reader_starts_is_missed(
                         seen[state.id] = state
 
 
-async def test_what_was_pushed_before_a_snapshot_was_read_is_not_news_after_it(
-    redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+async def test_states_older_than_snapshot_are_skipped(
+    redis_server: RedisServer, writer: StateWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A large fleet takes longer to read than it takes until the next poll."""
-    writer = StateWriter(redis_client, "test", ttl_s=60)
     older, newer = (structs.replace(A, scraped_at=at, steps=at) for at in (10.0, 11.0))
 
     async def slowly(redis: Redis, beginning: str) -> list[str]:
@@ -176,9 +136,7 @@ async def test_what_was_pushed_before_a_snapshot_was_read_is_not_news_after_it(
         assert await following() == Put(older)
 
 
-async def test_redis_that_starts_after_the_reader(
-    stopped_redis: RedisServer, logged: Logged
-) -> None:
+async def test_reader_waits_for_redis(stopped_redis: RedisServer, logged: Logged) -> None:
     async with reading(stopped_redis.url) as following:
         first = asyncio.ensure_future(following())
         await logged.line(LOST)
@@ -190,10 +148,9 @@ async def test_redis_that_starts_after_the_reader(
     assert len(logged.lines(BACK)) == 1
 
 
-async def test_redis_that_is_killed_and_comes_back_empty(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged
+async def test_reader_follows_restarted_redis(
+    redis_server: RedisServer, writer: StateWriter, logged: Logged
 ) -> None:
-    writer = StateWriter(redis_client, "test", ttl_s=60)
     await writer.put([A])
     async with reading(redis_server.url) as following:
         assert await following() == Snapshot((A,))
@@ -209,8 +166,8 @@ async def test_redis_that_is_killed_and_comes_back_empty(
     assert len(logged.lines(LOST)) == len(logged.lines(BACK)) == 1
 
 
-async def test_redis_that_hangs_is_noticed(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged, monkeypatch: pytest.MonkeyPatch
+async def test_hanging_redis_is_noticed(
+    redis_server: RedisServer, writer: StateWriter, logged: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for_redis(monkeypatch, 1.0)
     async with reading(redis_server.url) as following:
@@ -220,13 +177,13 @@ async def test_redis_that_hangs_is_noticed(
         await logged.line(LOST)
         os.kill(redis_server.pid, signal.SIGCONT)
         assert await again == Snapshot(())
-        await StateWriter(redis_client, "test", ttl_s=60).put([A])
+        await writer.put([A])
         await until(following, Put(A))
     assert logged.lines(LOST)
 
 
-async def test_a_server_that_answers_no_new_connection_for_a_while(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged, monkeypatch: pytest.MonkeyPatch
+async def test_mute_redis_is_noticed(
+    redis_server: RedisServer, logged: Logged, monkeypatch: pytest.MonkeyPatch, writer: StateWriter
 ) -> None:
     wait_for_redis(monkeypatch, 1.0)
     async with (
@@ -240,23 +197,17 @@ async def test_a_server_that_answers_no_new_connection_for_a_while(
         await proxy.unanswered.wait()
         proxy.mute = False
         assert await again == Snapshot(())
-        await StateWriter(redis_client, "test", ttl_s=60).put([A])
+        await writer.put([A])
         await until(following, Put(A))
     assert logged.lines(LOST)
 
 
-async def test_a_wrong_password_is_one_line(
+async def test_wrong_password_is_logged_without_it(
     redis_server: RedisServer, redis_client: Redis, logged: Logged
 ) -> None:
     await redis_client.config_set("requirepass", "right")
-    url = f"redis://:secret@127.0.0.1:{redis_server.port}/0"
-    async with reading(url) as following:
-        waiting = asyncio.ensure_future(following())
-        await logged.line(LOST)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-    (line,) = logged.lines(LOST)
+    line = await lost(f"redis://:secret@127.0.0.1:{redis_server.port}/0", logged)
+    assert logged.lines(LOST) == [line]
     assert "invalid username-password" in str(line["error"])
     assert "secret" not in str(line)
 
@@ -276,10 +227,13 @@ async def test_a_wrong_password_is_one_line(
         sealed_list(b"\xc0"),
     ],
 )
-async def test_garbage_is_skipped_with_one_line(
-    redis_server: RedisServer, redis_client: Redis, logged: Logged, garbage: bytes
+async def test_garbage_state_is_skipped_with_one_line(
+    redis_server: RedisServer,
+    redis_client: Redis,
+    writer: StateWriter,
+    logged: Logged,
+    garbage: bytes,
 ) -> None:
-    writer = StateWriter(redis_client, "test", ttl_s=60)
     await writer.put([A])
     await redis_client.set(Keys("test").replica + "garbage", garbage)
     await redis_client.hset(Keys("test").replica + "a hash", "field", "value")
@@ -295,20 +249,15 @@ async def test_garbage_is_skipped_with_one_line(
     ]
 
 
-async def test_many_states_written_at_once_arrive_one_by_one_in_order(
-    redis_server: RedisServer, redis_client: Redis
-) -> None:
+async def test_states_arrive_in_order(following: Next, writer: StateWriter) -> None:
     states = [ReplicaState(id=f"10.0.0.1:{port}") for port in range(100)]
-    async with reading(redis_server.url) as following:
-        assert await following() == Snapshot(())
-        await StateWriter(redis_client, "test", ttl_s=60).put(states)
-        assert [await following() for _ in states] == [Put(state) for state in states]
+    await writer.put(states)
+    assert [await following() for _ in states] == [Put(state) for state in states]
 
 
-async def test_a_reader_and_a_writer_end_when_cancelled_at_whatever_moment(
-    redis_server: RedisServer, redis_client: Redis
+async def test_reader_and_writer_end_when_cancelled(
+    redis_server: RedisServer, writer: StateWriter
 ) -> None:
-    writer = StateWriter(redis_client, "test", ttl_s=60)
 
     async def write() -> None:
         while True:

@@ -15,9 +15,7 @@ from extproc.share.connection import Keys, connect
 from extproc.share.streams import OWNER, Owner, StreamReader, StreamWriter
 from tests.conftest import RedisServer
 from tests.fakes import replica
-from tests.share.routers import router
-from tests.share.servers import command
-from tests.share.test_bounds import ACL
+from tests.share.conftest import Pair, router
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.process
@@ -30,11 +28,10 @@ async def knows(fleet: Fleet, *names: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
-async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
-    redis_server: RedisServer, redis_client: Redis, protocol: int
+async def test_owners_reach_present_and_later_routers(
+    limited_url: str, redis_client: Redis, protocol: int
 ) -> None:
-    await command(redis_client, "ACL", "SETUSER", "router", "on", ">secret", *ACL.split())
-    url = f"redis://router:secret@127.0.0.1:{redis_server.port}/0?protocol={protocol}"
+    url = f"{limited_url}/0?protocol={protocol}"
     names = [f"resp_{number}" for number in range(250)]
     async with router(url) as first:
         async with router(url) as second:
@@ -46,11 +43,10 @@ async def test_each_router_hears_and_one_that_starts_reads_what_was_told(
             await knows(first, *names[200:])
         async with router(url) as third:
             await knows(third, *names)
-    assert await command(redis_client, "ACL", "LOG") == []
     assert 0 < await redis_client.ttl(Keys("test").responses) <= 86_400
 
 
-async def test_redis_keeps_so_many(
+async def test_redis_bounds_response_owners(
     redis_server: RedisServer, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "MOST_HELD", 200)
@@ -62,19 +58,19 @@ async def test_redis_keeps_so_many(
     assert 200 <= kept <= 400  # whole nodes of a hundred go
 
 
-async def test_what_was_seen_while_redis_was_away_is_told_when_it_is_back(
-    redis_server: RedisServer,
+async def test_owners_seen_during_outage_are_told_later(
+    redis_server: RedisServer, routers: Pair
 ) -> None:
-    async with router(redis_server.url) as first, router(redis_server.url) as second:
-        first.responses.saw("resp_before", replica(2))
-        await knows(second, "resp_before")
-        await redis_server.kill()
-        for name in ("resp_1", "resp_2"):
-            first.responses.saw(name, replica(2))
-            assert first.holder(name) == replica(2)
-            await asyncio.sleep(0)
-        await redis_server.start()  # empty
-        await knows(second, "resp_before", "resp_1", "resp_2")
+    first, second = routers
+    first.responses.saw("resp_before", replica(2))
+    await knows(second, "resp_before")
+    await redis_server.kill()
+    for name in ("resp_1", "resp_2"):
+        first.responses.saw(name, replica(2))
+        assert first.holder(name) == replica(2)
+        await asyncio.sleep(0)
+    await redis_server.start()  # empty
+    await knows(second, "resp_before", "resp_1", "resp_2")
 
 
 @asynccontextmanager
@@ -103,9 +99,7 @@ async def is_reading(client: Redis) -> bool:
     return any("b" in one["flags"] for one in await client.client_list())
 
 
-async def test_who_was_cut_off_reads_on_where_it_was(
-    redis_server: RedisServer, redis_client: Redis
-) -> None:
+async def test_disconnected_reader_resumes(redis_server: RedisServer, redis_client: Redis) -> None:
     """A hundred thousand entries take a router seconds."""
     writer = StreamWriter(redis_client, Keys("test").responses, OWNER, 100)
     async with reading(redis_server.url) as following:
@@ -117,7 +111,7 @@ async def test_who_was_cut_off_reads_on_where_it_was(
         assert await following() == "resp_2"
 
 
-async def test_redis_may_come_back_empty_and_with_an_earlier_clock(
+async def test_reader_tolerates_earlier_redis_clock(
     redis_server: RedisServer,
 ) -> None:
     async with reading(redis_server.url) as following:
@@ -134,7 +128,7 @@ async def test_redis_may_come_back_empty_and_with_an_earlier_clock(
             assert await following() == "resp_2"
 
 
-async def test_garbage_is_harmless(redis_server: RedisServer, redis_client: Redis) -> None:
+async def test_garbage_owners_are_skipped(redis_server: RedisServer, redis_client: Redis) -> None:
     key = Keys("test").responses
     await redis_client.set(key, "no stream")
     async with router(redis_server.url) as first, router(redis_server.url) as second:

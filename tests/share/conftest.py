@@ -1,0 +1,115 @@
+"""Routers, readers and writers that share one pool through a real Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from random import Random
+
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from extproc.config import Config, RedisSettings
+from extproc.fleet.fleet import Fleet
+from extproc.ground.clock import wall
+from extproc.observe.metrics import RouterMetrics
+from extproc.predict.lengths import OutputLengths
+from extproc.proxy.sharing import share
+from extproc.replica_state import ReplicaState
+from extproc.share.connection import connect
+from extproc.share.replicas import Change, Snapshot, StateReader, StateWriter
+from tests.conftest import Logged, RedisServer
+from tests.fakes import ManualClock, state
+from tests.share.servers import command
+from tests.waiting import PATIENCE_S
+
+ACL = (
+    "~{test}:* &{test}:* +@read +@write +@pubsub +@connection +@scripting +@transaction +time "
+    "-@dangerous"
+)
+"""The rule in docs/operations.md, for the pool ``test``."""
+
+A = ReplicaState(id="10.0.0.1:8000", name="a", running=3, kv_usage=0.25, models=("m", "lora"))
+B = ReplicaState(
+    id="[::1]:8000", name="b", waiting=7, healthy=False, problem="/health answered 503"
+)
+
+LOST = "redis is lost, retrying"
+BACK = "redis is back"
+
+Next = Callable[[], Awaitable[Change]]
+Pair = tuple[Fleet, Fleet]
+
+
+@asynccontextmanager
+async def reading(url: RedisSettings | str, pool: str = "test") -> AsyncIterator[Next]:
+    """Yield a function that awaits the reader's next change."""
+    async with (
+        connect(url, pool) as redis,
+        aclosing(StateReader(redis, pool, Random(1)).changes()) as changes,
+    ):
+
+        async def following() -> Change:
+            async with asyncio.timeout(PATIENCE_S):
+                return await anext(changes)
+
+        yield following
+
+
+async def until(following: Next, wanted: Change) -> None:
+    while await following() != wanted:
+        pass
+
+
+async def lost(url: RedisSettings | str, logged: Logged) -> dict[str, object]:
+    """The line a reader logs that cannot connect."""
+    async with reading(url) as following:
+        waiting = asyncio.ensure_future(following())
+        line = await logged.line(LOST)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    return line
+
+
+@pytest.fixture
+async def following(redis_server: RedisServer) -> AsyncIterator[Next]:
+    """A reader that has found the pool empty; returns its next change."""
+    async with reading(redis_server.url) as following:
+        assert await following() == Snapshot(())
+        yield following
+
+
+@pytest.fixture
+def writer(redis_client: Redis) -> StateWriter:
+    return StateWriter(redis_client, "test", ttl_s=60)
+
+
+@pytest.fixture
+async def limited_url(redis_server: RedisServer, redis_client: Redis) -> AsyncIterator[str]:
+    """The address for a user with the rights of ``ACL``, who is refused nothing until the end."""
+    await command(redis_client, "ACL", "SETUSER", "router", "on", ">secret", *ACL.split())
+    yield f"redis://router:secret@127.0.0.1:{redis_server.port}"
+    assert await command(redis_client, "ACL", "LOG") == []
+
+
+@asynccontextmanager
+async def router(url: str) -> AsyncIterator[Fleet]:
+    """A router's fleet of two replicas, on the clocks that sharing goes by."""
+    fleet = Fleet(OutputLengths())
+    for number in (1, 2):
+        fleet.put(state(number, "llama-8b-a10", ManualClock(wall())))
+    fleet.known.set()
+    config = Config.model_validate({"pool": "test", "redis": {"url": url}})
+    task = asyncio.create_task(share(config, fleet, RouterMetrics(CollectorRegistry())))
+    try:
+        yield fleet
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture
+async def routers(redis_server: RedisServer) -> AsyncIterator[Pair]:
+    async with router(redis_server.url) as first, router(redis_server.url) as second:
+        yield first, second
