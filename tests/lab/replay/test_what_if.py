@@ -25,8 +25,14 @@ Ask = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def busy() -> list[Line]:
-    """A minute on two replicas that have hardly enough time."""
-    return lines([A10, A10], start(), list(requests(4.0, 80.0)))
+    """Half a minute on two replicas that have hardly enough time."""
+    return lines([A10, A10], start(), list(requests(4.0, 30.0)))
+
+
+@pytest.fixture
+def one_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run without a change and one with it, instead of three each."""
+    monkeypatch.setattr("extproc.lab.replay.what_if.SEEDS", (0,))
 
 
 @pytest.fixture
@@ -117,11 +123,13 @@ def test_waiting_at_the_router_hides_no_wrong_replay(
 def test_a_median_that_was_not_so_is_refused(
     busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served = [one for one in busy if isinstance(one, Request)]
-    most = sorted(one.seconds for one in served)[int(0.8 * len(served))]
+    served = sorted(one.seconds for one in busy if isinstance(one, Request))
+    low, middle, long = (served[int(part * len(served))] for part in (0.2, 0.55, 0.8))
     wrong = [
-        msgspec.structs.replace(one, seconds=0.6 * one.seconds)
-        if isinstance(one, Request) and one.seconds < most
+        msgspec.structs.replace(
+            one, seconds=long if low <= one.seconds < middle else one.seconds, ttft_s=None
+        )
+        if isinstance(one, Request)
         else one
         for one in busy
     ]
@@ -145,11 +153,11 @@ def test_what_changes_nothing_differs_by_nothing(
         (["--less", "b"], False),
         (["--less", "1"], False),
         (["--traffic", "1.3"], False),
-        (["--policy", "random"], False),
         (["--less", "a", "--more", "b", "--more", address(2)], True),
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("one_seed")
 def test_a_change_is_for_better_or_worse(
     busy: Sequence[Line], tmp_path: Path, ask: Ask, options: list[str], sooner: bool
 ) -> None:
@@ -158,10 +166,17 @@ def test_a_change_is_for_better_or_worse(
     assert high < 0.0 if sooner else low > 0.0
 
 
+def test_random_choice_is_for_worse(busy: Sequence[Line], tmp_path: Path, ask: Ask) -> None:
+    folder = write(tmp_path / "record", busy)
+    low, seconds, high = difference(ask(folder, "--policy", "random"), "mean")
+    assert 0.0 < low <= seconds <= high
+
+
+@pytest.mark.usefixtures("one_seed")
 def test_what_waits_at_the_router_is_not_preempted(tmp_path: Path, ask: Ask) -> None:
     asked = [
         msgspec.structs.replace(one, output_tokens=900.0, stream=False)
-        for one in requests(1.5, 90.0)
+        for one in requests(1.5, 60.0)
     ]
     folder = write(tmp_path / "record", lines([A10, A10], start(), asked))
     assert difference(ask(folder, "--hold", "on"), "mean")[1] < 0.0
@@ -182,7 +197,7 @@ def test_prompts_that_begin_alike_are_cached(tmp_path: Path, ask: Ask) -> None:
 
 def test_each_replica_has_blocks_of_its_own_size() -> None:
     asked = [
-        msgspec.structs.replace(one, replica=address(2)) for one in requests(2.0, 60.0, shared=40)
+        msgspec.structs.replace(one, replica=address(2)) for one in requests(2.0, 30.0, shared=40)
     ]
 
     def completions(*block_sizes: int) -> Floats:
@@ -194,20 +209,22 @@ def test_each_replica_has_blocks_of_its_own_size() -> None:
     assert completions(64, 16).tolist() == completions(16, 16).tolist()
 
 
+@pytest.mark.usefixtures("one_seed")
 def test_halves_of_keys_may_be_alike_where_prompts_are_not(tmp_path: Path, ask: Ask) -> None:
     first, second = (
         text_of(np.array(keys, np.uint64) << np.uint64(32)) for keys in ([1, 2, 3], [4, 1])
     )
     every = [
         msgspec.structs.replace(one, keys=(first, second)[number % 2])
-        for number, one in enumerate(requests(4.0, 60.0))
+        for number, one in enumerate(requests(4.0, 20.0))
     ]
     ask(write(tmp_path / "record", lines([A10, A10], start(), every)), "--traffic", "1.01")
 
 
+@pytest.mark.usefixtures("one_seed")
 def test_a_replica_that_left_gets_nothing_more(tmp_path: Path, ask: Ask) -> None:
-    gone = msgspec.structs.replace(replica(2, at=BEGAN + 25.0), state=None)
-    asked = list(requests(2.5, 75.0))
+    gone = msgspec.structs.replace(replica(2, at=BEGAN + 15.0), state=None)
+    asked = list(requests(2.5, 45.0))
     every = lines([A10, A10], start(), asked)
     whole, part = write(tmp_path / "whole", every), write(tmp_path / "part", [*every, gone])
     before = ask(whole, "--traffic", "1.01")["differences"]["completion_s"]["mean"]["before"]
@@ -231,12 +248,12 @@ def test_a_record_begins_when_every_router_writes(
 ) -> None:
     fleet = [one for one in busy if not isinstance(one, Start | Request)]
     served = [one for one in busy if isinstance(one, Request)]
-    late = [msgspec.structs.replace(start(), at=BEGAN + after) for after in (20.0, 40.0)]
+    late = [msgspec.structs.replace(start(), at=BEGAN + after) for after in (10.0, 20.0)]
     folder = write(tmp_path / "record", [start(), *fleet, *served[::2]])
     write(folder, [late[0], *fleet, *served[1::4]], "default-9.1")
     write(folder, [late[1], *fleet, *served[3::4]], "default-9")
     requests = read(folder).requests
-    assert requests == [one for one in served if one.at >= BEGAN + 20.0]
+    assert requests == [one for one in served if one.at >= BEGAN + 10.0]
 
 
 def test_what_was_sent_before_the_record_begins_is_not_in_it(
@@ -271,6 +288,7 @@ def test_figures_are_not_made_of_answers_that_were_cut(
     assert abs(part["replay"]["completion_s"]["off"]["p95"]) < 0.02
 
 
+@pytest.mark.usefixtures("one_seed")
 def test_few_stretches_of_time_are_told(
     busy: Sequence[Line], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
