@@ -8,26 +8,14 @@ from typing import Any
 
 import aiohttp
 from msgspec import convert
-from pydantic import BaseModel, TypeAdapter
 
 from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.lab.harness.stack import Stack
+from extproc.observe.decision import DecisionRecord, read_decisions
 from extproc.replica_state import ReplicaState
 
 _KEPT = 100_000
 _PATIENCE_S = 5.0
-
-
-class Decision(BaseModel):
-    """What the demo reads of a decision record."""
-
-    number: int
-    request_id: str
-    prompt_tokens: int
-    replica: str
-    second: str | None
-    why: str
-    predicted_completion_s: float
 
 
 class ReplicaNow(ReplicaState, frozen=True, kw_only=True):
@@ -36,16 +24,13 @@ class ReplicaNow(ReplicaState, frozen=True, kw_only=True):
     in_flight: int
 
 
-_DECISIONS = TypeAdapter(list[Decision])
-
-
 @dataclass(slots=True)
 class Entry:
     """One request, as far as it has come."""
 
     request_id: str
     seen_at: float = field(default_factory=time.monotonic)
-    decision: Decision | None = None
+    decision: DecisionRecord | None = None
     access: Access | None = None
 
     @property
@@ -84,7 +69,7 @@ class Journal:
         self._ended += self._log.new()  # before the decisions, which are made before the end
         try:
             while page := await self._get("/decisions", after=self._last_decision):
-                for decision in _DECISIONS.validate_python(page):
+                for decision in read_decisions(page):
                     self._last_decision = decision.number
                     self._entry(decision.request_id).decision = decision
             fleet = (await self._get("/fleet"))["replicas"]

@@ -50,11 +50,12 @@ class Run:
         """Median of \\|predicted - actual\\| ÷ actual completion."""
         return percentiles(
             [
-                abs(entry.decision.predicted_completion_s / answer.completion_s - 1.0)
+                abs(predicted / answer.completion_s - 1.0)
                 for answer in self.answers
                 if answer.ok
                 and (entry := self.entries.get(answer.request_id))
-                and entry.decision is not None
+                and entry.decision
+                and (predicted := entry.decision.predicted_completion_s) is not None
             ]
         )["p50"]
 

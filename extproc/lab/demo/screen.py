@@ -1,66 +1,73 @@
 """The demo on the terminal: replicas and requests as a live page, or as plain lines."""
 
 import time
-from itertools import chain
+from collections.abc import Sequence
+from itertools import chain, islice
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.highlighter import RegexHighlighter
+from rich.padding import Padding
+from rich.segment import SegmentLines
+from rich.table import Table
 from rich.text import Text
 
-from extproc.ground.text import Column, bar, paragraph, table
+from extproc.ground.text import bar
 from extproc.lab.demo.journal import Entry, Journal
 from extproc.lab.harness.stack import SimulatedReplica, Stack
 
 _LEAST_LINES, _MOST_LINES = 6, 40
 _WHY_INDENT = 3
-_REPLICAS = (
-    *(Column("replica", left=True), Column("hardware", left=True)),
-    *map(Column, ("running", "waiting", "in flight", "served", "KV cache")),
+_REPLICAS = ("replica", "hardware", "running", "waiting", "in flight", "served", "KV cache")
+_REQUESTS = ("request", "prompt", "replica", "predicted", "actual")
+_LEFT = {"replica", "hardware", "request"}  # columns of words; figures go to the right
+_REQUEST_ID = (
+    36  # characters of a UUID: the figures of a request fit 80 columns, its reason follows
 )
-_REQUESTS = (
-    Column("request", left=True, most=36),
-    Column("prompt"),
-    Column("replica", left=True),
-    Column("predicted"),
-    Column("actual"),
-)
-"""They fit 80 columns, with the id whole; why each went there is in the lines below it."""
-_STYLES = {
-    r"fast-\d+": "green",
-    r"slow-\d+": "magenta",
-    r"█+": "cyan",
-    r"(?m)^(replica|request) .*$": "bold dim",
-    rf"(?m)^ {{{_WHY_INDENT}}}.*$": "dim",
-    r"router up": "bold green",
-    r"router down": "bold red",
-}
+
+
+class _Colours(RegexHighlighter):
+    highlights = (r"(?P<green>fast-\d+)", r"(?P<magenta>slow-\d+)", r"(?P<cyan>█+)")
+
+
+_coloured = _Colours()
 
 
 class Screen:
     """Renders the present state of a stack; for :class:`rich.live.Live`."""
 
     def __init__(self, stack: Stack, journal: Journal, reserved: int = 0) -> None:
-        """A screen that leaves ``reserved`` lines of the terminal to what was printed before."""
+        """``reserved``: lines of the terminal that belong to what was printed before."""
         self._stack = stack
         self._journal = journal
         self._reserved = reserved + len(stack.replicas) + 7
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = min(max(console.height - self._reserved, _LEAST_LINES), _MOST_LINES)
-        requests = self._requests(lines, options.max_width)
-        text = Text("\n".join(["", self._status(), "", *self._replicas(), "", *requests]))
-        for pattern, style in _STYLES.items():
-            text.highlight_regex(pattern, style)
-        yield text
+        newest = list(islice(reversed(self._journal.entries.values()), lines))[::-1]
+        header, *rows = console.render_lines(self._requests(newest), options)
+        requests = [
+            [row, *console.render_lines(_reason(entry), options)]
+            for row, entry in zip(rows, newest, strict=True)
+        ]
+        while len(requests) > 1 and sum(map(len, requests)) > lines:
+            del requests[0]
+        yield from ("", self._status(), "", self._replicas(), "")
+        yield SegmentLines([header, *chain.from_iterable(requests)], new_lines=True)
 
-    def _status(self) -> str:
+    def _status(self) -> Text:
         entries = self._journal.entries.values()
         routed = sum(entry.decision is not None for entry in entries)
         fallback = sum(entry.fallback for entry in entries)
-        router = "up" if self._journal.router_up else "down: Envoy's fallback serves"
-        return f"router {router}   {len(entries)} requests: {routed} routed, {fallback} by fallback"
+        up = self._journal.router_up
+        router = "router up" if up else "router down: Envoy's fallback serves"
+        counts = f"   {len(entries)} requests: {routed} routed, {fallback} by fallback"
+        return Text.assemble((router, "bold green" if up else "bold red"), counts)
 
-    def _replicas(self) -> list[str]:
-        return table(_REPLICAS, [self._replica(replica) for replica in self._stack.replicas])
+    def _replicas(self) -> Table:
+        table = _table(_REPLICAS)
+        for replica in self._stack.replicas:
+            table.add_row(*map(_coloured, self._replica(replica)))
+        return table
 
     def _replica(self, replica: SimulatedReplica) -> list[str]:
         served = str(self._journal.served[self._stack.address(replica.name)])
@@ -71,30 +78,11 @@ class Screen:
         kv = bar(now.kv_usage) if now.healthy else "no answer"
         return [replica.name, replica.profile, *numbers, served, kv]
 
-    def _requests(self, lines: int, width: int) -> list[str]:
-        """The newest requests that fit into so many lines, the newest last."""
-        rows: list[list[str]] = []
-        whys: list[list[str]] = []
-        for entry in reversed(self._journal.entries.values()):
-            why = paragraph(_why(entry), _WHY_INDENT, width=width)
-            lines -= 1 + len(why)
-            if rows and lines < 0:
-                break
-            rows.append(_figures(entry, self._stack))
-            whys.append(why)
-        header, *figures = table(_REQUESTS, rows[::-1])
-        return [header, *chain.from_iterable(zip(figures, map("\n".join, whys[::-1]), strict=True))]
-
-
-def _figures(entry: Entry, stack: Stack) -> list[str]:
-    decision, access = entry.decision, entry.access
-    return [
-        entry.request_id,
-        str(decision.prompt_tokens) if decision else "-",
-        _where(entry, stack),
-        f"{decision.predicted_completion_s:.2f} s" if decision else "-",
-        f"{access.duration_s:.2f} s" if access else f"{time.monotonic() - entry.seen_at:.1f} ...",
-    ]
+    def _requests(self, entries: Sequence[Entry]) -> Table:
+        table = _table(_REQUESTS)
+        for entry in entries:
+            table.add_row(*map(_coloured, _figures(entry, self._stack)))
+        return table
 
 
 def plain(entry: Entry, stack: Stack) -> str:
@@ -104,10 +92,29 @@ def plain(entry: Entry, stack: Stack) -> str:
     return f"{head}  {_why(entry)}"
 
 
-def _where(entry: Entry, stack: Stack) -> str:
-    if entry.access is not None:
-        return stack.name_of(entry.access.upstream) or "-"
-    return stack.name_of(entry.decision.replica) if entry.decision else "-"
+def _table(headers: Sequence[str]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold dim")
+    for header in headers:
+        justify: JustifyMethod = "left" if header in _LEFT else "right"
+        table.add_column(header, justify=justify, no_wrap=True, max_width=_REQUEST_ID)
+    return table
+
+
+def _reason(entry: Entry) -> Padding:
+    return Padding(Text(_why(entry), "dim"), (0, 0, 0, _WHY_INDENT))
+
+
+def _figures(entry: Entry, stack: Stack) -> list[str]:
+    decision, access = entry.decision, entry.access
+    predicted = decision.predicted_completion_s if decision else None
+    served = access.upstream if access else decision.replica if decision else ""
+    return [
+        entry.request_id,
+        str(decision.prompt_tokens) if decision else "-",
+        stack.name_of(served) or "-",
+        "-" if predicted is None else f"{predicted:.2f} s",
+        f"{access.duration_s:.2f} s" if access else f"{time.monotonic() - entry.seen_at:.1f} ...",
+    ]
 
 
 def _why(entry: Entry) -> str:

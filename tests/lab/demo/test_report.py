@@ -5,25 +5,14 @@ from random import Random
 
 import pytest
 
-from extproc.lab.demo.journal import Decision, Entry
+from extproc.lab.demo.journal import Entry
 from extproc.lab.demo.report import Report, Run
 from extproc.lab.harness.envoy_config import Access
 from extproc.lab.harness.samples import samples
 from extproc.lab.harness.traffic import Answer
+from tests.lab.demo.decision import decision_record
 
 NAMES = {"10.0.0.1:80": "fast", "10.0.0.2:80": "slow", "10.0.0.3:80": "idle"}
-
-
-def decision(request_id: str, predicted: float) -> Decision:
-    return Decision(
-        number=1,
-        request_id=request_id,
-        prompt_tokens=10,
-        replica="10.0.0.1:80",
-        second="10.0.0.2:80",
-        why="",
-        predicted_completion_s=predicted,
-    )
 
 
 def access(request_id: str, upstream: str, added_ms: float | None = 2.0) -> Access:
@@ -35,7 +24,8 @@ def run(*served: tuple[str, float, bool], seconds: float = 2.0) -> Run:
     entries = {}
     for number, (upstream, predicted, decided) in enumerate(served):
         name = str(number)
-        entries[name] = Entry(name, 0.0, decision(name, predicted) if decided else None)
+        decision = decision_record(name, "10.0.0.1:80", "10.0.0.2:80", predicted)
+        entries[name] = Entry(name, 0.0, decision if decided else None)
         entries[name].access = access(name, upstream)
     answers = [Answer(name, None, seconds) for name in entries]
     return Run(answers, entries, NAMES)

@@ -7,10 +7,11 @@ import aiohttp
 import pytest
 from rich.console import Console
 
-from extproc.lab.demo.journal import Decision, Entry, Journal, ReplicaNow
+from extproc.lab.demo.journal import Entry, Journal, ReplicaNow
 from extproc.lab.demo.screen import Screen
 from extproc.lab.harness.envoy_config import Access
 from extproc.lab.harness.stack import Stack
+from tests.lab.demo.decision import decision_record
 
 WHY = (
     "fast-2 finishes it in 0.62 s, fast-1 in 0.61 s: as good as equal, and here the first token "
@@ -28,14 +29,12 @@ async def journal(tmp_path: Path) -> Journal:
 def screen(stack: Stack, journal: Journal, width: int, height: int) -> list[str]:
     """Its lines, after thirty requests on four replicas."""
     for number in range(1, 31):
-        decision = Decision(
-            number=number,
-            request_id=f"sample-{number:03}",
-            prompt_tokens=12_345,
-            replica=stack.address("fast-2"),
-            second=stack.address("fast-1"),
+        decision = decision_record(
+            f"sample-{number:03}",
+            stack.address("fast-2"),
+            stack.address("fast-1"),
+            predicted_s=12.34,
             why=WHY,
-            predicted_completion_s=12.34,
         )
         ended = Access(decision.request_id, 200, decision.replica, 23.45, 1.0)
         journal.entries[decision.request_id] = Entry(decision.request_id, 0.0, decision, ended)
