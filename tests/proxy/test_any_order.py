@@ -20,8 +20,10 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 
 from extproc.proxy.services import MOST_HELD, Services
 from tests.conftest import Logged
+from tests.fakes import replica
+from tests.proxy.conftest import samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, headers_message
-from tests.proxy.replies import chosen
+from tests.proxy.replies import chosen, destination
 from tests.waiting import until
 
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
@@ -33,6 +35,7 @@ FIELDS: dict[str, list[Any]] = {
     "max_tokens": [5, 500],
     "messages": ["hello"],
 }
+MEMBERS = {replica(1), replica(2)}
 ANSWERS = (
     b'data: {"choices": [{"delta": {"content": "sea"}}]}\n\n',
     b'{"id": "resp_1", "usage": {"prompt_tokens": 60, "completion_tokens": 5}}',
@@ -87,3 +90,46 @@ async def test_random_message_order_leaks_nothing(
     await until(lambda: not services.fleet.in_flight)
     assert services.room.free == MOST_HELD
     assert chosen(await envoy.ask_body_first())
+
+
+@pytest.mark.parametrize("phases", range(4))
+async def test_reset_in_any_phase_leaks_nothing(
+    envoy: EnvoySide, services: Services, phases: int
+) -> None:
+    async with envoy.stream() as stream:
+        await stream.request_headers()
+        if phases > 0:
+            await stream.request_body(CHAT)
+        if phases > 1:
+            await stream.response_headers()
+        if phases > 2:
+            await stream.response_body(b"{", end_of_stream=False)
+        stream.reset()
+    await until(lambda: services.fleet.in_flight == 0)
+    await until(lambda: samples(services.metrics.open_streams) == {(): 0})
+    view = services.fleet.view("llama")
+    assert view.backlog.tolist() == pytest.approx([0, 0], abs=1e-6)
+
+
+async def test_response_may_precede_request(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        assert (await stream.response_headers()).response_headers is not None
+        assert (await stream.response_body(b"x")).response_body is not None
+        assert (await stream.response_trailers()).response_trailers is not None
+        assert (await stream.request_trailers()).request_trailers is not None
+        assert bytes(await stream.send_bytes(b"")) == b""  # a phase of a later version
+        assert (await stream.request_body(CHAT)).request_body is not None
+        assert (await stream.request_headers()).request_headers is not None
+        assert set(destination(await stream.request_body(CHAT))) == MEMBERS
+        assert destination(await stream.request_body(CHAT)) == []
+        await stream.end()
+    assert services.fleet.in_flight == 0
+
+
+async def test_repeated_headers_are_counted_once(envoy: EnvoySide, services: Services) -> None:
+    async with envoy.stream() as stream:
+        for _ in range(2):
+            await stream.request_headers(headers={"content-encoding": "gzip"})
+        assert services.fleet.in_flight == 1
+        await stream.end()
+    assert services.fleet.in_flight == 0

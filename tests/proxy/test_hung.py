@@ -18,7 +18,7 @@ from tests.proxy.envoy_side import CHAT, EnvoySide
 from tests.proxy.replies import chosen, error_of, status_of
 from tests.proxy.test_record import written
 from tests.proxy.test_traces import SAMPLED, sent, spans, traced
-from tests.proxy.test_unseen import MARK
+from tests.proxy.test_watch import MARK
 from tests.spans import Spans, attributes
 from tests.waiting import until
 

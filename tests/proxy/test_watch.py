@@ -12,11 +12,12 @@ from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
 
 from extproc.config import Config
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, chat, replica
-from tests.proxy.conftest import samples
+from tests.fakes import ManualClock, chat, fleet_of, replica
+from tests.proxy.conftest import on_fleet, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide
-from tests.proxy.replies import destination
+from tests.proxy.replies import chosen, destination
 
+MARK = {"x-extproc-unseen": "1"}
 PER_S = 100
 TOKENS = 20  # of a streamed answer, each of them a chunk
 CHUNKS_PER_S = 2.0
@@ -135,3 +136,39 @@ async def test_long_stream_uses_up_later_budget(envoy: EnvoySide, clock: ManualC
     assert not await answer(envoy)
     clock.advance(1.0)
     assert await answer(envoy)
+
+
+class TestSkippedResponses:
+    """Envoy marks requests whose responses the router is not to see."""
+
+    @pytest.fixture
+    def config(self) -> Config:
+        named = {"models": {"chat": "llama"}}
+        return Config.model_validate({"pool": "of-these-tests", "route": named})
+
+    @pytest.fixture
+    def services(self, services: Services, clock: ManualClock) -> Services:
+        fleet = fleet_of(clock, *["llama-8b-a10"] * 2, names=services.fleet.members.names)
+        fleet.known.set()
+        return on_fleet(services, fleet)
+
+    async def test_skipped_response_avoids_doubtful_replica(
+        self, envoy: EnvoySide, services: Services, clock: ManualClock
+    ) -> None:
+        for _ in range(3):
+            services.fleet.eligibility.failed(replica(1))
+        clock.advance(1.1)
+        async with envoy.stream() as first, envoy.stream() as told, envoy.stream() as last:
+            assert chosen(await first.body_first(CHAT, headers=MARK)) == [replica(2)]
+            assert chosen(await told.body_first(CHAT))[0] == replica(1)
+            await told.answer(upstream=replica(1))
+            assert chosen(await last.body_first(CHAT, headers=MARK))[0] == replica(1)
+
+    async def test_stored_response_is_never_skipped(
+        self, envoy: EnvoySide, services: Services
+    ) -> None:
+        stored = {"model": "llama", "input": "hello", "store": True}
+        async with envoy.stream() as stream:
+            assert chosen(await stream.body_first(stored, "/v1/responses", headers=MARK))
+            await stream.end()  # the client hung up
+        assert samples(services.metrics.requests) == {("routed",): 1.0, ("unanswered",): 1.0}

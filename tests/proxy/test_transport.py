@@ -1,8 +1,12 @@
-"""What requests leave behind in the memory of a router's process: nothing that grows with them."""
+"""Memory and threads of gRPC: requests leave nothing behind that grows with them."""
 
 import ctypes
 import gc
+import os
+import sys
 from collections.abc import Awaitable, Callable
+from errno import ENOSYS
+from threading import Event, Thread
 
 import pytest
 from envoy_data_plane.envoy.service.ext_proc.v3 import HttpBody, ProcessingRequest
@@ -13,6 +17,7 @@ from grpclib.encoding.base import CodecBase
 from extproc.proxy import messages
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
+from extproc.proxy.transport import patient
 
 BATCH = 96  # bytes of C's memory that gRPC takes for what it does in one go
 
@@ -102,3 +107,48 @@ async def test_reset_stream_leaks_no_memory(services: Services) -> None:
         assert await left_by_streams(port, reset=True) < others + BATCH / 2
     finally:
         await server.stop(0)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs SCHED_BATCH")
+
+
+@linux
+def test_patient_schedules_only_new_threads_as_batch() -> None:
+    ended = Event()
+    policies = []
+
+    def run() -> None:
+        child = Thread(target=lambda: policies.append(os.sched_getscheduler(0)))
+        child.start()
+        child.join()
+        ended.wait()
+        policies.append(os.sched_getscheduler(0))
+
+    with patient():
+        inside = Thread(target=run)
+        inside.start()
+    try:
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    finally:
+        ended.set()
+        inside.join()
+    assert policies == [os.SCHED_BATCH, os.SCHED_BATCH], "its own child, and itself"
+
+
+@linux
+def test_patient_restores_scheduling_after_error() -> None:
+    with pytest.raises(ValueError, match="no"), patient():
+        raise ValueError("no")
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@linux
+def test_patient_tolerates_missing_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on musl, which has the call and never does it."""
+
+    def refuse(_: int) -> int:
+        raise OSError(ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "sched_getscheduler", refuse)
+    with patient():
+        pass

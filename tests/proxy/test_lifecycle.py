@@ -1,0 +1,78 @@
+"""Start and end of a server and of its streams."""
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from extproc.proxy.service import SERVICE, GrpcServer
+from extproc.proxy.services import Services
+from tests.conftest import Logged
+from tests.fakes import replica
+from tests.proxy.envoy_side import EnvoySide
+from tests.proxy.replies import destination
+from tests.waiting import PATIENCE_S, until
+
+MEMBERS = {replica(1), replica(2)}
+ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
+
+
+async def test_invalid_message_ends_only_its_stream(services: Services) -> None:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.stream_stream(f"/{SERVICE}/Process")()
+        await call.write(b"\xff\xff\xff")
+        assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
+        async with EnvoySide(channel).stream() as stream:
+            assert set(destination(await stream.ask())) == MEMBERS
+    await server.stop(0)
+
+
+async def test_drain_waits_for_open_streams(services: Services) -> None:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        EnvoySide(channel).stream() as stream,
+    ):
+        check = health_pb2_grpc.HealthStub(channel).Check
+
+        async def serving(service: str) -> bool:
+            answer = await check(health_pb2.HealthCheckRequest(service=service))
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+        names = ("", SERVICE, "readiness", "liveness")
+        assert all([await serving(name) for name in names])
+        await stream.ask()
+        stopping = asyncio.create_task(server.stop(drain_s=30))
+        await asyncio.sleep(0)
+        assert [name for name in names if await serving(name)] == ["liveness"]
+        await stream.response_headers()
+        await stream.response_body(ANSWER)
+        assert not stopping.done()
+        await stream.end()
+        await asyncio.wait_for(stopping, PATIENCE_S)
+    assert services.fleet.in_flight == 0
+
+
+async def test_drain_ends_after_drain_s(services: Services, logged: Logged) -> None:
+    server = GrpcServer(services)
+    port = await server.start("127.0.0.1:0")
+    async with (
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+        EnvoySide(channel).stream() as stream,
+    ):
+        await stream.ask()
+        await asyncio.wait_for(server.stop(drain_s=0.05), PATIENCE_S)
+        await until(lambda: services.fleet.in_flight == 0)
+    assert not logged.lines()
+
+
+async def test_taken_port_is_named(services: Services) -> None:
+    first, second = GrpcServer(services), GrpcServer(services)
+    port = await first.start("127.0.0.1:0")
+    with pytest.raises(OSError, match=f"127.0.0.1:{port} .*serve.listen"):
+        await second.start(f"127.0.0.1:{port}")
+    await first.stop(0)

@@ -1,0 +1,107 @@
+"""Requests that no replica could serve, and models that some might."""
+
+from typing import Any
+
+import pytest
+from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
+
+from extproc.config import Config
+from extproc.proxy.services import Services
+from tests.fakes import ManualClock, replica, state
+from tests.proxy.conftest import put_replicas, router_of, samples
+from tests.proxy.envoy_side import CHAT, EnvoySide, connected
+from tests.proxy.replies import destination, error_of, status_of
+
+MEMBERS = {replica(1), replica(2)}
+
+
+def refused(reply: ProcessingResponse) -> tuple[int, dict[str, Any]]:
+    assert reply.immediate_response is not None
+    assert reply.immediate_response.status is not None
+    error = error_of(reply)
+    return int(reply.immediate_response.status.code), error
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"not json", b"[]", b'{"model": 5}', b"[" * 10_000, b'{"model": "\xff"}']
+)
+async def test_invalid_body_answers_400(envoy: EnvoySide, services: Services, body: bytes) -> None:
+    reply = await envoy.ask(body)
+    assert status_of(reply) == 400
+    error = error_of(reply)
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert services.fleet.in_flight == 0
+
+
+async def test_post_without_body_is_refused(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(end_of_stream=True)
+        assert reply.immediate_response is not None
+
+
+async def test_missing_model_means_the_only_one(envoy: EnvoySide, services: Services) -> None:
+    assert set(destination(await envoy.ask({"messages": []}))) == MEMBERS
+    assert services.log.last(1)[0].decision.profile.model == "llama"
+
+
+async def test_missing_model_among_several_is_routed(envoy: EnvoySide, services: Services) -> None:
+    put_replicas(services, 2, models=("other",))
+    assert set(destination(await envoy.ask({"messages": []}))) == MEMBERS
+    assert services.log.last(1)[0].decision.profile.model == ""
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+async def test_unlisted_model_answers_404(
+    envoy: EnvoySide, services: Services, healthy: bool
+) -> None:
+    clock = ManualClock(services.wall())
+    for number in range(3, 100):
+        served = (f"model-{number:02}",)
+        services.fleet.put(state(number, "llama-8b-a10", clock, models=served, healthy=healthy))
+    status, error = refused(await envoy.ask(CHAT | {"model": "none"}))
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert "`none`" in error["message"]
+    assert "`llama`, `model-03`" in error["message"]
+    assert error["message"].endswith(" and 48 more.")
+
+
+async def test_refusals_are_counted_by_reason(envoy: EnvoySide, services: Services) -> None:
+    clock = ManualClock(services.wall())
+    services.fleet.put(state(3, "llama-8b-a10", clock, models=("down",), healthy=False))
+    for body in (b"no json", b'{"model": 5}', CHAT | {"model": "none"}, CHAT | {"model": "down"}):
+        async with envoy.stream() as stream:
+            status, error = refused(await stream.ask(body))
+            (*_, reason) = samples(services.metrics.refused)
+            assert reason == (error["code"] or error["type"],), status
+    assert samples(services.metrics.refused) == {
+        ("invalid_json",): 1,
+        ("invalid_model",): 1,
+        ("model_not_found",): 1,
+        ("service_unavailable_error",): 1,
+    }
+    assert samples(services.metrics.requests) == {("refused",): 4}
+
+
+@pytest.mark.parametrize("figures", [{"models": ()}, {"listed": False}])
+async def test_replica_without_model_list_may_serve_any(
+    envoy: EnvoySide, services: Services, figures: dict[str, Any]
+) -> None:
+    """``/metrics`` names one; of adapters and further names ``/v1/models`` tells."""
+    put_replicas(services, 2, **figures)
+    assert set(destination(await envoy.ask(CHAT | {"model": "none"}))) <= MEMBERS
+
+
+async def test_no_model_is_unknown_before_all_replicas_are(
+    envoy: EnvoySide, services: Services
+) -> None:
+    services.fleet.known.clear()
+    assert set(destination(await envoy.ask(CHAT | {"model": "none"}))) <= MEMBERS
+
+
+async def test_listed_models_only_false_routes_any_model() -> None:
+    lenient = Config.model_validate({"route": {"listed_models_only": False}})
+    services = router_of(lenient, 1)
+    async with connected(services) as envoy, envoy.stream() as stream:
+        assert destination(await stream.ask(CHAT | {"model": "an adapter"}))
+        await stream.end()

@@ -1,0 +1,95 @@
+"""Requests about responses that a replica has stored."""
+
+import json
+from typing import Any
+
+import pytest
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ProcessingModeBodySendMode as BodyMode,
+)
+
+from extproc.config import Config
+from extproc.proxy.services import Services
+from tests.fakes import replica
+from tests.proxy.conftest import router_of
+from tests.proxy.envoy_side import EnvoySide, connected
+from tests.proxy.replies import destination
+
+RESPONSES = "/v1/responses"
+ASKED = {"model": "llama", "input": "Tell me of the sea."}
+
+
+@pytest.fixture
+def unread(config: Config) -> Config:
+    """No stream is read that need not be."""
+    return config.model_copy(
+        update={"serve": config.serve.model_copy(update={"chunks_per_s": 0.0})}
+    )
+
+
+async def respond(
+    envoy: EnvoySide, upstream: str, body: dict[str, Any], number: int = 1, streamed: bool = False
+) -> BodyMode | None:
+    """A response passes; returns whether its body was asked for."""
+    async with envoy.stream() as stream:
+        reply = await stream.request_headers(RESPONSES)
+        assert reply.mode_override is None  # Envoy is to tell of the response
+        await stream.request_body(ASKED | body)
+        kind = "text/event-stream" if streamed else "application/json"
+        reply = await stream.response_headers(upstream=upstream, content_type=kind)
+        asked = None if reply.mode_override is None else reply.mode_override.response_body_mode
+        whole = json.dumps({"id": f"resp_{number}", "output": []}).encode()
+        created = b'event: response.created\ndata: {"response":' + whole + b"}\n\n"
+        if asked is not None:
+            await stream.response_body(created if streamed else whole)
+        await stream.end()
+    return asked
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("second", [False, True])
+async def test_stored_response_continues_on_its_owner(
+    envoy: EnvoySide, services: Services, streamed: bool, second: bool
+) -> None:
+    """Whoever was chosen: Envoy may have tried that one in vain."""
+    served = replica(2 if second else 1)
+    await respond(envoy, served, {"stream": streamed}, streamed=streamed)
+    for _ in range(5):
+        reply = await envoy.ask(ASKED | {"previous_response_id": "resp_1"}, RESPONSES)
+        assert destination(reply) == [served]
+    for method, path in (("GET", "/resp_1"), ("POST", "/resp_1/cancel"), ("GET", "/resp_1?a=b")):
+        async with envoy.stream() as stream:
+            reply = await stream.request_headers(RESPONSES + path, method)
+            assert destination(reply) == [served]
+            assert reply.mode_override is not None
+            assert reply.mode_override.request_body_mode == BodyMode.NONE
+            await stream.answer()
+    assert services.fleet.in_flight == 0
+
+
+async def test_unknown_stored_response_goes_anywhere(envoy: EnvoySide) -> None:
+    async with envoy.stream() as stream:
+        assert destination(await stream.request_headers(f"{RESPONSES}/resp_9", "GET")) == []
+
+
+async def test_stored_streams_are_read_for_response_ids(unread: Config) -> None:
+    services = router_of(unread)
+    async with connected(services) as envoy:
+        while services.watch.sees(services.clock(), doubtful=False):
+            pass  # of other responses nothing is looked at for now
+        for number in range(5):
+            asked = await respond(envoy, replica(1), {"stream": True}, number, streamed=True)
+            assert asked is BodyMode.STREAMED
+        held = [services.fleet.holder(f"resp_{number}") for number in range(5)]
+        assert held == [replica(1)] * 5
+        not_kept = {"stream": True, "store": False}
+        assert await respond(envoy, replica(1), not_kept, 200, streamed=True) is None
+        assert services.fleet.holder("resp_200") is None
+
+
+async def test_background_response_has_no_completion(envoy: EnvoySide, services: Services) -> None:
+    await respond(envoy, replica(1), {"background": True})
+    (record,) = services.log.last(9)
+    assert record.outcome.status == 200
+    assert record.outcome.completion_s is None
+    assert services.fleet.holder("resp_1") == replica(1)
