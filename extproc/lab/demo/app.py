@@ -7,7 +7,7 @@ import shlex
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from itertools import count, islice
 from pathlib import Path
@@ -83,9 +83,6 @@ async def _with_stack(args: argparse.Namespace, directory: Path, console: Consol
             await _show(stack, journal, console)
 
 
-# -- until Ctrl-C ---------------------------------------------------------------------------
-
-
 async def _show(stack: Stack, journal: Journal, console: Console) -> None:
     random = Random(_SEED)
     async with _displayed(stack, journal, console):
@@ -97,9 +94,6 @@ async def _show(stack: Stack, journal: Journal, console: Console) -> None:
         for minute in count(1):
             gentle = islice(samples(MODEL, _GENTLE_RATE, random), int(60 * _GENTLE_RATE))
             await send_all(stack.url, gentle, f"gentle-{minute}")
-
-
-# -- once -----------------------------------------------------------------------------------
 
 
 async def _compare(
@@ -122,9 +116,6 @@ async def _compare(
         raise ProcessError(report.failure)
 
 
-# -- display --------------------------------------------------------------------------------
-
-
 @asynccontextmanager
 async def _displayed(
     stack: Stack, journal: Journal, console: Console, reserved: int = 0
@@ -143,22 +134,21 @@ async def _displayed(
             for entry in ended:
                 console.print(plain(entry, stack), markup=False, soft_wrap=True)
 
+    async def follow() -> None:
+        while True:
+            await step()
+            await asyncio.sleep(_REFRESH_S)
+
     try:
         async with asyncio.TaskGroup() as tasks:
             with live or nullcontext():
-                following = tasks.create_task(_repeat(step))
+                following = tasks.create_task(follow())
                 yield
                 following.cancel()
                 await asyncio.sleep(_REFRESH_S)  # Envoy writes its log with some delay
                 await step()
     except ExceptionGroup as group:
         raise group.exceptions[0] from None  # one reason is enough
-
-
-async def _repeat(step: Callable[[], Awaitable[None]]) -> None:
-    while True:
-        await step()
-        await asyncio.sleep(_REFRESH_S)
 
 
 def _obituary(process: Process, stack: Stack) -> str:
@@ -200,10 +190,8 @@ Gentle traffic goes on until Ctrl-C."""
 
 
 def _chat(stack: Stack, stream: bool = False, policy: str = "") -> str:
-    body: dict[str, object] = {"model": MODEL}
-    if stream:
-        body["stream"] = True
-    body["messages"] = [{"role": "user", "content": "Hello!"}]
+    asked = {"model": MODEL} | ({"stream": True} if stream else {})
+    body = asked | {"messages": [{"role": "user", "content": "Hello!"}]}
     words = [f"curl -sN {stack.url}/v1/chat/completions -H 'content-type: application/json'"]
     if policy:
         words.append(f"-H {shlex.quote(f'{POLICY_HEADER}: {policy}')}")

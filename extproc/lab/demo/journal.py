@@ -19,7 +19,7 @@ _PATIENCE_S = 5.0
 
 
 class ReplicaNow(ReplicaState, frozen=True, kw_only=True):
-    """The router's view of a replica."""
+    """A replica in the router's ``/fleet``."""
 
     in_flight: int
 
@@ -35,15 +35,14 @@ class Entry:
 
     @property
     def routed(self) -> bool:
-        """Whether one of the replicas the router named served it."""
-        if self.decision is None or self.access is None:
-            return False
-        return self.access.upstream in (self.decision.replica, self.decision.second)
+        """One of the replicas that the router named served the request."""
+        decision, access = self.decision, self.access
+        return bool(decision and access and access.upstream in (decision.replica, decision.second))
 
     @property
     def fallback(self) -> bool:
-        """Whether Envoy chose its replica, without the router."""
-        return self.decision is None and self.access is not None and self.access.upstream != ""
+        """Envoy chose the replica, without the router."""
+        return not self.decision and bool(self.access and self.access.upstream)
 
 
 class Journal:
@@ -52,8 +51,7 @@ class Journal:
     def __init__(self, stack: Stack, session: aiohttp.ClientSession) -> None:
         self.entries: dict[str, Entry] = {}  # by request id, in the order they were seen
         self.served: Counter[str] = Counter()  # requests per replica, by `ip:port`
-        self.fleet: dict[str, ReplicaNow] = {}
-        """The replicas as the router sees them, by name; empty while it is down."""
+        self.fleet: dict[str, ReplicaNow] = {}  # by name; empty while the router is down
         self._admin = stack.router_admin
         self._log = AccessLog(stack.access_log)
         self._session = session

@@ -48,19 +48,18 @@ class Run:
     @property
     def predicted_error_median(self) -> float | None:
         """Median of \\|predicted - actual\\| ÷ actual completion."""
-        return percentiles(
-            [
-                abs(predicted / answer.completion_s - 1.0)
-                for answer in self.answers
-                if answer.ok
-                and (entry := self.entries.get(answer.request_id))
-                and entry.decision
-                and (predicted := entry.decision.predicted_completion_s) is not None
-            ]
-        )["p50"]
+        decisions = {entry.request_id: entry.decision for entry in self._known()}
+        errors = [
+            abs(predicted / answer.completion_s - 1.0)
+            for answer in self.answers
+            if answer.ok
+            and (decision := decisions.get(answer.request_id))
+            and (predicted := decision.predicted_completion_s) is not None
+        ]
+        return percentiles(errors)["p50"]
 
     def failure(self, policy: str) -> str:
-        """Why it did not show what it should, under a policy of that name; empty when it did."""
+        """The first thing that went wrong under a policy of that name; empty: nothing."""
         sent = len(self.answers)
         ok, routed, fallback = (self.figures[name] for name in ("ok", "routed", "fallback"))
         if ok < sent:

@@ -1,7 +1,7 @@
 """The demo on the terminal: replicas and requests as a live page, or as plain lines."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
@@ -19,7 +19,7 @@ _LEAST_LINES, _MOST_LINES = 6, 40
 _WHY_INDENT = 3
 _REPLICAS = ("replica", "hardware", "running", "waiting", "in flight", "served", "KV cache")
 _REQUESTS = ("request", "prompt", "replica", "predicted", "actual")
-_LEFT = {"replica", "hardware", "request"}  # columns of words; figures go to the right
+_WORDS = {"replica", "hardware", "request"}  # columns that are not figures
 _REQUEST_ID = (
     36  # characters of a UUID: the figures of a request fit 80 columns, its reason follows
 )
@@ -44,14 +44,17 @@ class Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = min(max(console.height - self._reserved, _LEAST_LINES), _MOST_LINES)
         newest = list(islice(reversed(self._journal.entries.values()), lines))[::-1]
-        header, *rows = console.render_lines(self._requests(newest), options)
+        table = _table(_REQUESTS, [_figures(entry, self._stack) for entry in newest])
+        header, *rows = console.render_lines(table, options)
+        reasons = (Padding(Text(_why(one), "dim"), (0, 0, 0, _WHY_INDENT)) for one in newest)
         requests = [
-            [row, *console.render_lines(_reason(entry), options)]
-            for row, entry in zip(rows, newest, strict=True)
+            [row, *console.render_lines(reason, options)]
+            for row, reason in zip(rows, reasons, strict=True)
         ]
         while len(requests) > 1 and sum(map(len, requests)) > lines:
             del requests[0]
-        yield from ("", self._status(), "", self._replicas(), "")
+        replicas = _table(_REPLICAS, map(self._replica, self._stack.replicas))
+        yield from ("", self._status(), "", replicas, "")
         yield SegmentLines([header, *chain.from_iterable(requests)], new_lines=True)
 
     def _status(self) -> Text:
@@ -63,12 +66,6 @@ class Screen:
         counts = f"   {len(entries)} requests: {routed} routed, {fallback} by fallback"
         return Text.assemble((router, "bold green" if up else "bold red"), counts)
 
-    def _replicas(self) -> Table:
-        table = _table(_REPLICAS)
-        for replica in self._stack.replicas:
-            table.add_row(*map(_coloured, self._replica(replica)))
-        return table
-
     def _replica(self, replica: SimulatedReplica) -> list[str]:
         served = str(self._journal.served[self._stack.address(replica.name)])
         now = self._journal.fleet.get(replica.name)
@@ -78,12 +75,6 @@ class Screen:
         kv = bar(now.kv_usage) if now.healthy else "no answer"
         return [replica.name, replica.profile, *numbers, served, kv]
 
-    def _requests(self, entries: Sequence[Entry]) -> Table:
-        table = _table(_REQUESTS)
-        for entry in entries:
-            table.add_row(*map(_coloured, _figures(entry, self._stack)))
-        return table
-
 
 def plain(entry: Entry, stack: Stack) -> str:
     """A request that ended, as one line."""
@@ -92,16 +83,14 @@ def plain(entry: Entry, stack: Stack) -> str:
     return f"{head}  {_why(entry)}"
 
 
-def _table(headers: Sequence[str]) -> Table:
+def _table(headers: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold dim")
     for header in headers:
-        justify: JustifyMethod = "left" if header in _LEFT else "right"
+        justify: JustifyMethod = "left" if header in _WORDS else "right"
         table.add_column(header, justify=justify, no_wrap=True, max_width=_REQUEST_ID)
+    for row in rows:
+        table.add_row(*map(_coloured, row))
     return table
-
-
-def _reason(entry: Entry) -> Padding:
-    return Padding(Text(_why(entry), "dim"), (0, 0, 0, _WHY_INDENT))
 
 
 def _figures(entry: Entry, stack: Stack) -> list[str]:
