@@ -1,22 +1,40 @@
-"""The figures of ``extproc demo --once``."""
+"""What the demo shows: its screen, the figures of ``--once``, and the log both are made of."""
 
+import json
+from io import StringIO
 from itertools import islice
+from pathlib import Path
 from random import Random
+from typing import Any
 
+import aiohttp
 import pytest
+from rich.console import Console
 
-from extproc.lab.demo.journal import Entry
+from extproc.lab.demo.journal import Entry, Journal, ReplicaNow
 from extproc.lab.demo.report import Report, Run
-from extproc.lab.harness.envoy_config import Access
+from extproc.lab.demo.screen import Screen
+from extproc.lab.harness.envoy_config import Access, AccessLog
 from extproc.lab.harness.samples import samples
+from extproc.lab.harness.stack import Stack
 from extproc.lab.harness.traffic import Answer
-from tests.lab.demo.decision import decision_record
+from extproc.observe.decision import DecisionRecord
 
 NAMES = {"10.0.0.1:80": "fast", "10.0.0.2:80": "slow", "10.0.0.3:80": "idle"}
+WHY = (
+    "fast-2 finishes it in 0.62 s, fast-1 in 0.61 s: as good as equal, and here the first token "
+    "comes 12.3 ms sooner, after 45.6 ms; slow-1 in 3.50 s though it is idle"
+)
 
 
-def access(request_id: str, upstream: str, added_ms: float | None = 2.0) -> Access:
-    return Access(request_id, 200, upstream, 1.0, added_ms)
+def decision_record(
+    request_id: str, predicted_s: float, replica: str, second: str
+) -> DecisionRecord:
+    """With the fields that the demo reads."""
+    fields: dict[str, Any] = dict.fromkeys(DecisionRecord.__struct_fields__)
+    fields |= {"number": 1, "request_id": request_id, "prompt_tokens": 12_345, "why": WHY}
+    fields |= {"replica": replica, "second": second, "predicted_completion_s": predicted_s}
+    return DecisionRecord(**fields)
 
 
 def run(*served: tuple[str, float, bool], seconds: float = 2.0) -> Run:
@@ -24,11 +42,10 @@ def run(*served: tuple[str, float, bool], seconds: float = 2.0) -> Run:
     entries = {}
     for number, (upstream, predicted, decided) in enumerate(served):
         name = str(number)
-        decision = decision_record(name, "10.0.0.1:80", "10.0.0.2:80", predicted)
-        entries[name] = Entry(name, 0.0, decision if decided else None)
-        entries[name].access = access(name, upstream)
-    answers = [Answer(name, None, seconds) for name in entries]
-    return Run(answers, entries, NAMES)
+        decision = decision_record(name, predicted, "10.0.0.1:80", "10.0.0.2:80")
+        access = Access(name, 200, upstream, 1.0, 2.0)
+        entries[name] = Entry(name, 0.0, decision if decided else None, access)
+    return Run([Answer(name, None, seconds) for name in entries], entries, NAMES)
 
 
 FIRST = ("10.0.0.1:80", 3.0, True)
@@ -82,3 +99,64 @@ def test_the_same_seed_sends_the_same_requests_with_prompts_of_their_own() -> No
     bodies = [sample.body(name) for sample in first for name in ("one", "two")]
     prompts = [body.get("prompt") or body["messages"][0]["content"] for body in bodies]
     assert len(set(prompts)) == 100
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 50), (100, 40), (160, 50)])
+async def test_screen_is_readable_at_the_sizes_of_terminals(
+    tmp_path: Path, width: int, height: int
+) -> None:
+    """Thirty requests on four replicas of a stack that does not run."""
+    stack = Stack(tmp_path)
+    async with aiohttp.ClientSession() as session:
+        journal = Journal(stack, session)
+    fast, other = stack.address("fast-2"), stack.address("fast-1")
+    for number in range(1, 31):
+        name = f"sample-{number:03}"
+        ended = Access(name, 200, fast, 23.45, 1.0)
+        journal.entries[name] = Entry(name, 0.0, decision_record(name, 12.34, fast, other), ended)
+    load: dict[str, Any] = {"running": 123, "waiting": 45, "kv_usage": 0.995, "in_flight": 678}
+    for one in stack.replicas:
+        journal.fleet[one.name] = ReplicaNow(id=stack.address(one.name), name=one.name, **load)
+    out = StringIO()
+    Console(file=out, width=width, height=height).print(Screen(stack, journal, reserved=3))
+    lines = out.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert len(lines) <= height - 3
+    text = " ".join(" ".join(lines).split())
+    assert "…" not in text
+    for words in ("fast-1", "llama-8b-h100", "678", "99.5%", "12.34 s", "23.45 s", "sample-030"):
+        assert words in text
+    assert all(word in text for word in WHY.partition(";")[0].split())
+
+
+@pytest.mark.parametrize(
+    ("headers_us", "body_us", "added_ms"),
+    [
+        (400, 1600, 2.0),
+        ("-", 1600, 1.6),  # one message: the body, with the headers beside it
+        (400, "-", None),  # the router went away in between
+        (None, None, None),
+    ],
+)
+def test_access_log_tells_what_a_request_waited_for_the_router(
+    tmp_path: Path, headers_us: object, body_us: object, added_ms: float | None
+) -> None:
+    record = {
+        "request_id": "one",
+        "method": "POST",
+        "path": "/v1/completions",
+        "status": 200,
+        "upstream": "10.0.0.1:80",
+        "destination": "10.0.0.1:80",
+        "flags": None,
+        "duration_ms": 500,
+        "request_header_latency_us": headers_us,
+        "request_body_total_latency_us": body_us,
+    }
+    file = tmp_path / "access.log"
+    file.write_text(f"{json.dumps(record)}\n{json.dumps(record | {'method': 'GET'})}\nhalf a l")
+    log = AccessLog(file)
+    (access,) = log.new()
+    assert access.added_ms == added_ms
+    assert access.duration_s == 0.5
+    assert log.new() == []

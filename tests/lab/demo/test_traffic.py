@@ -102,8 +102,14 @@ async def test_a_simulated_replica(replica_url: str, stream: bool) -> None:
             assert (one.ttft_s, len(one.gaps_s)) == (None, 0)
 
 
-async def refuse(request: web.Request) -> web.StreamResponse:
-    return web.json_response({"error": {"message": "full"}}, status=503)
+def says(body: object, status: int = 200) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return web.json_response(body, status=status)
+
+    return handler
+
+
+refuse = says({"error": {"message": "full"}}, status=503)
 
 
 async def hang(request: web.Request) -> web.StreamResponse:
@@ -131,14 +137,6 @@ async def fail_midway(request: web.Request) -> web.StreamResponse:
     return web.Response(body=WHOLE[:34] + event + b"data: [DONE]\n\n")
 
 
-async def say_something_else(request: web.Request) -> web.StreamResponse:
-    return web.json_response({"hello": "world"})
-
-
-async def count_in_words(request: web.Request) -> web.StreamResponse:
-    return web.json_response({"choices": [{"text": "a"}], "usage": "many"})
-
-
 @pytest.mark.parametrize(
     ("handler", "stream", "problem"),
     [
@@ -149,8 +147,8 @@ async def count_in_words(request: web.Request) -> web.StreamResponse:
         (break_off, True, "broken stream"),
         (break_off, False, "broken answer"),
         (fail_midway, True, "error event"),
-        (say_something_else, False, "not a completion"),
-        (count_in_words, False, "not a completion"),
+        (says({"hello": "world"}), False, "not a completion"),
+        (says({"choices": [{"text": "a"}], "usage": "many"}), False, "not a completion"),
     ],
 )
 async def test_what_fails_is_told_apart(handler: Handler, stream: bool, problem: str) -> None:
