@@ -223,10 +223,14 @@ class EnvoySide:
         return reply
 
     async def ask_body_first(
-        self, body: dict[str, Any] | bytes = CHAT, *headers: Any, **named: Any
+        self,
+        body: dict[str, Any] | bytes = CHAT,
+        *headers: Any,
+        traceparent: str = "",
+        **named: Any,
     ) -> ProcessingResponse:
         """The same with the body as the only message."""
-        async with self.stream() as stream:
+        async with self.stream(traceparent=traceparent) as stream:
             reply = await stream.body_first(body, *headers, **named)
             await stream.end()
         return reply
@@ -251,15 +255,24 @@ class EnvoySide:
 
 
 @asynccontextmanager
+async def running(server: GrpcServer, **options: int) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel with these gRPC options to a server that runs until the block ends."""
+    port = await server.start("127.0.0.1:0")
+    try:
+        arguments = [(f"grpc.{name}", value) for name, value in options.items()]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", arguments) as channel:
+            yield channel
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
 async def connected(
     services: Services, pools: Mapping[str, Services] = MappingProxyType({})
 ) -> AsyncIterator[EnvoySide]:
     """Envoy's side of a router that runs until the block ends."""
-    server = GrpcServer(services, pools)
-    port = await server.start("127.0.0.1:0")
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with running(GrpcServer(services, pools)) as channel:
         yield EnvoySide(channel)
-    await server.stop(0)
 
 
 def headers_message(headers: dict[str, str], end_of_stream: bool) -> HttpHeaders:

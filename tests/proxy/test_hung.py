@@ -1,10 +1,10 @@
 """Requests on a replica that hangs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator, Container, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-import grpc
 import pytest
 
 from extproc.config import Config
@@ -14,7 +14,7 @@ from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.proxy.conftest import on_fleet, put_replicas, samples
-from tests.proxy.envoy_side import CHAT, EnvoySide
+from tests.proxy.envoy_side import CHAT, EnvoySide, Stream, running
 from tests.proxy.replies import chosen, error_of, status_of
 from tests.proxy.test_record import written
 from tests.proxy.test_traces import SAMPLED, sent, spans, traced
@@ -33,15 +33,17 @@ async def server(services: Services) -> AsyncIterator[GrpcServer]:
     ending = asyncio.create_task(server.end_lost())
     yield server
     ending.cancel()
-    await server.stop(0)
 
 
 @pytest.fixture
 async def envoy(server: GrpcServer) -> AsyncIterator[EnvoySide]:
-    port = await server.start("127.0.0.1:0")
-    options = [("grpc.max_receive_message_length", -1)]
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
+    async with running(server, max_receive_message_length=-1) as channel:
         yield EnvoySide(channel)
+
+
+async def sent_to(stream: Stream, mark: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Sends a chat to the replica whose turn it is; returns its id."""
+    return chosen(await stream.body_first(CHAT, headers=IN_TURN | dict(mark)))[0]
 
 
 def hangs(services: Services, on: str, seconds: float = 20.5) -> None:
@@ -54,8 +56,8 @@ async def test_hung_replica_ends_only_its_requests(
     envoy: EnvoySide, services: Services, mark: dict[str, str]
 ) -> None:
     async with envoy.stream() as lost, envoy.stream() as kept:
-        on = chosen(await lost.body_first(CHAT, headers=IN_TURN | mark))[0]
-        other = chosen(await kept.body_first(CHAT, headers=IN_TURN | mark))[0]
+        on = await sent_to(lost, mark)
+        other = await sent_to(kept, mark)
         assert {on, other} == {replica(1), replica(2)}
         hangs(services, on)
         reply = await lost.read()
@@ -72,8 +74,8 @@ async def test_answering_request_on_hung_replica_goes_on(
     envoy: EnvoySide, services: Services
 ) -> None:
     async with envoy.stream() as first, envoy.stream() as second:
-        on = chosen(await first.body_first(CHAT, headers=IN_TURN))[0]
-        assert chosen(await second.body_first(CHAT, headers=IN_TURN))[0] != on
+        on = await sent_to(first)
+        assert await sent_to(second) != on
         await first.response_headers(upstream=on)
         hangs(services, on)
         for _ in range(3):
@@ -95,9 +97,9 @@ async def test_failure_to_end_one_request_spares_others(
 
     monkeypatch.setattr(Exchange, "lose", first_fails)
     async with envoy.stream() as first, envoy.stream() as other, envoy.stream() as second:
-        on = chosen(await first.body_first(CHAT, headers=IN_TURN))[0]
-        await other.body_first(CHAT, headers=IN_TURN)
-        assert chosen(await second.body_first(CHAT, headers=IN_TURN))[0] == on
+        on = await sent_to(first)
+        await sent_to(other)
+        assert await sent_to(second) == on
         hangs(services, on)
         assert (await second.read()).immediate_response
         for stream in (first, other, second):
@@ -115,7 +117,7 @@ class TestNever:
         self, envoy: EnvoySide, server: GrpcServer, services: Services
     ) -> None:
         async with envoy.stream() as stream:
-            on = chosen(await stream.body_first(CHAT, headers=IN_TURN))[0]
+            on = await sent_to(stream)
             hangs(services, on, 1000.0)
             await server._processor.end_lost()
             assert services.fleet.in_flight_on(on) == 1
@@ -136,8 +138,8 @@ class TestRecorded:
         self, envoy: EnvoySide, services: Services, tmp_path: Path, mark: dict[str, str]
     ) -> None:
         async with envoy.stream() as lost, envoy.stream() as kept:
-            on = chosen(await lost.body_first(CHAT, headers=IN_TURN | mark))[0]
-            other = chosen(await kept.body_first(CHAT, headers=IN_TURN))[0]
+            on = await sent_to(lost, mark)
+            other = await sent_to(kept)
             await kept.answer({"id": "1"}, upstream=other)
             if not mark:
                 await lost.response_headers(upstream=on, content_type="text/event-stream")

@@ -10,7 +10,7 @@ from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 from tests.conftest import Logged
 from tests.fakes import replica
-from tests.proxy.envoy_side import EnvoySide
+from tests.proxy.envoy_side import EnvoySide, running
 from tests.proxy.replies import destination
 from tests.waiting import PATIENCE_S, until
 
@@ -19,24 +19,16 @@ ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}
 
 
 async def test_invalid_message_ends_only_its_stream(services: Services) -> None:
-    server = GrpcServer(services)
-    port = await server.start("127.0.0.1:0")
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    async with running(GrpcServer(services)) as channel:
         call = channel.stream_stream(f"/{SERVICE}/Process")()
         await call.write(b"\xff\xff\xff")
         assert await call.code() == grpc.StatusCode.INVALID_ARGUMENT
-        async with EnvoySide(channel).stream() as stream:
-            assert set(destination(await stream.ask())) == MEMBERS
-    await server.stop(0)
+        assert set(destination(await EnvoySide(channel).ask())) == MEMBERS
 
 
 async def test_drain_waits_for_open_streams(services: Services) -> None:
     server = GrpcServer(services)
-    port = await server.start("127.0.0.1:0")
-    async with (
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
-        EnvoySide(channel).stream() as stream,
-    ):
+    async with running(server) as channel, EnvoySide(channel).stream() as stream:
         check = health_pb2_grpc.HealthStub(channel).Check
 
         async def serving(service: str) -> bool:
@@ -59,11 +51,7 @@ async def test_drain_waits_for_open_streams(services: Services) -> None:
 
 async def test_drain_ends_after_drain_s(services: Services, logged: Logged) -> None:
     server = GrpcServer(services)
-    port = await server.start("127.0.0.1:0")
-    async with (
-        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
-        EnvoySide(channel).stream() as stream,
-    ):
+    async with running(server) as channel, EnvoySide(channel).stream() as stream:
         await stream.ask()
         await asyncio.wait_for(server.stop(drain_s=0.05), PATIENCE_S)
         await until(lambda: services.fleet.in_flight == 0)

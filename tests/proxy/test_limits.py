@@ -54,8 +54,7 @@ class TestStreams:
                 await second.end()
             assert set(destination(await first.request_body(CHAT))) == MEMBERS
             await first.end()
-            async with EnvoySide(other).stream() as fourth:
-                assert set(destination(await fourth.ask())) == MEMBERS
+            assert set(destination(await EnvoySide(other).ask())) == MEMBERS
         await server.stop(0)
         assert [line["levelname"] for line in logged.lines() if "max_streams" in str(line["msg"])]
         assert len(logged.lines()) == 2  # when it begins, and when it is over

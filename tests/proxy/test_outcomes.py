@@ -30,6 +30,11 @@ def services(services: Services, clock: ManualClock) -> Services:
     return on_fleet(services, fleet, clock=clock)
 
 
+read_all = pytest.mark.parametrize(
+    "config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})]
+)
+
+
 def count(metric: Collector) -> float:
     (family,) = metric.collect()
     return next(one.value for one in family.samples if one.name.endswith("_count"))
@@ -99,7 +104,7 @@ async def test_unread_stream_teaches_output_length(
     assert expected > 2 * before if learned else expected == before
 
 
-@pytest.mark.parametrize("config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})])
+@read_all
 async def test_hang_up_teaches_no_output_length(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:
@@ -117,7 +122,7 @@ async def test_hang_up_teaches_no_output_length(
     assert services.fleet.lengths.expected(0, 10_000.0) == before
 
 
-@pytest.mark.parametrize("config", [Config.model_validate({"serve": {"chunks_per_s": 1e6}})])
+@read_all
 async def test_stream_without_usage_teaches_completion_error(
     envoy: EnvoySide, services: Services, clock: ManualClock
 ) -> None:

@@ -3,23 +3,15 @@
 from typing import Any
 
 import pytest
-from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
 from extproc.proxy.services import Services
-from tests.fakes import ManualClock, replica, state
+from tests.fakes import replica
 from tests.proxy.conftest import put_replicas, router_of, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, connected
 from tests.proxy.replies import destination, error_of, status_of
 
 MEMBERS = {replica(1), replica(2)}
-
-
-def refused(reply: ProcessingResponse) -> tuple[int, dict[str, Any]]:
-    assert reply.immediate_response is not None
-    assert reply.immediate_response.status is not None
-    error = error_of(reply)
-    return int(reply.immediate_response.status.code), error
 
 
 @pytest.mark.parametrize(
@@ -55,25 +47,23 @@ async def test_missing_model_among_several_is_routed(envoy: EnvoySide, services:
 async def test_unlisted_model_answers_404(
     envoy: EnvoySide, services: Services, healthy: bool
 ) -> None:
-    clock = ManualClock(services.wall())
     for number in range(3, 100):
-        served = (f"model-{number:02}",)
-        services.fleet.put(state(number, "llama-8b-a10", clock, models=served, healthy=healthy))
-    status, error = refused(await envoy.ask(CHAT | {"model": "none"}))
-    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+        put_replicas(services, number, models=(f"model-{number:02}",), healthy=healthy)
+    reply = await envoy.ask(CHAT | {"model": "none"})
+    error = error_of(reply)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert status_of(reply) == 404
     assert "`none`" in error["message"]
     assert "`llama`, `model-03`" in error["message"]
     assert error["message"].endswith(" and 48 more.")
 
 
 async def test_refusals_are_counted_by_reason(envoy: EnvoySide, services: Services) -> None:
-    clock = ManualClock(services.wall())
-    services.fleet.put(state(3, "llama-8b-a10", clock, models=("down",), healthy=False))
+    put_replicas(services, 3, models=("down",), healthy=False)
     for body in (b"no json", b'{"model": 5}', CHAT | {"model": "none"}, CHAT | {"model": "down"}):
-        async with envoy.stream() as stream:
-            status, error = refused(await stream.ask(body))
-            (*_, reason) = samples(services.metrics.refused)
-            assert reason == (error["code"] or error["type"],), status
+        error = error_of(await envoy.ask(body))
+        (*_, reason) = samples(services.metrics.refused)
+        assert reason == (error["code"] or error["type"],)
     assert samples(services.metrics.refused) == {
         ("invalid_json",): 1,
         ("invalid_model",): 1,
@@ -102,6 +92,5 @@ async def test_no_model_is_unknown_before_all_replicas_are(
 async def test_listed_models_only_false_routes_any_model() -> None:
     lenient = Config.model_validate({"route": {"listed_models_only": False}})
     services = router_of(lenient, 1)
-    async with connected(services) as envoy, envoy.stream() as stream:
-        assert destination(await stream.ask(CHAT | {"model": "an adapter"}))
-        await stream.end()
+    async with connected(services) as envoy:
+        assert destination(await envoy.ask(CHAT | {"model": "an adapter"}))

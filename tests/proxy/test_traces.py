@@ -74,21 +74,15 @@ async def test_request_has_route_and_request_spans(
 async def test_missing_traceparent_starts_own_trace(
     envoy: EnvoySide, services: Services, spans: Spans, traceparent: str
 ) -> None:
-    async with envoy.stream(traceparent=traceparent) as stream:
-        await stream.body_first(CHAT)
-        await stream.end()
+    await envoy.ask_body_first(CHAT, traceparent=traceparent)
     assert (await sent(services, spans))["route"].parent_span_id == b""
 
 
 async def test_unsampled_and_other_requests_have_no_span(
     envoy: EnvoySide, services: Services, spans: Spans
 ) -> None:
-    async with envoy.stream(traceparent=SAMPLED.removesuffix("1") + "0") as stream:
-        await stream.body_first(CHAT)
-        await stream.end()
-    async with envoy.stream(traceparent=SAMPLED) as stream:
-        await stream.body_first({}, path="/v1/files")
-        await stream.end()
+    await envoy.ask_body_first(CHAT, traceparent=SAMPLED.removesuffix("1") + "0")
+    await envoy.ask_body_first({}, path="/v1/files", traceparent=SAMPLED)
     assert await sent(services, spans) == {}
 
 
@@ -115,14 +109,10 @@ async def test_span_shows_request_given_up_in_queue(
 async def test_spans_show_refused_and_unrouted_requests(
     envoy: EnvoySide, services: Services, spans: Spans
 ) -> None:
-    async with envoy.stream(traceparent=SAMPLED) as stream:
-        await stream.body_first(b"[]")
-        await stream.end()
+    await envoy.ask_body_first(b"[]", traceparent=SAMPLED)
     for number in (1, 2):
         services.fleet.remove(replica(number))
-    async with envoy.stream(traceparent=SAMPLED) as stream:
-        await stream.body_first(CHAT)
-        await stream.end()
+    await envoy.ask_body_first(CHAT, traceparent=SAMPLED)
     await sent(services, spans)
     refused, unrouted = (one for _, one in spans.all)
     assert attributes(refused)["error.type"] == "invalid_type"
