@@ -58,3 +58,9 @@ def services(config: Config) -> Services:
 async def envoy(services: Services) -> AsyncIterator[EnvoySide]:
     async with connected(services) as side:
         yield side
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """Stands still, so that polls do not become stale on a slow machine."""
+    return ManualClock(1000.0)

@@ -8,9 +8,6 @@ from typing import Any
 
 import grpc
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
     HttpBody,
     HttpHeaders,
@@ -24,6 +21,7 @@ from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 from extproc.proxy.messages import SUBSET
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
+from tests.proxy.replies import BodyMode
 
 DUPLEX: dict[str, Any] = {
     "body_mode": BodyMode.FULL_DUPLEX_STREAMED,

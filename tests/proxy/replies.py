@@ -7,11 +7,18 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HeaderValueOptionHeaderAppendAction as Append,
 )
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
 )
 from envoy_data_plane.envoy.service.ext_proc.v3 import CommonResponse, ProcessingResponse
 
 from extproc.proxy.messages import DESTINATION
+from tests.fakes import replica
+
+BodyMode = ProcessingModeBodySendMode
+HeaderMode = ProcessingModeHeaderSendMode
+MEMBERS = {replica(1), replica(2)}
 
 
 def destination(reply: ProcessingResponse) -> list[str]:
@@ -68,9 +75,10 @@ def refusal_header(reply: ProcessingResponse, name: str) -> bytes:
     return next(one.raw_value for one in sent if one is not None and one.key == name)
 
 
-def response_mode(reply: ProcessingResponse) -> BodyMode | None:
-    """The response body mode the reply sets; ``None`` where it overrides no mode."""
-    return None if reply.mode_override is None else reply.mode_override.response_body_mode
+def mode_of(reply: ProcessingResponse) -> ProcessingMode:
+    """The processing mode that the reply sets."""
+    assert reply.mode_override is not None
+    return reply.mode_override
 
 
 def common(reply: ProcessingResponse) -> CommonResponse:

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
     HttpBody,
     HttpTrailers,
@@ -20,10 +17,9 @@ from envoy_data_plane.envoy.service.ext_proc.v3 import (
 
 from extproc.proxy.services import MOST_HELD, Services
 from tests.conftest import Logged
-from tests.fakes import replica
 from tests.proxy.conftest import samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, headers_message
-from tests.proxy.replies import chosen, destination
+from tests.proxy.replies import MEMBERS, BodyMode, chosen, destination
 from tests.waiting import until
 
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/models")
@@ -35,7 +31,6 @@ FIELDS: dict[str, list[Any]] = {
     "max_tokens": [5, 500],
     "messages": ["hello"],
 }
-MEMBERS = {replica(1), replica(2)}
 ANSWERS = (
     b'data: {"choices": [{"delta": {"content": "sea"}}]}\n\n',
     b'{"id": "resp_1", "usage": {"prompt_tokens": 60, "completion_tokens": 5}}',

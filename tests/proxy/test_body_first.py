@@ -4,18 +4,13 @@ import gzip
 import json
 
 import pytest
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
 
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
 from tests.proxy.conftest import samples
 from tests.proxy.envoy_side import CHAT, EnvoySide
-from tests.proxy.replies import body_of, chosen, status_of
-
-MEMBERS = {replica(1), replica(2)}
+from tests.proxy.replies import MEMBERS, BodyMode, body_of, chosen, mode_of, status_of
 
 
 @pytest.fixture
@@ -43,8 +38,7 @@ async def test_body_first_request_is_routed(envoy: EnvoySide, services: Services
         assert {first, second} == MEMBERS
         assert services.fleet.in_flight_on(first) == 1
         reply = await stream.response_headers(upstream=second)
-        assert reply.mode_override is not None
-        assert reply.mode_override.response_body_mode == BodyMode.STREAMED
+        assert mode_of(reply).response_body_mode == BodyMode.STREAMED
         assert services.fleet.in_flight_on(second) == 1
         await stream.response_body({"usage": {"prompt_tokens": 75, "completion_tokens": 33}})
         await stream.end()
@@ -58,10 +52,9 @@ async def test_body_first_request_is_routed(envoy: EnvoySide, services: Services
 async def test_body_first_reads_headers_from_attributes(
     envoy: EnvoySide, services: Services, named: dict[str, str]
 ) -> None:
-    async with envoy.stream() as stream, envoy.stream() as other:
-        await stream.body_first(CHAT, headers={"x-tenant": "t", **named})
-        await other.body_first(CHAT, headers={"x-extproc-policy": "round_robin"})
-        first, second = services.log.last(2)
+    await envoy.ask_body_first(CHAT, headers={"x-tenant": "t", **named})
+    await envoy.ask_body_first(CHAT, headers={"x-extproc-policy": "round_robin"})
+    first, second = services.log.last(2)
     assert first.decision.profile.tenant == "t"
     assert first.decision.profile.session
     assert not second.decision.profile.session
@@ -80,10 +73,9 @@ async def test_body_first_compressed_body_counts_by_length(
 
 async def test_body_first_routes_truncated_body(envoy: EnvoySide) -> None:
     """No more fits into Envoy's buffer."""
-    async with envoy.stream() as stream:
-        body = json.dumps({"model": "llama", **CHAT}).encode()[:-20]
-        reply = await stream.body_first(body, end_of_stream=False, mode=BodyMode.BUFFERED_PARTIAL)
-        assert set(chosen(reply)) == MEMBERS
+    body, mode = json.dumps({"model": "llama", **CHAT}).encode()[:-20], BodyMode.BUFFERED_PARTIAL
+    reply = await envoy.ask_body_first(body, end_of_stream=False, mode=mode)
+    assert set(chosen(reply)) == MEMBERS
 
 
 async def test_body_first_before_trailers_is_whole(envoy: EnvoySide) -> None:
@@ -157,7 +149,5 @@ async def test_response_headers_may_come_alone(envoy: EnvoySide, services: Servi
 
 async def test_skipped_response_is_not_unanswered(envoy: EnvoySide, services: Services) -> None:
     assert chosen(await envoy.ask_body_first(CHAT, headers={"x-extproc-unseen": "1"}))
-    async with envoy.stream() as stream:
-        assert chosen(await stream.body_first(CHAT))
-        await stream.end()  # the client hung up
+    assert chosen(await envoy.ask_body_first())  # the client hung up
     assert samples(services.metrics.requests) == {("routed",): 2.0, ("unanswered",): 1.0}

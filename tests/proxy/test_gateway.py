@@ -4,9 +4,6 @@ import json
 
 import pytest
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, Metadata
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
 from envoy_data_plane.envoy.service.ext_proc.v3 import (
     HttpTrailers,
     ProcessingRequest,
@@ -19,9 +16,17 @@ from extproc.request.media import LARGE_BODY
 from tests.fakes import replica
 from tests.proxy.conftest import put_replicas
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, headers_message
-from tests.proxy.replies import chosen, chunk_of, destination, error_of, status_of
+from tests.proxy.replies import (
+    MEMBERS,
+    BodyMode,
+    chosen,
+    chunk_of,
+    destination,
+    error_of,
+    refusal_header,
+    status_of,
+)
 
-MEMBERS = {replica(1), replica(2)}
 BODY = json.dumps(CHAT).encode()
 
 
@@ -145,9 +150,8 @@ async def test_duplex_metadata_names_serving_replica(envoy: EnvoySide, services:
     async with envoy.stream() as stream:
         first, second = destination(await stream.ask_in_full_duplex())
         await stream.read()
-        served = Struct(
-            fields={"x-gateway-destination-endpoint-served": Value(string_value=second)}
-        )
+        name = "x-gateway-destination-endpoint-served"
+        served = Struct(fields={name: Value(string_value=second)})
         await stream.send(
             response_headers=headers_message({":status": "200"}, end_of_stream=False),
             metadata_context=Metadata(filter_metadata={"envoy.lb": served}),
@@ -167,13 +171,6 @@ class TestSaturated:
         long = {"model": "llama", "prompt": list(range(10_000))}  # 2.6 s of prefill
         reply = await envoy.ask(long, "/v1/completions")
         assert status_of(reply) == 429
-        assert reply.immediate_response is not None
-        assert reply.immediate_response.headers is not None
-        told = {
-            option.header.key: option.header.raw_value
-            for option in reply.immediate_response.headers.set_headers
-            if option.header is not None
-        }
-        assert told["retry-after"] == b"3"
+        assert refusal_header(reply, "retry-after") == b"3"
         assert set(destination(await envoy.ask())) == MEMBERS
         assert services.fleet.in_flight == 0

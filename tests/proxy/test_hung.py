@@ -157,10 +157,6 @@ class TestAnAnswerThatIsNotRead:
         return Config.model_validate({"serve": {"chunks_per_s": 0.0}})
 
     @pytest.fixture
-    def clock(self) -> ManualClock:
-        return ManualClock(1000.0)
-
-    @pytest.fixture
     def services(self, services: Services, clock: ManualClock) -> Services:
         fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
         return on_fleet(services, fleet, clock=clock)

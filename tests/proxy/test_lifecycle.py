@@ -9,12 +9,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from extproc.proxy.service import SERVICE, GrpcServer
 from extproc.proxy.services import Services
 from tests.conftest import Logged
-from tests.fakes import replica
 from tests.proxy.envoy_side import EnvoySide, running
-from tests.proxy.replies import destination
+from tests.proxy.replies import MEMBERS, destination
 from tests.waiting import PATIENCE_S, until
 
-MEMBERS = {replica(1), replica(2)}
 ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
 
 

@@ -19,10 +19,9 @@ from extproc.proxy.services import Room, Services
 from tests.conftest import Logged
 from tests.fakes import ManualClock, chat, replica, state
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
-from tests.proxy.replies import destination
+from tests.proxy.replies import MEMBERS, destination
 from tests.waiting import until
 
-MEMBERS = {replica(1), replica(2)}
 ROOM = 10_000
 BEGUN = b'{"model": "llama", "messages": [{"role": "user", "content": "'
 

@@ -3,14 +3,12 @@
 from typing import Any
 
 from envoy_data_plane.envoy.config.core.v3 import HeaderMap, HeaderValue, Metadata
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
 from envoy_data_plane.envoy.service.ext_proc import v3 as envoy
 from envoy_data_plane.google.protobuf import ListValue, Struct, Value
 
 from extproc.proxy import messages
 from extproc.proxy.proto import ext_proc_pb2
+from tests.proxy.replies import BodyMode
 
 
 def test_request_headers_are_read() -> None:

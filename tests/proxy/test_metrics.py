@@ -38,11 +38,6 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(1000.0)
-
-
-@pytest.fixture
 def services(services: Services, clock: ManualClock, registry: CollectorRegistry) -> Services:
     fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-h100")
     fleet.known.set()

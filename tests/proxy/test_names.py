@@ -4,16 +4,21 @@ import json
 from typing import Any
 
 import pytest
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
 from msgspec import to_builtins
 
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, replica, state
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
-from tests.proxy.replies import body_of, chunk_of, common, destination, header_of, status_of
+from tests.proxy.replies import (
+    BodyMode,
+    body_of,
+    chunk_of,
+    common,
+    destination,
+    header_of,
+    status_of,
+)
 
 ASKED = {"messages": CHAT["messages"], "model": "chat"}
 BODY = json.dumps(ASKED).encode()

@@ -19,11 +19,6 @@ def config() -> Config:
 
 
 @pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(1000.0)
-
-
-@pytest.fixture
 def services(services: Services, clock: ManualClock) -> Services:
     fleet = fleet_of(clock, "llama-8b-a10", "llama-8b-a10")
     fleet.known.set()

@@ -4,9 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
 from envoy_data_plane.envoy.service.ext_proc.v3 import ProcessingResponse
 
 from extproc.config import Config
@@ -14,7 +11,7 @@ from extproc.proxy.services import Services
 from tests.fakes import ManualClock, state
 from tests.proxy.conftest import put_replicas
 from tests.proxy.envoy_side import CHAT, EnvoySide
-from tests.proxy.replies import body_of, chunk_of, common, header_of
+from tests.proxy.replies import BodyMode, body_of, chunk_of, common, header_of
 
 OBJECTIVE = "x-objective"
 PRIORITY = "x-vllm-priority"

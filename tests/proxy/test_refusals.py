@@ -6,12 +6,9 @@ import pytest
 
 from extproc.config import Config
 from extproc.proxy.services import Services
-from tests.fakes import replica
 from tests.proxy.conftest import put_replicas, router_of, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide, connected
-from tests.proxy.replies import destination, error_of, status_of
-
-MEMBERS = {replica(1), replica(2)}
+from tests.proxy.replies import MEMBERS, destination, error_of, status_of
 
 
 @pytest.mark.parametrize(

@@ -5,24 +5,17 @@ import json
 from typing import Any
 
 import pytest
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeHeaderSendMode as HeaderMode,
-)
 from msgspec import to_builtins
 
 from extproc.config import Config
 from extproc.predict.completion import Prediction
 from extproc.proxy.services import Services
 from tests.conftest import Logged
-from tests.fakes import ManualClock, replica, state
+from tests.fakes import replica
 from tests.proxy.conftest import put_replicas, router_of
 from tests.proxy.envoy_side import CHAT, EnvoySide, connected
-from tests.proxy.replies import destination
+from tests.proxy.replies import MEMBERS, BodyMode, HeaderMode, destination, mode_of
 
-MEMBERS = {replica(1), replica(2)}
 ANSWER = {"choices": [], "usage": {"prompt_tokens": 75, "completion_tokens": 33}}
 
 
@@ -38,8 +31,7 @@ async def test_request_is_routed_and_outcome_logged(envoy: EnvoySide, services: 
         first = destination(reply)[0]
 
         reply = await stream.response_headers(upstream=first)
-        assert reply.mode_override is not None
-        assert reply.mode_override.response_body_mode == BodyMode.STREAMED
+        assert mode_of(reply).response_body_mode == BodyMode.STREAMED
         assert (await stream.response_body(ANSWER)).response_body is not None
         await stream.end()
 
@@ -62,12 +54,9 @@ async def test_usage_teaches_bytes_per_token(envoy: EnvoySide, services: Service
 
 
 async def test_streamed_response_shows_first_token(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        await stream.ask(CHAT | {"stream": True}, headers={"x-request-id": "s"})
-        await stream.response_headers(content_type="text/event-stream; charset=utf-8")
-        await stream.response_body(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', False)
-        await stream.response_body(b"data: [DONE]\n\n")
-        await stream.end()
+    chunks = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n', b"data: [DONE]\n\n"
+    kind, headers = "text/event-stream; charset=utf-8", {"x-request-id": "s"}
+    await envoy.converse(CHAT | {"stream": True}, *chunks, content_type=kind, headers=headers)
     (record,) = services.log.of_request("s")
     assert record.outcome.ttft_s is not None
     assert record.outcome.completion_s is not None
@@ -89,9 +78,8 @@ async def test_other_endpoint_passes_untouched(
     async with envoy.stream() as stream:
         reply = await stream.request_headers(path, method)
         assert destination(reply) == []
-        assert reply.mode_override is not None
-        assert reply.mode_override.request_body_mode == BodyMode.NONE
-        assert reply.mode_override.response_header_mode == HeaderMode.SKIP
+        assert mode_of(reply).request_body_mode == BodyMode.NONE
+        assert mode_of(reply).response_header_mode == HeaderMode.SKIP
         # An Envoy that allows no mode override sends the rest all the same.
         assert destination(await stream.request_body(b"anything")) == []
         assert (await stream.response_headers()).mode_override is None
@@ -127,9 +115,8 @@ async def test_failing_replica_is_ejected(envoy: EnvoySide, services: Services) 
 
 
 async def test_header_selects_policy(envoy: EnvoySide, services: Services) -> None:
-    async with envoy.stream() as stream:
-        await stream.ask(CHAT, headers={"x-extproc-policy": "round_robin"})
-        assert services.log.after(0)[-1].decision.policy == "round_robin"
+    await envoy.ask(headers={"x-extproc-policy": "round_robin"})
+    assert services.log.after(0)[-1].decision.policy == "round_robin"
 
 
 @pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED])
@@ -164,9 +151,7 @@ async def test_truncated_body_counts_full_length(envoy: EnvoySide, services: Ser
 
 async def test_without_healthy_replica_envoy_chooses(envoy: EnvoySide, services: Services) -> None:
     put_replicas(services, healthy=False)
-    async with envoy.stream() as stream:
-        assert destination(await stream.ask()) == []
-        await stream.answer(status=503)
+    assert destination(await envoy.converse(status=503)) == []
 
 
 async def test_reply_keeps_route_cache(envoy: EnvoySide) -> None:
@@ -221,9 +206,8 @@ async def test_large_body_stays_with_envoy(envoy: EnvoySide, services: Services)
     async with envoy.stream() as stream:
         reply = await stream.request_headers(headers={"content-length": str(40 * 2**20)})
         assert set(destination(reply)) == MEMBERS
-        assert reply.mode_override is not None
-        assert reply.mode_override.request_body_mode == BodyMode.NONE
-        assert reply.mode_override.response_header_mode == HeaderMode.DEFAULT
+        assert mode_of(reply).request_body_mode == BodyMode.NONE
+        assert mode_of(reply).response_header_mode == HeaderMode.DEFAULT
         (record,) = services.log.after(0)
         assert record.decision.profile.model == "llama"
         assert record.decision.profile.prompt_tokens == 40 * 576
@@ -243,13 +227,11 @@ async def test_large_body_is_read_to_choose_model(envoy: EnvoySide, services: Se
 
 async def test_stream_metadata_selects_pool(services: Services, logged: Logged) -> None:
     second = services.of_pool(services.config.model_copy(update={"pool": "second"}))
-    second.fleet.put(state(7, "llama-8b-a10", ManualClock(services.wall())))
+    put_replicas(second, 7)
     sent = {}
     async with connected(services, {"second": second}) as envoy:
         for pool in ("", "default", "second", "lost", "lost"):
-            async with envoy.stream(pool) as stream:
-                sent[pool] = set(destination(await stream.ask()))
-                await stream.answer()
+            sent[pool] = set(destination(await envoy.converse(pool=pool)))
     assert sent == {"": MEMBERS, "default": MEMBERS, "second": {replica(7)}, "lost": set()}
     assert [record.pool for record in services.log.last(9)] == ["default", "default", "second"]
     assert (services.fleet.in_flight, second.fleet.in_flight) == (0, 0)

@@ -4,16 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
 
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import replica
 from tests.proxy.conftest import router_of
 from tests.proxy.envoy_side import EnvoySide, connected
-from tests.proxy.replies import destination
+from tests.proxy.replies import BodyMode, destination, mode_of
 
 RESPONSES = "/v1/responses"
 ASKED = {"model": "llama", "input": "Tell me of the sea."}
@@ -37,7 +34,7 @@ async def respond(
         await stream.request_body(ASKED | body)
         kind = "text/event-stream" if streamed else "application/json"
         reply = await stream.response_headers(upstream=upstream, content_type=kind)
-        asked = None if reply.mode_override is None else reply.mode_override.response_body_mode
+        asked = None if reply.mode_override is None else mode_of(reply).response_body_mode
         whole = json.dumps({"id": f"resp_{number}", "output": []}).encode()
         created = b'event: response.created\ndata: {"response":' + whole + b"}\n\n"
         if asked is not None:
@@ -61,8 +58,7 @@ async def test_stored_response_continues_on_its_owner(
         async with envoy.stream() as stream:
             reply = await stream.request_headers(RESPONSES + path, method)
             assert destination(reply) == [served]
-            assert reply.mode_override is not None
-            assert reply.mode_override.request_body_mode == BodyMode.NONE
+            assert mode_of(reply).request_body_mode == BodyMode.NONE
             await stream.answer()
     assert services.fleet.in_flight == 0
 

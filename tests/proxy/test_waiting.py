@@ -18,6 +18,7 @@ from tests.fakes import ManualClock, chat, fleet_of, replica, state
 from tests.proxy.conftest import on_fleet, put_replicas, samples
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide, Stream
 from tests.proxy.replies import (
+    MEMBERS,
     body_of,
     chosen,
     chunk_of,
@@ -28,7 +29,6 @@ from tests.proxy.replies import (
 )
 from tests.waiting import until
 
-MEMBERS = {replica(1), replica(2)}
 Full = tuple[Stream, Stream]
 
 
@@ -56,12 +56,6 @@ def config() -> Config:
             },
         }
     )
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    """Polls are as new as they were, however slow the machine."""
-    return ManualClock(1000.0)
 
 
 @pytest.fixture

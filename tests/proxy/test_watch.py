@@ -3,19 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeBodySendMode as BodyMode,
-)
-from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
-    ProcessingModeHeaderSendMode as HeaderMode,
-)
 
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, chat, fleet_of, replica
 from tests.proxy.conftest import on_fleet, samples
 from tests.proxy.envoy_side import CHAT, EnvoySide
-from tests.proxy.replies import chosen, destination
+from tests.proxy.replies import BodyMode, HeaderMode, chosen, destination
 
 MARK = {"x-extproc-unseen": "1"}
 PER_S = 100
@@ -28,11 +22,6 @@ STREAMED = CHAT | {"stream": True, "min_tokens": TOKENS, "max_tokens": TOKENS}
 @pytest.fixture
 def config() -> Config:
     return Config.model_validate({"serve": {"chunks_per_s": CHUNKS_PER_S}})
-
-
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock(1000.0)
 
 
 @pytest.fixture
