@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from extproc.cli.arguments import CommandError, UsageError, above_zero
-from extproc.lab.replay.change import Change, changed
 from extproc.lab.replay.comparison import too_far
 from extproc.lab.replay.figures import progress
 from extproc.lab.replay.recorded import read
 from extproc.lab.replay.scene import Scene, scene_of
-from extproc.lab.replay.what_if import replay, what_if
+from extproc.lab.replay.what_if import Change, changed, replay, what_if
 from extproc.route.policies import POLICIES
 
 

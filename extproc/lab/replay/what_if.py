@@ -1,7 +1,8 @@
 """What would be otherwise: what happened is played first, then what would without and with it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,37 @@ from extproc.lab.replay.comparison import (
 )
 from extproc.lab.replay.figures import FIGURES
 from extproc.lab.replay.play import Played, play
-from extproc.lab.replay.scene import Scene
+from extproc.lab.replay.scene import Member, Scene
+from extproc.predict.step import HardwareProfile, StepModel, hardware_profile
 
+_HELD_S = 300.0  # seconds for which requests wait where that is new
 SEEDS = (0, 1, 2)  # of the runs without and with a change
 _COLUMNS = [Column(name) for name in FIGURES]
 Show = Callable[[float], None]  # told the share that is done
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is to be otherwise; all of it at once."""
+
+    policy: str = ""
+    more: Sequence[str] = ()  # replicas of which there is one more, by name
+    less: Sequence[str] = ()  # those that are not there
+    hardware: Sequence[tuple[str, str]] = ()
+    """Replicas, and the profile of what they run on instead."""
+    traffic: float = 1.0  # how many times as many requests come
+    hold: bool | None = None  # whether requests wait at the router; None: as they do
+
+    def __str__(self) -> str:
+        parts = [
+            f"policy {self.policy}" if self.policy else "",
+            *(f"one more like {name}" for name in self.more),
+            *(f"without {name}" for name in self.less),
+            *(f"{name} on {profile}" for name, profile in self.hardware),
+            f"{self.traffic:g}× the traffic" if self.traffic != 1.0 else "",
+            "" if self.hold is None else "holding on" if self.hold else "holding off",
+        ]
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +132,43 @@ class Answer:
             yield ["  90% between", *(f"{one.low:+.3g} and {one.high:+.3g}" for one in each)]
 
 
+def changed(scene: Scene, change: Change) -> Scene:
+    """The scene as it is to be.
+
+    Raises:
+        ValueError: a replica or a profile does not exist, or none is left.
+    """
+    members = dict(scene.members)
+    for name, profile in change.hardware:
+        replica = _named(scene, name)
+        members[replica] = members[replica].on(*_hardware(scene, profile))
+    times = Counter[str]()
+    for name in change.more:
+        replica = _named(scene, name)
+        times[replica] += 1
+        other = f"{replica}+{times[replica]}"
+        members[other] = members[replica].called(other, f"{name}+{times[replica]}")
+    for name in change.less:
+        members.pop(_named(scene, name), None)
+    if not members:
+        raise ValueError("no replica is left")
+    faster = change.traffic
+    config = scene.config
+    route, hold = config.route, config.hold
+    if change.policy:
+        route = route.model_copy(update={"policy": change.policy})
+    if change.hold is not None:
+        longest_s = (hold.longest_s or _HELD_S) if change.hold else 0.0
+        hold = hold.model_copy(update={"longest_s": longest_s})
+    return replace(
+        scene,
+        config=config.model_copy(update={"route": route, "hold": hold}),
+        members={name: _sooner(member, faster) for name, member in members.items()},
+        requests=[replace(one, at=one.at / faster) for one in scene.requests],
+        lasts_s=scene.lasts_s / faster,
+    )
+
+
 def replay(scene: Scene, show: Show) -> Replayed:
     """Plays what happened, each request where it went.
 
@@ -138,3 +202,21 @@ def what_if(scene: Scene, other: Scene, change: str, show: Show) -> Answer:
 
 def _unserved(runs: Sequence[Played]) -> float:
     return float(np.isnan([one.completion_s for one in runs]).mean())
+
+
+def _sooner(member: Member, times: float) -> Member:
+    return replace(member, turns=tuple(replace(one, at=one.at / times) for one in member.turns))
+
+
+def _named(scene: Scene, name: str) -> str:
+    known = scene.names
+    if name not in known and name not in scene.members:
+        raise ValueError(f"the record has no replica {name!r}, but {', '.join(known)}")
+    return known.get(name, name)
+
+
+def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
+    """That hardware, as it was learned to be where a replica of the record runs on it."""
+    profile = hardware_profile(name)
+    alike = [one for one in scene.members.values() if one.state.profile == name]
+    return (alike[0].hardware, alike[0].turns[-1].step) if alike else (profile, None)
