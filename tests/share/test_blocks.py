@@ -107,14 +107,13 @@ async def test_blocks_reach_present_and_later_routers(
     limited_url: str, redis_client: Redis
 ) -> None:
     await lease(redis_client)
-    url = limited_url
-    async with poller(url) as tell, router(url) as first:
+    async with poller(limited_url) as tell, router(limited_url) as first:
         assert await tell(whole(1, {1, 2}), whole(1, {1, 2})) == set()
         assert await tell(whole(1, {7}), whole(1, {7}), number=2) == set()
         assert await tell(news(2, {2**64 - 1}, {1})) == set()
         await first.holds({2, 2**64 - 1})
         await first.holds({7}, number=2)
-        async with router(url) as second:
+        async with router(limited_url) as second:
             await second.holds({2, 2**64 - 1})
             await second.holds({7}, number=2)
             await tell(news(3, {3}))

@@ -1,4 +1,4 @@
-"""Who holds which response, through a real Redis, which is killed and fed garbage."""
+"""Owners of responses and prompt logs through a real Redis, which is killed and fed garbage."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -6,15 +6,19 @@ from contextlib import aclosing, asynccontextmanager
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from redis.asyncio import Redis
 
 from extproc.fleet.fleet import Fleet
 from extproc.proxy import sharing as shared
+from extproc.request.endpoint import Endpoint
+from extproc.request.prefix import UNIT_BYTES, Prefix, prefix_of
+from extproc.request.profile import RequestProfile
 from extproc.share.connection import Keys, connect
-from extproc.share.streams import OWNER, Owner, StreamReader, StreamWriter
+from extproc.share.streams import OWNER, PROMPTS, Owner, Prompts, StreamReader, StreamWriter
 from tests.conftest import RedisServer
-from tests.fakes import replica
+from tests.fakes import MODEL, replica
 from tests.share.conftest import Pair, router
 from tests.waiting import PATIENCE_S, until
 
@@ -23,25 +27,29 @@ pytestmark = pytest.mark.process
 Next = Callable[[], Awaitable[str]]
 
 
+@pytest.fixture(params=[2, 3])
+def protocol_url(limited_url: str, request: pytest.FixtureRequest) -> str:
+    """The address of a user with few rights, for each version of Redis's protocol."""
+    return f"{limited_url}/0?protocol={request.param}"
+
+
 async def knows(fleet: Fleet, *names: str) -> None:
     await until(lambda: all(fleet.holder(name) == replica(2) for name in names))
 
 
-@pytest.mark.parametrize("protocol", [2, 3])
 async def test_owners_reach_present_and_later_routers(
-    limited_url: str, redis_client: Redis, protocol: int
+    protocol_url: str, redis_client: Redis
 ) -> None:
-    url = f"{limited_url}/0?protocol={protocol}"
     names = [f"resp_{number}" for number in range(250)]
-    async with router(url) as first:
-        async with router(url) as second:
+    async with router(protocol_url) as first:
+        async with router(protocol_url) as second:
             for name in names[:200]:
                 first.responses.saw(name, replica(2))
             await knows(second, *names[:200])
             for name in names[200:]:
                 second.responses.saw(name, replica(2))
             await knows(first, *names[200:])
-        async with router(url) as third:
+        async with router(protocol_url) as third:
             await knows(third, *names)
     assert 0 < await redis_client.ttl(Keys("test").responses) <= 86_400
 
@@ -140,3 +148,64 @@ async def test_garbage_owners_are_skipped(redis_server: RedisServer, redis_clien
         first.responses.saw("resp_2", replica(2))
         await knows(second, "resp_1", "resp_2")
         assert second.holder("resp_x") is None
+
+
+def prompt(letter: str, units: int) -> Prefix:
+    return prefix_of(letter.encode() * UNIT_BYTES * units, b"", b"", units * 64, 1)
+
+
+def send(fleet: Fleet, number: int, prefix: Prefix) -> None:
+    tokens = round(len(prefix.keys) * prefix.unit)
+    profile = RequestProfile(Endpoint.CHAT, MODEL, tokens, 0, 100, prefix=prefix)
+    fleet.dispatch(replica(number), profile)
+
+
+async def holds(fleet: Fleet, number: int, prefix: Prefix) -> None:
+    """Only that replica does."""
+
+    def it_does() -> bool:
+        held = fleet.held(prefix, fleet.view(MODEL)).expected
+        whole = len(prefix.keys) * prefix.unit
+        return list(held) == [whole * (number == 1), whole * (number == 2)]
+
+    await until(it_does)
+
+
+async def test_prompts_reach_present_and_later_routers(protocol_url: str) -> None:
+    async with router(protocol_url) as first:
+        async with router(protocol_url) as second:
+            send(first, 1, prompt("a", 30))
+            send(first, 2, prompt("b", 3))
+            await holds(second, 1, prompt("a", 30))
+            await holds(second, 2, prompt("b", 3))
+            send(second, 2, prompt("c", 5))
+            await holds(first, 2, prompt("c", 5))
+        async with router(protocol_url) as third:
+            for number, prefix in ((1, prompt("a", 30)), (2, prompt("b", 3)), (2, prompt("c", 5))):
+                await holds(third, number, prefix)
+
+
+async def test_prompts_sent_during_outage_are_told_later(
+    redis_server: RedisServer, routers: Pair
+) -> None:
+    first, second = routers
+    send(first, 1, prompt("a", 3))
+    await holds(second, 1, prompt("a", 3))
+    await redis_server.kill()
+    send(first, 2, prompt("b", 3))
+    await redis_server.start()
+    await holds(second, 2, prompt("b", 3))
+    assert np.any(second.held(prompt("a", 3), second.view(MODEL)).expected)
+
+
+async def test_garbage_prompts_are_skipped(
+    redis_client: Redis, routers: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = routers
+    for garbage in (b"\xff" * 40, b"", b"\x00", b"\x01\x00" + b"\x00" * 16 + b"\xff"):
+        await redis_client.xadd(Keys("test").prompts, {"": garbage})
+        sealed = PROMPTS.seal(Prompts("another", garbage))
+        await redis_client.xadd(Keys("test").prompts, {"": sealed})
+    send(first, 1, prompt("a", 3))
+    await holds(second, 1, prompt("a", 3))
+    assert [one.message for one in caplog.records].count("skipped garbage in redis") <= 2
