@@ -137,6 +137,7 @@ def test_a_median_that_was_not_so_is_refused(
     assert "median" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("one_seed")
 def test_what_changes_nothing_differs_by_nothing(
     busy: Sequence[Line], tmp_path: Path, ask: Ask
 ) -> None:
@@ -216,7 +217,7 @@ def test_halves_of_keys_may_be_alike_where_prompts_are_not(tmp_path: Path, ask: 
     )
     every = [
         msgspec.structs.replace(one, keys=(first, second)[number % 2])
-        for number, one in enumerate(requests(4.0, 20.0))
+        for number, one in enumerate(requests(4.0, 10.0))
     ]
     ask(write(tmp_path / "record", lines([A10, A10], start(), every)), "--traffic", "1.01")
 
@@ -356,9 +357,10 @@ def test_what_cannot_be_is_told(
 
 
 def test_that_replicas_cannot_carry_so_much_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second takes a minute for a token, so that all went to the first."""
+    monkeypatch.setattr("extproc.lab.replay.simulation._LONGEST_DRAIN", 600.0)
     slow = replica(2, learned={"c0": 60.0, "c_prefill": 0.0, "c_batch": 0.0, "c_kv": 0.0})
     began = start("completion")
     began.config["poll"] = {"interval_s": 1.0}
