@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from extproc.ground.clock import Clock
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.endpoints.base import Output, Usage
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.metrics import Metrics
 from extproc.lab.simulator.steps import FinishReason, Histogram, Outcome, Sequence
@@ -18,6 +17,24 @@ _BOUNDS_S = (
     *(0.0005, 0.001, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 1.0),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of a request."""
+
+    prompt: int
+    completion: int
+    cached: int  # prompt tokens taken from the prefix cache
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A generated sequence."""
+
+    text: str
+    tokens: int
+    reason: FinishReason
 
 
 class Lateness:

@@ -8,14 +8,14 @@ from zlib import crc32
 
 from extproc.ground.clock import Clock, monotonic
 from extproc.lab.simulator import tokens
+from extproc.lab.simulator.asks import Body, GenerateBody, RequestError
 from extproc.lab.simulator.blocks import chain_hashes
-from extproc.lab.simulator.endpoints.base import Body, GenerateBody, RequestError
-from extproc.lab.simulator.endpoints.pooling import PoolingBody
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import ACCEPTANCE, Adapters, Speculation
 from extproc.lab.simulator.kv_events import BlockEvents
 from extproc.lab.simulator.live import Answer, Generation, LiveEngine
 from extproc.lab.simulator.metrics import Metrics
+from extproc.lab.simulator.pooling import PoolingBody
 from extproc.lab.simulator.steps import FinishReason, Sequence
 from extproc.predict.step import DEFAULT_PROFILE, hardware_profile
 

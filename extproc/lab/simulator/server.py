@@ -14,37 +14,27 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from extproc.ground.address import join_address
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.endpoints.base import (
+from extproc.lab.simulator.answers import (
+    GENERATING,
+    Reply,
+    ResponsesReply,
+    ResponseStore,
+    error_body,
+)
+from extproc.lab.simulator.asks import (
+    AudioBody,
     Body,
     GenerateBody,
-    Reply,
-    RequestError,
-    anthropic_error,
-    invalid,
-    openai_error,
-)
-from extproc.lab.simulator.endpoints.messages import MessagesBody, MessagesReply
-from extproc.lab.simulator.endpoints.openai import (
-    AudioBody,
-    ChatBody,
-    ChatReply,
-    CompletionBody,
-    CompletionReply,
     Message,
+    RequestError,
+    ResponsesBody,
     encode_chat,
+    invalid,
 )
-from extproc.lab.simulator.endpoints.pooling import (
-    ClassifyBody,
-    EmbeddingBody,
-    PoolBody,
-    PoolingBody,
-    RerankBody,
-    ScoreBody,
-)
-from extproc.lab.simulator.endpoints.responses import ResponsesBody, ResponsesReply, ResponseStore
 from extproc.lab.simulator.kv_events import publishing
 from extproc.lab.simulator.live import Generation
 from extproc.lab.simulator.metrics import CONTENT_TYPE
+from extproc.lab.simulator.pooling import POOLING
 from extproc.lab.simulator.replica import Replica
 from extproc.request.endpoint import Endpoint
 
@@ -69,19 +59,6 @@ SERVED_BY_HEADER = "x-served-by"  # in every response: the `ip:port` that answer
 
 BACKLOG = 2048  # connections that wait to be accepted, as many as vLLM's own server lets wait
 
-GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
-    Endpoint.CHAT: (ChatBody, ChatReply),
-    Endpoint.COMPLETIONS: (CompletionBody, CompletionReply),
-    Endpoint.RESPONSES: (ResponsesBody, ResponsesReply),
-    Endpoint.MESSAGES: (MessagesBody, MessagesReply),
-}
-POOLING: dict[str, type[PoolingBody]] = {
-    Endpoint.EMBEDDINGS: EmbeddingBody,
-    Endpoint.POOLING: PoolBody,
-    Endpoint.CLASSIFY: ClassifyBody,
-    **dict.fromkeys((Endpoint.SCORE, "/score"), ScoreBody),
-    **dict.fromkeys((Endpoint.RERANK, "/rerank", "/v2/rerank"), RerankBody),
-}
 AUDIO = (Endpoint.TRANSCRIPTIONS, Endpoint.TRANSLATIONS)
 _INFERENCE = frozenset({*GENERATING, *POOLING, *AUDIO})
 
@@ -196,8 +173,8 @@ class ReplicaServer:
         work = self._finish(generation.done(), body, reply, generation)
         if (
             isinstance(body, ResponsesBody)
-            and body.background
             and isinstance(reply, ResponsesReply)
+            and body.background
         ):
             return web.json_response(self._responses.queue(reply, asyncio.create_task(work)))
         await work
@@ -235,7 +212,9 @@ class ReplicaServer:
         self.replica.check_model(body.model)
         generation = self.replica.generate(body, _output_tokens(request))
         await self._whole(generation)
-        return web.json_response(body.reply(generation.outputs()))
+        text = "".join(output.text for output in generation.outputs())
+        usage = {"type": "duration", "seconds": body.seconds}
+        return web.json_response({"text": text, "usage": usage})
 
     async def _whole(self, generation: Generation) -> None:
         try:
@@ -386,9 +365,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _error(
     request: web.Request, status: int, message: str, param: str | None = None
 ) -> web.Response:
-    if request.path == Endpoint.MESSAGES:
-        return web.json_response(anthropic_error(status, message), status=status)
-    return web.json_response(openai_error(status, message, param), status=status)
+    return web.json_response(error_body(request.path, status, message, param), status=status)
 
 
 class Serving(NamedTuple):

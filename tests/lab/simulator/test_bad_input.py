@@ -11,8 +11,10 @@ from aiohttp import ClientSession
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.lab.simulator.answers import GENERATING
+from extproc.lab.simulator.pooling import POOLING
 from extproc.lab.simulator.replica import Replica, ReplicaSettings
-from extproc.lab.simulator.server import GENERATING, OUTPUT_TOKENS_HEADER, POOLING, start
+from extproc.lab.simulator.server import OUTPUT_TOKENS_HEADER, start
 
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hello"}]

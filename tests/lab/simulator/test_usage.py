@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession
 
+from extproc.lab.simulator.answers import GENERATING
 from extproc.lab.simulator.replica import Replica
-from extproc.lab.simulator.server import GENERATING
 from extproc.request.endpoint import Endpoint
 from extproc.request.usage import Usage, UsageReader
 from tests.lab.simulator.conftest import SETTINGS

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import AliasChoices, Field, model_validator
 
 from extproc.lab.simulator import tokens
-from extproc.lab.simulator.endpoints.base import Body, Prompts, RequestError, encode_prompts
+from extproc.lab.simulator.asks import Body, Prompts, RequestError, encode_prompts
+from extproc.request.endpoint import Endpoint
 
 EMBEDDING_DIMENSIONS = 64
 
@@ -33,8 +34,7 @@ class PoolingBody(Body, ABC):
         """The encoded prompts."""
 
     @abstractmethod
-    def item(self, prompt: bytes) -> dict[str, Any]:
-        """What is answered to one prompt."""
+    def item(self, prompt: bytes) -> dict[str, Any]: ...
 
     def reply(self, id_: str, model: str, created: int) -> dict[str, Any]:
         """The reply, once all prompts are computed: an item for each, in order."""
@@ -142,6 +142,15 @@ class RerankBody(PoolingBody):
             item["document"] = {"text": document if isinstance(document, str) else None}
         best = sorted(items, key=lambda item: -item["relevance_score"])[: self.top_n or None]
         return {"id": reply["id"], "model": model, "usage": reply["usage"], "results": best}
+
+
+POOLING: dict[str, type[PoolingBody]] = {
+    Endpoint.EMBEDDINGS: EmbeddingBody,
+    Endpoint.POOLING: PoolBody,
+    Endpoint.CLASSIFY: ClassifyBody,
+    **dict.fromkeys((Endpoint.SCORE, "/score"), ScoreBody),
+    **dict.fromkeys((Endpoint.RERANK, "/rerank", "/v2/rerank"), RerankBody),
+}
 
 
 def _listed(items: Items) -> list[Item]:

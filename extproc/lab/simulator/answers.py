@@ -1,0 +1,338 @@
+"""Answers of the endpoints that generate text, whole and streamed, and the kept responses."""
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+from extproc.lab.simulator import tokens
+from extproc.lab.simulator.asks import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    MessagesBody,
+    RequestError,
+    ResponsesBody,
+)
+from extproc.lab.simulator.live import Generation, Output, Usage
+from extproc.lab.simulator.steps import FinishReason
+from extproc.request.endpoint import Endpoint
+
+DONE = b"data: [DONE]\n\n"
+STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens"}
+
+
+def error_body(path: str, status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    """The error body of an endpoint, in Anthropic's words or OpenAI's."""
+    kind = "NotFoundError" if status == HTTPStatus.NOT_FOUND else "BadRequestError"
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        kind = "InternalServerError"
+    if path == Endpoint.MESSAGES:
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+@dataclass
+class Reply(ABC):
+    """Puts generated tokens into the words of one endpoint."""
+
+    id_prefix: ClassVar[str]
+
+    key: str  # what makes its id unique
+    model: str
+    created: int  # when, in seconds since 1970
+    prompt_tokens: int
+    prompt_tokens_details: bool
+    """Whether the usage tells cached prompt tokens where vLLM makes that an option."""
+
+    def __post_init__(self) -> None:
+        self.id = self.id_prefix + self.key
+
+    def prelude(self) -> bytes:
+        return b""
+
+    def opening(self, sequences: int) -> bytes:
+        """Comes with the first token of a stream, before it."""
+        return b""
+
+    @abstractmethod
+    def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
+        """One token of sequence ``index``; with the reason if it is the last one."""
+
+    @abstractmethod
+    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
+        """Ends a stream."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        """The reply that is not streamed."""
+
+
+class ChoicesReply(Reply):
+    """OpenAI's choices: a stream of chunks alike."""
+
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    piece: ClassVar[bytes]  # what a chunk says of a token, as a format of its text
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._chunk_head = self._chunk()[: -len(b"}\n\n")]
+
+    def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
+        finish = b'"%b"' % reason.encode() if reason else b"null"
+        said = self.piece % text.encode()
+        return b'%b,"choices":[{"index":%d,%b,"logprobs":null,"finish_reason":%b}]}\n\n' % (
+            self._chunk_head,
+            index,
+            said,
+            finish,
+        )
+
+    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
+        return self._chunk(choices=[], usage=self._usage(usage)) + DONE if include_usage else DONE
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        choices = [
+            {"index": index, **self._said(output.text), "logprobs": None}
+            | {"finish_reason": output.reason, "stop_reason": None}
+            for index, output in enumerate(outputs)
+        ]
+        return {**self._frame(self.object), "choices": choices, "usage": self._usage(usage)}
+
+    @abstractmethod
+    def _said(self, text: str) -> dict[str, Any]: ...
+
+    def _chunk(self, **fields: Any) -> bytes:
+        return b"data: %b\n\n" % compact({**self._frame(self.chunk_object), **fields})
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _usage(self, usage: Usage) -> dict[str, Any]:
+        total = usage.prompt + usage.completion
+        details = {"prompt_tokens_details": {"cached_tokens": usage.cached}}
+        return {
+            "prompt_tokens": usage.prompt,
+            "total_tokens": total,
+            "completion_tokens": usage.completion,
+        } | (details if self.prompt_tokens_details else {})
+
+
+class ChatReply(ChoicesReply):
+    """``/v1/chat/completions``."""
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    piece = b'"delta":{"content":"%b"}'
+
+    def opening(self, sequences: int) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(
+            self._chunk(choices=[{"index": index, "delta": delta, "finish_reason": None}])
+            for index in range(sequences)
+        )
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "tool_calls": []}}
+
+
+class CompletionReply(ChoicesReply):
+    """``/v1/completions``."""
+
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+    piece = b'"text":"%b"'
+
+    def _said(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+
+class MessagesReply(Reply):
+    """``/v1/messages``, Anthropic's dialect."""
+
+    id_prefix = "msg_"
+
+    def opening(self, sequences: int) -> bytes:
+        message = self._message([], None, {"input_tokens": self.prompt_tokens, "output_tokens": 0})
+        block = {"type": "text", "text": ""}
+        return event("message_start", message=message) + event(
+            "content_block_start", index=0, content_block=block
+        )
+
+    def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
+        return event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
+
+    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
+        delta = {"stop_reason": STOP_REASONS[outputs[0].reason], "stop_sequence": None}
+        return (
+            event("content_block_stop", index=0)
+            + event("message_delta", delta=delta, usage=self._usage(usage))
+            + event("message_stop")
+        )
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        content = [{"type": "text", "text": outputs[0].text}]
+        return self._message(content, STOP_REASONS[outputs[0].reason], self._usage(usage))
+
+    def _message(
+        self, content: list[dict[str, Any]], stop_reason: str | None, usage: dict[str, int]
+    ) -> dict[str, Any]:
+        head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
+        end = {"stop_reason": stop_reason, "stop_sequence": None, "usage": usage}
+        return {**head, "content": content, **end}
+
+    def _usage(self, usage: Usage) -> dict[str, int]:
+        """Anthropic's input is what was not cached; without details vLLM takes all to be input."""
+        if not self.prompt_tokens_details:
+            return {"input_tokens": usage.prompt, "output_tokens": usage.completion}
+        fresh = {"input_tokens": usage.prompt - usage.cached, "output_tokens": usage.completion}
+        return {**fresh, "cache_read_input_tokens": usage.cached}
+
+
+class ResponsesReply(Reply):
+    """``/v1/responses``, with numbered events."""
+
+    id_prefix = "resp_"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._number = -1
+        self._item = {"item_id": f"msg_{self.key}", "output_index": 0, "content_index": 0}
+
+    def prelude(self) -> bytes:
+        response = self.response("in_progress")
+        return self._event("created", response=response) + self._event(
+            "in_progress", response=response
+        )
+
+    def opening(self, sequences: int) -> bytes:
+        return self._event(
+            "output_item.added", output_index=0, item=self._message("in_progress", [])
+        ) + self._event("content_part.added", **self._item, part=_part(""))
+
+    def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
+        return self._event("output_text.delta", **self._item, delta=text, logprobs=[])
+
+    def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:
+        whole = self.whole(outputs, usage)
+        [message] = whole["output"]
+        [part] = message["content"]
+        return (
+            self._event("output_text.done", **self._item, text=part["text"], logprobs=[])
+            + self._event("content_part.done", **self._item, part=part)
+            + self._event("output_item.done", output_index=0, item=message)
+            + self._event("completed", response=whole)
+        )
+
+    def whole(self, outputs: Sequence[Output], usage: Usage) -> dict[str, Any]:
+        cut = outputs[0].reason == FinishReason.LENGTH
+        return self.response("incomplete" if cut else "completed") | {
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": [self._message("completed", [_part(outputs[0].text)])],
+            "usage": {
+                "input_tokens": usage.prompt,
+                "input_tokens_details": {"cached_tokens": usage.cached},
+                "output_tokens": usage.completion,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.prompt + usage.completion,
+            },
+        }
+
+    def response(self, status: str) -> dict[str, Any]:
+        """A response without output."""
+        head = {"id": self.id, "object": "response", "created_at": self.created}
+        return {
+            **(head | {"model": self.model, "status": status}),
+            **dict.fromkeys(("error", "incomplete_details", "instructions", "metadata")),
+            "output": [],
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": None,
+            "usage": None,
+        }
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._number += 1
+        return event(f"response.{kind}", sequence_number=self._number, **fields)
+
+    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._item["item_id"], "type": "message", "role": "assistant"}
+        return {**head, "status": status, "content": content}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+
+
+def compact(value: object) -> bytes:
+    """JSON without spaces."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """A server-sent event named after its type, as Responses and Messages send it."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), compact({"type": kind, **fields}))
+
+
+GENERATING: dict[str, tuple[type[GenerateBody], type[Reply]]] = {
+    Endpoint.CHAT: (ChatBody, ChatReply),
+    Endpoint.COMPLETIONS: (CompletionBody, CompletionReply),
+    Endpoint.RESPONSES: (ResponsesBody, ResponsesReply),
+    Endpoint.MESSAGES: (MessagesBody, MessagesReply),
+}
+
+
+@dataclass
+class _Stored:
+    response: dict[str, Any]
+    conversation: bytes = b""  # encoded, with the answer
+    work: asyncio.Task[None] | None = None  # in the background, until it is done
+
+
+class ResponseStore:
+    """Keeps the responses of one replica."""
+
+    def __init__(self) -> None:
+        self._stored: dict[str, _Stored] = {}
+
+    def response(self, name: str) -> dict[str, Any]:
+        return self._find(name).response
+
+    def resume(self, body: GenerateBody) -> None:
+        """Put the conversation that a request continues before its input."""
+        if isinstance(body, ResponsesBody) and body.previous_response_id is not None:
+            body.begin_with(self._find(body.previous_response_id).conversation)
+
+    def keep(self, body: GenerateBody, reply: Reply, generation: Generation) -> None:
+        if isinstance(body, ResponsesBody) and body.store and generation.complete:
+            output = tokens.encode(generation.outputs()[0].text)
+            conversation = body.prompts[0] + output + tokens.encode("<|end|>")
+            whole = reply.whole(generation.outputs(), generation.usage())
+            self._stored[reply.id] = _Stored(whole, conversation)
+
+    def queue(self, reply: ResponsesReply, work: asyncio.Task[None]) -> dict[str, Any]:
+        """Keep that work goes on in the background; returns the client's answer."""
+        self._stored[reply.id] = _Stored(reply.response("queued"), work=work)
+        return self.response(reply.id)
+
+    def cancel(self, name: str) -> dict[str, Any]:
+        stored = self._find(name)
+        if stored.work is None:
+            raise RequestError("Cannot cancel a synchronous response.", "response_id")
+        stored.work.cancel()
+        stored.work = None
+        stored.response["status"] = "cancelled"
+        return stored.response
+
+    def _find(self, name: str) -> _Stored:
+        if name not in self._stored:
+            message = f"Response with id '{name}' not found."
+            raise RequestError(message, "response_id", HTTPStatus.NOT_FOUND)
+        return self._stored[name]

@@ -1,0 +1,247 @@
+"""Requests for generated text and their errors: what each endpoint accepts, and its prompts."""
+
+import json
+from abc import ABC, abstractmethod
+from http import HTTPStatus
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import (
+    BaseModel,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from extproc.lab.simulator import tokens
+
+MAX_CHOICES = 128  # OpenAI's limit on `n`
+DEFAULT_MAX_TOKENS = 16  # of completions, where `max_tokens` is absent or null
+
+_BYTES_PER_S = 16_000  # MP3 at 128 kbit/s
+_SAMPLED = 160  # every 160th byte of a file is one of the prompt: 25 tokens a second
+_CLIP_BYTES = 30 * _BYTES_PER_S
+
+
+class RequestError(Exception):
+    """Refuses a request; ``param`` names the field at fault."""
+
+    def __init__(
+        self, message: str, param: str | None = None, status: HTTPStatus = HTTPStatus.BAD_REQUEST
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+
+
+def invalid(error: ValidationError) -> RequestError:
+    """Report the first fault of a body."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    return RequestError(f"{field}: {first['msg']}" if field else first["msg"], field or None)
+
+
+TokenId = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
+Bound = Annotated[int, Field(ge=1)]
+Tools = list[dict[str, Any]] | None
+
+
+class Body(BaseModel):
+    """A request's body. Fields that change nothing here are accepted and ignored."""
+
+    model: str | None = None
+    priority: int = Field(default=0, ge=-(2**63), lt=2**63)
+
+
+class GenerateBody(Body, ABC):
+    """A request that generates text."""
+
+    bounds: ClassVar[tuple[str, ...]] = ("max_tokens",)  # fields; the first given one counts
+
+    stream: bool | None = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+
+    @property
+    @abstractmethod
+    def prompts(self) -> list[bytes]:
+        """The encoded prompts."""
+
+    @property
+    def bound(self) -> int | None:
+        """Most tokens one sequence may generate; None: what the context leaves."""
+        return next(filter(None, (getattr(self, name) for name in self.bounds)), None)
+
+    @property
+    def choices(self) -> int:
+        """Sequences generated for each prompt."""
+        return 1
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return True
+
+
+class StreamOptions(BaseModel):
+    """``stream_options``."""
+
+    include_usage: bool | None = False
+
+
+class OpenAIBody(GenerateBody):
+    """A request for one or several choices."""
+
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> Self:
+        if self.stream_options and not self.stream:
+            raise ValueError("Stream options can only be defined when `stream=True`.")
+        return self
+
+    @property
+    def choices(self) -> int:
+        return self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class Message(BaseModel):
+    """A turn of a conversation."""
+
+    role: str
+    content: str | list[str | dict[str, Any]] | None = None
+    tool_calls: Tools = None
+
+
+class ChatBody(OpenAIBody):
+    """``/v1/chat/completions``."""
+
+    bounds = ("max_completion_tokens", "max_tokens")
+    messages: list[Message] = Field(min_length=1)
+    tools: Tools = None
+    max_completion_tokens: Bound | None = None
+    max_tokens: Bound | None = None
+
+    @property
+    def prompts(self) -> list[bytes]:
+        return [encode_chat(self.messages, self.tools)]
+
+
+class CompletionBody(OpenAIBody):
+    """``/v1/completions``."""
+
+    prompt: Prompts
+    max_tokens: Bound = DEFAULT_MAX_TOKENS
+
+    @field_validator("max_tokens", mode="before")
+    @classmethod
+    def _null_is_the_default(cls, value: object) -> object:
+        return DEFAULT_MAX_TOKENS if value is None else value
+
+    @property
+    def prompts(self) -> list[bytes]:
+        return encode_prompts(self.prompt)
+
+
+class MessagesBody(GenerateBody):
+    """``/v1/messages``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: Bound
+    system: str | list[dict[str, Any]] | None = None
+    tools: Tools = None
+
+    @property
+    def prompts(self) -> list[bytes]:
+        return [_system(self.system) + encode_chat(self.messages, self.tools)]
+
+
+class ResponsesBody(GenerateBody):
+    """``/v1/responses``."""
+
+    bounds = ("max_output_tokens",)
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    tools: Tools = None
+    max_output_tokens: Bound | None = None
+    store: bool | None = True
+    background: bool | None = False
+    previous_response_id: str | None = None
+    _earlier: bytes = PrivateAttr(b"")
+
+    def begin_with(self, conversation: bytes) -> None:
+        """Continue a conversation, encoded."""
+        self._earlier = conversation
+
+    @property
+    def prompts(self) -> list[bytes]:
+        if not self.input:
+            raise RequestError("the input must not be empty", "input")
+        items = [{"content": self.input}] if isinstance(self.input, str) else self.input
+        turns = [
+            tokens.encode_turn(
+                str(item.get("role", "user")), tokens.encode_content(item.get("content", item))
+            )
+            for item in items
+        ]
+        head = self._earlier + _system(self.instructions) + _tools(self.tools)
+        return [head + b"".join(turns) + tokens.encode("<|assistant|>")]
+
+
+class AudioBody(GenerateBody):
+    """An audio file, taken for MP3 at 128 kbit/s."""
+
+    bounds = ()
+    file: bytes
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """A prompt for each clip of half a minute."""
+        starts = range(0, len(self.file), _CLIP_BYTES)
+        clips = [self.file[start : start + _CLIP_BYTES][::_SAMPLED] for start in starts]
+        return [clip + bytes(-len(clip) % 4) for clip in clips]
+
+    @property
+    def seconds(self) -> int:
+        return -(-len(self.file) // _BYTES_PER_S)
+
+
+def encode_chat(messages: list[Message], tools: Tools = None) -> bytes:
+    """Encode a conversation to be continued by the assistant."""
+    turns = [_tools(tools)]
+    for message in messages:
+        content = tokens.encode_content(message.content)
+        if message.tool_calls:
+            content += tokens.encode(json.dumps(message.tool_calls))
+        turns.append(tokens.encode_turn(message.role, content))
+    return b"".join(turns) + tokens.encode("<|assistant|>")
+
+
+def _tools(tools: Tools) -> bytes:
+    return tokens.encode_turn("tools", tokens.encode(json.dumps(tools))) if tools else b""
+
+
+def _system(text: str | list[dict[str, Any]] | None) -> bytes:
+    return tokens.encode_turn("system", tokens.encode_content(text)) if text else b""
+
+
+def encode_prompts(prompts: Prompts) -> list[bytes]:
+    """Encode a string, a list of token ids, or a list of either."""
+    if isinstance(prompts, str):
+        return [tokens.encode(prompts)]
+    if not prompts:
+        raise RequestError("the prompt must not be empty", "prompt")
+    return [_encode(one) for one in ([prompts] if isinstance(prompts[0], int) else prompts)]
+
+
+def _encode(prompt: Any) -> bytes:
+    return tokens.encode(prompt) if isinstance(prompt, str) else tokens.encode_ids(prompt)

@@ -1,1 +1,0 @@
-"""The dialects a replica speaks: one file for each endpoint."""
