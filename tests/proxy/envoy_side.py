@@ -227,7 +227,7 @@ class EnvoySide:
         traceparent: str = "",
         **named: Any,
     ) -> ProcessingResponse:
-        """The same with the body as the only message."""
+        """Sends the body as the only message, then hangs up; returns the reply."""
         async with self.stream(traceparent=traceparent) as stream:
             reply = await stream.body_first(body, *headers, **named)
             await stream.end()

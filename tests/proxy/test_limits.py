@@ -17,7 +17,8 @@ from extproc.proxy.admin import admin_routes
 from extproc.proxy.service import GrpcServer
 from extproc.proxy.services import Room, Services
 from tests.conftest import Logged
-from tests.fakes import ManualClock, chat, replica, state
+from tests.fakes import chat, replica
+from tests.proxy.conftest import put_replicas
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
 from tests.proxy.replies import MEMBERS, destination
 from tests.waiting import until
@@ -131,19 +132,15 @@ async def test_kept_decision_holds_no_in_flight_arrays(
 ) -> None:
     """Nobody needs it once the request is sent, and there may be thousands."""
     kept, in_flight = 10, 5_000
-    left_out = state(3, "llama-8b-a10", ManualClock(services.wall()), healthy=False)
-    services.fleet.put(left_out)
+    put_replicas(services, 3, healthy=False)
     for _ in range(in_flight):
         services.fleet.dispatch(replica(1), chat(10))
 
-    async def ask() -> None:
-        await envoy.ask()
-
-    await ask()
+    await envoy.ask()
     tracemalloc.start()
     try:
         for _ in range(kept):
-            await ask()
+            await envoy.ask()
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -9,6 +9,7 @@ from msgspec import to_builtins
 from extproc.config import Config
 from extproc.proxy.services import Services
 from tests.fakes import ManualClock, replica, state
+from tests.proxy.conftest import put_replicas
 from tests.proxy.envoy_side import CHAT, DUPLEX, EnvoySide
 from tests.proxy.replies import (
     BodyMode,
@@ -109,8 +110,7 @@ async def test_alias_without_healthy_replica_answers_503(
 async def test_canary_with_all_targets_down_answers_503(
     envoy: EnvoySide, services: Services, other: dict[str, Any]
 ) -> None:
-    clock = ManualClock(services.wall())
-    services.fleet.put(state(1, "llama-8b-a10", clock, healthy=False))
-    services.fleet.put(state(2, "llama-8b-a10", clock, **other))
+    put_replicas(services, 1, healthy=False)
+    put_replicas(services, 2, **other)
     for _ in range(10):
         assert status_of(await envoy.ask(ASKED | {"model": "canary"})) == 503

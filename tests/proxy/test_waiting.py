@@ -72,6 +72,11 @@ def long(name: str) -> dict[str, Any]:
     return {**CHAT, "messages": [message], "max_tokens": 50}
 
 
+async def queued(stream: Stream, name: str, headers: dict[str, str] | None = None) -> None:
+    """Sends a request, which Envoy is told to wait for."""
+    assert told_to_wait(await stream.body_first(long(name), headers=headers))
+
+
 def told_to_wait(reply: ProcessingResponse) -> bool:
     timeout = reply.override_message_timeout
     return timeout is not None and timeout.total_seconds() == 120.0
@@ -137,7 +142,7 @@ async def test_duplex_request_waits_for_room(
 
 async def test_reset_leaves_queue(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as stream:
-        assert told_to_wait(await stream.body_first(long("third")))
+        await queued(stream, "third")
         stream.reset()
         await until(lambda: len(services.queue) == 0)
     assert services.fleet.in_flight == 2
@@ -150,7 +155,7 @@ async def test_reset_after_more_body_leaves_queue(
     unforeseen: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context))
     async with envoy.stream() as stream:
-        assert told_to_wait(await stream.body_first(long("third")))
+        await queued(stream, "third")
         await stream.write_body(b"", end_of_stream=True)
         await stream.write_body(b"", end_of_stream=True)
         async with envoy.stream() as other:  # on this connection: when it is answered, they came
@@ -165,17 +170,15 @@ async def test_reset_after_more_body_leaves_queue(
 
 async def test_closed_stream_leaves_queue(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as stream:
-        assert told_to_wait(await stream.body_first(long("third")))
+        await queued(stream, "third")
         await stream.end()
         assert len(services.queue) == 0
 
 
 async def test_queue_goes_by_priority(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as usual, envoy.stream() as urgent:
-        assert told_to_wait(await usual.body_first(long("usual")))
-        assert told_to_wait(
-            await urgent.body_first(long("urgent"), headers={"x-objective": "urgent"})
-        )
+        await queued(usual, "usual")
+        await queued(urgent, "urgent", {"x-objective": "urgent"})
         await full[0].end()
         assert chosen(await urgent.read())
         assert len(services.queue) == 1
@@ -185,8 +188,8 @@ async def test_queue_goes_by_priority(envoy: EnvoySide, services: Services, full
 
 async def test_full_queue_answers_429(envoy: EnvoySide, services: Services, full: Full) -> None:
     async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as three:
-        assert told_to_wait(await one.body_first(long("third")))
-        assert told_to_wait(await two.body_first(long("fourth")))
+        await queued(one, "third")
+        await queued(two, "fourth")
         left = services.room.free
         assert status_of(await three.body_first(long("third"))) == 429
         assert len(services.queue) == 2
@@ -200,8 +203,8 @@ async def test_late_request_is_refused_at_once(
     """By what waits before it: on its replica the first token would come in time."""
     soon = {"x-objective": "soon"}
     async with envoy.stream() as one, envoy.stream() as two, envoy.stream() as late:
-        assert told_to_wait(await one.body_first(long("third")))
-        assert told_to_wait(await two.body_first(long("fourth"), headers=soon))
+        await queued(one, "third")
+        await queued(two, "fourth", soon)
         reply = await late.body_first(long("fifth"), headers=soon)
         assert error_of(reply)["code"] == "too_late"
         assert int(refusal_header(reply, "retry-after")) > 1
@@ -212,7 +215,7 @@ async def test_queued_request_is_refused_when_late(
 ) -> None:
     async with envoy.stream() as stream:
         soon = {"x-objective": "soon", "x-request-id": "abc"}
-        assert told_to_wait(await stream.body_first(long("third"), headers=soon))
+        await queued(stream, "third", soon)
         for number in (1, 2):
             for _ in range(8):
                 services.fleet.dispatch(replica(number), chat(25_000, 1_000))
@@ -228,9 +231,9 @@ async def test_tpot_target_does_not_shed_queued(
     envoy: EnvoySide, services: Services, full: Full
 ) -> None:
     async with envoy.stream() as one, envoy.stream() as other:
-        assert told_to_wait(await one.body_first(long("third")))
+        await queued(one, "third")
         steady = {"x-objective": "steady"}
-        assert told_to_wait(await other.body_first(long("fourth"), headers=steady))
+        await queued(other, "fourth", steady)
 
 
 async def test_queued_request_without_replica_gets_503(
