@@ -42,11 +42,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
 
+# Tokens to generate, within the request's bound; ``tracestate`` passes proxies that drop headers.
 OUTPUT_TOKENS_HEADER = "x-simulate-output-tokens"
-"""How many tokens to generate, within the request's bound."""
-
 OUTPUT_TOKENS_STATE = "simulate-output-tokens"
-"""The same as an entry of ``tracestate``, which gets through proxies that drop unknown headers."""
 
 REQUEST_STATE = "simulate-request"
 """Its client's name for a request, there too: some gateways put their own into ``x-request-id``."""
@@ -155,8 +153,7 @@ class ReplicaServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body_type, reply_type = GENERATING[request.path]
-        body = await _asked(request, body_type)
-        self.replica.check_model(body.model)
+        body = await self._asked(request, body_type)
         self._responses.resume(body)
         generation = self.replica.generate(body, _output_tokens(request))
         settings = self.replica.settings
@@ -180,6 +177,16 @@ class ReplicaServer:
         await work
         return web.json_response(reply.whole(generation.outputs(), generation.usage()))
 
+    async def _asked(self, request: web.Request, body: type[Asked]) -> Asked:
+        """Parse a request for inference; the header's priority counts before the body's."""
+        asked = await _parse(request, body)
+        try:
+            asked.priority = int(request.headers.get(PRIORITY_HEADER, asked.priority))
+        except ValueError:
+            raise RequestError(f"{PRIORITY_HEADER} is not an integer") from None
+        self.replica.check_model(asked.model)
+        return asked
+
     async def _finish(
         self, work: Awaitable[Result], body: GenerateBody, reply: Reply, generation: Generation
     ) -> Result:
@@ -196,8 +203,7 @@ class ReplicaServer:
         return web.json_response(self._responses.cancel(request.match_info["name"]))
 
     async def _pool(self, request: web.Request) -> web.Response:
-        body = await _asked(request, POOLING[request.path])
-        self.replica.check_model(body.model)
+        body = await self._asked(request, POOLING[request.path])
         await self._whole(self.replica.pool(body))
         return web.json_response(
             body.reply(uuid4().hex, body.model or self.replica.settings.model, int(time.time()))
@@ -263,15 +269,9 @@ class ReplicaServer:
 
     async def _models(self, request: web.Request) -> web.Response:
         settings = self.replica.settings
-        base: dict[str, Any] = {
-            "id": settings.model,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "vllm",
-            "root": settings.model,
-            "parent": None,
-            "max_model_len": self.replica.max_model_len,
-        }
+        base: dict[str, Any] = {"id": settings.model, "object": "model"}
+        base |= {"created": int(time.time()), "owned_by": "vllm", "root": settings.model}
+        base |= {"parent": None, "max_model_len": self.replica.max_model_len}
         # Of an adapter vLLM tells no context length: it has its model's.
         of_adapter = {"parent": settings.model, "max_model_len": None}
         adapters = [base | of_adapter | {"id": name, "root": name} for name in settings.adapters]
@@ -321,16 +321,6 @@ async def _parse(request: web.Request, body: type[Parsed]) -> Parsed:
         return body.model_validate_json(await request.read())
     except ValidationError as error:
         raise invalid(error) from None
-
-
-async def _asked(request: web.Request, body: type[Asked]) -> Asked:
-    """The body of a request for inference, with the priority that a header says."""
-    asked = await _parse(request, body)
-    try:
-        asked.priority = int(request.headers.get(PRIORITY_HEADER, asked.priority))
-    except ValueError:
-        raise RequestError(f"{PRIORITY_HEADER} is not an integer") from None
-    return asked
 
 
 def _output_tokens(request: web.Request) -> int | None:

@@ -1,7 +1,6 @@
 """LoRA adapters of a simulated replica behave as vLLM 0.32's do."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from extproc.lab.simulator.engine import Engine
 from extproc.lab.simulator.features import Adapters
 from extproc.lab.simulator.replica import Replica
-from extproc.lab.simulator.server import start
 from extproc.lab.simulator.steps import Sequence
 from tests.lab.simulator.conftest import SETTINGS
 from tests.lab.simulator.test_engine import PROFILE, lone_request_time, run
@@ -66,12 +64,8 @@ def test_what_was_used_the_longest_ago_has_to_be_loaded_again() -> None:
 
 
 @pytest.fixture
-async def served() -> AsyncIterator[ClientSession]:
-    settings = replace(SETTINGS, adapters=("a", "b"), adapter_load_s=1.0)
-    runner, port, _ = await start(Replica(settings), "127.0.0.1", 0)
-    async with ClientSession(f"http://127.0.0.1:{port}") as client:
-        yield client
-    await runner.cleanup()
+def replica() -> Replica:
+    return Replica(replace(SETTINGS, adapters=("a", "b"), adapter_load_s=1.0))
 
 
 async def complete(client: ClientSession, model: str, **fields: object) -> dict[str, Any]:
@@ -93,35 +87,35 @@ async def adapters_told(client: ClientSession) -> list[tuple[str, str, str]]:
     ]
 
 
-async def test_its_list_says_whose_adapters_they_are(served: ClientSession) -> None:
-    async with served.get("/v1/models") as response:
+async def test_its_list_says_whose_adapters_they_are(client: ClientSession) -> None:
+    async with client.get("/v1/models") as response:
         listed = (await response.json())["data"]
     assert [(one["id"], one["parent"]) for one in listed] == [
         ("tiny", None),
         ("a", "tiny"),
         ("b", "tiny"),
     ]
-    assert (await complete(served, "a"))["model"] == "a"
+    assert (await complete(client, "a"))["model"] == "a"
 
 
-async def test_adapters_do_not_share_prompts_cached(served: ClientSession) -> None:
+async def test_adapters_do_not_share_prompts_cached(client: ClientSession) -> None:
     cached = [
-        (await complete(served, model))["usage"]["prompt_tokens_details"]["cached_tokens"]
+        (await complete(client, model))["usage"]["prompt_tokens_details"]["cached_tokens"]
         for model in ("tiny", "a", "b", "a", "tiny")
     ]
     assert cached == [0, 0, 0, 112, 112]
 
 
-async def test_its_page_names_the_adapters_that_run(served: ClientSession) -> None:
-    assert await adapters_told(served) == []  # vLLM sets the gauge in its first step
-    await complete(served, "tiny")
-    assert await adapters_told(served) == [("1", "", "")]
-    long = asyncio.create_task(complete(served, "a", max_tokens=2000, ignore_eos=True))
-    waits = asyncio.create_task(complete(served, "b"))
+async def test_its_page_names_the_adapters_that_run(client: ClientSession) -> None:
+    assert await adapters_told(client) == []  # vLLM sets the gauge in its first step
+    await complete(client, "tiny")
+    assert await adapters_told(client) == [("1", "", "")]
+    long = asyncio.create_task(complete(client, "a", max_tokens=2000, ignore_eos=True))
+    waits = asyncio.create_task(complete(client, "b"))
     deferred = False
     while not deferred:
-        async with served.get("/metrics") as response:
+        async with client.get("/metrics") as response:
             deferred = 'reason="deferred"} 1.0' in await response.text()
-    assert await adapters_told(served) == [("1", "a", "a")]
+    assert await adapters_told(client) == [("1", "a", "a")]
     await asyncio.gather(long, waits)
-    assert await adapters_told(served) == [("1", "", "")]
+    assert await adapters_told(client) == [("1", "", "")]
