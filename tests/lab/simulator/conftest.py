@@ -16,8 +16,8 @@ SETTINGS = ReplicaSettings(
 
 
 @pytest.fixture
-def replica() -> Replica:
-    return Replica(SETTINGS)
+def replica(request: pytest.FixtureRequest) -> Replica:
+    return Replica(getattr(request, "param", SETTINGS))
 
 
 @pytest.fixture

@@ -4,13 +4,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from aiohttp import ClientSession
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from extproc.ground.clock import monotonic
-from extproc.lab.simulator.replica import Replica
-from extproc.lab.simulator.server import start
 from tests.lab.simulator.conftest import SETTINGS
 
 SERIES = Path(__file__).parents[2] / "data" / "vllm_0_32_series.txt"
@@ -30,6 +29,15 @@ async def samples(client: ClientSession) -> list[Sample]:
     async with client.get("/metrics") as response:
         text = await response.text()
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+async def complete(
+    client: ClientSession, prompt: str | list[str], max_tokens: int, **fields: object
+) -> str:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
+    async with client.post("/v1/completions", json=body) as response:
+        assert response.status == 200
+        return await response.text()
 
 
 async def values(client: ClientSession) -> dict[str, float]:
@@ -64,10 +72,8 @@ async def test_the_cache_is_told_in_blocks(client: ClientSession) -> None:
 
 
 async def test_requests_are_counted(client: ClientSession) -> None:
-    prompt = {"prompt": "word " * 100, "max_tokens": 20, "ignore_eos": True}
     for _ in range(2):
-        async with client.post("/v1/completions", json=prompt) as response:
-            assert response.status == 200
+        await complete(client, "word " * 100, 20)
     seen = await values(client)
     assert seen["prompt_tokens_total"] == 250
     assert seen["prompt_tokens_cached_total"] == seen["prefix_cache_hits_total"] == 112
@@ -99,26 +105,22 @@ async def test_a_first_token_counts_when_it_comes_and_an_aborted_request_never(
 
 
 async def test_each_prompt_counts_as_a_request_whatever_its_choices(client: ClientSession) -> None:
-    body = {"prompt": ["one", "two", "three"], "n": 2, "max_tokens": 5, "ignore_eos": True}
-    async with client.post("/v1/completions", json=body) as response:
-        assert response.status == 200
+    await complete(client, ["one", "two", "three"], 5, n=2)
     seen = await values(client)
     assert seen["time_to_first_token_seconds_count"] == 6
     assert seen["request_params_n_count"] == 3
     assert seen["request_params_n_sum"] == 6
 
 
-async def test_drafts_are_counted_and_come_with_the_token_they_follow() -> None:
-    settings = replace(SETTINGS, draft_tokens=3, acceptance=1.0)
-    runner, port, _ = await start(Replica(settings), "127.0.0.1", 0)
-    body = {"prompt": "word", "max_tokens": 9, "ignore_eos": True}
-    async with ClientSession(f"http://127.0.0.1:{port}") as client:
-        async with client.post("/v1/completions", json=body) as response:
-            whole = (await response.json())["choices"][0]["text"]
-        async with client.post("/v1/completions", json=body | {"stream": True}) as response:
-            lines = (await response.text()).split("\n\n")
-        seen = await values(client)
-    await runner.cleanup()
+@pytest.mark.parametrize(
+    "replica", [replace(SETTINGS, draft_tokens=3, acceptance=1.0)], indirect=True
+)
+async def test_drafts_are_counted_and_come_with_the_token_they_follow(
+    client: ClientSession,
+) -> None:
+    whole = json.loads(await complete(client, "word", 9))["choices"][0]["text"]
+    lines = (await complete(client, "word", 9, stream=True)).split("\n\n")
+    seen = await values(client)
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if "text" in line]
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert [len(text.split()) for text in texts] == [1, 4, 4]
@@ -130,10 +132,8 @@ async def test_drafts_are_counted_and_come_with_the_token_they_follow() -> None:
 
 
 async def test_times_are_what_clients_see(client: ClientSession) -> None:
-    body = {"prompt": "word", "max_tokens": 200, "ignore_eos": True}
     began = monotonic()
-    async with client.post("/v1/completions", json=body) as response:
-        assert response.status == 200
+    await complete(client, "word", 200)
     took = monotonic() - began
     seen = await values(client)
     # 200 steps of 6.5 ms and a little, at 20 times the speed: without it more than it took.
