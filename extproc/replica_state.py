@@ -37,9 +37,9 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     adapters_in_use: tuple[str, ...] = ()  # adapters with a request that runs or waits
     max_model_len: int | None = None  # context length in tokens
     takes_priority: bool = False
-    """Its version takes any body with ``priority``; others refuse some, or may."""
+    """True if vLLM of this version takes any body with ``priority``; others may refuse some."""
     by_priority: bool = False
-    """It takes a higher priority first, by ``priority_scheduling`` of its pool."""
+    """True if the replica takes higher priorities first (``priority_scheduling`` of its pool)."""
     healthy: bool = True  # False: the last scrape found it dead, hung or failing
     problem: str = ""  # why it is not healthy, in a few words
     draining: bool = False  # it gets nothing new: a command or Kubernetes takes it away

@@ -117,7 +117,7 @@ async def _do(args: argparse.Namespace, pool: "Pool") -> str:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What Redis holds of one replica."""
+    """The state of one replica in Redis."""
 
     id: str  # ip:port
     state: ReplicaState | None  # None: no poller has seen it yet, or not for long

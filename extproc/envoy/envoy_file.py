@@ -106,7 +106,7 @@ class EnvoyFile(Tree):
         ] or self.all(EXT_PROC)
 
     def is_enabled(self, filter: Node) -> bool:
-        """Its entry is not disabled, or a route enables it."""
+        """Tells whether the filter is on: its entry is not disabled, or a route enables it."""
         return all(
             any(not one["disabled"] for _, one in self._settings(entry))
             for entry in self._entries(EXT_PROC)

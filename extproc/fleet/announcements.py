@@ -1,4 +1,4 @@
-"""What routers announce to each other of single requests: prompts sent to a replica, and the
+"""Announcements of routers about single requests: prompts sent to a replica, and the
 replicas that own stored responses and sessions."""
 
 import asyncio
@@ -105,8 +105,8 @@ class Holders:
         self._holders[thing] = replica
 
     def saw(self, thing: str, replica: str) -> None:
-        """That replica got the thing; other routers are to be told where they may not know. An
-        empty id is none."""
+        """Records that the replica got the thing, and announces it if other routers may not know;
+        an empty id is none."""
         if not thing:
             return
         if self._holders.get(thing) != replica:

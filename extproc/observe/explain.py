@@ -100,7 +100,7 @@ def decisions(records: Sequence[DecisionRecord]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One decision in words and as a table of its candidates."""
+    """A decision in words and as a table of its candidates."""
 
     facts: dict[str, str]
     columns: list[Column]

@@ -31,7 +31,7 @@ from extproc.ground.runtime import Backoff
 log = logging.getLogger(__name__)
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Where kubelet puts what a pod needs: it renews the token."""
+"""Folder in which kubelet keeps a pod's token and CA; kubelet renews the token."""
 
 _CONNECT_S = 5.0
 _LIST_S = 10.0

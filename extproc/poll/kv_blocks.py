@@ -37,7 +37,7 @@ class Mark(NamedTuple):
 
 
 class _Kept(msgspec.Struct, array_like=True, tag=1):
-    """What another poller goes on from; the tag is the version."""
+    """State from which another poller continues; the tag is the version."""
 
     number: int
     digest: bytes

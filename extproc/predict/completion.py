@@ -245,7 +245,7 @@ def _reaching(amounts: Floats, first: Indices, wanted: Floats) -> Indices:
 
 @dataclass(slots=True)
 class AdapterTimes:
-    """What a request for an adapter meets, one entry of each array a candidate of a view."""
+    """Times that a LoRA adapter adds, one entry of each array a candidate of a view."""
 
     wait: Floats  # seconds until the batch has a place for the adapter
     load: Floats  # seconds to load it

@@ -168,7 +168,7 @@ class Margin:
 
 
 class Margins:
-    """One for each time that a request may have a target for."""
+    """Margins of first token, time per token and completion: the times that have targets."""
 
     def __init__(self) -> None:
         self.ttft = Margin()

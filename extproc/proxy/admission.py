@@ -1,4 +1,4 @@
-"""Whether a request is taken: it goes now, waits, is left to Envoy or refused."""
+"""Admission: a request goes now, waits, is left to Envoy or is refused."""
 
 from extproc.predict.inputs import least
 from extproc.proxy.services import Services

@@ -1,4 +1,4 @@
-"""What the headers of a request say, and the answer to ``GET /v1/models``."""
+"""Headers of a request, and the answer to ``GET /v1/models``."""
 
 from collections.abc import Iterable, Mapping
 from functools import cache

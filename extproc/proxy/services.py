@@ -150,7 +150,7 @@ class Services(ObservedPool):
 
 
 def recorder_of(config: Config, fleet: Fleet, clock: Clock, wall: Clock) -> Recorder | None:
-    """What records the traffic of a pool, if that is asked for.
+    """Makes the recorder of a pool's traffic if ``record.path`` is set.
 
     Raises:
         OSError: there can be no record.

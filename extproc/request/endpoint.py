@@ -73,5 +73,5 @@ def stored_response_of(path: str) -> str:
 
 
 def lists_models(path: str) -> bool:
-    """Whether it is the list of models."""
+    """Tells whether a path is that of the list of models."""
     return path.partition("?")[0].endswith("/v1/models")

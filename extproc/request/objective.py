@@ -1,4 +1,4 @@
-"""What a request's headers say: its objective and targets, and its session."""
+"""Objective, targets and session of a request, from its headers."""
 
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b

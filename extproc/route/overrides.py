@@ -1,4 +1,4 @@
-"""What chooses for a request: its policy; or the owner of the response it goes on from, its target
+"""Overrides of the policy: the owner of the response that a request continues, its target
 or its session, each with the policy as the alternative."""
 
 from dataclasses import dataclass

@@ -53,7 +53,7 @@ class Situation:
 
 @dataclass(slots=True)
 class Choice:
-    """What a policy chose: indices into the view."""
+    """Choice of a policy: indices into the view."""
 
     first: int
     scores: Floats  # per candidate, lower is better; the policy defines the unit

@@ -1,4 +1,4 @@
-"""What routers tell each other piece by piece: streams in Redis that each adds to and follows."""
+"""Streams in Redis that every router adds to and follows."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable

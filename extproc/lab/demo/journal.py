@@ -35,7 +35,7 @@ class Entry:
 
     @property
     def routed(self) -> bool:
-        """One of the replicas that the router named served the request."""
+        """True if a replica that the router named served the request."""
         decision, access = self.decision, self.access
         return bool(decision and access and access.upstream in (decision.replica, decision.second))
 

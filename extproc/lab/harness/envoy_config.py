@@ -40,7 +40,7 @@ def addressed(
 
 
 def managers(bootstrap: Bootstrap) -> list[dict[str, Any]]:
-    """What each of its listeners does with HTTP."""
+    """The HTTP connection manager of each listener."""
     return [
         chain["filters"][0]["typed_config"]
         for listener in bootstrap["static_resources"].get("listeners", ())
@@ -49,7 +49,7 @@ def managers(bootstrap: Bootstrap) -> list[dict[str, Any]]:
 
 
 def manager_of(bootstrap: Bootstrap) -> dict[str, Any]:
-    """What its only listener does with HTTP."""
+    """The HTTP connection manager of the only listener."""
     (manager,) = managers(bootstrap)
     return manager
 

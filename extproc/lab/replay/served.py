@@ -1,4 +1,4 @@
-"""One request of a simulation, what came of it, and the clock it ran by."""
+"""Requests of a simulation, their outcomes, and the clock of the simulation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What would be otherwise: what happened is played first, then what would without and with it."""
+"""Replays of a record: first as it was, then without and with a change."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What happened, beside its replay."""
+    """Recorded requests beside their replay."""
 
     scene: Scene
     requests: int  # that figures are made of
@@ -87,7 +87,7 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What would be otherwise with a change."""
+    """Figures with and without a change."""
 
     change: str  # in words
     differences: dict[str, dict[str, Difference]]  # by kind of time, and figure

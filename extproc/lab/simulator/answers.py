@@ -46,7 +46,7 @@ class Reply(ABC):
     created: int  # when, in seconds since 1970
     prompt_tokens: int
     prompt_tokens_details: bool
-    """Whether the usage tells cached prompt tokens where vLLM makes that an option."""
+    """True if the usage names cached prompt tokens where vLLM makes that an option."""
 
     def __post_init__(self) -> None:
         self.id = self.id_prefix + self.key
@@ -60,7 +60,7 @@ class Reply(ABC):
 
     @abstractmethod
     def token(self, index: int, text: str, reason: FinishReason | None) -> bytes:
-        """One token of sequence ``index``; with the reason if it is the last one."""
+        """Writes a token of sequence ``index``, with the reason if the token is the last one."""
 
     @abstractmethod
     def closing(self, outputs: Sequence[Output], usage: Usage, include_usage: bool) -> bytes:

@@ -83,7 +83,7 @@ class GenerateBody(Body, ABC):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True if a stream ends with the usage."""
         return True
 
 

@@ -19,7 +19,7 @@ class Adapters:
         self._loaded: OrderedDict[str, None] = OrderedDict()
 
     def admits(self, adapter: str, batch: Collection[str]) -> bool:
-        """Whether a sequence of that adapter may join a batch with these."""
+        """Tells whether a sequence of that adapter may join a batch with these adapters."""
         return adapter in batch or len(batch) < self.slots
 
     def use(self, adapters: Iterable[str]) -> float:

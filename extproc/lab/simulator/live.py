@@ -55,7 +55,7 @@ class Lateness:
         self._most = max(self._most, late_s)
 
     def lost(self, seconds: float) -> None:
-        """So much time is not caught up on: the engine was slower than its profile."""
+        """Adds time that is not caught up on: the engine was slower than its profile."""
         self._lost += seconds
 
     def to_json(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, float, int]:
-        """Where the engine goes by priority, the lowest is admitted first and preempted last."""
+        """Sort key of an engine that schedules by priority: the lowest is admitted first."""
         return self.priority, self.arrived or 0.0, self.id
 
     @property
