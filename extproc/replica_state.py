@@ -3,7 +3,7 @@
 import sys
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, msgpack
 
 from extproc.predict.step import StepModel
 
@@ -81,3 +81,15 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     life_s: Finite = 0.0
     """Seconds that Redis keeps the state: what is left of them tells its age there without two
     machines' clocks; 0: not known."""
+
+
+_DECODER = msgpack.Decoder(ReplicaState)
+
+
+def checked(state: ReplicaState) -> ReplicaState:
+    """Returns the state if routers can read it: a Struct takes any value until it is decoded.
+
+    Raises:
+        msgspec.ValidationError: a value is out of bounds.
+    """
+    return _DECODER.decode(msgpack.encode(state))

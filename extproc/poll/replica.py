@@ -28,7 +28,7 @@ from extproc.poll.scrape import (
 )
 from extproc.predict.calibration import Calibration, Typical
 from extproc.predict.step import StepModel, hardware_profile
-from extproc.replica_state import TTL_S, ReplicaState
+from extproc.replica_state import TTL_S, ReplicaState, checked
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class PolledReplica:
         }
         times = {"scraped_at": scraped_at, "scrape_seconds": seconds}
         values = {**figures.fields(), **self._models.fields, **learned, **times}
-        self._publish(self._blank(**values, kv_news=self._kv_news(figures)))
+        self._publish(checked(self._blank(**values, kv_news=self._kv_news(figures))))
 
     def _calibrate(self, figures: EngineFigures, at: float) -> None:
         self._calibration.poll(figures.counts(at), self._typical.value)

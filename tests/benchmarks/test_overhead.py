@@ -10,6 +10,7 @@ from aiohttp.test_utils import TestServer
 from benchmarks.overhead import __main__ as overhead
 from benchmarks.overhead import streams
 from benchmarks.overhead.client import Load, request
+from benchmarks.report.markdown import escaped
 from extproc.lab.harness.processes import free_port
 
 
@@ -140,5 +141,5 @@ def test_it_measures_envoy_alone_a_server_that_does_nothing_and_the_router(
         assert one["at_once"]["most_at_once"] == 64
         assert one["held"]["most_at_once"] == 30
     assert all(one["cpu_us"] > 0 for one in figures[1:])
-    assert all(name in page.read_text() for name in names)
+    assert all(escaped(name) in page.read_text() for name in names)
     assert len(capsys.readouterr().out.splitlines()) == 4 + len(figures) + 1
