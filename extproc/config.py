@@ -180,7 +180,7 @@ class RedisSettings(Section):
     cluster: tuple[_Address, ...] = ()
     """Addresses of a few nodes of a Redis Cluster."""
 
-    @property
+    @cached_property
     def options(self) -> dict[str, Any]:
         """Arguments of redis-py's clients, from the URL."""
         return connection_options(self.url)

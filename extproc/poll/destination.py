@@ -43,7 +43,7 @@ class Destination:
         """Keeps what ``dump`` gives of its blocks for the next poller, where there can be one."""
 
     async def load(self, replica: str) -> bytes:
-        """Returns what was saved last, by whichever poller; empty: nothing."""
+        """Returns what any poller saved last; empty: nothing."""
         return b""
 
 

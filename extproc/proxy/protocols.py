@@ -1,5 +1,6 @@
 """The three ways in which Envoy tells of a request, by the first message of its stream."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -49,7 +50,7 @@ class BodyFirst(Exchange):
         return self._route("request_body", asked, b"", partial=True)
 
 
-class _HeadersBeforeBody(Exchange):
+class _HeadersBeforeBody(Exchange, ABC):
     def __init__(self, services: Services, first: ProcessingRequest) -> None:
         super().__init__(services, first)
         self._waiting: Asked | None = None  # for its body
@@ -64,8 +65,8 @@ class _HeadersBeforeBody(Exchange):
             return self._route("request_headers", asked, b"", partial=False)
         return self._before_body(asked)
 
-    def _before_body(self, asked: Asked) -> Iterable[bytes]:
-        raise NotImplementedError
+    @abstractmethod
+    def _before_body(self, asked: Asked) -> Iterable[bytes]: ...
 
 
 class HeadersFirst(_HeadersBeforeBody):

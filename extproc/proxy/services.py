@@ -78,7 +78,7 @@ class Watch:
         self._responses = Budget(_RESPONSES_PER_S, _RESPONSES_PER_S)
 
     def sees(self, now: float, doubtful: bool) -> bool:
-        """Whether the response to a request that came just now is to be looked at; ``doubtful``: it
+        """Tells whether to look at the response to a request that came just now; ``doubtful``: it
         may go to a replica that failed of late. All those are, until that is known to be well or
         gets nothing."""
         if self._responses.left(now) < 1.0:
@@ -101,7 +101,7 @@ class Reader:
         self._chunks = Budget(chunks_per_s, self._most)
 
     def reads(self, now: float, chunks: float, teaches: bool) -> bool:
-        """Whether to read an answer that begins, of so many chunks as expected; if so, these are
+        """Tells whether to read an answer that begins, of so many expected chunks; if so, these are
         paid for. One ``teaches`` what the router knows little of."""
         if self._chunks.left(now) <= (0.0 if teaches else _RESERVED * self._most):
             return False

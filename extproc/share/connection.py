@@ -126,5 +126,5 @@ def address(redis: Redis) -> str:
 
 
 def outage(redis: Redis) -> OutageLog:
-    """What is logged of a Redis that is away."""
+    """Log lines for a Redis that is away."""
     return OutageLog(log, "redis is lost, retrying", "redis is back", redis=address(redis))

@@ -30,7 +30,7 @@ Show = Callable[[float], None]  # told the share that is done
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is to be otherwise; all of it at once."""
+    """Changes to a record, all made at once."""
 
     policy: str = ""
     more: Sequence[str] = ()  # replicas of which there is one more, by name
@@ -216,7 +216,7 @@ def _named(scene: Scene, name: str) -> str:
 
 
 def _hardware(scene: Scene, name: str) -> tuple[HardwareProfile, StepModel | None]:
-    """That hardware, as it was learned to be where a replica of the record runs on it."""
+    """Returns that hardware, as learned if a replica of the record runs on it."""
     profile = hardware_profile(name)
     alike = [one for one in scene.members.values() if one.state.profile == name]
     return (alike[0].hardware, alike[0].turns[-1].step) if alike else (profile, None)

@@ -134,7 +134,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step, or several steps of decoding alone, brought about."""
+    """Results of a step, or of several steps of decoding alone."""
 
     ends_at: float
     steps: int
@@ -148,7 +148,7 @@ class Outcome:
 
 
 class Gauges(NamedTuple):
-    """What a replica shows of its state: vLLM sets its gauges when a step ends, not between."""
+    """Gauges of a replica: vLLM sets them when a step ends, not between."""
 
     running: int = 0
     waiting: int = 0
