@@ -82,6 +82,10 @@ class ReplicaState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Seconds that Redis keeps the state: what is left of them tells its age there without two
     machines' clocks; 0: not known."""
 
+    asleep: bool = False  # vLLM's sleep mode: an engine answers no inference until it is woken up
+    started_at: Finite = 0.0
+    """Start of the replica's process: seconds since the epoch, on its clock; 0: not known."""
+
 
 _DECODER = msgpack.Decoder(ReplicaState)
 

@@ -28,6 +28,9 @@ _CACHED = (
 _ADAPTERS = b"lora_requests_info"
 _SET = b"\nvllm:" + _ADAPTERS + b"{"
 _LENGTHS = b"request_generation_tokens_bucket"
+_SLEEP = b"engine_sleep_state"
+_AWAKE = b'sleep_state="awake"'
+_START = b"process_start_time_seconds"
 
 _MODEL_NAME = re.compile(rb'[{,]model_name="((?:[^"\\]|\\.)*)"')
 _BLOCK_SIZE = re.compile(rb'[{,]block_size="([1-9]\d{0,5})"')
@@ -68,6 +71,8 @@ class EngineFigures:
     prefix_caching: bool = True  # also where the page does not tell
     max_loras: int = 0
     adapters_in_use: tuple[str, ...] = ()
+    asleep: bool = False  # also where the page does not tell
+    started_at: float = 0.0  # also where several processes serve the page
 
     def fields(self) -> dict[str, Any]:
         """Fields of a ``ReplicaState``, not copied: ``dataclasses.asdict`` takes 100 µs."""
@@ -134,6 +139,9 @@ def read_metrics(page: bytes) -> EngineFigures:
         prefix_caching=not any(_NO_PREFIX_CACHE in config for config in configs),
         max_loras=max_loras,
         adapters_in_use=adapters,
+        # All engines of a server are put to sleep together; a request may go to any of them.
+        asleep=any(_AWAKE in line and not _value(_SLEEP, line) for line in _series(page, _SLEEP)),
+        started_at=_sum(_START, _lines(page, b"\n" + _START)),
     )
 
 

@@ -135,6 +135,9 @@ class PolledReplica:
             return self._backoff.next()
         self._clear_doubt()
         seconds = self._monotonic() - started
+        if self._restarted(figures):
+            self._models.forget()
+            self._calibration.interrupted()
         if self._another_model(figures):
             self._calibration = Calibration(self._start)
         if seconds <= self._settings.timeout_s:
@@ -158,8 +161,6 @@ class PolledReplica:
         return asks
 
     def _succeeded(self, figures: EngineFigures, scraped_at: float, seconds: float) -> None:
-        if self._restarted(figures):
-            self._models.forget()
         if not self.healthy:
             log.info("replica is healthy", extra={"replica": self.target.who})
         self._backoff.reset()
@@ -262,6 +263,7 @@ class PolledReplica:
         last = self._figures or self.state
         return last is not None and (
             self._another_model(figures)
+            or last.started_at not in (0.0, figures.started_at)
             or figures.steps < last.steps
             or figures.prompt_tokens < last.prompt_tokens
             or figures.generated_tokens < last.generated_tokens

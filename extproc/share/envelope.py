@@ -12,7 +12,7 @@ from msgspec import Raw, Struct, msgpack, structs
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 
 T = TypeVar("T", bound=Struct)
 

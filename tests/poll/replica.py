@@ -12,14 +12,24 @@ from tests.waiting import PATIENCE_S
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def page(*, running: int = 2, waiting: int = 1, steps: int = 100, model: str = "tiny") -> str:
+def page(
+    *,
+    running: int = 2,
+    waiting: int = 1,
+    steps: int = 100,
+    model: str = "tiny",
+    started_at: float | None = None,
+    asleep: bool = False,
+) -> str:
     """A short ``/metrics`` page."""
+    start = f"process_start_time_seconds {started_at}\n" if started_at else ""
     labels = f'{{engine="0",model_name="{model}"}}'
     return (
         f"# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{labels} {running}.0\n"
         f"vllm:num_requests_waiting{labels} {waiting}.0\nvllm:kv_cache_usage_perc{labels} 0.5\n"
         f'vllm:cache_config_info{{block_size="16",engine="0",num_gpu_blocks="100"}} 1.0\n'
-        f"vllm:iteration_tokens_total_count{labels} {steps}.0\n"
+        f"vllm:iteration_tokens_total_count{labels} {steps}.0\n{start}"
+        f'vllm:engine_sleep_state{{engine="0",sleep_state="awake"}} {int(not asleep)}.0\n'
     )
 
 

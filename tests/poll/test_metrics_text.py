@@ -50,7 +50,7 @@ def test_figures_of_vllm_page(line: str) -> None:
     counters, others = OTHERS[name]
     numbers: list[Any] = [*map(float, figures), *counters]
     expected = EngineFigures((model,), *numbers, **others)
-    assert replace(read_metrics(sample(name)), output_lengths=()) == expected
+    assert replace(read_metrics(sample(name)), output_lengths=(), started_at=0.0) == expected
 
 
 def test_output_lengths_of_a_real_vllm_per_bucket_and_summed_over_engines() -> None:
@@ -58,6 +58,21 @@ def test_output_lengths_of_a_real_vllm_per_bucket_and_summed_over_engines() -> N
     assert seen[500.0] == 5
     assert sum(seen.values()) == 5
     assert sum(count for _, count in read_metrics(sample("two-engines")).output_lengths) == 16
+
+
+@pytest.mark.parametrize("state", ["weights_offloaded", "discard_all", "paused"])
+def test_engine_that_is_not_awake_sleeps(state: str) -> None:
+    awake = b'engine="1",model_name="tiny",sleep_state="awake"} '
+    other = f'engine="1",model_name="tiny",sleep_state="{state}"}} '.encode()
+    page = sample("two-engines")
+    assert awake + b"1.0" in page
+    page = page.replace(awake + b"1.0", awake + b"0.0").replace(other + b"0.0", other + b"1.0")
+    assert read_metrics(page).asleep
+
+
+def test_start_of_process_is_read() -> None:
+    assert read_metrics(sample("busy")).started_at == 1.79522570554e09
+    assert read_metrics(sample("two-engines")).started_at == 0.0, "several processes serve the page"
 
 
 def test_engines_are_summed_and_their_kv_usage_averaged() -> None:

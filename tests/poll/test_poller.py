@@ -280,6 +280,32 @@ async def test_a_replica_that_restarts_as_another_model(
         await seen.replica(replica, lambda state: state.max_model_len == 131_072)
 
 
+async def test_restart_behind_higher_counters_is_known_by_start_of_process(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("extproc.poll.replica.MODELS_EVERY_S", 600.0)
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        replica.answers["/metrics"] = text(page(started_at=1.7e9))
+        await seen.replica(replica, lambda state: state.started_at == 1.7e9)
+        await seen.replica(replica, lambda state: state.models == ("tiny", "adapter"))
+        replica.answers |= {
+            "/v1/models": models("tiny", adapters=("other",)),
+            "/metrics": text(page(steps=1000, started_at=1.8e9)),
+        }
+        await seen.replica(replica, lambda state: state.models == ("tiny", "other"))
+
+
+def sleeps(asleep: bool, state: ReplicaState) -> bool:
+    return state.asleep == asleep
+
+
+async def test_state_of_sleeping_engine_says_so(redis_server: RedisServer) -> None:
+    async with serving() as replica, watching(config(redis_server, replica)) as seen:
+        for asleep in (False, True, False):
+            replica.answers["/metrics"] = text(page(asleep=asleep))
+            await seen.replica(replica, partial(sleeps, asleep))
+
+
 async def test_a_replica_that_comes_back_as_another_model_and_does_not_tell(
     redis_server: RedisServer,
 ) -> None:
